@@ -12,6 +12,7 @@ Pixels become values here, in one pass from the bytes of all samples to the row'
 with `pixel_transport="uint8"`, on the device (`model_inputs.normalise_pixels`).
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -50,7 +51,7 @@ class PackedRow:
 
 
 #: `map`, or a thread pool's.
-Map = Callable[[Callable[..., Any], Iterable[Any]], Iterable[Any]]
+Map = Callable[..., Iterable[Any]]
 
 #: Fields that are concatenated unchanged when rows are merged.
 _VISION: Final = (
@@ -99,57 +100,14 @@ def concatenate(
         raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
     ends = ([0, used] if cross_sample_attention else starts.tolist()) + [total] * (total > used)
     return PackedRow(
-        **_fill(samples, starts, total, pad_token_id, running=cross_sample_attention),
+        **_texts(samples, starts, total, pad_token_id, running=cross_sample_attention),
+        **_media(samples, starts, ends, pixel_transport, map_),
         cu_lengths=torch.tensor(ends, dtype=torch.int32),
-        media_counts=_media_counts(samples, starts, ends),
         is_padded=pad_multiple > 1 or pad_to_length is not None,
-        image_layout=samples[0].image_layout,
-        image_grid_thw=torch.from_numpy(np.concatenate([s.image_grid_thw for s in samples])),
-        video_grid_thw=torch.from_numpy(np.concatenate([s.video_grid_thw for s in samples])),
-        **_pixels(samples, pixel_transport, map_),
     )
 
 
-def _media_counts(
-    samples: Sequence[EncodedSample], starts: npt.NDArray[np.int64], cu_lengths: Sequence[int]
-) -> torch.Tensor:
-    """Images and videos of the samples that begin in each segment; in one of padding, none."""
-    counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
-    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
-    np.add.at(counts, np.searchsorted(cu_lengths, starts[:-1], "right") - 1, own)
-    return torch.from_numpy(counts)
-
-
-def _pixels(
-    samples: Sequence[EncodedSample], pixel_transport: PixelTransport, map_: Map
-) -> dict[str, Any]:
-    """Pixels of images and videos, and the normalisation still to be applied, if any."""
-    normalisation, as_bytes = samples[0].normalisation, pixel_transport == "uint8"
-    found: dict[str, Any] = {"normalisation": normalisation if as_bytes else None}
-    kinds = []
-    for name, rows, repeats in (
-        ("pixel_values", [s.image_pixels for s in samples], normalisation.repeats),
-        ("pixel_values_videos", [s.video_pixels for s in samples], 1),
-    ):
-        ends = np.cumsum([len(part) for part in rows])
-        width = rows[0].shape[1] * (1 if as_bytes else repeats)
-        pixels = np.empty((ends[-1], width), dtype=np.uint8 if as_bytes else np.float32)
-        found[name] = torch.from_numpy(pixels)
-        kinds.append((rows, repeats, np.split(pixels, ends[:-1])))
-
-    def put(number: int) -> None:
-        for rows, repeats, parts in kinds:
-            if as_bytes:
-                parts[number][:] = rows[number]
-            else:
-                normalisation.values(rows[number], repeats, parts[number])
-
-    for _ in map_(put, range(len(samples))):
-        pass
-    return found
-
-
-def _fill(
+def _texts(
     samples: Sequence[EncodedSample],
     starts: npt.NDArray[np.int64],
     total: int,
@@ -183,6 +141,46 @@ def _fill(
         "attn_mask": padding,
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _media(
+    samples: Sequence[EncodedSample],
+    starts: npt.NDArray[np.int64],
+    cu_lengths: Sequence[int],
+    pixel_transport: PixelTransport,
+    map_: Map,
+) -> dict[str, Any]:
+    """Pixels and grids of images and videos, the normalisation that is still to be applied, if any,
+    and how many of the samples' media are in each segment; in one of padding, none."""
+    own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
+    counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
+    np.add.at(counts, np.searchsorted(cu_lengths, starts[:-1], "right") - 1, own)
+    arrays = {
+        "media_counts": counts,
+        "image_grid_thw": np.concatenate([s.image_grid_thw for s in samples]),
+        "video_grid_thw": np.concatenate([s.video_grid_thw for s in samples]),
+    }
+    normalisation, as_bytes = samples[0].normalisation, pixel_transport == "uint8"
+    for name, parts, repeats in (
+        ("pixel_values", [s.image_pixels for s in samples], normalisation.repeats),
+        ("pixel_values_videos", [s.video_pixels for s in samples], 1),
+    ):
+        ends = np.cumsum([len(part) for part in parts])
+        width = parts[0].shape[1] * (1 if as_bytes else repeats)
+        pixels = np.empty((ends[-1], width), dtype=np.uint8 if as_bytes else np.float32)
+        places = np.split(pixels, ends[:-1])
+        if as_bytes:
+            written = map_(np.copyto, places, parts)
+        else:
+            written = map_(normalisation.values, parts, itertools.repeat(repeats), places)
+        for _ in written:
+            pass
+        arrays[name] = pixels
+    return {
+        **{name: torch.from_numpy(array) for name, array in arrays.items()},
+        "normalisation": normalisation if as_bytes else None,
+        "image_layout": samples[0].image_layout,
+    }
 
 
 def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:

@@ -5,6 +5,7 @@ A written folder names one of the Packed*Sample classes in its dataset.yaml, and
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -74,16 +75,13 @@ class TextDecoder(SampleDecoder):
     def __init__(self) -> None:
         """Without the decoders of media, and their options."""
 
-    def decode(self, fname: str, raw: Any) -> Any:
-        if isinstance(raw, bytes) and fname.rpartition(".")[2].lower() == JSON_PART:
-            try:
-                return orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                return raw
-        return raw
-
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        return {part: self.decode(part, value) for part, value in sample.items()}
+        decoded = dict(sample)
+        for part, value in sample.items():
+            if isinstance(value, bytes) and part.rpartition(".")[2].lower() == JSON_PART:
+                with suppress(orjson.JSONDecodeError):
+                    decoded[part] = orjson.loads(value)
+        return decoded
 
     def config(self) -> dict[str, Any]:
         return {}
@@ -114,26 +112,22 @@ class PackedRowSample(Sample):
 
 
 def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
-    """Encoded packs as one, under the key of the first."""
-    return PackedRowSample.derive_from(
-        samples[0],
-        __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
-        row=merge_rows([sample.row for sample in samples]),
-        sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
-        dropped=[line for sample in samples for line in sample.dropped],
-        cp_size=_common_cp_size(samples),
-    )
-
-
-def _common_cp_size(samples: Sequence[PackedRowSample]) -> int | None:
-    """Ranks that all packs of a row go over. Raises ValueError if they differ."""
+    """Encoded packs as one, under the key of the first. Raises ValueError if they go over different
+    numbers of ranks."""
     sizes = {sample.cp_size for sample in samples}
     if len(sizes) > 1:
         raise ValueError(
             f"packs {samples[0].__key__!r} to {samples[-1].__key__!r} go over different numbers of "
             "ranks and cannot be one row; take a micro batch of one pack"
         )
-    return sizes.pop()
+    return PackedRowSample.derive_from(
+        samples[0],
+        __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+        row=merge_rows([sample.row for sample in samples]),
+        sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
+        dropped=[line for sample in samples for line in sample.dropped],
+        cp_size=sizes.pop(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +206,14 @@ BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
 
 def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
     """k encoded packs as one batch."""
-    row = merge_rows([sample.row for sample in samples])
+    merged = merge_row_samples(samples)
+    row = merged.row
     num_images, normalisation = len(row.image_grid_thw), row.normalisation
     return PackedBatch(
         __key__=[sample.__key__ for sample in samples],
         __restore_key__=tuple(sample.__restore_key__ for sample in samples),
         __subflavors__=[sample.__subflavors__ for sample in samples],
-        __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+        __sources__=merged.__sources__,
         tokens=row.tokens[None],
         labels=row.labels[None],
         loss_mask=row.loss_weights[None],
@@ -240,7 +235,7 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
         num_tokens=int((~row.attn_mask).sum()),
         is_padded=row.is_padded,
         num_tiles=torch.ones(num_images, dtype=torch.int32),
-        sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
-        dropped=[line for sample in samples for line in sample.dropped],
-        local_cp_size=_common_cp_size(samples),
+        sub_sample_keys=merged.sub_sample_keys,
+        dropped=merged.dropped,
+        local_cp_size=merged.cp_size,
     )
