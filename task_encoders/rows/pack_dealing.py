@@ -76,30 +76,6 @@ def check_blend(datasets: Sequence[LoadedDataset], *, repeat: bool) -> None:
             )
 
 
-class _Deal(NamedTuple):
-    """Deal of an epoch's packs to all workers of all ranks."""
-
-    #: the packs, by their place in the folder, (n,)
-    packs: Numbers
-    #: where each worker's block begins, rank by rank, as Energon splits
-    starts: Sequence[int]
-    #: packs of each
-    block: int
-    #: places in `packs`, dealt from this worker's turn on
-    left_over: Sequence[int]
-    first_turn: int
-    ranks: int
-
-    def of_worker(self, worker: int) -> Numbers:
-        """One worker's packs: its block, and the one left over that its turn gives it."""
-        workers = len(self.starts) - 1
-        rank, number = divmod(worker, workers // self.ranks)
-        place = (number * self.ranks + rank - self.first_turn) % workers
-        start = self.starts[worker]
-        own = self.packs[start : start + self.block]
-        return np.concatenate([own, self.packs[list(self.left_over[place : place + 1])]])
-
-
 class Stretch(NamedTuple):
     """Packs read with some number of workers, before a run continued with another."""
 
@@ -131,8 +107,9 @@ class Dealer:
     def __init__(self, ranges: Sequence[tuple[int, int]], first_turn: int) -> None:
         self.ranges, self._first_turn = ranges, first_turn
 
-    def deal(self, epoch: int, now: Stretch, earlier: Sequence[Stretch]) -> _Deal:
-        """Deal the packs of an epoch that earlier stretches left; `now.read` is not looked at."""
+    def deal(self, epoch: int, now: Stretch, earlier: Sequence[Stretch]) -> list[Numbers]:
+        """Deal the packs of an epoch that earlier stretches left: those of each worker, rank by
+        rank; `now.read` is not looked at."""
         workers = now.ranks * now.per_rank
         begin = earlier[-1].first_epoch if earlier else 0
         cut = max(begin, min(epoch, 1 + max((one.last_epoch for one in earlier), default=-1)))
@@ -146,13 +123,17 @@ class Dealer:
             0, len(left), everyone, rotation_offset=self._first_turn
         )
         block = len(left) // workers
-        by_turn = (
+        by_turn = [
             rank * now.per_rank + worker
             for worker in range(now.per_rank)
             for rank in range(now.ranks)
-        )
+        ]
+        dealt = [left[start : start + block] for start in starts[:-1]]
         longer = [starts[one] + block for one in by_turn if starts[one + 1] - starts[one] > block]
-        return _Deal(left, starts, block, longer, turn, now.ranks)
+        for place, left_over in enumerate(longer, turn):
+            worker = by_turn[place % workers]
+            dealt[worker] = np.append(dealt[worker], left[left_over])
+        return dealt
 
     def _left(self, epoch: int, earlier: Sequence[Stretch]) -> Numbers:
         """The packs of an epoch that the earlier stretches did not read."""
@@ -161,11 +142,10 @@ class Dealer:
         for number, stretch in enumerate(earlier):
             if epoch > stretch.last_epoch:
                 continue
-            deal = self.deal(epoch, stretch, earlier[:number])
-            for worker, (last, read) in enumerate(stretch.read):
+            dealt = self.deal(epoch, stretch, earlier[:number])
+            for own, (last, read) in zip(dealt, stretch.read, strict=True):
                 if last >= epoch:
-                    own = deal.of_worker(worker)[: read if last == epoch else None]
-                    is_left[own - start] = False
+                    is_left[own[: read if last == epoch else None] - start] = False
         return start + np.flatnonzero(is_left)
 
 
@@ -216,7 +196,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         rank, number = self.worker_config.rank, self.worker_config.rank_worker_id()
         worker = rank * self._now.per_rank + number
         earlier = [Stretch(*one) for one in json.loads(self._earlier)]
-        packs = self._dealer.deal(self._epoch, self._now, earlier).of_worker(worker).tolist()
+        packs = self._dealer.deal(self._epoch, self._now, earlier)[worker].tolist()
         while self._index < len(packs):
             sample = self._get_sample(packs[self._index])
             self._index += 1

@@ -122,11 +122,11 @@ def test_many_changes_of_many_workers() -> None:
         at = []
         for worker in range(ranks * per_rank):
             epoch, place = begin, 0
-            packs = dealer.deal(epoch, now, stretches).of_worker(worker)
+            packs = dealer.deal(epoch, now, stretches)[worker]
             for _ in range(steps):
                 while place == len(packs):
                     epoch, place = epoch + 1, 0
-                    packs = dealer.deal(epoch, now, stretches).of_worker(worker)
+                    packs = dealer.deal(epoch, now, stretches)[worker]
                 read[int(packs[place])] += 1
                 place += 1
             at.append((epoch, place))
