@@ -5,8 +5,9 @@ media themselves travel alongside it, as bytes in the order of `SourceSample.med
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Final
 
@@ -18,6 +19,10 @@ IMAGE_PLACEHOLDER: Final = "<image>"
 
 #: The same for videos. In a sample without videos it is ordinary text.
 VIDEO_PLACEHOLDER: Final = "<video>"
+
+#: What each placeholder stands for.
+MEDIA_KINDS: Final[Mapping[str, str]] = {IMAGE_PLACEHOLDER: "image", VIDEO_PLACEHOLDER: "video"}
+_PLACEHOLDERS: Final = re.compile(f"({'|'.join(map(re.escape, MEDIA_KINDS))})")
 
 #: Who speaks before an answer. A first system message is the sample's own.
 ROLES: Final = ("user", "tool", "system", "developer")
@@ -166,10 +171,6 @@ class SourceSample:
     #: JSON list of the tools that the model may call; "": none
     tools: str = ""
 
-    def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"unknown task {self.task!r}; valid: {', '.join(TASKS)}")
-
     @property
     def media(self) -> tuple[str, ...]:
         """Names of all media: images first, then videos."""
@@ -184,6 +185,8 @@ class SourceSample:
 def check_sample(sample: SourceSample) -> None:
     """Raise SampleError where no encoder could use the sample: no turn, an empty answer, or
     placeholders that do not match the media (without any of a kind, its media go in front)."""
+    if sample.task not in TASKS:
+        raise ValueError(f"unknown task {sample.task!r}; valid: {', '.join(TASKS)}")
     if not sample.turns:
         raise SampleError("bad_record", "no turns")
     for i, turn in enumerate(sample.turns):
@@ -224,3 +227,34 @@ def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:
         for _, text in turn.before:
             found += text.count(placeholder)
     return found
+
+
+def media_in_front(sample: SourceSample) -> str:
+    """Placeholders for all images, then all videos, if no prompt says where they go."""
+    front = ""
+    for placeholder, names in (
+        (IMAGE_PLACEHOLDER, sample.images),
+        (VIDEO_PLACEHOLDER, sample.videos),
+    ):
+        if names and not count_placeholders(sample.turns, placeholder):
+            front += placeholder * len(names)
+    return front
+
+
+def place_media(sample: SourceSample) -> tuple[Turn, ...]:
+    """The turns, with the placeholders of `media_in_front` in the first prompt."""
+    front = media_in_front(sample)
+    if not front:
+        return sample.turns
+    first, *rest = sample.turns
+    return replace(first, prompt=front + first.prompt), *rest
+
+
+def split_at_media(sample: SourceSample, prompt: str) -> list[str]:
+    """'a<image>b' -> ['a', '<image>', 'b']; texts and placeholders alternate, and a text comes
+    first. A prompt is cut at `<video>` where the sample has videos."""
+    if sample.videos:
+        return _PLACEHOLDERS.split(prompt)
+    parts = [IMAGE_PLACEHOLDER] * (2 * prompt.count(IMAGE_PLACEHOLDER) + 1)
+    parts[::2] = prompt.split(IMAGE_PLACEHOLDER)
+    return parts

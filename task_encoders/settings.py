@@ -80,11 +80,6 @@ class PackingSettings:
         environ = os.environ if environ is None else environ
         return cls(*(_flag(environ, name) for name in (PACKED, VQA, BMR)))
 
-    @property
-    def task(self) -> str:
-        """The task that the variables name."""
-        return "vqa" if self.vqa else "bmr" if self.bmr else "captioning"
-
     def resolve_task(
         self, meta_task: str | None, subflavor_task: str | None = None, *, blend: bool = False
     ) -> str:
@@ -108,12 +103,13 @@ class PackingSettings:
             remedy = ENVIRONMENT_OF_TASK[declared] if declared else f"{PACKED}=1"
         if not self.packed:
             raise PackingSettingsError(f"the dataset holds packs; set {remedy}")
+        named = "vqa" if self.vqa else "bmr" if self.bmr else "captioning"
         if declared is None:
-            return self.task
-        if declared == self.task or (blend and not (self.vqa or self.bmr)):
+            return named
+        if declared == named or (blend and not (self.vqa or self.bmr)):
             return declared
         raise PackingSettingsError(
-            f"the dataset holds {declared} packs but the environment says {self.task}; set {remedy}"
+            f"the dataset holds {declared} packs but the environment says {named}; set {remedy}"
         )
 
 

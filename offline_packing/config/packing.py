@@ -209,6 +209,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PackingConfi
     return read_config(PackingConfig, path, overrides)
 
 
-def parse_config(content: Mapping[str, Any], name: str = "config") -> PackingConfig:
+def parse_config(content: Mapping[str, Any]) -> PackingConfig:
     """Validate a mapping. Raises ConfigError naming field, value and remedy."""
-    return validate(PackingConfig, content, name)
+    return validate(PackingConfig, content)

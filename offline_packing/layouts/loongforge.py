@@ -34,8 +34,8 @@ from task_encoders.families import FAMILIES
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART, is_video_name
-from task_encoders.samples import SampleError, SourceSample
-from task_encoders.text.pieces import place_media, to_messages
+from task_encoders.samples import SampleError, SourceSample, place_media
+from task_encoders.text.pieces import to_messages
 
 _CAPTIONS: Final = LlavaOneVisionLayout()
 _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {

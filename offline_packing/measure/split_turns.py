@@ -33,8 +33,8 @@ from task_encoders.samples import (
     SourceSample,
     Turn,
     count_placeholders,
+    place_media,
 )
-from task_encoders.text.pieces import place_media
 
 #: Characters that a truncated answer gives up, at most, to end where a token of the whole one does.
 _MOST_GIVEN_UP: Final = 256

@@ -11,8 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.sample_encoder import SampleEncoder
-from task_encoders.samples import SourceSample
-from task_encoders.text.pieces import Image, Video, place_media, split_at_media
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    SourceSample,
+    place_media,
+    split_at_media,
+)
 from task_encoders.text.tokenizer import control_pattern
 
 
@@ -57,14 +62,13 @@ def in_order(
     sample: SourceSample, images: Sequence[MediumPreview], videos: Sequence[MediumPreview]
 ) -> list[MediumPreview]:
     """Media in the order in which the prompts show them."""
-    of_kind = {Image: iter(images), Video: iter(videos)}
+    of_kind = {IMAGE_PLACEHOLDER: iter(images), VIDEO_PLACEHOLDER: iter(videos)}
     texts = (
         text
         for turn in place_media(sample)
         for text in (*(before for _, before in turn.before), turn.prompt)
     )
-    parts = (part for text in texts for part in split_at_media(sample, text))
-    return [next(of_kind[type(part)]) for part in parts if not isinstance(part, str)]
+    return [next(of_kind[mark]) for text in texts for mark in split_at_media(sample, text)[1::2]]
 
 
 def spell_segment(

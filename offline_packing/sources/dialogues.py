@@ -23,8 +23,13 @@ import xxhash
 
 from offline_packing.sources.base import Source
 from offline_packing.sources.reading.locators import Locator
-from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn, count_placeholders
-from task_encoders.text.pieces import place_media
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    SourceSample,
+    Turn,
+    count_placeholders,
+    place_media,
+)
 
 #: A mark of an image, with the line break that sets it apart.
 _MARK: Final = re.compile(f"{IMAGE_PLACEHOLDER}\n|\n{IMAGE_PLACEHOLDER}$|{IMAGE_PLACEHOLDER}")

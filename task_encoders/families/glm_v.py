@@ -28,8 +28,9 @@ from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
+from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SampleError
+from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.glm_template import GLM, GLM_TEMPLATE
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.pieces import Control, Text
@@ -173,13 +174,20 @@ class GlmEncoder(FamilyEncoder):
             yield from self.texts.spans(Text(self.time_text(number / (medium.video.fps or 1.0))))
         yield tags["video_end_token_id"]
 
-    def arranged(self, encoded: EncodedSample) -> EncodedSample:
+    def encode(
+        self,
+        sample: SourceSample,
+        images: Sequence[bytes | PillowImage.Image],
+        videos: Sequence[bytes] = (),
+        tokenized: TokenizedText | None = None,
+    ) -> EncodedSample:
         """The sample with its videos' pictures among its images, in the order of its tokens."""
+        encoded = super().encode(sample, images, videos, tokenized)
         if not len(encoded.video_grid_thw):
             return encoded
         own = [(encoded.image_pixels, encoded.image_grid_thw)]
         own += [(encoded.video_pixels, encoded.video_grid_thw)]
-        images, videos = (
+        rows_of_images, rows_of_videos = (
             zip(np.split(pixels, grids.prod(1).cumsum()[:-1]), grids, strict=True)
             if len(grids)
             else iter(())
@@ -190,10 +198,10 @@ class GlmEncoder(FamilyEncoder):
         pixels, grids = [], []
         for token in found:
             if token == begins[0]:
-                rows, grid = next(images)
+                rows, grid = next(rows_of_images)
                 steps = 1
             else:
-                rows, grid = next(videos)
+                rows, grid = next(rows_of_videos)
                 steps = int(grid[0])
                 for _ in range(steps):
                     next(found)  # its pictures begin as images do

@@ -18,18 +18,15 @@ from task_encoders.families.base.options import ModelOptions
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count, NonNegative
 from task_encoders.media.patches import Bytes, Normalisation, rescale_then_normalise
-from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
-from task_encoders.text.pieces import (
-    Answer,
-    Control,
-    Image,
-    Piece,
-    Text,
-    Video,
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    SampleError,
+    SourceSample,
     place_media,
     split_at_media,
 )
+from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
+from task_encoders.text.pieces import Answer, Control, Image, Piece, Text
 
 #: Mean and standard deviation of a tower's pixels.
 TOWERS: Final = {
@@ -97,7 +94,7 @@ class Llava15Encoder(FamilyEncoder):
         details = {name for turn in sample.turns for name in turn.details}
         if details - {"trained", "weight", "truncated"} or sample.tools:
             raise SampleError("not_in_template", "the template has no tools, thoughts and roles")
-        weights = self.options.answer_weights(sample)
+        weights = self.answer_weights(sample)
         yield _START
         if sample.task == "captioning" or self.options.template == "plain":
             if len(sample.turns) > 1:
@@ -110,22 +107,24 @@ class Llava15Encoder(FamilyEncoder):
         for turn, weight in zip(place_media(sample), weights, strict=True):
             text += "USER: "
             for part in self._question(sample, turn.prompt):
-                if isinstance(part, str):
-                    text += part
-                else:
-                    yield from [Text(text), part] if text else [part]
+                if part == IMAGE_PLACEHOLDER:
+                    if text:
+                        yield Text(text)
+                    yield Image()
                     text = ""
+                else:
+                    text += part
             header = f"{text} ASSISTANT: "
             yield Answer(header, turn.answer, weight) if weight else Text(header + turn.answer)
             yield Control(_END.token, weight)
             text = ""
 
-    def _question(self, sample: SourceSample, prompt: str) -> list[str | Image | Video]:
-        """Texts and images of a prompt, in order."""
+    def _question(self, sample: SourceSample, prompt: str) -> list[str]:
+        """Texts and placeholders of a prompt, in order."""
         if self.options.template == "neva":
             return split_at_media(sample, prompt)
         # Images go in front of their turn, each on a line of its own.
-        front: list[str | Image | Video] = [Image(), "\n"] * prompt.count(IMAGE_PLACEHOLDER)
+        front = [IMAGE_PLACEHOLDER, "\n"] * prompt.count(IMAGE_PLACEHOLDER)
         return [*front, prompt.replace(IMAGE_PLACEHOLDER, "").strip()]
 
     def image_medium(self, height: int, width: int) -> Medium:

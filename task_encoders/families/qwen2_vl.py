@@ -5,7 +5,6 @@ from typing import Any, Final, Literal
 
 from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import beside_lengths
-from task_encoders.families.base.spans import Medium
 from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
@@ -66,11 +65,6 @@ class Qwen25VLEncoder(Qwen2VLEncoder):
     def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
         self.tokens_per_second = read_tokens_per_second(options.processor)
-
-    def interval(self, medium: Medium) -> float:
-        if medium.video is None:
-            return 1.0
-        return self.tokens_per_second * medium.video.seconds_per_step
 
 
 def read_tokens_per_second(processor: str) -> float:

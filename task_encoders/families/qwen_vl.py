@@ -84,6 +84,9 @@ class QwenVLEncoder(FamilyEncoder):
     #: Frames that a video's file may have.
     LENGTHS_FOLLOW = ("max_video_frames",)
 
+    #: Temporal positions per second of a video; None: one per step of its grid.
+    tokens_per_second: float | None = None
+
     options: QwenVLOptions
 
     def __init__(self, options: QwenVLOptions) -> None:
@@ -112,7 +115,9 @@ class QwenVLEncoder(FamilyEncoder):
         self._after = Span([ids["vision_end_token_id"]], 1)
 
     def image_medium(self, height: int, width: int) -> Medium:
-        return Medium(image.image_grid(height, width, self.vision))
+        height, width = image.smart_resize(height, width, self.vision)
+        patch = self.vision.patch_size
+        return Medium((1, height // patch, width // patch))
 
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
         medium = self.image_medium(image.height, image.width)
@@ -128,16 +133,10 @@ class QwenVLEncoder(FamilyEncoder):
         return rows, Medium(sampled.grid, sampled)
 
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
-        is_video = medium.video is not None
-        return patch_spans(
-            self.video_token_id if is_video else self.image_token_id,
-            medium.grid,
-            self.vision.merge_size,
-            self._before,
-            self._after,
-            self.interval(medium),
-        )
-
-    def interval(self, medium: Medium) -> float:
-        """Temporal positions from one step of a medium's grid to the next."""
-        return 1.0
+        token_id, interval = self.image_token_id, 1.0
+        if medium.video is not None:
+            token_id = self.video_token_id
+            if self.tokens_per_second is not None:
+                interval = self.tokens_per_second * medium.video.seconds_per_step
+        merge, tags = self.vision.merge_size, (self._before, self._after)
+        return patch_spans(token_id, medium.grid, merge, *tags, interval)

@@ -113,12 +113,6 @@ def smart_resize(
     return rows * factor, columns * factor
 
 
-def image_grid(height: int, width: int, settings: VisionSettings) -> tuple[int, int, int]:
-    """(t, h, w) in patches of an image of this size; its tokens are t·h·w / merge_size²."""
-    resized_height, resized_width = smart_resize(height, width, settings)
-    return 1, resized_height // settings.patch_size, resized_width // settings.patch_size
-
-
 def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> ImageHeader:
     """Size of an image from the head and the tail of its file (seekable, binary).
 
@@ -134,9 +128,8 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
     ):
         file_size = file.seek(-len(_JPEG_END), io.SEEK_END) + len(_JPEG_END)
         if file.read(len(_JPEG_END)) == _JPEG_END:
-            _check_bytes(file_size, plain.pixels)
-            if plain.is_progressive:
-                check_scans(file, file_size, plain.pixels)
+            decoder = "progressive" if plain.is_progressive else "JPEG"
+            _check_cost(file, file_size, (plain.width, plain.height), decoder, max_image_pixels)
             return ImageHeader(plain.height, plain.width, "JPEG")
     file.seek(0)
     image, orientation = _open(file, max_image_pixels)
@@ -176,18 +169,18 @@ def _on_white(image: Image.Image) -> npt.NDArray[np.uint8]:
     return composed
 
 
+@dataclass(slots=True)
 class _CountedFile:
     """A file for Pillow that is read so often, and so much of it, until an image's size is found:
     a header may hold millions of empty segments, or tags that point at the same place."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file = file
-        self.reads_left: float = MAX_HEADER_READS
-        self.bytes_left: float = MAX_HEADER_BYTES + 2 * size
+    file: BinaryIO
+    bytes_left: float
+    reads_left: float = MAX_HEADER_READS
 
     def read(self, size: int = -1) -> bytes:
         """Raises SampleError: too_costly."""
-        data = self._file.read(size)
+        data = self.file.read(size)
         self.reads_left -= 1
         self.bytes_left -= len(data)
         if self.reads_left < 0 or self.bytes_left < 0:
@@ -195,14 +188,14 @@ class _CountedFile:
         return data
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+        return getattr(self.file, name)
 
 
 def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     """Header of an image (pixels not decoded) and its EXIF orientation (1 to 8)."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
-    counted = _CountedFile(file, size)
+    counted = _CountedFile(file, MAX_HEADER_BYTES + 2 * size)
     try:
         image = Image.open(counted, formats=_OPENED)
     except SampleError:
@@ -217,11 +210,8 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     counted.reads_left = counted.bytes_left = math.inf  # pixels may take any number
     image_format = image.format or ""
     position = file.tell()
-    is_progressive = bool(image.info.get("progressive"))
-    _check_pixels(image, "progressive" if is_progressive else image_format, max_image_pixels)
-    _check_bytes(size, image.width * image.height)
-    if is_progressive:
-        check_scans(file, size, image.width * image.height)
+    decoder = "progressive" if image.info.get("progressive") else image_format
+    _check_cost(file, size, image.size, decoder, max_image_pixels)
     count = _TAIL_BYTES if image_format == "PNG" else _END_BYTES
     file.seek(max(0, size - count))
     tail = file.read(count)
@@ -232,24 +222,27 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     return image, _orientation(image, tail)
 
 
-def _check_pixels(image: Image.Image, decoder: str, max_image_pixels: int) -> None:
-    limit = int(max_image_pixels / DECODING_COST.get(decoder, 1))
-    if image.width * image.height > limit:
+def _check_cost(
+    file: BinaryIO, file_size: int, size: tuple[int, int], decoder: str, max_image_pixels: int
+) -> None:
+    """Raise SampleError: image_too_large for (width, height) of more pixels than may be decoded;
+    too_costly for a file that is mostly something other than the picture, since packs would carry
+    it, and for a progressive JPEG of too many scans."""
+    pixels = size[0] * size[1]
+    if pixels > int(max_image_pixels / DECODING_COST.get(decoder, 1)):
         of = f" / {DECODING_COST[decoder]:g} ({decoder})" if decoder in DECODING_COST else ""
         raise SampleError(
             "image_too_large",
-            f"{image.width}x{image.height} pixels > max_image_pixels {max_image_pixels}{of}",
+            f"{size[0]}x{size[1]} pixels > max_image_pixels {max_image_pixels}{of}",
         )
-
-
-def _check_bytes(size: int, pixels: int) -> None:
-    """Raise SampleError: too_costly for a file that is mostly something other than the picture:
-    packs would carry it."""
     limit = MAX_IMAGE_EXTRA + MAX_PIXEL_BYTES * pixels
-    if size > limit:
+    if file_size > limit:
         raise SampleError(
-            "too_costly", f"{size:,} bytes for {pixels:,} pixels > {limit:,}; save the picture anew"
+            "too_costly",
+            f"{file_size:,} bytes for {pixels:,} pixels > {limit:,}; save the picture anew",
         )
+    if decoder == "progressive":
+        check_scans(file, file_size, pixels)
 
 
 def _load(image: Image.Image) -> None:

@@ -12,7 +12,7 @@ import orjson
 
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS
 from task_encoders.packs.tokenized import TokenizedPack, TokenizedText
-from task_encoders.samples import SampleError, SourceSample, check_sample, make_turn
+from task_encoders.samples import SampleError, SourceSample, Turn, check_sample, make_turn
 
 #: An image member by its number in the pack: 'img0.jpg', 'img000.png'.
 _NUMBERED: Final = re.compile(r"img(\d+)\.[^.]+")
@@ -252,12 +252,14 @@ def _restore_sub_sample(
             questions = [""] * len(answers)
         if len(questions) != len(answers):
             raise SampleError("bad_record", f"{len(questions)} prompts, {len(answers)} captions")
-        details = [None] * len(answers) if details is None else details
-        if not isinstance(details, list) or len(details) != len(answers):
-            raise SampleError("bad_record", f"meta.turns does not describe {len(answers)} turns")
         if not isinstance(tools, str):
             raise SampleError("bad_record", f"meta.tools is not text: {tools!r}"[:200])
-        turns = tuple(map(make_turn, questions, answers, details))
+        if details is None:
+            turns = tuple(map(Turn, questions, answers))
+        elif isinstance(details, list) and len(details) == len(answers):
+            turns = tuple(map(make_turn, questions, answers, details))
+        else:
+            raise SampleError("bad_record", f"meta.turns does not describe {len(answers)} turns")
         sample = SourceSample(key, task, turns, image_names, system, video_names, tools)
         check_sample(sample)
     except SampleError as error:

@@ -16,40 +16,32 @@ real texts; `template_proof` checks that against transformers.
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from task_encoders.samples import SampleError, SourceSample
-from task_encoders.text.dialect import CHATML, Dialect, hide, show
-from task_encoders.text.jinja_template import JinjaTemplate
-from task_encoders.text.pieces import (
-    Answer,
-    Control,
-    Fixed,
-    Image,
-    Piece,
-    Text,
-    Video,
+from task_encoders.samples import (
+    MEDIA_KINDS,
+    SampleError,
+    SourceSample,
     media_in_front,
     split_at_media,
 )
+from task_encoders.text.dialect import CHATML, SHOWN, Dialect, hide
+from task_encoders.text.jinja_template import JinjaTemplate
+from task_encoders.text.pieces import Answer, Control, Fixed, Image, Piece, Text, Video
 
-# Noncharacters, which texts do not contain: around a text's number, and for media.
+# Noncharacters, which texts do not contain, around a text's number.
 _MARK: Final = "\ufdd0"
 _MARK_END: Final = "\ufdd1"
-_MEDIA: Final[Mapping[type, str]] = {Image: "\ufdd4", Video: "\ufdd5"}
-_KINDS: Final = {mark: kind.__name__.lower() for kind, mark in _MEDIA.items()}
 _NUMBERED: Final = re.compile(f"{_MARK}(\\d+){_MARK_END}")
-_AT_MEDIA: Final = re.compile("([\ufdd4\ufdd5])")
 
 #: Number of shapes that are kept; those with tools contain them in full.
 _MAX_SHAPES: Final = 1024
 
 #: A text in which marks replace what no template looks at.
 _Skeleton = str
-#: A conversation: tools, then each message as (role, skeleton), or a prompt with its answer as
-#: (role, skeleton, skeleton, skeleton of the thought, calls).
+#: A conversation: tools, then each message as (role, (skeleton, placeholder, skeleton, …)), or an
+#: answer as ("assistant", skeleton, skeleton of the thought, calls).
 _Shape = tuple[Any, ...]
 
 
@@ -105,38 +97,35 @@ class ChatTemplate:
             self._shapes[shape] = parts
         pieces: list[Piece] = []
         for part in parts:
-            if isinstance(part, _Words):
-                _fill(part, texts, weights, pieces)
-            elif isinstance(part, _AnswerControl):
+            if isinstance(part, _AnswerControl):
                 pieces.append(Control(part.token, weights[part.turn]))
-            else:
+            elif not isinstance(part, _Words):
                 pieces.append(part)
+            else:
+                text = part.begin + "".join(texts[number] + after for number, after in part.texts)
+                if part.turn >= 0 and weights[part.turn]:
+                    pieces.append(Answer(part.header, text, weights[part.turn]))
+                else:
+                    pieces.append(Text(part.header + text))
         return pieces
 
     def _shape(self, sample: SourceSample) -> tuple[_Shape, list[str]]:
         """The shape of a conversation, and the texts in it."""
         texts: list[str] = []
         shape: list[Any] = [sample.tools]
-        skeleton = self._skeleton
-
-        def with_media(text: str) -> _Skeleton:
-            return "".join(
-                skeleton(part, texts) if isinstance(part, str) else _MEDIA[type(part)]
-                for part in split_at_media(sample, text)
-            )
-
-        asked = with_media if sample.media else partial(skeleton, texts=texts)
-        front = media_in_front(sample)
+        skeleton, front = self._skeleton, media_in_front(sample)
         if sample.system is not None:
-            shape.append(("system", skeleton(sample.system, texts)))
+            shape.append(("system", (skeleton(sample.system, texts),)))
         for turn in sample.turns:
-            for role, text in turn.before:
-                shape.append((role, asked(text)))
-            prompt = asked(front + turn.prompt)
+            for role, text in (*turn.before, (turn.role, front + turn.prompt)):
+                parts = split_at_media(sample, text)
+                for i in range(0, len(parts), 2):
+                    parts[i] = skeleton(parts[i], texts)
+                shape.append((role, tuple(parts)))
             front = ""
             answer = skeleton(turn.answer, texts)
             thought = None if turn.thought is None else skeleton(turn.thought, texts)
-            shape.append((turn.role, prompt, answer, thought, turn.calls))
+            shape.append(("assistant", answer, thought, turn.calls))
         return tuple(shape), texts
 
     def _looked_at(self, text: str, texts: list[str]) -> _Skeleton:
@@ -147,8 +136,7 @@ class ChatTemplate:
             if i % 2 or not core:
                 skeleton += part
                 continue
-            begin = part.index(core)
-            skeleton += part[:begin] + _MARK + part[begin + len(core) :]
+            skeleton += part.replace(core, f"{_MARK}{len(texts)}{_MARK_END}")
             texts.append(core)
         return skeleton
 
@@ -182,8 +170,8 @@ class ChatTemplate:
             )
         asked = [message["content"] for message in messages]
         kinds = [part["type"] for one in asked if not isinstance(one, str) for part in one]
-        for kind in _MEDIA:
-            if kinds.count(kind.__name__.lower()) != sum(type(part) is kind for part in parts):
+        for name, kind in (("image", Image), ("video", Video)):
+            if kinds.count(name) != sum(type(part) is kind for part in parts):
                 raise SampleError("not_in_template", "the chat template leaves out a medium")
         # Parts that no sample changes are one wherever they follow each other.
         runs = itertools.groupby(parts, lambda part: isinstance(part, Control | Text))
@@ -198,7 +186,9 @@ class ChatTemplate:
                 control = Control(text) if turn < 0 else _AnswerControl(text, turn)
                 yield control if medium is None else medium
                 continue
-            words = _Words(*_numbers(text), header if i == 0 else "", turn)
+            begin, *rest = _NUMBERED.split(text.translate(SHOWN))  # 'a⟨3⟩b' -> 'a', '3', 'b'
+            texts = tuple(zip(map(int, rest[::2]), rest[1::2], strict=True))
+            words = _Words(begin, texts, header if i == 0 else "", turn)
             if words.texts or (turn >= 0 and (text or words.header)):
                 yield words
             elif text:
@@ -212,31 +202,26 @@ class ChatTemplate:
             raise SampleError("not_in_template", "the chat template writes no tools")
         messages: list[dict[str, Any]] = []
         needed: set[int] = set()
-        count = 0
-
-        def number(skeleton: _Skeleton) -> str:
-            nonlocal count
-            first, *rest = skeleton.split(_MARK)
-            for part in rest:
-                first += f"{_MARK}{count}{_MARK_END}{part}"
-                count += 1
-            return first
-
-        for role, said, *answered in shape[1:]:
-            begin = count
-            messages.append({"role": role, "content": _contents(number(said))})
-            needed.update(range(begin, count))
-            if not answered:
+        for role, said, *more in shape[1:]:
+            if role != "assistant":
+                content = said[0]
+                if len(said) > 1:
+                    content = [
+                        {"type": MEDIA_KINDS[part]} if i % 2 else {"type": "text", "text": part}
+                        for i, part in enumerate(said)
+                        if part
+                    ]
+                messages.append({"role": role, "content": content})
+                needed.update(map(int, _NUMBERED.findall("".join(said))))
                 continue
-            begin, (answer, thought, calls) = count, answered
-            messages.append({"role": "assistant", "content": number(answer)})
-            if self._words is None or not self._words.search(answer):
-                needed.update(range(begin, count))
+            thought, calls = more
+            messages.append({"role": role, "content": said})
+            if self._words is None or not self._words.search(said):
+                needed.update(map(int, _NUMBERED.findall(said)))
             if thought is not None:
                 if not self.jinja.writes_thoughts:
                     raise SampleError("not_in_template", "the chat template writes no thoughts")
-                numbered = number(thought)
-                messages[-1] |= {"reasoning_content": numbered, "thinking": numbered}
+                messages[-1] |= {"reasoning_content": thought, "thinking": thought}
             if calls:
                 messages[-1]["tool_calls"] = [self._call(call) for call in calls]
         return tools, messages, needed
@@ -266,33 +251,4 @@ def _one_mark(text: str, texts: list[str]) -> _Skeleton:
     if not text:
         return ""
     texts.append(text)
-    return _MARK
-
-
-def _contents(skeleton: _Skeleton) -> str | list[dict[str, str]]:
-    """A message's text; or its parts, where there are media."""
-    parts = _AT_MEDIA.split(skeleton)
-    if len(parts) == 1:
-        return skeleton
-    return [
-        {"type": _KINDS[part]} if part in _KINDS else {"type": "text", "text": part}
-        for part in parts
-        if part
-    ]
-
-
-def _fill(
-    words: _Words, texts: Sequence[str], weights: Sequence[float], pieces: list[Piece]
-) -> None:
-    """Add words to `pieces`, with the texts in their places."""
-    text = words.begin + "".join(texts[number] + after for number, after in words.texts)
-    if words.turn >= 0 and weights[words.turn]:
-        pieces.append(Answer(words.header, text, weights[words.turn]))
-    else:
-        pieces.append(Text(words.header + text))
-
-
-def _numbers(text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """'a⟨3⟩b⟨4⟩' -> 'a', ((3, 'b'), (4, ''))"""
-    begin, *rest = _NUMBERED.split(show(text))
-    return begin, tuple(zip(map(int, rest[::2]), rest[1::2], strict=True))
+    return f"{_MARK}{len(texts) - 1}{_MARK_END}"

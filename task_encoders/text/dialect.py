@@ -59,7 +59,8 @@ CHATML: Final = Dialect(
 
 # Noncharacters, of which chat_templates uses others: for those that control tokens begin with.
 _HIDDEN: Final = str.maketrans("<[", "\ufdd2\ufdd3")
-_SHOWN: Final = str.maketrans("\ufdd2\ufdd3", "<[")
+#: Undoes `hide` in what a template wrote.
+SHOWN: Final = str.maketrans("\ufdd2\ufdd3", "<[")
 _RESERVED: Final = re.compile("[\ufdd0-\ufdd5]")
 
 
@@ -76,8 +77,3 @@ def hide(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {hide(name): hide(one) for name, one in value.items()}
     return [hide(one) for one in value] if isinstance(value, list) else value
-
-
-def show(text: str) -> str:
-    """The inverse of `hide`, in what a template wrote."""
-    return text.translate(_SHOWN)

@@ -5,18 +5,11 @@ control token, and would lose where the answers are.
 """
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from task_encoders.samples import (
-    IMAGE_PLACEHOLDER,
-    VIDEO_PLACEHOLDER,
-    SourceSample,
-    Turn,
-    count_placeholders,
-)
+from task_encoders.samples import MEDIA_KINDS, SourceSample, place_media, split_at_media
 
 
 class Control(NamedTuple):
@@ -57,13 +50,6 @@ class Video(NamedTuple):
 
 Piece = Control | Text | Fixed | Answer | Image | Video
 
-#: A prompt is cut at both placeholders where the sample has videos.
-_MEDIA: Final[Mapping[str, Image | Video]] = {
-    IMAGE_PLACEHOLDER: Image(),
-    VIDEO_PLACEHOLDER: Video(),
-}
-_PLACEHOLDERS: Final = re.compile(f"({'|'.join(map(re.escape, _MEDIA))})")
-
 
 def caption_pieces(sample: SourceSample, end: Control) -> Iterator[Piece]:
     """Images, videos, caption, end token; no template."""
@@ -78,35 +64,6 @@ def without_end(pieces: Iterable[Piece]) -> list[Piece]:
     found = list(pieces)
     last = max(i for i, piece in enumerate(found) if isinstance(piece, Answer))
     return found[: last + 1]
-
-
-def media_in_front(sample: SourceSample) -> str:
-    """Placeholders for all images, then all videos, if no prompt says where they go."""
-    front = ""
-    for placeholder, names in (
-        (IMAGE_PLACEHOLDER, sample.images),
-        (VIDEO_PLACEHOLDER, sample.videos),
-    ):
-        if names and not count_placeholders(sample.turns, placeholder):
-            front += placeholder * len(names)
-    return front
-
-
-def place_media(sample: SourceSample) -> tuple[Turn, ...]:
-    """The turns, with the placeholders of `media_in_front` in the first prompt."""
-    front = media_in_front(sample)
-    if not front:
-        return sample.turns
-    first, *rest = sample.turns
-    return replace(first, prompt=front + first.prompt), *rest
-
-
-def split_at_media(sample: SourceSample, prompt: str) -> list[str | Image | Video]:
-    """'a<image>b' -> ['a', Image(), 'b']; texts and media alternate, and a text comes first."""
-    if not sample.videos:
-        first, *rest = prompt.split(IMAGE_PLACEHOLDER)
-        return [first, *(piece for text in rest for piece in (Image(), text))]
-    return [_MEDIA.get(part, part) for part in _PLACEHOLDERS.split(prompt)]
 
 
 def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
@@ -139,10 +96,8 @@ def to_chat(sample: SourceSample) -> list[dict[str, Any]]:
         parts = split_at_media(sample, message["content"])
         if len(parts) > 1:
             message["content"] = [
-                {"type": "text", "text": part}
-                if isinstance(part, str)
-                else {"type": "image" if isinstance(part, Image) else "video"}
-                for part in parts
-                if part != ""
+                {"type": MEDIA_KINDS[part]} if i % 2 else {"type": "text", "text": part}
+                for i, part in enumerate(parts)
+                if part
             ]
     return messages

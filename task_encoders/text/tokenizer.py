@@ -169,9 +169,13 @@ def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
 
 def check_runs(text: str) -> None:
     """Raise SampleError: too_costly for text that takes a tokenizer more than linear time, or the
-    stack."""
+    stack. Most texts are looked at in a few places: such a run holds one of every `limit`-th
+    characters."""
     for what, is_one, limit in _RUNS:
-        if len(text) >= limit and _has_run(text, is_one, limit):
+        if len(text) < limit or not any(map(is_one, text[::limit])):
+            continue
+        runs = itertools.groupby(map(bool, map(is_one, text)))
+        if any(is_kind and sum(1 for _ in run) >= limit for is_kind, run in runs):
             raise SampleError("too_costly", f"{limit:,} {what} in a row; take them out of the text")
 
 
@@ -192,12 +196,3 @@ _RUNS: Final[tuple[tuple[str, Callable[[str], object], int], ...]] = (
     ("characters of white space", str.isspace, MAX_WHITE_SPACE),
     ("combining marks", unicodedata.combining, MAX_MARKS),
 )
-
-
-def _has_run(text: str, is_one: Callable[[str], object], length: int) -> bool:
-    """Whether this many characters in a row are of a kind. Most texts are looked at in a few
-    places: such a run holds one of every `length`-th characters."""
-    if not any(map(is_one, text[::length])):
-        return False
-    runs = itertools.groupby(text, lambda character: bool(is_one(character)))
-    return any(sum(1 for _ in run) >= length for is_kind, run in runs if is_kind)

@@ -18,8 +18,7 @@ from PIL import Image, ImageOps
 from transformers import TrainerCallback
 
 from launch.trainers.llama_factory import tuner
-from task_encoders.samples import SourceSample
-from task_encoders.text.pieces import place_media
+from task_encoders.samples import SourceSample, place_media
 from tests.helpers.hf_trainers import number_of
 from tests.helpers.markdown import blocks
 from tests.helpers.peers import open_packs

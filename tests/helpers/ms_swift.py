@@ -11,8 +11,7 @@ from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file
 
-from task_encoders.samples import SourceSample
-from task_encoders.text.pieces import place_media
+from task_encoders.samples import SourceSample, place_media
 from tests.helpers.hf_videos import video_files
 
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"

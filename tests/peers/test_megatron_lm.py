@@ -50,9 +50,8 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.sample_encoder import IGNORE_INDEX
-from task_encoders.samples import SourceSample, Turn
+from task_encoders.samples import SourceSample, Turn, place_media
 from task_encoders.settings import PackingSettings
-from task_encoders.text.pieces import place_media
 from tests.helpers.legacy_packs import text_folder
 from tests.helpers.peers import assert_same, open_packs, stored_samples
 from tests.helpers.rank_processes import run_ranks

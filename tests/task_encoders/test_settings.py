@@ -19,7 +19,7 @@ CAPTIONING = PackingSettings(packed=True)
 def test_what_the_variables_mean(environ: dict[str, str], task: str) -> None:
     settings = PackingSettings.from_env(environ)
     assert settings.packed
-    assert settings.task == task
+    assert settings.resolve_task(None) == task
 
 
 def test_unset_and_zero_mean_no_packs() -> None:

@@ -23,7 +23,7 @@ from PIL import Image
 from task_encoders.energon_samples import PackedSample
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.media.image import decode_image, image_grid
+from task_encoders.media.image import decode_image
 from task_encoders.media.patches import BACKENDS
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.samples import SourceSample, Turn
@@ -89,7 +89,7 @@ def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> 
 def resize_only(encoder: Any, files: list[bytes]) -> None:
     for data in files:
         image = decode_image(data)
-        _, rows, columns = image_grid(image.height, image.width, encoder.vision)
+        _, rows, columns = encoder.image_medium(image.height, image.width).grid
         height, width = rows * encoder.vision.patch_size, columns * encoder.vision.patch_size
         if encoder.vision.resize == "pil":
             np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))

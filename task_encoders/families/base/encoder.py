@@ -102,7 +102,16 @@ class FamilyEncoder(ABC):
         """The pieces of a checked sample, media included. Raises SampleError."""
         if sample.task == "captioning":
             return [*self.CAPTION_START, *caption_pieces(sample, self.CAPTION_END)]
-        return self.template.pieces(sample, self.options.answer_weights(sample))
+        return self.template.pieces(sample, self.answer_weights(sample))
+
+    def answer_weights(self, sample: SourceSample) -> list[float]:
+        """The weight of each answer of a conversation. Raises SampleError if all are 0."""
+        weights = [turn.weight for turn in sample.turns]
+        if self.options.loss_on == "last":
+            weights[:-1] = [0.0] * (len(weights) - 1)
+        if not any(weights):
+            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
+        return weights
 
     @abstractmethod
     def image_medium(self, height: int, width: int) -> Medium:
@@ -129,10 +138,6 @@ class FamilyEncoder(ABC):
         """A small image for rows without one; `hf_config` is transformers', of the whole model."""
         vision = hf_config.vision_config
         return two_tokens(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-
-    def arranged(self, encoded: EncodedSample) -> EncodedSample:
-        """The sample with its media as the family's model takes them."""
-        return encoded
 
     # Common to all.
 
@@ -236,7 +241,7 @@ class FamilyEncoder(ABC):
         tokens, loss_weights = tokens_and_weights(spans)
         image_pixels, image_grids = self._stacked(image_rows, 1)
         video_pixels, video_grids = self._stacked(video_rows, self.normalisation.repeats)
-        encoded = EncodedSample(
+        return EncodedSample(
             key=sample.key,
             tokens=tokens,
             loss_weights=loss_weights,
@@ -248,7 +253,6 @@ class FamilyEncoder(ABC):
             normalisation=self.normalisation,
             image_layout=self.IMAGE_LAYOUT,
         )
-        return self.arranged(encoded)
 
     def _stacked(
         self, encoded: Sequence[tuple[Bytes, Medium]], depth: int

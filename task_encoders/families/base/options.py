@@ -6,7 +6,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from task_encoders.field_types import Count, LocalOrRemotePath, Values, added
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES
-from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 
@@ -48,15 +47,6 @@ class ModelOptions(BaseModel):
                 f"family {self.family} has no built-in vocabulary; name a checkpoint folder or a "
                 "hub name as processor"
             )
-
-    def answer_weights(self, sample: SourceSample) -> list[float]:
-        """The weight of each answer of a conversation. Raises SampleError if all are 0."""
-        weights = [turn.weight for turn in sample.turns]
-        if self.loss_on == "last":
-            weights[:-1] = [0.0] * (len(weights) - 1)
-        if not any(weights):
-            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
-        return weights
 
     @classmethod
     def own(cls) -> list[str]:

@@ -11,17 +11,22 @@ import torch
 from PIL import Image
 
 from task_encoders.families import build_sample_encoder, model_options
-from task_encoders.media.image import VisionSettings, decode_image, image_grid
+from task_encoders.media.image import VisionSettings, decode_image, smart_resize
 from task_encoders.media.patches import BACKENDS, Bytes, frame_patches, normalisation
 
 FAMILIES = ("qwen2_vl", "qwen3_vl")
+
+
+def grid_of(image: Image.Image, settings: VisionSettings) -> tuple[int, int, int]:
+    height, width = smart_resize(image.height, image.width, settings)
+    return 1, height // settings.patch_size, width // settings.patch_size
 
 
 def image_patches(
     image: Image.Image, settings: VisionSettings
 ) -> tuple[Bytes, tuple[int, int, int]]:
     """Patches of an image as its family's encoder makes them, and their grid."""
-    grid = image_grid(image.height, image.width, settings)
+    grid = grid_of(image, settings)
     return frame_patches([image], grid, 1, settings), grid
 
 
@@ -65,7 +70,7 @@ def test_images_that_pillow_holds_in_blocks(resize: str) -> None:
     image = Image.open(io.BytesIO(png(np.random.default_rng(3), 2500, 2000)))
     with pytest.raises(ValueError, match=r"not contiguous|in multiple array blocks"):
         pa.array(image.convert("RGB"))
-    grid = image_grid(image.height, image.width, vision)
+    grid = grid_of(image, vision)
     rows = frame_patches([image.convert("RGB")], grid, 1, vision)
     size = grid[2] * 14, grid[1] * 14
     expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
