@@ -78,7 +78,7 @@ def configuration(output: str, engine: str, workers: int) -> bytes:
         {
             "source": [source],
             "model": {"family": "qwen2_vl", "processor": "builtin"},
-            "output": {"path": output, "packs_per_shard": 50},
+            "output": {"path": output, "packs_per_shard": 200},
             "engine": {"name": engine, "workers": workers},
         }
     )

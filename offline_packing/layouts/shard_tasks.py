@@ -107,21 +107,22 @@ class ShardTask:
     def packs(self, *, with_media: bool = True) -> Iterator[PlannedPack]:
         """Key and samples of each pack; the task advances by one when it asks for the next. What is
         remote of them is read ahead; of their media only `with_media`."""
+        packs = self._planned()
+        if any(source.beside_remote for source in self.sources):
+            packs = read_ahead(packs, partial(self._places, with_media))
+        for pack in packs:
+            yield pack
+            advance()
+
+    def _planned(self) -> Iterator[PlannedPack]:
         keys, start = self.keys(), 0
         for first in range(0, len(keys), _PACKS_AT_ONCE):
             some = slice(first, first + _PACKS_AT_ONCE)
             sizes = self.pack_sizes[some].tolist()
             samples = read_planned(self.samples.slice(start, sum(sizes)))
             start += sum(sizes)
-            packs: Iterator[PlannedPack] = (
-                (key, list(islice(samples, size)))
-                for key, size in zip(keys[some], sizes, strict=True)
-            )
-            if any(source.beside_remote for source in self.sources):
-                packs = read_ahead(packs, partial(self._places, with_media))
-            for pack in packs:
-                yield pack
-                advance()
+            for key, size in zip(keys[some], sizes, strict=True):
+                yield key, list(islice(samples, size))
 
     def _places(self, with_media: bool, pack: PlannedPack) -> Iterator[tuple[Root, Locator]]:
         """Where the records of a pack lie, and perhaps its media."""

@@ -6,8 +6,10 @@ from typing import Final, TypeVar
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots.remote import FileRange, RemoteRoot, Root
 
-#: Bytes that are held at a time, unless one item needs more.
+#: Bytes and places of the items that are taken at a time, beside those of the last one. The more
+#: they are, the closer to each other they lie.
 _MAX_BYTES: Final = 32 << 20
+_MAX_PLACES: Final = 1 << 13
 
 Item = TypeVar("Item")
 
@@ -15,25 +17,21 @@ Item = TypeVar("Item")
 def read_ahead(
     items: Iterable[Item], places: Callable[[Item], Iterable[tuple[Root, Locator]]]
 ) -> Iterator[Item]:
-    """The same items. While one is used, remote roots hold the bytes at its `places`; as many items
-    as they can hold are taken at a time."""
+    """The same items. While one is used, remote roots hold the bytes at its `places`."""
     window: list[Item] = []
     wanted: dict[RemoteRoot, list[FileRange]] = {}
-    num_bytes = 0
+    num_bytes = num_places = 0
     for item in items:
-        own = [
-            (root, found)
-            for root, at in places(item)
-            if isinstance(root, RemoteRoot) and (found := _file_range(at)) is not None
-        ]
-        size = sum(found.size for _, found in own)
-        if window and num_bytes + size > _MAX_BYTES:
-            yield from _held(window, wanted)
-            window, wanted, num_bytes = [], {}, 0
         window.append(item)
-        for root, found in own:
-            wanted.setdefault(root, []).append(found)
-        num_bytes += size
+        for root, at in places(item):
+            num_places += 1
+            found = _file_range(at)
+            if isinstance(root, RemoteRoot) and found is not None:
+                wanted.setdefault(root, []).append(found)
+                num_bytes += found.size
+        if num_bytes >= _MAX_BYTES or num_places >= _MAX_PLACES:
+            yield from _held(window, wanted)
+            window, wanted, num_bytes, num_places = [], {}, 0, 0
     yield from _held(window, wanted)
 
 

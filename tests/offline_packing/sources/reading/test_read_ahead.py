@@ -1,5 +1,6 @@
 """Records and media of remote sources are read ahead, in few requests."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from offline_packing.sources.reading.locators import read_locator
 from offline_packing.sources.reading.read_ahead import read_ahead
 from offline_packing.sources.roots.remote import FileRange, RemoteRoot, neighbors
 from offline_packing.verify.verify import verify
+from task_encoders.storage.remote_requests import count_repeats
 from tests.helpers import formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_planned
 from tests.helpers.object_store import ObjectStore
@@ -34,9 +36,12 @@ class CountedStorage(MemoryFileSystem):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.asked: list[tuple[str, int, int]] = []
+        self.failures = 0
 
     def cat_file(self, path: str, start: int = 0, end: int = 0, **options: Any) -> bytes:
         self.asked.append((path.rpartition("/")[2], start, end))
+        if len(self.asked) <= self.failures:
+            raise TimeoutError
         data: bytes = super().cat_file(path, start, end, **options)
         return data
 
@@ -84,7 +89,7 @@ def test_ranges_are_held_while_their_items_are_used(root: RemoteRoot) -> None:
     asked = root._filesystem.asked
     found = []
     for number, place in enumerate(read_ahead(places, lambda at: [(root, at)])):
-        assert len(asked) == min(8, number // 3 * 3 + 3)  # 32 MiB at a time
+        assert len(asked) == min(8, number // 4 * 4 + 4)  # 32 MiB at a time
         found.append(read_locator(root, place))
     assert b"".join(found) == data
     assert len(asked) == 8
@@ -119,6 +124,18 @@ def test_changed_and_missing_files(root: RemoteRoot) -> None:
         "kept": bytes,
         "cut": ChangedError,
     }
+
+
+def test_failing_requests_are_repeated(root: RemoteRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(root, "a.tar", b"0123456789")
+    root._filesystem.failures = 3
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    before = count_repeats()
+    (place,) = read_ahead([Locator("bytes", "a.tar", 2, 3)], lambda at: [(root, at)])
+    assert read_locator(root, place) == b"234"
+    assert waits == [1, 2, 5]
+    assert count_repeats() - before == 3
 
 
 def records(folder: Path, count: int) -> None:
