@@ -78,8 +78,8 @@ class RemotePath(ProxyUPath):
         if mode != "rb":
             raise NotImplementedError(f"{self} is written whole, by atomic_file")
         size = self.stat().st_size
-        if size <= _BLOCK:
-            return io.BytesIO(self.read_bytes())
+        if size <= _BLOCK:  # without a range, s3fs would ask for the size again
+            return io.BytesIO(self.read_range(0, size) if size else b"")
         return io.BufferedReader(_RemoteFile(self, size), buffering if buffering > 0 else _BLOCK)
 
     def read_bytes(self) -> bytes:

@@ -92,6 +92,19 @@ def test_arrays_and_key_sets_are_mapped(folder: Path) -> None:
     remove_folder(scratch)
 
 
+@pytest.mark.parametrize("content", [b"", b"small"])
+def test_a_small_object_is_opened_by_two_requests(
+    object_store: ObjectStore, bucket: str, content: bytes
+) -> None:
+    path = path_of(f"{bucket}/a")
+    write_atomically(path, content)
+    object_store.set_faults()
+    with path.open("rb") as file:
+        assert file.read() == content
+    counts = object_store.counts()
+    assert (counts["HEAD"], counts.get("GET", 0)) == (1, bool(content))
+
+
 def test_an_interrupted_upload_leaves_nothing(object_store: ObjectStore, bucket: str) -> None:
     def interrupted() -> None:
         with atomic_file(path_of(f"{bucket}/a")) as file:
