@@ -22,7 +22,7 @@ from launch.data.open_packs import open_as_measured
 from launch.trainers.resuming import by_saved_names
 from task_encoders.concatenate import PackedRow, split_row
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.model_inputs import token_types
+from task_encoders.model_inputs import media_kwargs, token_types
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import path_of
 
@@ -51,16 +51,10 @@ class SwiftPacks(Dataset[list[dict[str, Any]]]):
         }
         if len(row.position_ids) == 3:  # else they count tokens, which ms-swift does itself
             sample["position_ids"] = row.position_ids[:, None]
-        if len(row.image_grid_thw):
-            sample |= {
-                "pixel_values": row.pixel_values,
-                "image_grid_thw": row.image_grid_thw.long(),
-            }
-        if len(row.video_grid_thw):
-            sample |= {
-                "pixel_values_videos": row.pixel_values_videos,
-                "video_grid_thw": row.video_grid_thw.long(),
-            }
+        videos = row.pixel_values_videos, row.video_grid_thw
+        sample |= media_kwargs(
+            row.pixel_values, row.image_grid_thw, *videos, layout=row.image_layout
+        )
         return sample
 
 

@@ -2,15 +2,30 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from launch.model.packed_attention import vision_attention
+from task_encoders.concatenate import split_row
+from task_encoders.energon_samples import batch_rows
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.peers import open_packs
+from task_encoders.model_inputs import flash_attention_kwargs, to_transformers_kwargs, token_types
+from task_encoders.sample_encoder import IGNORE_INDEX
+from tests.helpers.datasets import mixed_pairs
+from tests.helpers.peers import (
+    largest_difference,
+    open_packs,
+    pack_dialogues,
+    small_checkpoint,
+    two_losses,
+)
+from tests.helpers.tiny_families import STILL
+from tests.helpers.videos import video_pairs
 
 #: (output folder, model, folder of packs, arguments) to a trainer
 MakeTrainer = Callable[..., Any]
@@ -86,6 +101,52 @@ def check_resuming(
     return packs, losses
 
 
+def samples_alone(packs: PackedFolder, number: int) -> list[dict[str, Any]]:
+    """Arguments of transformers' models for each sample of a pack, which say nothing of packing:
+    the model finds positions and masks itself."""
+    token_ids = packs.task_encoder.encoder.media_token_ids  # type: ignore[union-attr]
+    row, found = packs.row(number), []
+    for sample in split_row(row.row):
+        kwargs = to_transformers_kwargs(batch_rows([replace(row, row=sample)]))
+        of_packing = {"position_ids", *flash_attention_kwargs(sample.cu_lengths)}
+        kwargs = {name: value for name, value in kwargs.items() if name not in of_packing}
+        found.append(kwargs | {"mm_token_type_ids": token_types(kwargs["input_ids"], token_ids)})
+    return found
+
+
+def losses_alone(packed: Path, checkpoint: Path) -> list[float]:
+    """Loss per label of the first pack's samples, each alone in transformers' model, and of the
+    second's after a step."""
+    packs = open_packs(packed)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+
+    def loss_of(samples: list[dict[str, Any]]) -> torch.Tensor:
+        counts = [int((sample["labels"][:, 1:] != IGNORE_INDEX).sum()) for sample in samples]
+        losses = [model(**sample).loss * n for sample, n in zip(samples, counts, strict=True) if n]
+        assert len(losses) > 1
+        return torch.stack(losses).sum() / sum(counts)
+
+    return two_losses(model, (samples_alone(packs, number) for number in range(2)), loss_of)
+
+
+def several_packs(family: str, root: Path) -> tuple[Path, Path]:
+    """A tiny checkpoint, and packs for it of several samples each, with videos where the family
+    takes them."""
+    checkpoint = small_checkpoint(family, root / "checkpoint")
+    make_pairs = mixed_pairs if family in STILL else video_pairs
+    pairs = make_pairs(root / "source", 24)
+    return checkpoint, pack_dialogues(pairs, family, checkpoint, root, seq_length=1024)
+
+
+def check_steps_alone(make: MakeTrainer, family: str, root: Path) -> float:
+    """The losses of a trainer on the first two packs are those of their samples alone. Returns the
+    largest difference."""
+    checkpoint, packed = several_packs(family, root)
+    packs, losses, _ = recorded_run(make, checkpoint, packed, root / "output", steps=2)
+    assert packs == [0, 1]
+    return largest_difference(losses_alone(packed, checkpoint), losses)
+
+
 def use_segment_attention(model: Any) -> None:
     """Rows of trainers that need flash attention, on a CPU: every token attends to its segment."""
     AttentionInterface.register("segments", _segment_attention)
@@ -94,4 +155,8 @@ def use_segment_attention(model: Any) -> None:
 
 def _segment_attention(module: Any, *args: Any, is_causal: Any = None, **kwargs: Any) -> Any:
     causal = module.is_causal if is_causal is None else is_causal
+    if "cu_seq_lens_q" not in kwargs:  # flash attention, too, then looks where positions restart
+        positions = kwargs["position_ids"].flatten()
+        starts = (positions == 0).nonzero()[:, 0]
+        kwargs |= flash_attention_kwargs(F.pad(starts, (0, 1), value=len(positions)))
     return vision_attention(module, *args, is_causal=causal, **kwargs)

@@ -1,10 +1,12 @@
 """Images as transformers' processors take them, and the files of a folder of real ones."""
 
+import importlib.util
 import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image, ImageOps
 
 from task_encoders.media.image import decode_image
@@ -12,6 +14,14 @@ from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.samples import SampleError, SourceSample, Turn
 from tests.helpers.tiny_checkpoints import packed_batch
+
+_NEEDS_TORCHVISION = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision"
+)
+#: Marks a test that resizes as each of transformers' backends.
+BACKENDS = pytest.mark.parametrize(
+    "resize", ["pil", pytest.param("torch", marks=_NEEDS_TORCHVISION)]
+)
 
 
 def opened(data: bytes) -> Image.Image:

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from PIL import Image, ImageOps
+from swift.arguments import SftArguments
 from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file
 
 from task_encoders.samples import SourceSample, place_media
+from tests.helpers.hf_trainers import use_segment_attention
 from tests.helpers.hf_videos import video_files
 
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
@@ -76,3 +78,56 @@ def own_sample(
     if "mm_token_type_ids" in encoded:
         encoded["mm_token_type_ids"] = encoded["mm_token_type_ids"][:-1]
     return encoded | {"length": len(encoded["input_ids"])}
+
+
+class CPUArguments(SftArguments):
+    """Without the check for flash attention."""
+
+    def _check_padding_free(self) -> None:
+        self.padding_free = True
+
+
+class Pipeline(SwiftSft):
+    """Stops at the trainer."""
+
+    args_class = CPUArguments
+
+    def train(self, trainer: Any) -> Any:
+        return trainer
+
+
+def make_trainer(
+    checkpoint: Path, packed: Path, output: Path, *, model_type: str, template: str, **options: Any
+) -> Any:
+    """ms-swift's trainer as `swift sft` makes it from its arguments, on a CPU."""
+    import_external_file(str(PLUGIN))
+    args = CPUArguments(
+        model=str(checkpoint),
+        model_type=model_type,
+        template=template,
+        dataset=[str(packed)],
+        output_dir=str(output),
+        add_version=False,
+        packing=True,
+        attn_impl="sdpa",
+        torch_dtype="float32",
+        tuner_type="full",
+        freeze_vit=False,
+        freeze_aligner=False,
+        train_dataloader_shuffle=False,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        warmup_ratio=0.0,
+        weight_decay=0.0,
+        dataloader_num_workers=0,
+        logging_steps=1,
+        report_to=["none"],
+        use_cpu=True,
+        **options,
+    )
+    pipeline = Pipeline(args)
+    use_segment_attention(pipeline.model)
+    return pipeline.run()

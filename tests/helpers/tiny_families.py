@@ -36,6 +36,8 @@ QWEN: dict[str, tuple[tuple[str, ...], str]] = {
 }
 #: Tokens that InternVL3 adds to Qwen's.
 INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>")
+#: Families that transformers has, and megatron-core's spec does not build.
+TRANSFORMERS_ONLY = ("gemma4", "mistral3", "glm4v", "glm46v", "internvl3")
 #: Families that take no videos.
 STILL = ("llava_1_5", "mistral3", "internvl3")
 _PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}

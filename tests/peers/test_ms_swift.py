@@ -9,9 +9,7 @@ import pytest
 import swift
 import torch
 from PIL import Image
-from swift.arguments import SftArguments
 from swift.model import get_model_processor
-from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
 from swift.utils import import_external_file
 from torch.utils.data import Dataset
@@ -21,13 +19,14 @@ from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.packed_dataset import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
-from tests.helpers.hf_trainers import number_of, use_segment_attention
+from tests.helpers.hf_trainers import number_of
 from tests.helpers.hf_videos import save_processor
 from tests.helpers.ms_swift import (
     LENGTH,
     PLUGIN,
     assistant,
     make_template,
+    make_trainer,
     own_sample,
     packs_of_plugin,
 )
@@ -43,58 +42,8 @@ from tests.helpers.peers import (
 from tests.helpers.tiny_families import encoder_options
 
 Say = Callable[[str], None]
+QWEN2_VL = {"model_type": "qwen2_vl", "template": "qwen2_vl"}
 VERSION = f"ms-swift {swift.__version__}"
-
-
-class CPUArguments(SftArguments):
-    """Without the check for flash attention."""
-
-    def _check_padding_free(self) -> None:
-        self.padding_free = True
-
-
-class Pipeline(SwiftSft):
-    """Stops at the trainer."""
-
-    args_class = CPUArguments
-
-    def train(self, trainer: Any) -> Any:
-        return trainer
-
-
-def make_trainer(checkpoint: Path, packed: Path, output: Path, **options: Any) -> Any:
-    """ms-swift's trainer as `swift sft` makes it from its arguments."""
-    import_external_file(str(PLUGIN))
-    args = CPUArguments(
-        model=str(checkpoint),
-        model_type="qwen2_vl",
-        template="qwen2_vl",
-        dataset=[str(packed)],
-        output_dir=str(output),
-        add_version=False,
-        packing=True,
-        attn_impl="sdpa",
-        torch_dtype="float32",
-        tuner_type="full",
-        freeze_vit=False,
-        freeze_aligner=False,
-        train_dataloader_shuffle=False,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        warmup_ratio=0.0,
-        weight_decay=0.0,
-        dataloader_num_workers=0,
-        logging_steps=1,
-        report_to=["none"],
-        use_cpu=True,
-        **options,
-    )
-    pipeline = Pipeline(args)
-    use_segment_attention(pipeline.model)
-    return pipeline.run()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +65,9 @@ def recorded_run(
 ) -> tuple[list[int], list[float], list[torch.Tensor]]:
     """Packs and loss of each of six steps, and the weights at the end."""
     packs = open_packs(packed)
-    trainer = make_trainer(checkpoint, packed, output, max_steps=6, save_steps=3, **options)
+    trainer = make_trainer(
+        checkpoint, packed, output, **QWEN2_VL, max_steps=6, save_steps=3, **options
+    )
     seen: list[int] = []
     trainer.model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(number_of(kwargs["input_ids"], packs)),
@@ -149,7 +100,7 @@ def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     packs = open_packs(packed)
-    trainer = make_trainer(checkpoint, packed, output)
+    trainer = make_trainer(checkpoint, packed, output, **QWEN2_VL)
     return [number_of(row["input_ids"], packs) for row in trainer.get_train_dataloader()]
 
 

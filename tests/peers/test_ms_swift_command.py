@@ -7,22 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from swift.arguments import SftArguments
 from swift.pipelines.train.sft import SwiftSft
 from swift.utils import parse_args
 from transformers import AutoTokenizer
 
 from tests.helpers.hf_videos import save_processor
+from tests.helpers.ms_swift import CPUArguments
 from tests.helpers.peers import check_contradictions, open_packs
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"
-
-
-class CPUArguments(SftArguments):
-    """Without the check for flash attention."""
-
-    def _check_padding_free(self) -> None:
-        self.padding_free = True
 
 
 def with_processor(checkpoint: Path) -> Path:

@@ -10,8 +10,15 @@ import transformers
 from transformers import TrainingArguments
 
 from launch.trainers.transformers_trainer import PackedTrainer
-from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read, recorded_run
+from tests.helpers.hf_trainers import (
+    QUIET,
+    check_resuming,
+    check_steps_alone,
+    numbers_read,
+    recorded_run,
+)
 from tests.helpers.peers import check_order, largest_difference, open_packs, our_losses
+from tests.helpers.tiny_families import TRANSFORMERS_ONLY
 
 Say = Callable[[str], None]
 
@@ -49,6 +56,15 @@ def test_a_step_on_videos_is_that_of_our_own_trainer(
     say(
         f"transformers {transformers.__version__}, {family}, videos: loss before and after a step "
         f"as launch.train's (to {difference:.0e})"
+    )
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS_ONLY)
+def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
+    difference = check_steps_alone(make, family, tmp_path)
+    say(
+        f"transformers {transformers.__version__}, {family}: loss before and after a step as of "
+        f"the samples alone (to {difference:.0e})"
     )
 
 

@@ -22,7 +22,7 @@ from task_encoders.model_inputs import MEDIA_INPUTS
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
-from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
+from tests.helpers.hf_trainers import QUIET, check_resuming, check_steps_alone, numbers_read
 from tests.helpers.hf_videos import processor_of, video_files
 from tests.helpers.peers import (
     assert_same,
@@ -32,6 +32,7 @@ from tests.helpers.peers import (
     our_losses,
     stored_samples,
 )
+from tests.helpers.tiny_families import TRANSFORMERS_ONLY
 
 Say = Callable[[str], None]
 VERSION = f"TRL {trl.__version__}"
@@ -183,6 +184,15 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     say(
         f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}), "
         "6 steps resumed after 3 to the last bit"
+    )
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS_ONLY)
+def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
+    difference = check_steps_alone(make, family, tmp_path)
+    say(
+        f"{VERSION}, {family}: loss before and after a step as of the samples alone "
+        f"(to {difference:.0e})"
     )
 
 

@@ -1,6 +1,7 @@
 """Gemma 4: sizes, pixels, times, ids and labels equal transformers' own, with the chat template it
 is published with, and what is measured is what is encoded."""
 
+import importlib.util
 import io
 import json
 import math
@@ -17,6 +18,7 @@ import jinja2
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
@@ -193,14 +195,24 @@ def test_videos(encoder: Any) -> None:
         assert "".join(text for text, _ in encoder.tokenizer.spell(ids)) == written
 
 
-def by_torch(image: Image.Image, height: int, width: int) -> Any:
-    """(3, H, W) values of the steps of transformers' torch backend, one after another."""
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-    if pixels.shape[2:] != (height, width):
-        pixels = torch.nn.functional.interpolate(
-            pixels, (height, width), mode="bicubic", antialias=True
-        )
-    return (pixels[0] * (1 / 255)).numpy()
+def by_transformers(image: Image.Image, resize: str, budget: int) -> tuple[Any, int]:
+    """Patches of an image by transformers' processor of a backend, with padding, and its number of
+    tokens. Where torchvision is missing, by the steps of the one of torch."""
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    is_own = resize == "torch" and has_torchvision
+    kind: Any = transformers.Gemma4ImageProcessor if is_own else Gemma4ImageProcessorPil
+    found = kind(max_soft_tokens=budget)(images=[image], return_tensors="np")
+    (values,), (count,) = found["pixel_values"], found["num_soft_tokens_per_image"]
+    if resize == "torch" and not is_own:
+        height, width = get_aspect_ratio_preserving_size(*image.size[::-1], 16, 9 * budget, 3)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        if pixels.shape[2:] != (height, width):
+            pixels = torch.nn.functional.interpolate(
+                pixels, (height, width), mode="bicubic", antialias=True
+            )
+        blocks = (pixels[0] * (1 / 255)).numpy().reshape(3, height // 16, 16, width // 16, 16)
+        values = blocks.transpose(1, 3, 2, 4, 0).reshape(9 * count, -1)
+    return values, count
 
 
 @cache
@@ -212,19 +224,12 @@ def differing_pixels(folder: Path, data: bytes, budget: int = 70) -> list[str]:
     """Names of what differs from transformers in an encoded image, in both backends, or in what is
     measured of it."""
     image = opened(data).convert("RGB")
-    processor = Gemma4ImageProcessorPil(max_soft_tokens=budget)
-    theirs = processor(images=[image], return_tensors="np")
-    (count,) = theirs["num_soft_tokens_per_image"]
-    (values,) = theirs["pixel_values"]
     sample = SourceSample("r", "vqa", (Turn("What?", "It."),), ("a",))
     found = []
     for resize in ("pil", "torch"):
+        values, count = by_transformers(image, resize, budget)
         encoder = built(str(folder), resize, budget)
         encoded = encoder.encode(sample, [data])
-        if resize == "torch":
-            _, height, width = encoded.image_grid_thw[0].tolist()
-            blocks = by_torch(image, 16 * height, 16 * width).reshape(3, height, 16, width, 16)
-            values = blocks.transpose(1, 3, 2, 4, 0).reshape(height * width, -1)
         pairs = {
             "pixels": (encoded.pixel_values, values[: 9 * count]),
             "padding": (values[9 * count :].any(), False),

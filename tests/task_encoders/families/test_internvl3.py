@@ -1,6 +1,5 @@
 """InternVL3: tiles, pixels, ids and labels equal those of transformers' processor and template."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as tiling
 
 from task_encoders.families import build_sample_encoder, model_options
@@ -20,7 +20,7 @@ from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
 from tests.helpers.datasets import image_bytes
-from tests.helpers.media_references import by_both, real_pictures
+from tests.helpers.media_references import BACKENDS, by_both, real_pictures
 from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import INTERNVL, save_tokenizer
 
@@ -78,33 +78,27 @@ def differing_samples(encoder: Any, processor: Any, files: list[bytes]) -> list[
     return found
 
 
-def test_pixels_are_transformers_own(folder: Path) -> None:
-    options = {"image_size": 56, "max_tiles": 6}
-    encoder = build_sample_encoder("internvl3", str(folder), resize="pil", **options)
-    size = {"height": 56, "width": 56}
-    processor = tiling.GotOcr2ImageProcessorPil(size=size, max_patches=6, **NORMAL)
+def image_processor(resize: str, side: int, **options: Any) -> Any:
+    """transformers' own, of either backend; that of torch needs torchvision."""
+    name = "GotOcr2ImageProcessor" + "Pil" * (resize == "pil")
+    size = {"height": side, "width": side}
+    return getattr(transformers, name)(size=size, **NORMAL, **options)
+
+
+@BACKENDS
+def test_pixels_are_transformers_own(folder: Path, resize: str) -> None:
+    options = {"image_size": 56, "max_tiles": 6, "resize": resize}
+    encoder = build_sample_encoder("internvl3", str(folder), **options)
     rng = np.random.default_rng(1)
     files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(40)]
-    assert differing_samples(encoder, processor, files) == []
+    assert differing_samples(encoder, image_processor(resize, 56, max_patches=6), files) == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
-def test_torchs_pixels_are_transformers_own(folder: Path) -> None:
-    from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
-
-    encoder = build_sample_encoder("internvl3", str(folder), image_size=56, max_tiles=6)
-    size = {"height": 56, "width": 56}
-    processor = GotOcr2ImageProcessor(size=size, max_patches=6, **NORMAL)
-    rng = np.random.default_rng(2)
-    files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(30)]
-    assert differing_samples(encoder, processor, files) == []
-
-
-def test_real_pictures(folder: Path, request: pytest.FixtureRequest) -> None:
-    encoder = build_sample_encoder("internvl3", str(folder), resize="pil")
-    processor = tiling.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, **NORMAL)
+@BACKENDS
+def test_real_pictures(folder: Path, resize: str, request: pytest.FixtureRequest) -> None:
+    encoder = build_sample_encoder("internvl3", str(folder), resize=resize)
     files = real_pictures(request.config.getoption("--real-data"))
-    assert differing_samples(encoder, processor, files) == []
+    assert differing_samples(encoder, image_processor(resize, 448), files) == []
 
 
 def test_conversations_equal_the_published_template(folder: Path) -> None:

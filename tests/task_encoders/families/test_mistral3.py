@@ -1,7 +1,6 @@
 """Mistral 3: sizes, pixels, ids and labels equal those of transformers' Pixtral processor and of
 the published chat templates."""
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import pytest
+import transformers
 from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 
 from task_encoders.families import build_sample_encoder
@@ -25,7 +25,7 @@ from task_encoders.text.pieces import to_chat
 from task_encoders.text.template_proof import write
 from tests.helpers.conversations import encoded_conversations, random_conversation
 from tests.helpers.datasets import image_bytes
-from tests.helpers.media_references import by_both, real_pictures
+from tests.helpers.media_references import BACKENDS, by_both, real_pictures
 from tests.helpers.mistral_tokenizer import SPECIAL, save_tekken
 from tests.helpers.texts_and_images import random_image, random_side
 
@@ -92,31 +92,26 @@ def differing_samples(encoder: Any, processor: Any, files: list[bytes]) -> list[
     return found
 
 
-def test_pixels_are_transformers_own(folder: Path) -> None:
-    encoder = build_sample_encoder("mistral3", str(folder), longest_edge=200, resize="pil")
-    processor = pixtral.PixtralImageProcessorPil(size={"longest_edge": 200}, patch_size=28)
+def image_processor(resize: str, longest_edge: int) -> Any:
+    """transformers' own, of either backend; that of torch needs torchvision."""
+    name = "PixtralImageProcessor" + "Pil" * (resize == "pil")
+    return getattr(transformers, name)(size={"longest_edge": longest_edge}, patch_size=28)
+
+
+@BACKENDS
+def test_pixels_are_transformers_own(folder: Path, resize: str) -> None:
+    encoder = build_sample_encoder("mistral3", str(folder), longest_edge=200, resize=resize)
     rng = np.random.default_rng(1)
     sides = [(random_side(rng), random_side(rng)) for _ in range(40)] + [(1, 3), (300, 5)]
     files = [random_image(rng, *size) for size in sides]
-    assert differing_samples(encoder, processor, files) == []
+    assert differing_samples(encoder, image_processor(resize, 200), files) == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
-def test_torchs_pixels_are_transformers_own(folder: Path) -> None:
-    from transformers.models.pixtral.image_processing_pixtral import PixtralImageProcessor
-
-    encoder = build_sample_encoder("mistral3", str(folder), longest_edge=200)
-    processor = PixtralImageProcessor(size={"longest_edge": 200}, patch_size=28)
-    rng = np.random.default_rng(2)
-    files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(30)]
-    assert differing_samples(encoder, processor, files) == []
-
-
-def test_real_pictures(folder: Path, request: pytest.FixtureRequest) -> None:
-    encoder = build_sample_encoder("mistral3", str(folder), resize="pil")
-    processor = pixtral.PixtralImageProcessorPil(size={"longest_edge": 1540}, patch_size=28)
+@BACKENDS
+def test_real_pictures(folder: Path, resize: str, request: pytest.FixtureRequest) -> None:
+    encoder = build_sample_encoder("mistral3", str(folder), resize=resize)
     files = real_pictures(request.config.getoption("--real-data"))
-    assert differing_samples(encoder, processor, files) == []
+    assert differing_samples(encoder, image_processor(resize, 1540), files) == []
 
 
 class Reference:
