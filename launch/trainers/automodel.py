@@ -25,12 +25,14 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 
-#: Names of media, as transformers' models take them; None in packs without.
+#: Forms of images that its collator hands on (not Mistral 3's, with sizes) and whose masks
+#: it makes (not Gemma 4's, in which images see all of themselves).
+_LAYOUTS = ("patches", "squares", "tiles")
 
 
 class AutoModelPacks(Dataset[dict[str, Any]]):
     """Packs as AutoModel's `PackedDatasetWrapper` has them: labels shifted within every sample,
-    whose last token is left out."""
+    whose last token is left out. Raises ValueError for a family that AutoModel does not pack."""
 
     def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
         self._packs = packs
@@ -41,6 +43,11 @@ class AutoModelPacks(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         batch = self._packs.batch([index])
+        if batch.image_layout not in _LAYOUTS:
+            raise ValueError(
+                f"{self._packs.path}: AutoModel does not pack this model's images "
+                f"({batch.image_layout!r}); train with launch.train_transformers"
+            )
         row = to_transformers_kwargs(batch)
         tokens, real = batch.tokens[0], ~batch.attn_mask[0]
         lengths = batch.cu_lengths[0].diff()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from nemo_automodel._transformers.utils import resolve_get_rope_index
 from nemo_automodel.components.datasets.vlm.collate_fns import neat_packed_vlm_collater
 from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetWrapperConfig
@@ -13,6 +14,10 @@ from nemo_automodel.components.datasets.vlm.neat_packing_vlm import (
     NeatPackConfig,
     PackedDatasetWrapperConfig,
 )
+from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
+from nemo_automodel.components.loss.utils import calculate_loss
+from nemo_automodel.components.models.common.packing import configure_packing_for_models
+from nemo_automodel.components.utils.model_utils import filter_forward_kwargs
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
@@ -21,6 +26,7 @@ from launch.trainers.automodel import PacksConfig
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
+from tests.helpers.peers import two_losses
 
 #: A caption after its media, without the headers of a dialogue.
 CAPTION_TEMPLATE = (
@@ -103,3 +109,23 @@ def own_batch(samples: list[Any], processor: Any, model: Any, **options: Any) ->
         get_rope_index=resolve_get_rope_index(model),
     )
     return neat_packed_vlm_collater([packed[0]])
+
+
+def losses_of_packs(model: Any, packed: Path) -> list[float]:
+    """Losses before and after a step through AutoModel's packing contract, loss and arguments of
+    the model; its recipe needs a GPU."""
+    contract = configure_packing_for_models([model])
+
+    def loss_of(batch: dict[str, Any]) -> torch.Tensor:
+        labels = batch.pop("labels")
+        output = model(**filter_forward_kwargs(model, batch), use_cache=False)
+        loss: torch.Tensor = calculate_loss(
+            MaskedCrossEntropy(),
+            logits=output.logits,
+            labels=labels,
+            model=model,
+            num_label_tokens=int((labels != -100).sum()),
+        )
+        return loss
+
+    return two_losses(model, make_loader(packed, packing_contract=contract), loss_of)

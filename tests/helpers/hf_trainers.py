@@ -114,14 +114,19 @@ def samples_alone(packs: PackedFolder, number: int) -> list[dict[str, Any]]:
     return found
 
 
-def losses_alone(packed: Path, checkpoint: Path) -> list[float]:
+def losses_alone(
+    packed: Path, checkpoint: Path, pixels: torch.dtype = torch.float32
+) -> list[float]:
     """Loss per label of the first pack's samples, each alone in transformers' model, and of the
-    second's after a step."""
+    second's after a step; with pixels rounded to a type."""
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
 
     def loss_of(samples: list[dict[str, Any]]) -> torch.Tensor:
         counts = [int((sample["labels"][:, 1:] != IGNORE_INDEX).sum()) for sample in samples]
+        for sample in samples:
+            if "pixel_values" in sample:
+                sample["pixel_values"] = sample["pixel_values"].to(pixels).float()
         losses = [model(**sample).loss * n for sample, n in zip(samples, counts, strict=True) if n]
         assert len(losses) > 1
         return torch.stack(losses).sum() / sum(counts)

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
-from nemo_automodel.components.loss.utils import calculate_loss
-from nemo_automodel.components.models.common.packing import configure_packing_for_models
-from nemo_automodel.components.utils.model_utils import filter_forward_kwargs
 from torch import distributed
 from transformers import AutoModelForImageTextToText, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -25,6 +21,7 @@ from task_encoders.text.pieces import to_chat
 from tests.helpers.automodel import (
     CAPTION_TEMPLATE,
     conversation,
+    losses_of_packs,
     make_loader,
     own_batch,
     without_last_newline,
@@ -38,7 +35,6 @@ from tests.helpers.peers import (
     our_losses,
     stored_samples,
     task_environment,
-    two_losses,
 )
 
 Say = Callable[[str], None]
@@ -155,24 +151,8 @@ def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
 
 
 def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
-    """Through AutoModel's packing contract, loss and arguments of the model; its recipe needs a
-    GPU."""
     checkpoint, packed = case
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
-    contract = configure_packing_for_models([model])
-
-    def loss_of(batch: dict[str, Any]) -> torch.Tensor:
-        labels = batch.pop("labels")
-        output = model(**filter_forward_kwargs(model, batch), use_cache=False)
-        loss: torch.Tensor = calculate_loss(
-            MaskedCrossEntropy(),
-            logits=output.logits,
-            labels=labels,
-            model=model,
-            num_label_tokens=int((labels != -100).sum()),
-        )
-        return loss
-
-    losses = two_losses(model, make_loader(packed, packing_contract=contract), loss_of)
+    losses = losses_of_packs(model, packed)
     difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
