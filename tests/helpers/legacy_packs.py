@@ -2,12 +2,15 @@
 
 import io
 import json
+import multiprocessing
 import tarfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from megatron.energon.flavors import BaseWebdatasetFactory
 
 from tests.helpers.texts_and_images import random_image
@@ -55,9 +58,12 @@ def write_folder(
                     info = tarfile.TarInfo(f"{key}.{part}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
-    BaseWebdatasetFactory.prepare_dataset(
-        path, names, split_parts_ratio=[("train", 1.0)], workers=1, shuffle_seed=None
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Its one worker is a thread here: to fork a process of gigabytes takes up to a second.
+        patch.setattr(multiprocessing, "Process", threading.Thread)
+        BaseWebdatasetFactory.prepare_dataset(
+            path, names, split_parts_ratio=[("train", 1.0)], workers=1, shuffle_seed=None
+        )
     (path / ".nv-meta" / "dataset.yaml").write_text(dataset_yaml)
     (path / ".nv-meta" / "sample_loader.py").write_text(
         "from task_encoders.energon_samples import part_filter, sample_loader  # noqa: F401\n"
