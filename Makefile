@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+# Modules are compiled once, not by each of the processes that the tests start.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The folder of the environments, which other checkouts may share.
 export PEERS ?= .peers

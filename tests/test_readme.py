@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, write_json
 from tests.helpers.markdown import Block, blocks
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -58,12 +58,14 @@ def write_checkpoint(folder: Path) -> None:
 
 def environment() -> dict[str, str]:
     """Environment of a user who has installed the packages; nothing leaves this machine."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
     inherited = {name: v for name, v in os.environ.items() if not name.startswith("OFFLINE_")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    own = {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "MASTER_PORT": str(free_port()),
+        "HF_HUB_OFFLINE": "1",
+    }
     return {**inherited, **own, "OMP_NUM_THREADS": "1"}
 
 

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,8 @@ def kill_processes(name: str) -> None:
     while not (found := _find_processes(name)):
         time.sleep(0.1)
     for pid in found:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # some end with the one before
+            os.kill(pid, signal.SIGKILL)
 
 
 def _find_processes(name: str) -> list[int]:

@@ -23,11 +23,13 @@ from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import BMR_ENVIRONMENT
 from tests.helpers.rank_processes import run_ranks
 
-#: Seconds without an answer from the other rank that are taken for a hang.
-PATIENCE = 10
+#: Seconds without an answer from the other rank: that of one that is only slow, and of a hang.
+PATIENCE, SOON = 300, 10
 
 
-def train(folder: Path, steps: list[list[int]], *, sharded: bool) -> list[list[float]]:
+def train(
+    folder: Path, steps: list[list[int]], *, sharded: bool, patience: int = PATIENCE
+) -> list[list[float]]:
     """Losses of the packs of each step; in one process of all, sharded of this rank's."""
     data = read_packed_data(folder)
     encoder = build_task_encoder(DataConfig(path=str(folder)), data)
@@ -37,7 +39,7 @@ def train(folder: Path, steps: list[list[int]], *, sharded: bool) -> list[list[f
     model = transformers_classes("qwen2_vl").model(config).train()
     isolate_segments(model)
     if sharded:
-        group = distributed.new_group(timeout=timedelta(seconds=PATIENCE))
+        group = distributed.new_group(timeout=timedelta(seconds=patience))
         mesh = DeviceMesh.from_group(group, "cpu")
         for part in (model.model.visual, *model.model.language_model.layers, model):
             fully_shard(part, mesh=mesh)
@@ -90,9 +92,9 @@ def test_mixed_steps_hang_or_fail(folder: Path, tmp_path: Path) -> None:
     with_images, without = numbers[media], numbers[~media]
     steps = [[int(with_images[0]), int(without[0])], [int(without[1]), int(with_images[1])]]
     with pytest.raises(Exception, match=r"(?i)timed? ?out|gloo|terminated with signal"):
-        run_ranks(2, tmp_path / "group", sharded_training, folder, steps)
+        run_ranks(2, tmp_path / "group", sharded_training, folder, steps, SOON)
 
 
-def sharded_training(folder: Path, steps: list[list[int]]) -> Any:
+def sharded_training(folder: Path, steps: list[list[int]], patience: int = PATIENCE) -> Any:
     """Run as one rank of a group."""
-    return train(folder, steps, sharded=True)
+    return train(folder, steps, sharded=True, patience=patience)

@@ -54,7 +54,7 @@ def test_nodes_without_a_common_folder(
     with RayEngine(1) as engine:
         pack_all(run_to("ray", engine))
         assert verify(run_to("ray", engine)).ok
-    killer.join(timeout=60)
+    killer.join(timeout=300)
     assert len(cluster.worker_nodes) == NODES - len(STAGES)
     local, ray = (object_store.objects(f"{bucket}/{name}") for name in ("local", "ray"))
     assert len(local) > 20

@@ -143,6 +143,6 @@ def test_a_forked_process_starts_its_own(sub_samples: list[SubSample]) -> None:
     results = fork.Queue()
     child = fork.Process(target=_tokens, args=(sub_samples, results))
     child.start()
-    assert results.get(timeout=60) == (child.pid, row.tokens.tolist())
-    child.join(timeout=60)
+    assert results.get(timeout=300) == (child.pid, row.tokens.tolist())
+    child.join(timeout=300)
     assert child.exitcode == 0
