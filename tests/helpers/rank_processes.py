@@ -16,6 +16,7 @@ PRELOADED = (
     "tests.helpers.packed_runs",
     "tests.helpers.tiny_checkpoints",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "tests.helpers.warm_ranks",
 )
 multiprocessing.set_forkserver_preload(list(PRELOADED))
 
@@ -46,6 +47,8 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    # Loaders fork their workers, as under torchrun: by default each rank would start a server.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.clear()  # the server that forks has that of its start
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
