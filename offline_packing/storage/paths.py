@@ -18,11 +18,14 @@ def is_remote(path: Path) -> bool:
 
 
 def scratch_folder(folder: Path) -> Path:
-    """A local folder for what belongs to a folder of an output: itself, or one below TMPDIR."""
+    """A local folder for what belongs to a folder of an output: itself, or one below TMPDIR. Those
+    of folders in `_packing` lie in that of `_packing`, and are removed with it."""
     if not is_remote(folder):
         return folder
     own = Path(tempfile.gettempdir()) / f"offline-packing-{os.getuid()}"
-    return own / xxhash.xxh3_64_hexdigest(str(folder).encode())
+    output, _, below = f"{folder}/".rpartition("/_packing/")
+    names = [xxhash.xxh3_64_hexdigest(name.encode()) for name in (output, below) if name]
+    return own.joinpath(*names)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """An output in object storage holds the bytes of a local one."""
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import to_json
+from offline_packing.storage.paths import scratch_folder
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.retry import retry
 from offline_packing.upkeep.status import status
@@ -146,3 +148,18 @@ def test_denied_writes(
         pack_all(run)
     pack_all(run_of(tmp_path, "captioning", str(tmp_path / "out"), "energon"))
     assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
+
+
+def test_scratch_of_a_killed_run_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    workspace = Workspace(path_of(f"{bucket}/out"))
+    folders = (workspace.write, workspace.write / "0-9", workspace.skip, workspace.unpacked)
+    for folder in map(scratch_folder, folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "left").touch()
+    with workspace.lock():
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        scratch_folder(workspace.write).mkdir(parents=True)
+    assert list(tmp_path.glob("*/*")) == []
