@@ -23,7 +23,7 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.index.info import IndexInfo
 from offline_packing.storage.files import atomic_file, kept_copy
-from offline_packing.storage.paths import is_remote
+from offline_packing.storage.paths import is_remote, read_each
 
 LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -160,6 +160,7 @@ class Index:
     """A complete index, read column by column."""
 
     def __init__(self, folder: Path, info: IndexInfo) -> None:
+        self._folder = folder
         #: the file of each part
         self.paths = [folder / part_name(i) for i in range(len(info.part_rows))]
         self.info = info
@@ -171,7 +172,9 @@ class Index:
 
     def parts(self, *columns: str) -> Iterator[pa.Table]:
         """Columns of the rows, part by part. Raises StageError as `part`."""
-        return (self.part(number, *columns) for number in range(len(self.paths)))
+        return read_each(
+            self._folder, lambda number: self.part(number, *columns), range(len(self.paths))
+        )
 
     def part(self, number: int, *columns: str) -> pa.Table:
         """Columns of one part. Raises StageError if the part is missing or has another number of

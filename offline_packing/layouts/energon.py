@@ -20,7 +20,7 @@ from offline_packing.layouts.energon_metadata import (
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
-from offline_packing.storage.paths import remove_folder
+from offline_packing.storage.paths import read_each, remove_folder
 from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, scan_tar
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
@@ -56,7 +56,8 @@ class EnergonLayout(Layout):
         splits: dict[str, list[str]] = {split: [] for split in manifest.counts.packs}
         for shard in manifest.shards:
             splits[shard.split].append(shard.name)
-        packs = ((shard.name, shard.packs) for shard in map(ShardFragment.load, fragments))
+        shards = read_each(folder, ShardFragment.load, fragments)
+        packs = ((shard.name, shard.packs) for shard in shards)
         content_hash = manifest.content_hash
         write_energon_metadata(folder, manifest.task, splits, packs, content_hash=content_hash)
 

@@ -31,7 +31,7 @@ from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.files import atomic_file, write_atomically
-from offline_packing.storage.paths import local_copy
+from offline_packing.storage.paths import local_copy, read_each
 from offline_packing.storage.tars import PackEntry
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, StoredMedia
@@ -84,7 +84,7 @@ class ReferencesLayout(Layout):
 
     def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
         splits: dict[str, list[ShardFragment]] = {}
-        for fragment in map(ShardFragment.load, fragments):
+        for fragment in read_each(folder, ShardFragment.load, fragments):
             splits.setdefault(fragment.split, []).append(fragment)
         for split, own in splits.items():
             _join(folder, split, own)

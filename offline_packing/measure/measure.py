@@ -48,14 +48,14 @@ from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinish
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
-    hash_file,
+    hash_files,
     read_json,
     remove_temporaries,
     seal,
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import remove_folder
+from offline_packing.storage.paths import read_each, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ def _complete(
     run: Run, fingerprint: Fingerprint, tasks: Sequence[MeasureTask], scans: Sequence[Scan]
 ) -> IndexInfo:
     """The content of index.json, once all records are measured."""
-    workspace, results = run.workspace, list(map(read_result, tasks))
+    workspace = run.workspace
+    results = list(read_each(workspace.index, read_result, tasks))
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
@@ -129,10 +130,8 @@ def _complete(
     common = {"copies": copies, "media": most_shown, "answers": answers}
     common = {what: some for what, some in common.items() if some[0]}
     info = replace(info, shared_media=shared, common=common)
-    hashes = {
-        folder.name: {path.name: hash_file(path) for path in sorted(folder.glob("*.parquet"))}
-        for folder in (workspace.index, workspace.set_aside, workspace.files)
-    }
+    folders = workspace.index, workspace.set_aside, workspace.files
+    hashes = {folder.name: hash_files(folder, "*.parquet") for folder in folders}
     info = replace(info, hashes=hashes, num_unused_images=num_unused)
     for line in info.warnings:
         logger.warning("measure: warning: %s", line)
@@ -282,8 +281,9 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     whole = run.workspace.measure_total
     write_atomically(whole, to_json({"parts": len(tasks), "records": total}))
     with run.bar("measure", total, "record") as bar:
-        done = (read_result(task) for task in tasks if task.number not in numbers)
-        bar.update(sum(result.num_records for result in done))
+        before = (task for task in tasks if task.number not in numbers)
+        results = read_each(run.workspace.index, read_result, before)
+        bar.update(sum(result.num_records for result in results))
         for _ in run_tasks(run, measure_part, run.engine.share(left), bar.update):
             pass
     check_all_done(run, "measure", tasks, _MARKER)

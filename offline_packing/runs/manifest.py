@@ -26,6 +26,7 @@ from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import CP_SIZES, StoredPlan, key_prefix
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, load_array, to_json, write_atomically
+from offline_packing.storage.paths import read_each
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
 from task_encoders.packs.manifest import (
@@ -205,7 +206,7 @@ def _describe_shards(run: Run, fragments: Sequence[Path]) -> tuple[ShardLine, ..
     if run.config.pack.slots is not None:
         cp_sizes = load_array(run.workspace.plan / CP_SIZES)
     lines, first = [], 0
-    for fragment in map(ShardFragment.load, fragments):
+    for fragment in read_each(run.workspace.root, ShardFragment.load, fragments):
         line = ShardLine(
             name=fragment.name,
             split=fragment.split,

@@ -32,7 +32,6 @@ from offline_packing.layouts.shards import (
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.storage.files import read_json
-from offline_packing.storage.paths import is_remote
 from task_encoders.storage.remote_requests import add_repeats, count_repeats
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,6 @@ def run_tasks(
     listener: Advance | None = None,
 ) -> Iterator[Result]:
     """Run tasks as `Engine.run` does, and count the requests that they repeat."""
-    if not is_remote(run.workspace.root):
-        yield from run.engine.run(function, tasks, listener)
-        return
     counted = update_wrapper(partial(_counted, function), function)  # Ray's dashboard names it
     for result, process, repeats in run.engine.run(counted, tasks, listener):
         if process != os.getpid():

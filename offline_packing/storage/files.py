@@ -19,7 +19,7 @@ import orjson
 import xxhash
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
-from offline_packing.storage.paths import is_remote, local_copy
+from offline_packing.storage.paths import is_remote, local_copy, read_each
 from task_encoders.storage.paths import as_remote
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,13 @@ def hash_file(path: Path) -> str:
         while block := file.read(_HASHED_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def hash_files(folder: Path, pattern: str) -> dict[str, str]:
+    """Hash of each file of a folder, by name."""
+    paths = sorted(folder.glob(pattern))
+    hashes = read_each(folder, hash_file, paths)
+    return {path.name: found for path, found in zip(paths, hashes, strict=True)}
 
 
 def move_file(path: Path, target: Path) -> None:

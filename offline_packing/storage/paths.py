@@ -3,13 +3,23 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Final, TypeVar
 
 import xxhash
 
 from task_encoders.storage.paths import as_remote
+
+#: Objects that are read at the same time: each takes some 30 ms before its first byte comes.
+_AT_ONCE: Final = 16
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def is_remote(path: Path) -> bool:
@@ -40,6 +50,23 @@ def local_copy(path: Path) -> Iterator[Path]:
         with copy.open("wb") as target:
             remote.download(target)
         yield copy
+
+
+def read_each(
+    folder: Path, read: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """`map(read, items)`, where each is read from a file in the folder: in object storage, the next
+    ones are read meanwhile, in threads."""
+    if not is_remote(folder):
+        yield from map(read, items)
+        return
+    rest = iter(items)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        begun = deque(pool.submit(read, item) for item in islice(rest, _AT_ONCE))
+        while begun:
+            result = begun.popleft().result()
+            begun.extend(pool.submit(read, item) for item in islice(rest, 1))
+            yield result
 
 
 def remove_folder(folder: Path) -> None:

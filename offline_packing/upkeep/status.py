@@ -12,6 +12,7 @@ from offline_packing.runs.artifacts import check_index, check_layout, check_plan
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace, listed
 from offline_packing.storage.files import read_json
+from offline_packing.storage.paths import read_each
 
 
 def status(run: Run) -> str:
@@ -65,7 +66,8 @@ def _status_of(workspace: Workspace) -> list[str]:
 
 
 def _write_status(workspace: Workspace, num_packs: int) -> str:
-    fragments = map(ShardFragment.load, sorted(workspace.write.rglob("*-??????.json")))
+    paths = sorted(workspace.write.rglob("*-??????.json"))
+    fragments = read_each(workspace.write, ShardFragment.load, paths)
     written = [(fragment.num_packs, fragment.num_tokens) for fragment in fragments]
     packs, tokens = map(sum, zip(*written, strict=True)) if written else (0, 0)
     return f"{_of(packs, num_packs)} packs, {tokens:,} tokens in {len(written):,} shards"

@@ -1,0 +1,47 @@
+"""What lies in object storage is read by several requests at a time."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from offline_packing.storage.files import write_atomically
+from offline_packing.storage.paths import read_each
+from task_encoders.storage.paths import path_of
+
+NAMES = [str(number) for number in range(40)]
+
+
+def test_objects_are_read_at_the_same_time(tmp_path: Path) -> None:
+    """In order, and no more than 16 ahead of their use."""
+    folder = path_of(f"memory://{tmp_path.name}")
+    for name in NAMES:
+        write_atomically(folder / name, name.encode())
+    meet, begun = threading.Barrier(16), []
+
+    def read(name: str) -> bytes:
+        begun.append(name)
+        if len(begun) <= 16:
+            meet.wait()
+        return bytes((folder / name).read_bytes())
+
+    found = read_each(folder, read, NAMES)
+    assert next(found) == b"0"
+    assert len(begun) <= 17
+    assert [b"0", *found] == [name.encode() for name in NAMES]
+
+
+def test_local_files_are_read_one_by_one(tmp_path: Path) -> None:
+    begun: list[str] = []
+    found = read_each(tmp_path, begun.append, NAMES)
+    next(found)
+    assert begun == ["0"]
+
+
+def test_a_missing_object_is_an_error(tmp_path: Path) -> None:
+    folder = path_of(f"memory://{tmp_path.name}")
+    write_atomically(folder / "0", b"0")
+    found = read_each(folder, lambda name: (folder / name).read_bytes(), NAMES)
+    assert next(found) == b"0"
+    with pytest.raises(FileNotFoundError):
+        next(found)
