@@ -26,8 +26,9 @@ PART_BYTES = 16 << 20  # of a multipart upload
 MEASURE, PLAN, REFER, VERIFY_LINE = 136e-6, 1.3e-6, 80e-6, 35e-6
 #: Seconds of one core per byte copied: benchmark_write.py.
 COPY = 1 / (1520 * 2**20)
-#: Of remote tars (docs/dev/log.md): requests per sample and share of bytes to measure; to copy.
-HEADER_GETS, HEADER_SHARE, COPY_GETS = 2.5, 0.2, 2
+#: Of remote tars (docs/dev/benchmarks.md): bytes of a request to measure; requests per sample to
+#: copy, its record and picture by one.
+BLOCK, COPY_GETS = 4 << 20, 1
 TEXT_BYTES = 1200  # a caption and its record
 SAMPLES_PER_SHARD = 13_000  # 1,000 packs
 
@@ -70,9 +71,8 @@ def steps_of(samples: int, picture_bytes: int, per_hashed_byte: float) -> list[S
     stored = samples * (picture_bytes + TEXT_BYTES)
     shards = samples / SAMPLES_PER_SHARD
     parts, texts = stored / PART_BYTES, samples * TEXT_BYTES
-    measured = stored * HEADER_SHARE
     return [
-        Step("measure", samples * MEASURE, samples * HEADER_GETS, moved=measured),
+        Step("measure", samples * MEASURE, stored / BLOCK, moved=stored),
         Step("plan, on one node", samples * PLAN),
         Step("write tars", stored * COPY, samples * COPY_GETS, parts + shards, 2 * stored),
         Step("verify their hashes", stored * per_hashed_byte, parts, moved=stored),
