@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
     get_aspect_ratio_preserving_size,
@@ -205,7 +206,7 @@ def by_transformers(image: Image.Image, resize: str, budget: int) -> tuple[Any, 
     (values,), (count,) = found["pixel_values"], found["num_soft_tokens_per_image"]
     if resize == "torch" and not is_own:
         height, width = get_aspect_ratio_preserving_size(*image.size[::-1], 16, 9 * budget, 3)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        pixels = torch.from_numpy(np.array(convert_to_rgb(image))).permute(2, 0, 1)[None]
         if pixels.shape[2:] != (height, width):
             pixels = torch.nn.functional.interpolate(
                 pixels, (height, width), mode="bicubic", antialias=True
@@ -223,7 +224,7 @@ def built(folder: str, resize: str, budget: int) -> Any:
 def differing_pixels(folder: Path, data: bytes, budget: int = 70) -> list[str]:
     """Names of what differs from transformers in an encoded image, in both backends, or in what is
     measured of it."""
-    image = opened(data).convert("RGB")
+    image = opened(data)
     sample = SourceSample("r", "vqa", (Turn("What?", "It."),), ("a",))
     found = []
     for resize in ("pil", "torch"):
