@@ -24,7 +24,6 @@ from offline_packing.sources.reading.read_ahead import read_ahead
 from offline_packing.sources.reading.row_files import record_columns
 from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
 from offline_packing.sources.roots.remote import Root
-from offline_packing.storage.paths import scratch_folder
 from task_encoders.families import ModelOptions
 from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
@@ -136,10 +135,8 @@ class ShardTask:
     def rows_at_hand(self) -> Iterator[None]:
         """While the block runs, samples in rows of tables can be read in any order at the cost of
         reading in order. Raises StageError where such a file cannot be read."""
-        scratch = scratch_folder(self.fragment_path.parent)
-        scratch.mkdir(parents=True, exist_ok=True)
         wanted = wanted_table_rows(self.samples, self.sources)
-        with rows_at_hand(wanted, scratch, self.unpack_folder):
+        with rows_at_hand(wanted, self.fragment_path.parent, self.unpack_folder):
             yield
 
     def read_sample(self, sample: PlannedSample) -> SourceSample:

@@ -31,8 +31,8 @@ from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import run_tasks
 from offline_packing.sources import Source
 from offline_packing.sources.reading.row_reader import rows_at_hand
-from offline_packing.storage.files import write_atomically
-from offline_packing.storage.paths import scratch_folder
+from offline_packing.storage.files import load_array, write_atomically
+from offline_packing.storage.paths import read_each
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _find_copies(
         bar.update(int(np.count_nonzero(~np.isin(parts, left))))
         for _ in run_tasks(run, save_digests, tasks(), bar.update):
             pass
-    digests = np.concatenate([np.load(io.BytesIO(path.read_bytes())) for path in paths.values()])
+    digests = np.concatenate(list(read_each(folder, load_array, paths.values())))
     order, is_later = sort_equal(*digests.T)
     copies = candidates[order[is_later]]
     return copies[drops[samples.array("source_id")[copies]]]
@@ -101,9 +101,7 @@ def save_digests(task: DigestTask) -> None:
     a medium changed after it was measured."""
     digests = []
     wanted = wanted_table_rows(task.rows, task.sources)
-    scratch = scratch_folder(task.path.parent)
-    scratch.mkdir(parents=True, exist_ok=True)
-    with rows_at_hand(wanted, scratch, task.unpack_folder):
+    with rows_at_hand(wanted, task.path.parent, task.unpack_folder):
         for record in read_planned(task.rows):
             source, num_images = task.sources[record.source_id], len(record.media)
             num_images -= record.num_videos

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from offline_packing.config.sections import SplitTurnsConfig
 from offline_packing.engines.local import advance
@@ -25,7 +24,7 @@ from offline_packing.index.info import IndexInfo
 from offline_packing.index.measured import MeasuredSample, index_table
 from offline_packing.index.records import are_parts, record_hashes
 from offline_packing.index.rows import samples_of_shards, sums_by_source
-from offline_packing.index.table import INDEX_SCHEMA, UNCUT, Index, with_left_out
+from offline_packing.index.table import INDEX_SCHEMA, UNCUT, Index, count_rows, with_left_out
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import wanted_table_rows
 from offline_packing.measure.merge import Dialogue, find_dialogues
@@ -34,6 +33,7 @@ from offline_packing.runs.run import Run, open_encoder, open_sources
 from offline_packing.runs.tasks import run_tasks
 from offline_packing.sources import Source
 from offline_packing.sources.reading.row_reader import rows_at_hand
+from offline_packing.storage.paths import read_each
 from task_encoders.families import ModelOptions
 from task_encoders.samples import SampleError
 
@@ -72,7 +72,7 @@ def regroup_records(
         bar.update(num_records - sum(records.info.part_rows[number] for number in left))
         for _ in run_tasks(run, regroup_part, tasks, bar.update):
             pass
-    rows = [pq.read_metadata(path).num_rows for path in paths]
+    rows = list(read_each(run.workspace.index, count_rows, paths))
     made = Index(paths[0].parent, replace(records.info, part_rows=rows))
     split, is_part = _count_parts(made)
     info = replace(made.info, split=split, num_tokens=int(made.array("num_tokens").sum()))

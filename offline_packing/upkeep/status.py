@@ -88,5 +88,5 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     folder = workspace.records if workspace.records.exists() else workspace.index
     finished = list(folder.glob("part-*.parquet"))
     tables = [path for part in finished for path in (part, workspace.set_aside / part.name)]
-    records = sum(map(count_rows, tables))
+    records = sum(read_each(workspace.packing, count_rows, tables))
     return f"{_of(records, total['records'])} records, {_of(len(finished), total['parts'])} parts"

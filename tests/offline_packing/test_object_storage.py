@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import path_of
 from tests.helpers.command import main
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
+from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
+from tests.offline_packing.measure.test_regroup import RECORDS
 
 #: Formats of the sources; and the layouts with what else they need.
 SOURCES = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
@@ -29,6 +32,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "indexed": {},
     "raw_packing": {},
     "loongforge": {},
+}
+REFERENCES: dict[str, Any] = {"layout": "references", "packs_per_shard": 4}
+#: Options that add stages, or files, to a run.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "regroup": {
+        "source": {"merge_same_image": {"max_tokens": 200}, "drop_copies": True},
+        "pack": {"seq_length": 256, "split_turns": {"context_turns": 1}},
+    },
+    "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},
+    "epochs": {"pack": {"epochs": 3}, "output": REFERENCES},
+    "repeat": {"source": {"repeat": 1.5}},
+    "slots": {"pack": {"context_parallel": {"ranks": 4, "tokens_per_rank": 1024}}},
+    "order": {"pack": {"homogeneous": True, "order": {"num_ranks": 2, "uniform": True}}},
 }
 
 
@@ -80,6 +96,21 @@ def test_the_same_bytes_everywhere(
     tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
 ) -> None:
     check_same(tmp_path, task, layout, object_store, bucket)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["regroup", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in [*OPTIONS][1:])],
+)
+def test_the_same_bytes_with_options(
+    tmp_path: Path, object_store: ObjectStore, bucket: str, name: str
+) -> None:
+    local = run_over(tmp_path, RECORDS, **OPTIONS[name])
+    output = local.config.output.model_copy(update={"path": f"{bucket}/out"})
+    remote = replace(local, config=local.config.model_copy(update={"output": output}))
+    pack_and_check(local)
+    pack_and_check(remote)
+    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
 
 
 def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:

@@ -38,6 +38,7 @@ from offline_packing.sources.reading.row_files import (
 )
 from offline_packing.sources.roots.remote import Root
 from offline_packing.storage.files import translate_disk_full
+from offline_packing.storage.paths import scratch_folder
 from offline_packing.storage.streams import unpacked_copy
 from task_encoders.samples import SampleError
 
@@ -186,12 +187,12 @@ _reader = _RowReader()
 
 
 @contextmanager
-def rows_at_hand(
-    wanted: Sequence[WantedRows], scratch: Path, unpack_folder: Path
-) -> Iterator[None]:
+def rows_at_hand(wanted: Sequence[WantedRows], folder: Path, unpack_folder: Path) -> Iterator[None]:
     """Prepare rows of Parquet files for being read in any order while the block runs. Files in the
-    folder `scratch` have no name, and vanish with this process; copies of groups stay in
+    scratch folder of `folder` have no name, and vanish with this process; copies of groups stay in
     `unpack_folder`. Raises StageError if a file cannot be read, or the disk is full."""
+    scratch = scratch_folder(folder)
+    scratch.mkdir(parents=True, exist_ok=True)
     at_hand: dict[str, list[_AtHand]] = {}
     before, _reader.at_hand = _reader.at_hand, at_hand
     try:
