@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
@@ -21,7 +21,13 @@ from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.storage.files import atomic_file, hash_file, write_atomically
 from offline_packing.storage.paths import read_each, remove_folder
-from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, scan_tar
+from offline_packing.storage.tars import (
+    PackEntry,
+    TarShardWriter,
+    index_bytes,
+    read_pack,
+    scan_tar,
+)
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
 
@@ -92,15 +98,11 @@ class EnergonLayout(Layout):
         entries = list(scan_tar(path))
         with path.open("rb") as file:
             for entry in entries:
-                yield _read_pack(file, entry)
+                file.seek(entry.offset)
+                yield _pack(entry, file.read(entry.size))
 
     def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
-        path = folder / shard_file
-        for entry in scan_tar(path):
-            if entry.key == key:
-                with path.open("rb") as file:
-                    return _read_pack(file, entry)
-        raise StageError(f"{path} holds no pack {key!r}; verify lists all damage")
+        return _pack(*read_pack(folder / shard_file, key))
 
     def remove(self, folder: Path) -> None:
         _remove_shards(folder)
@@ -118,9 +120,7 @@ def _remove_shards(folder: Path) -> None:
             path.unlink()
 
 
-def _read_pack(file: BinaryIO, entry: PackEntry) -> Pack:
-    file.seek(entry.offset)
-    data = file.read(entry.size)
+def _pack(entry: PackEntry, data: bytes) -> Pack:
     starts = [(part, part.offset - entry.offset) for part in entry.parts]
     members = {part.name: data[start : start + part.size] for part, start in starts}
     return Pack.of(entry.key, members)

@@ -48,6 +48,7 @@ from task_encoders.packs.indexed_file import (
 )
 from task_encoders.packs.manifest import Manifest, ShardLine, read_manifest
 from task_encoders.packs.pack import Pack, PackFormatError
+from task_encoders.packs.pack_format import index_of_key
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample, Turn
@@ -169,7 +170,7 @@ class IndexedLayout(Layout):
         lines = _shard_lines(folder)
         split = next(line.split for line in lines if line.name == shard_file)
         before = itertools.takewhile(lambda line: line.split != split, lines)
-        number = int(key.rpartition("_")[2]) - sum(line.packs for line in before)
+        number = index_of_key(key) - sum(line.packs for line in before)
         try:
             return IndexedFile(str(folder / _prefix(split)))[number].pack
         except (PackFormatError, LookupError) as error:

@@ -7,7 +7,6 @@ train-000000.jsonl              a shard, until all are written and joined
 """
 
 import functools
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,14 +34,17 @@ from offline_packing.storage.paths import local_copy, read_each
 from offline_packing.storage.tars import PackEntry
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, StoredMedia
-from task_encoders.packs.pack_format import METADATASET, media_part_names
+from task_encoders.packs.pack_format import METADATASET, index_of_key, media_part_names
 from task_encoders.packs.stored_media import MovedMediumError, StoredMedium
+from task_encoders.storage.paths import read_indexed, read_range
 
 if TYPE_CHECKING:
     from task_encoders.packs.references import Stores
 
 #: Beside the splits' own lines, which are known by their offsets.
 _OWN_FILE: Final = re.compile(r"[A-Za-z0-9_]+(-\d{6}\.jsonl|\.jsonl\.idx)")
+_KEY: Final = re.compile(rb'\{"key":"([^"]+)"')
+_MAX_KEY: Final = 1 << 12
 
 
 class ReferencesLayout(Layout):
@@ -124,12 +126,14 @@ class ReferencesLayout(Layout):
 
     def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
         split = shard_file.rpartition("-")[0]
-        begin = _begin_of_line(key)
-        with (folder / f"{split}.jsonl").open("rb") as file:
-            for line in file:
-                if line.startswith(begin):
-                    return _pack(line, _Split(folder, split))
-        raise StageError(f"{folder / split}.jsonl holds no pack {key!r}; verify lists all damage")
+        path = folder / f"{split}.jsonl"
+        with _damage_named(path):
+            found = _KEY.match(read_range(path, 0, _MAX_KEY))
+            place = index_of_key(key) - index_of_key(found[1].decode() if found else "")
+            line = _read_joined(path, place, 1)
+        if not line.startswith(_begin_of_line(key)):
+            raise StageError(f"{path} holds no pack {key!r}; verify lists all damage")
+        return _pack(line, _Split(folder, split))
 
     def remove(self, folder: Path) -> None:
         joined = {path.stem for path in folder.glob("*.jsonl.idx")}
@@ -214,18 +218,19 @@ def _read_lines(folder: Path, shard_name: str, split: str, first: int, count: in
     """The lines of a shard: its own file, or lines of the split's. Raises StageError if they cannot
     be read."""
     path, own = folder / f"{split}.jsonl", _shard_path(folder, shard_name)
+    with _damage_named(path):
+        return own.read_bytes() if own.exists() else _read_joined(path, first, count)
+
+
+def _read_joined(path: Path, first: int, count: int) -> bytes:
+    return read_indexed(path, path.with_suffix(".jsonl.idx"), first, count)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
     try:
-        if own.exists():
-            return own.read_bytes()
-        offsets = np.frombuffer(path.with_suffix(".jsonl.idx").read_bytes(), "<u8")
-        start, end = offsets[[first, first + count]].tolist()
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if not start <= end <= size:
-                raise ValueError(f"it has {size} bytes, its .idx names {start} to {end}")
-            file.seek(start)
-            return file.read(end - start)
-    except (OSError, IndexError, ValueError) as error:
+        yield
+    except (OSError, ValueError) as error:
         raise StageError(f"{path} cannot be read: {error}; retry rewrites it") from error
 
 

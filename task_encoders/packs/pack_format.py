@@ -78,6 +78,11 @@ def pack_key(index: int, prefix: str = "") -> str:
     return f"{prefix}ps_{index:08d}"
 
 
+def index_of_key(key: str) -> int:
+    """The `index` of a `pack_key`."""
+    return int(key.rpartition("_")[2])
+
+
 def image_extension(name: str, image_format: str) -> str:
     """Extension for a pack member: the source's own if it is a known image extension, else the
     one of the format found in the header ('JPEG' -> 'jpg')."""

@@ -198,6 +198,7 @@ def test_examples_and_drawn_packs(run: Run) -> None:
 
 def test_narrow_screens_name_every_figure(run: Run) -> None:
     """There a table's head is hidden, and a cell shows the name of its column."""
+    read_report(run)
     elements = Elements(read_page(run))
     figures = elements.attributes.count(("class", "number"))
     names = [value for name, value in elements.attributes if name == "data-name"]
