@@ -17,6 +17,7 @@ from offline_packing.storage.tars import (
     TarShardWriter,
     index_bytes,
     member_size,
+    read_pack,
     scan_tar,
     tar_size,
 )
@@ -98,6 +99,26 @@ def test_cut_anywhere_is_found(tar: Path, tmp_path: Path) -> None:
         cut.write_bytes(data[:size])
         with pytest.raises(StageError, match=r"cut\.tar (is cut off|cannot be read)"):
             list(scan_tar(cut))
+
+
+def test_one_pack(tmp_path: Path) -> None:
+    path, index = tmp_path / "a.tar", tmp_path / "a.tar.idx"
+    entries, _ = write_tar(path)
+    index.write_bytes(index_bytes(entries))
+    for key, members in PACKS:
+        entry, data = read_pack(path, key)
+        found = [(part.name, data[part.offset :][: part.size]) for part in entry.parts]
+        assert (entry.key, found) == (key, members)
+    for absent in ("ps_00000003", "b_ps_00000001", "ps_x", "ps"):
+        with pytest.raises(StageError, match=r"a\.tar (cannot be read|holds no pack)"):
+            read_pack(path, absent)
+    for damaged in (b"", index.read_bytes()[:16], bytes(32), b"\xff" * 32):
+        index.write_bytes(damaged)
+        with pytest.raises(StageError, match=r"a\.tar cannot be read"):
+            read_pack(path, "ps_00000001")
+    index.write_bytes(index_bytes(entries[1:]))
+    with pytest.raises(StageError, match="holds no pack 'ps_00000001'"):
+        read_pack(path, "ps_00000001")
 
 
 def test_what_is_no_pack(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_hashes_alone(captions: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["energon", "references", "indexed", "raw_packing"])
 def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) -> None:
-    output = {"packs_per_shard": 2, "layout": layout}
+    output = {"packs_per_shard": 2, "layout": layout, "split": {"train": 0.6, "val": 0.4}}
     run = make_run(captions, tmp_path / "out", output=output, pack={"seq_length": 256})
     packs = sum(pack_all(run).counts.packs.values())
     some = verify(run, drawn=Drawn(12), deep=True)
