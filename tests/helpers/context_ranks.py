@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from launch.loop.parallel import shutdown_parallel
 from launch.model.context_parallel import part_of_rank
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
@@ -29,6 +30,7 @@ Cut = Callable[[PackedBatch, PackedSeqParams], dict[str, torch.Tensor]]
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
     """This process as one of several context-parallel ranks, none of which it can speak to."""
+    shutdown_parallel()  # what a trainer of an earlier test joined
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         parallel_state.initialize_model_parallel(
