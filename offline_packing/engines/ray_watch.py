@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 _MAX_SILENCE: Final = 30.0
 _SECONDS_BETWEEN_QUESTIONS: Final = 2.0
 
-
 NODE_DIED: Final = "the node of this process died (its raylet, or one of Ray's agents, ended)"
 
 

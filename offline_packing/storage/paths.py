@@ -1,4 +1,5 @@
-"""What must be local wherever an output lies: copies of what has no random access, scratch."""
+"""Local copies of files without random access, scratch folders, and parallel reads, for outputs
+on a disk or in object storage."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What `verify` found, as text."""
+"""Results of `verify` as text."""
 
 from offline_packing.verify.part import Drawn
 from offline_packing.verify.shard import VerifyResult
