@@ -30,7 +30,7 @@ Cut = Callable[[PackedBatch, PackedSeqParams], dict[str, torch.Tensor]]
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
     """This process as one of several context-parallel ranks, none of which it can speak to."""
-    shutdown_parallel()  # what a trainer of an earlier test joined
+    shutdown_parallel()  # a test before may have joined one
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         parallel_state.initialize_model_parallel(
@@ -38,8 +38,7 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
         )
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
+        shutdown_parallel()
 
 
 def partitioned_indices(cu_seqlens: torch.Tensor, total: int, size: int, rank: int) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Packs in trainers made from transformers' Trainer: order, resuming, loss."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +56,6 @@ def number_of(input_ids: torch.Tensor, packs: PackedFolder) -> int:
 
 def numbers_read(packed: Path, make: MakeTrainer, checkpoint: Path, output: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # for accelerate
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     trainer = make(output, model, packs, checkpoint)

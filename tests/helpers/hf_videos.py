@@ -7,6 +7,7 @@ from typing import Any
 import av
 import numpy as np
 from transformers import (
+    AutoTokenizer,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
@@ -23,6 +24,13 @@ def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -
     images = Qwen2VLImageProcessorPil(**limits)
     videos = Qwen2VLVideoProcessor()
     Qwen2VLProcessor(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
+
+
+def with_processor(checkpoint: Path, **limits: int) -> Path:
+    """The checkpoint, to which the whole processor of its tokenizer is added."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    save_processor(checkpoint, tokenizer, tokenizer.chat_template, **limits)
+    return checkpoint
 
 
 def video_files(videos: Sequence[bytes], folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from launch.trainers.llama_factory import tuner
 from task_encoders.samples import SourceSample, place_media
+from tests.helpers.datasets import dialogue
 from tests.helpers.hf_trainers import number_of
 from tests.helpers.markdown import blocks
 from tests.helpers.peers import open_packs
@@ -96,11 +97,7 @@ def own_arguments(samples: Iterable[tuple[SourceSample, list[bytes]]]) -> dict[s
             turns = [("<image>" * len(images), sample.turns[0].answer)]
         else:
             turns = [(turn.prompt, turn.answer) for turn in place_media(sample)]
-        messages = [
-            {"role": role, "content": text}
-            for turn in turns
-            for role, text in zip(("user", "assistant"), turn, strict=True)
-        ]
+        messages = dialogue(*(text for turn in turns for text in turn))
         rows.append((messages[:-1], messages[-1:], sample.system, "", images, [], []))
     names = ("_prompt", "_response", "_system", "_tools", "_images", "_videos", "_audios")
     return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}

@@ -18,6 +18,7 @@ from launch.loop.setup import build_trainer
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from task_encoders.concatenate import PackedRow, split_row
+from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
@@ -107,7 +108,8 @@ def pack_dialogues(
     """Packs of a folder's dialogues, for that checkpoint."""
     model = {"family": family, "processor": str(checkpoint), "max_pixels": None}
     model |= encoder_options(family)
-    model |= {"resize": resize}
+    if "resize" in FAMILIES[family].Options.model_fields:
+        model |= {"resize": resize}
     source = {"format": "pairs", "path": str(pairs), "task": "bmr"}
     run = make_run(source, root / "packed", model=model, pack={"seq_length": 512, **pack})
     pack_all(run)

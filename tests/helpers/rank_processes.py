@@ -52,6 +52,7 @@ def _run_rank(
     os.environ.clear()  # the server that forks has that of its start
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # accelerate asks, and joins
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
     )

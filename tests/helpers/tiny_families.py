@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from launch.model.config import config_of_preset, transformers_classes
+from task_encoders.families import FAMILIES
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
@@ -37,7 +38,9 @@ QWEN: dict[str, tuple[tuple[str, ...], str]] = {
 #: Tokens that InternVL3 adds to Qwen's.
 INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>")
 #: Families that transformers has, and megatron-core's spec does not build.
-TRANSFORMERS_ONLY = ("gemma4", "mistral3", "glm4v", "glm46v", "internvl3")
+TRANSFORMERS_ONLY = [
+    name for name, one in FAMILIES.items() if one.transformers_name and not one.megatron_core
+]
 #: Families that take no videos.
 STILL = ("llava_1_5", "mistral3", "internvl3")
 _PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}

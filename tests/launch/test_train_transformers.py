@@ -278,7 +278,6 @@ def test_transformers_own_trainer(
 
 
 def _run_in_transformers(arguments: list[str], stops: bool) -> int:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate asks, and joins
     own = [argument for argument in arguments if argument not in ("--trainer", "transformers")]
     config = load_config(own[0], own[1:])
     if stops:

@@ -50,6 +50,18 @@ def _packs_of_dialogues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLINE_PACKING_BMR", "1")
 
 
+@pytest.fixture(params=["captioning", "vqa", "bmr"])
+def task(
+    request: pytest.FixtureRequest, _packs_of_dialogues: None, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Each task, with the environment variables for its packs."""
+    from tests.helpers.peers import task_environment  # not in every environment
+
+    for name, value in task_environment(request.param).items():
+        monkeypatch.setenv(name, value)
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def family() -> str:
     """Family of `case`; a module of tests may name another."""

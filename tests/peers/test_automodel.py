@@ -34,7 +34,6 @@ from tests.helpers.peers import (
     open_packs,
     our_losses,
     stored_samples,
-    task_environment,
 )
 
 Say = Callable[[str], None]
@@ -55,13 +54,10 @@ def loaded() -> Any:
     return tiny_qwen2_vl(), processor
 
 
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
 def test_every_demo_pack_is_what_its_packing_would_give(
     task: str, demo: dict[str, Path], loaded: Any, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
     model, processor = loaded
-    for name, value in task_environment(task).items():
-        monkeypatch.setenv(name, value)
     options: dict[str, Any] = {"inject_fake_images": False}
     if task == "captioning":
         monkeypatch.setattr(processor, "chat_template", CAPTION_TEMPLATE)

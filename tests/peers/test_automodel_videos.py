@@ -23,7 +23,7 @@ from tests.helpers.automodel import (
     own_batch,
     without_last_newline,
 )
-from tests.helpers.peers import assert_same, open_packs, stored_samples, task_environment
+from tests.helpers.peers import assert_same, open_packs, stored_samples
 from tests.helpers.video_packs import MODEL, video_packs
 from tests.helpers.videos import make_video
 
@@ -66,12 +66,9 @@ def compared(family: str, task: str, root: Path) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("family", PROCESSORS)
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
 def test_packs_with_videos_are_what_its_packing_would_give(
-    task: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
+    task: str, family: str, tmp_path: Path, say: Say
 ) -> None:
-    for name, value in task_environment(task).items():
-        monkeypatch.setenv(name, value)
     num_videos = other_positions = num_packs = 0
     for ours, theirs in compared(family, task, tmp_path):
         if task == "captioning":  # which it finds only between the headers of a dialogue

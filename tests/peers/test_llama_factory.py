@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
 from launch.trainers.llama_factory import tuner
 from offline_packing.demo.training import tiny_qwen2_vl
@@ -17,7 +17,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import transformers_positions
 from tests.helpers.datasets import mixed_pairs
 from tests.helpers.hf_trainers import number_of
-from tests.helpers.hf_videos import save_processor
+from tests.helpers.hf_videos import with_processor
 from tests.helpers.llama_factory import (
     CAPTIONS,
     OwnPacking,
@@ -34,7 +34,6 @@ from tests.helpers.peers import (
     our_losses,
     pack_dialogues,
     stored_samples,
-    task_environment,
 )
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_families import encoder_options
@@ -50,10 +49,8 @@ def family() -> str:
 
 @pytest.fixture(scope="module")
 def case(case: Any) -> Any:
-    checkpoint, _ = case
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     limits = {name: encoder_options("qwen2_vl")[name] for name in ("min_pixels", "max_pixels")}
-    save_processor(checkpoint, tokenizer, tokenizer.chat_template, **limits)
+    with_processor(case[0], **limits)
     return case
 
 
@@ -115,7 +112,6 @@ class _Order(TrainerCallback):
 
 def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     order = _Order(packed)
     folder = output / os.environ["WORLD_SIZE"]  # it goes on in a folder that has a run
     arguments = recipe(checkpoint, packed, folder, max_steps=1, save_strategy="no")
@@ -131,7 +127,6 @@ def test_order(case: Any, tmp_path: Path, say: Say) -> None:
 
 def rank_run(checkpoint: Path, packed: Path, output: Path) -> tuple[list[int], list[float]]:
     """Packs and losses of a rank."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     run = train(checkpoint, packed, output, max_steps=4, save_strategy="no")
     return run.numbers, run.losses
 
@@ -161,13 +156,10 @@ def test_ranks_with_and_without_images_train_what_one_does(
     say(f"{VERSION}: two ranks, some steps with images on one alone, as one (to {difference:.0e})")
 
 
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
 def test_every_demo_pack_is_what_its_packing_would_give(
-    task: str, demo: dict[str, Path], monkeypatch: pytest.MonkeyPatch, say: Say
+    task: str, demo: dict[str, Path], say: Say
 ) -> None:
     """Rows that `neat_packing` makes of a pack's samples, which it sorts by length."""
-    for name, value in task_environment(task).items():
-        monkeypatch.setenv(name, value)
     template, model = CAPTIONS if task == "captioning" else "qwen2_vl", tiny_qwen2_vl()
     num_packs = num_samples = 0
     for split in ("train", "val"):
@@ -202,14 +194,9 @@ def test_every_demo_pack_is_what_its_packing_would_give(
     say(f"{VERSION}: {num_packs} packs of {task} are what its neat_packing makes of their samples")
 
 
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
-def test_its_own_packing_needs_as_many_packs(
-    task: str, demo: dict[str, Path], monkeypatch: pytest.MonkeyPatch, say: Say
-) -> None:
+def test_its_own_packing_needs_as_many_packs(task: str, demo: dict[str, Path], say: Say) -> None:
     """On the samples of all packs of the demo, 1,000 at a time, with `cutoff_len` their
     seq_length."""
-    for name, value in task_environment(task).items():
-        monkeypatch.setenv(name, value)
     packs = open_packs(demo[task])
     vision = packs.task_encoder.encoder.vision
     processor = builtin_processor(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)

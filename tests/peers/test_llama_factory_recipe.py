@@ -1,7 +1,6 @@
 """Recipes of LLaMA-Factory: that of docs/integrations.md, and what is wrong in others."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from llamafactory.hparams import parser
-from transformers import AutoModelForImageTextToText, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from launch.trainers.llama_factory import tuner
 from task_encoders.model_inputs import to_transformers_kwargs
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
-from tests.helpers.hf_videos import save_processor
+from tests.helpers.hf_videos import with_processor
 from tests.helpers.llama_factory import recipe, train
 from tests.helpers.peers import check_contradictions, open_packs
 from tests.helpers.rank_processes import run_ranks
@@ -22,12 +21,6 @@ from tests.helpers.tiny_families import encoder_options
 
 #: Options of the documented recipe that the other tests leave out.
 AS_WRITTEN: Mapping[str, Any] = {"freeze_vision_tower": None, "freeze_multi_modal_projector": None}
-
-
-def with_processor(checkpoint: Path) -> Path:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    save_processor(checkpoint, tokenizer, tokenizer.chat_template)
-    return checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,6 @@ def test_the_documented_recipe_validates_on_its_val_split(
 def frozen_run(
     checkpoint: Path, packed: Path, output: Path, options: Mapping[str, Any]
 ) -> tuple[list[int], list[float]]:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     run = train(checkpoint, packed, output, max_steps=2, save_strategy="no", **options)
     return run.numbers, run.losses
 

@@ -1,6 +1,5 @@
 """ms-swift on packs, and against what its own template makes of the same samples."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from swift.model import get_model_processor
 from swift.template import get_template
 from swift.utils import import_external_file
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer
 
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.packed_dataset import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.hf_trainers import number_of
-from tests.helpers.hf_videos import save_processor
+from tests.helpers.hf_videos import save_processor, with_processor
 from tests.helpers.ms_swift import (
     LENGTH,
     PLUGIN,
@@ -37,7 +35,6 @@ from tests.helpers.peers import (
     open_packs,
     our_losses,
     stored_samples,
-    task_environment,
 )
 from tests.helpers.tiny_families import encoder_options
 
@@ -53,10 +50,8 @@ def family() -> str:
 
 @pytest.fixture(scope="module")
 def case(case: Any) -> Any:
-    checkpoint, _ = case
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     limits = {name: encoder_options("qwen2_vl")[name] for name in ("min_pixels", "max_pixels")}
-    save_processor(checkpoint, tokenizer, tokenizer.chat_template, **limits)
+    with_processor(case[0], **limits)
     return case
 
 
@@ -98,7 +93,6 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 
 def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     packs = open_packs(packed)
     trainer = make_trainer(checkpoint, packed, output, **QWEN2_VL)
     return [number_of(row["input_ids"], packs) for row in trainer.get_train_dataloader()]
@@ -124,13 +118,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model, processor
 
 
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
 def test_every_demo_pack_is_what_its_packing_would_give(
-    task: str, demo: dict[str, Path], loaded: Any, monkeypatch: pytest.MonkeyPatch, say: Say
+    task: str, demo: dict[str, Path], loaded: Any, say: Say
 ) -> None:
     """The collator's rows of our packs, and of the same samples encoded by its template."""
-    for name, value in task_environment(task).items():
-        monkeypatch.setenv(name, value)
     model, processor = loaded
     dialogue = {"use_chat_template": task != "captioning"}
     template = make_template(model, processor, "qwen2_vl", **dialogue)

@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 from swift.pipelines.train.sft import SwiftSft
 from swift.utils import parse_args
-from transformers import AutoTokenizer
 
-from tests.helpers.hf_videos import save_processor
+from tests.helpers.hf_videos import with_processor
 from tests.helpers.ms_swift import CPUArguments
 from tests.helpers.peers import check_contradictions, open_packs
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"
-
-
-def with_processor(checkpoint: Path) -> Path:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    save_processor(checkpoint, tokenizer, tokenizer.chat_template)
-    return checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ TRAINED: dict[str, tuple[str, str, tuple[Any, ...]]] = {
 }
 
 
-def save_processor(checkpoint: Path, whole: Any, images: Any, videos: Any) -> None:
+def save_its_processor(checkpoint: Path, whole: Any, images: Any, videos: Any) -> None:
     """The one that ms-swift loads; packs do without."""
     names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
     names = {f"{name}_token": token for name, token in names.items()} | {"video_token": "<video>"}
@@ -52,7 +52,7 @@ def save_processor(checkpoint: Path, whole: Any, images: Any, videos: Any) -> No
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
     model_type, template, processors = TRAINED[family]
     checkpoint, packed = several_packs(family, tmp_path)
-    save_processor(checkpoint, *processors)
+    save_its_processor(checkpoint, *processors)
     names = {"model_type": model_type, "template": template}
     trainer = make_trainer(checkpoint, packed, tmp_path / "output", **names, max_steps=2)
     trainer.train()

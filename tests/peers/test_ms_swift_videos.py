@@ -10,10 +10,9 @@ import swift
 import torch
 import torchvision
 from swift.model import get_model_processor
-from transformers import AutoTokenizer
 
 from task_encoders.media.video_file import read_video_header
-from tests.helpers.hf_videos import decoded_video, save_processor
+from tests.helpers.hf_videos import decoded_video, with_processor
 from tests.helpers.ms_swift import make_template, own_sample, packs_of_plugin
 from tests.helpers.peers import assert_same, open_packs, stored_samples
 
@@ -50,9 +49,7 @@ def family(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def loaded(family: str, case: Any) -> Any:
     """The model and its processor, as ms-swift loads them."""
-    tokenizer = AutoTokenizer.from_pretrained(case[0])
-    save_processor(case[0], tokenizer, tokenizer.chat_template)
-    return get_model_processor(str(case[0]), model_type=family)
+    return get_model_processor(str(with_processor(case[0])), model_type=family)
 
 
 @pytest.mark.usefixtures("_decoder")

@@ -25,7 +25,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
-from tests.helpers.peers import assert_same, open_packs, stored_samples, task_environment
+from tests.helpers.peers import assert_same, open_packs, stored_samples
 from tests.helpers.veomni import make_loader, own_sample
 from tests.helpers.video_packs import MODEL, video_packs
 from tests.helpers.videos import make_video
@@ -74,12 +74,9 @@ def assert_same_pixels(ours: Any, theirs: Any, grids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
 def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
-    task: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
+    task: str, family: str, tmp_path: Path, say: Say
 ) -> None:
-    for name, value in task_environment(task).items():
-        monkeypatch.setenv(name, value)
     packed = video_packs(task, tmp_path, family=family)
     encoder = build_sample_encoder(family, **MODEL)
     packs, collate, transform = open_packs(packed), MainCollator(), transform_of(family)
