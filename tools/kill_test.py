@@ -159,9 +159,9 @@ def trial(
     while not stages or dice.random() < 1 / 3:
         if not kill_after(start(lambda: pack(config)), dice.uniform(0, seconds)):
             break  # it had ended
-        stages.append(stage_of({*content(output)}))
-        wrong = differences(content(output), expected, complete=False)
-        if wrong:
+        found = content(output)
+        stages.append(stage_of({*found}))
+        if wrong := differences(found, expected, complete=False):
             raise SystemExit(f"{output}: half-written after a kill in {stages[-1]}: {wrong}")
     if not ended_well(start(lambda: pack(config))):
         raise SystemExit(f"{output}: the rerun failed after kills in {stages}")

@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,10 +107,17 @@ def kill_worker_after(process: int, seconds: float, dice: random.Random) -> bool
     time.sleep(seconds)
     children = Path(f"/proc/{process}/task/{process}/children")
     found = [int(one) for one in children.read_text().split()] if children.exists() else []
-    workers = [one for one in found if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
-    os.kill(dice.choice(workers or [process]), signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it has ended since
+        os.kill(dice.choice([*filter(is_worker, found)] or [process]), signal.SIGKILL)
     ended = os.waitpid(process, 0)[1] == 0
     return not ended
+
+
+def is_worker(process: int) -> bool:
+    """Whether a process, which may have ended, is a worker."""
+    with suppress(OSError):
+        return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
 
 
 def run(

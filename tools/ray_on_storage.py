@@ -24,35 +24,23 @@ from typing import Any
 
 import numpy as np
 import orjson
-from PIL import Image
 
 from tests.helpers.object_store import ObjectStore, serve_objects
 from tests.helpers.ray_clusters import add_node, nodes_apart
-from tools.benchmarks.scale_test import descendants, run_stage
+from tools.benchmarks.scale_test import PICTURES, black_pictures, descendants, run_stage
 
 _SAMPLES_PER_TAR = 1000
-_PICTURES = 1000
 _BUCKET = "data"
 #: Seconds for which a node has worked on a task when it is killed.
 _SECONDS_AT_WORK = 0.3
 _PART_BYTES = 8 << 20
 
 
-def pictures(rng: np.random.Generator) -> list[bytes]:
-    """Black pictures of different sizes."""
-
-    def encode(side: int) -> bytes:
-        buffer = io.BytesIO()
-        Image.new("RGB", (28 * side, 28 * (48 - side))).save(buffer, "JPEG")
-        return buffer.getvalue()
-
-    return [encode(side) for side in rng.integers(8, 40, _PICTURES).tolist()]
-
-
 def tars(num_samples: int) -> Iterator[tuple[str, bytes]]:
     """Name and content of each tar."""
     rng = np.random.default_rng(0)
-    shown, words = pictures(rng), np.array(["red", "dog", "tall", "hill", "old", "car", "sea"])
+    shown = [*black_pictures(rng)]
+    words = np.array(["red", "dog", "tall", "hill", "old", "car", "sea"])
     for first in range(0, num_samples, _SAMPLES_PER_TAR):
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:
@@ -63,7 +51,7 @@ def tars(num_samples: int) -> Iterator[tuple[str, bytes]]:
                 turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
                 members = {"json": orjson.dumps({"conversations": turns})}
                 if number % 2:
-                    members["jpg"] = shown[number % _PICTURES]
+                    members["jpg"] = shown[number % PICTURES]
                 for part, data in members.items():
                     member = tarfile.TarInfo(f"{number:08d}.{part}")
                     member.size = len(data)

@@ -86,16 +86,21 @@ def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> 
     return sum(task_encoder.batch([task_encoder.encode_sample(pack)]).imgs.nbytes for pack in packs)
 
 
+def resize_plainly(image: Image.Image, height: int, width: int, backend: str) -> None:
+    """Resize by Pillow's, numpy's and torch's plain calls."""
+    if backend == "pil":
+        np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    else:
+        batch = torch.from_numpy(np.array(image))[None].permute(0, 3, 1, 2)
+        torch.nn.functional.interpolate(batch, (height, width), mode="bicubic", antialias=True)
+
+
 def resize_only(encoder: Any, files: list[bytes]) -> None:
     for data in files:
         image = decode_image(data)
         _, rows, columns = encoder.image_medium(image.height, image.width).grid
         height, width = rows * encoder.vision.patch_size, columns * encoder.vision.patch_size
-        if encoder.vision.resize == "pil":
-            np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
-        else:
-            batch = torch.from_numpy(np.array(image))[None].permute(0, 3, 1, 2)
-            torch.nn.functional.interpolate(batch, (height, width), mode="bicubic", antialias=True)
+        resize_plainly(image, height, width, encoder.vision.resize)
 
 
 def tokenize_only(encoder: Any, count: int) -> None:

@@ -1,6 +1,6 @@
 """Cost of the pixels of an image in each family, against transformers' processor and the floor.
 
-    python tools/benchmarks/benchmark_families.py --images 12
+    python -m tools.benchmarks.benchmark_families --images 12
 
 JPEGs of 0.3 to 3 megapixels, each a pack of its own, through the task encoder on one core, in
 processor time. The reference is transformers' image processor of the same backend on the decoded
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -30,7 +29,12 @@ from task_encoders.media.patches import BACKENDS
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers import torchvision_stub  # noqa: F401 - before transformers finds torchvision
-from tools.benchmarks.benchmark_encoder import draw_images, least_times
+from tools.benchmarks.benchmark_encoder import (
+    draw_images,
+    encode_packs,
+    least_times,
+    resize_plainly,
+)
 
 _TILES = {"crop_to_patches": True, "image_mean": [0.485, 0.456, 0.406]}
 _TILES |= {"image_std": [0.229, 0.224, 0.225], "max_patches": 12}
@@ -66,9 +70,9 @@ def image_processor(family: str, backend: str) -> Any:
 
 
 def run_processor(processor: Any, files: list[bytes]) -> int:
-    """The number of values of all pictures."""
+    """Bytes of the values of all pictures."""
     return sum(
-        processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"].numel()
+        processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"].nbytes
         for data in files
     )
 
@@ -84,13 +88,6 @@ def packs_of(files: list[bytes]) -> list[PackedSample]:
         )
         for i, data in enumerate(files)
     ]
-
-
-def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> int:
-    """The number of values, or bytes, of all pictures."""
-    return sum(
-        task_encoder.batch([task_encoder.encode_sample(pack)]).imgs.numel() for pack in packs
-    )
 
 
 def sizes_resized_to(
@@ -117,13 +114,8 @@ def resize_only(backend: str, files: list[bytes], sizes: list[list[tuple[int, in
     for data, of_picture in zip(files, sizes, strict=True):
         image = decode_image(data)
         for height, width in of_picture:
-            if backend == "pil":
-                np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
-            elif (height, width) != (image.height, image.width):
-                batch = torch.from_numpy(np.array(image))[None].permute(0, 3, 1, 2)
-                torch.nn.functional.interpolate(
-                    batch, (height, width), mode="bicubic", antialias=True
-                )
+            if backend == "pil" or (height, width) != (image.height, image.width):
+                resize_plainly(image, height, width, backend)
 
 
 def compare(family: str, backends: Sequence[str], files: list[bytes], folder: Path) -> None:
@@ -148,9 +140,9 @@ def compare(family: str, backends: Sequence[str], files: list[bytes], folder: Pa
                 resize=backend,
                 pixel_transport=transport,
             )
-            number = encode_packs(encoder, packs)  # compiles and loads once
+            size = encode_packs(encoder, packs)  # compiles and loads once
             if transport == "float32" and family != "gemma4":  # whose processor pads pictures
-                assert number == run_processor(reference, files), "other sizes than transformers'"
+                assert size == run_processor(reference, files), "other sizes than transformers'"
             ways[f"{backend} {transport}"] = partial(encode_packs, encoder, packs)
         sizes = sizes_resized_to(encoder, packs, backend)
         ways[f"{backend} floor"] = partial(resize_only, backend, files, sizes)

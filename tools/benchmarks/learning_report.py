@@ -88,14 +88,14 @@ def render_answers(results: Sequence[Result]) -> str:
     head = ["trained by", "mode", *names, "above packed, per seed"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     found = {
-        (normalization, mode): [held_out(run) for run in runs]
+        (normalization, mode): {run["seed"]: held_out(run) for run in runs}
         for normalization, mode, runs in _groups(results)
     }
     for (normalization, mode), runs in found.items():
-        cells = [_with_range([run[name] for run in runs]) for name in names]
+        cells = [_with_range([run[name] for run in runs.values()]) for name in names]
         own = f"by {normalization}"
-        base = found.get((normalization, "packed"), [])
-        above = [f"{run[own] - packed[own]:+.2f}" for run, packed in zip(runs, base, strict=False)]
+        base = found.get((normalization, "packed"), {})
+        above = [f"{run[own] - base[seed][own]:+.2f}" for seed, run in runs.items() if seed in base]
         cells.append(" ".join(above) if mode != "packed" else "")
         lines.append(f"| {normalization} | {mode} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

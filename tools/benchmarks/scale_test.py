@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,7 @@ from offline_packing.runs.run import Run
 from offline_packing.runs.tasks import iterate_tasks, plan_shards
 
 _LENGTHS_AT_ONCE = 1 << 20
-_PICTURES = 1000
+PICTURES = 1000
 
 
 def make_part(first: int, count: int, rng: np.random.Generator) -> pa.Table:
@@ -168,15 +169,21 @@ def make_lengths(path: Path, count: int) -> None:
             writer.write_table(pa.table([keys, pa.array(lengths)], schema=schema))
 
 
+def black_pictures(rng: np.random.Generator) -> Iterator[bytes]:
+    """PICTURES black pictures of different sizes."""
+    for side in rng.integers(8, 40, PICTURES).tolist():
+        buffer = io.BytesIO()
+        Image.new("RGB", (28 * side, 28 * (48 - side))).save(buffer, "JPEG")
+        yield buffer.getvalue()
+
+
 def make_records(folder: Path, first: int, count: int) -> None:
     """Dialogues as lines of JSON; every other one names a picture."""
     rng = np.random.default_rng(first)
     pictures = folder / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
-    for number, side in enumerate(rng.integers(8, 40, _PICTURES).tolist()):
-        buffer = io.BytesIO()
-        Image.new("RGB", (28 * side, 28 * (48 - side))).save(buffer, "JPEG")
-        (pictures / f"{number:04d}.jpg").write_bytes(buffer.getvalue())
+    for number, data in enumerate(black_pictures(rng)):
+        (pictures / f"{number:04d}.jpg").write_bytes(data)
     words = [
         f"{a}{b}" for a in ("red", "tall", "old", "wet") for b in ("dog", "hill", "car", "sea")
     ]
@@ -184,7 +191,7 @@ def make_records(folder: Path, first: int, count: int) -> None:
     with open(folder / f"records-{first:010d}.jsonl", "wb") as file:
         for number, size in enumerate(sizes, first):
             answer = " ".join([words[i] for i in rng.integers(0, len(words), size)])
-            shown = {"image": f"pictures/{number % _PICTURES:04d}.jpg"} if number % 2 else {}
+            shown = {"image": f"pictures/{number % PICTURES:04d}.jpg"} if number % 2 else {}
             question = "<image>\nSay what it is." if shown else "Say something."
             turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
             line = {"id": f"sample-{number:010d}", **shown, "conversations": turns}
@@ -203,7 +210,8 @@ def run_stage(name: str, *arguments: str) -> float:
             with suppress(OSError, IndexError):
                 peaks[pid != process.pid] = max(peaks[pid != process.pid], peak_mib(pid))
         time.sleep(0.2)
-    assert process.returncode == 0, name
+    if process.returncode:
+        raise SystemExit(f"{name}: exit status {process.returncode}")
     after, taken = os.times(), time.perf_counter() - start
     seconds = after.children_user + after.children_system
     seconds -= before.children_user + before.children_system

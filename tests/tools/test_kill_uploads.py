@@ -1,0 +1,19 @@
+"""The tool that kills uploads: its trials, in a process that has no threads before it forks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_killed_uploads_are_made_again(workers: str) -> None:
+    pytest.importorskip("moto")
+    options = ["--kills", "2", "--workers", workers]
+    command = [sys.executable, "-m", "tools.kill_uploads", *options]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    assert "rerun made the local run's objects and left none" in done.stdout
