@@ -34,12 +34,16 @@ def own_pairs(
     again = encoder.encode(sample, images, videos, stored)
     rows = len(encoded.pixel_values) + len(encoded.pixel_values_videos)
     grids = np.concatenate([encoded.image_grid_thw, encoded.video_grid_thw])
+    expected = [[*grid] for grid in measured.grid_thw]
+    if videos and not len(encoded.video_grid_thw):  # its steps are pictures among the images
+        expected = [[1, *grid[1:]] for grid in expected for _ in range(grid[0])]
     names = ("tokens", "labels", "position_ids", "image_pixels")
     return {
         "length": (measured.num_tokens, len(encoded.tokens)),
         "length of the loss": (measured.num_loss_tokens, (encoded.labels != IGNORE_INDEX).sum()),
         "patches": (measured.num_vision_patches, rows),
         "patches of the grids": (grids.prod(1).sum(), rows),
+        "grids": (sorted(expected), sorted(grids.tolist())),
         **{f"stored {name}": (getattr(again, name), getattr(encoded, name)) for name in names},
     }
 

@@ -53,6 +53,25 @@ def conversations(count: int, seed: int = 0, most: int = 60) -> list[Record]:
     ]
 
 
+def mixed_records() -> list[Record]:
+    """Questions about three pictures among long conversations, and a copy of one of each."""
+    questions: list[Record] = [
+        {
+            "id": f"q{i}",
+            "image": f"{i % 3}.jpg",
+            "question": f"What is {i}?",
+            "answer": f"It is {i}.",
+        }
+        for i in range(20)
+    ]
+    long = conversations(20, seed=3, most=40)
+    return [
+        *(one for pair in zip(questions, long, strict=True) for one in pair),
+        {**questions[3], "id": "copy"},
+        {**long[3], "id": "long copy"},
+    ]
+
+
 def run_of(
     folder: Path, records: list[Record], name: str = "out", /, *, source: Any = None, **more: Any
 ) -> Run:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +92,15 @@ def real_samples(
         num_usable += 1
         yield sample, files, clips
     assert num_usable >= 0.9 * len(media)
+
+
+def wrong_files(
+    encoder: Any, root: str, folder: Path, differences: Callable[..., list[str]]
+) -> list[tuple[str, list[str]]]:
+    """Names of the files of `real_samples` that differ, and what differs, which
+    `differences(sample, folder, images, videos)` names."""
+    return [
+        (sample.media[0], found)
+        for sample, files, clips in real_samples(encoder, root, folder)
+        if (found := differences(sample, folder, files, clips))
+    ]

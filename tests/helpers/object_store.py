@@ -45,8 +45,6 @@ class Faults:
     writes_allowed: int | None = None
     #: before each write is done
     write_seconds: float = 0.0
-    #: before each request is answered
-    request_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,7 @@ class ObjectStore:
 
     def objects(self, url: str) -> dict[str, bytes]:
         """Content of all objects under s3://bucket/folder, by their names relative to it."""
-        bucket, _, folder = url.removeprefix("s3://").partition("/")
-        prefix = f"{folder.rstrip('/')}/" if folder else ""
-        return {key: self.read(f"s3://{bucket}/{prefix}{key}") for key in self.keys(url)}
+        return {key: self.read(f"{url.rstrip('/')}/{key}") for key in self.keys(url)}
 
     def read(self, url: str) -> bytes:
         """Content of an object."""
@@ -200,7 +196,7 @@ class _FailingServer:
             if self._dice.random() < faults.failing_share:
                 self._counts["failed"] += 1
                 failure = self._dice.choice(_FAILURES)
-        time.sleep(faults.request_seconds + writes * faults.write_seconds)
+        time.sleep(writes * faults.write_seconds)
         return failure
 
     def _be_told(

@@ -41,6 +41,7 @@ def _find_processes(name: str) -> list[int]:
     ours = {os.getpid()}
     for _ in range(4):
         ours |= {int(pid) for pid, parent, _ in lines if int(parent) in ours}
+    ours.remove(os.getpid())  # pytest -k may name it, too
     return [int(pid) for pid, _, command in lines if int(pid) in ours and name in command]
 
 
@@ -79,7 +80,7 @@ def kill_node_when(cluster: Any, *moments: Callable[[], bool]) -> threading.Thre
                 time.sleep(0.1)
             cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
 

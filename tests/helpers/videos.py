@@ -7,6 +7,7 @@ import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,17 @@ def make_video(
         out.mux(stream.encode())
         out.close()
         return Path(file.name).read_bytes()
+
+
+@cache
+def odd_clips() -> tuple[bytes, ...]:
+    """Four for limits of frames and sizes: short, wide, one frame a second, upright in WebM."""
+    return (
+        make_video(7, 10),
+        make_video(31, 10, 96, 40),
+        make_video(12, 1),
+        make_video(47, 24, 40, 64, container="webm"),
+    )
 
 
 def video_pairs(root: Path, count: int = 12) -> Path:

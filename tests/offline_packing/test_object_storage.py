@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offline_packing.layouts import LAYOUTS
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, Workspace
@@ -20,18 +21,15 @@ from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import path_of
 from tests.helpers.command import main
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
+from tests.helpers.long_conversations import mixed_records
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.offline_packing.measure.test_regroup import RECORDS
 
-#: Formats of the sources; and the layouts with what else they need.
+#: Sources by task; and options of layouts that have some.
 SOURCES = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
-LAYOUTS: dict[str, dict[str, Any]] = {
+OF_LAYOUT: dict[str, dict[str, Any]] = {
     "energon": {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2},
     "references": {"split": {"train": 0.7, "val": 0.3}},
-    "indexed": {},
-    "raw_packing": {},
-    "loongforge": {},
 }
 REFERENCES: dict[str, Any] = {"layout": "references", "packs_per_shard": 4}
 #: Options that add stages, or files, to a run.
@@ -57,7 +55,7 @@ def pack_and_check(run: Run) -> None:
 
 def run_of(root: Path, task: str, path: str, layout: str, **sections: Any) -> Run:
     source = {"format": "pairs", "path": str(root / "data"), "task": task}
-    output = {"path": path, "layout": layout, **LAYOUTS[layout]}
+    output = {"path": path, "layout": layout, **OF_LAYOUT.get(layout, {})}
     return make_run(source, Path(), output=output, **sections)
 
 
@@ -90,8 +88,9 @@ def test_the_same_bytes(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("task", sorted(SOURCES))
+@pytest.mark.parametrize(
+    ("task", "layout"), [(task, name) for name, one in LAYOUTS.items() for task in one.TASKS]
+)
 def test_the_same_bytes_everywhere(
     tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
 ) -> None:
@@ -105,7 +104,7 @@ def test_the_same_bytes_everywhere(
 def test_the_same_bytes_with_options(
     tmp_path: Path, object_store: ObjectStore, bucket: str, name: str
 ) -> None:
-    local = run_over(tmp_path, RECORDS, **OPTIONS[name])
+    local = run_over(tmp_path, mixed_records(), **OPTIONS[name])
     output = local.config.output.model_copy(update={"path": f"{bucket}/out"})
     remote = replace(local, config=local.config.model_copy(update={"output": output}))
     pack_and_check(local)
@@ -190,6 +189,7 @@ def test_scratch_of_a_killed_run_is_removed(
     for folder in map(scratch_folder, folders):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "left").touch()
+    assert len(list(tmp_path.rglob("left"))) == len(folders)
     with workspace.lock():
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
         scratch_folder(workspace.write).mkdir(parents=True)

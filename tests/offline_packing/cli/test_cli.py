@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -274,6 +273,12 @@ def test_shells_complete_verbs_and_options(shell: str) -> None:
     assert "--dry-run" in options
 
 
+def heed_signals() -> None:
+    """A shell that runs these tests in the background ignores one, nohup the other."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("when", "signals"),
     [
@@ -303,8 +308,7 @@ def test_signals_end_a_run_in_one_line(
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # A shell that runs these tests in the background ignores it.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_signals,
         )
         while work_in(index, when) == before:
             assert run.poll() is None

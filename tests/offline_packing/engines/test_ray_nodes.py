@@ -12,7 +12,7 @@ import pytest
 
 from offline_packing.engines.local import advance
 from offline_packing.engines.ray_cluster import RayEngine
-from tests.helpers.ray_clusters import kill_processes
+from tests.helpers.ray_clusters import kill_processes, nodes_apart
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 
@@ -20,21 +20,10 @@ TASKS = 8
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cluster(tmp_path: Path) -> Iterator[Any]:
     """A head that runs no tasks, and one node with one CPU."""
-    from ray.cluster_utils import Cluster
-
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    try:
-        cluster.add_node(num_cpus=1)
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with nodes_apart(tmp_path / "nodes", 1) as cluster:
         yield cluster
-    finally:
-        cluster.shutdown()
 
 
 def attempt(task: tuple[Path, int]) -> int:

@@ -55,6 +55,7 @@ def test_nodes_without_a_common_folder(
         pack_all(run_to("ray", engine))
         assert verify(run_to("ray", engine)).ok
     killer.join(timeout=300)
+    assert not killer.is_alive(), "no node was killed"
     assert len(cluster.worker_nodes) == NODES - len(STAGES)
     local, ray = (object_store.objects(f"{bucket}/{name}") for name in ("local", "ray"))
     assert len(local) > 20

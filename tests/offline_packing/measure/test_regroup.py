@@ -11,19 +11,8 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.retry import retry
 from tests.helpers.datasets import pack_all
-from tests.helpers.long_conversations import conversations, run_of
+from tests.helpers.long_conversations import mixed_records, run_of
 from tests.helpers.outputs import set_aside_in_plan, shard_files
-
-QUESTIONS = [
-    {"id": f"q{i}", "image": f"{i % 3}.jpg", "question": f"What is {i}?", "answer": f"It is {i}."}
-    for i in range(20)
-]
-LONG = conversations(20, seed=3, most=40)
-RECORDS = [
-    *(one for pair in zip(QUESTIONS, LONG, strict=True) for one in pair),
-    {**QUESTIONS[3], "id": "copy"},
-    {**LONG[3], "id": "long copy"},
-]
 
 
 def regrouped(folder: Path, name: str, **more: Any) -> Run:
@@ -31,7 +20,7 @@ def regrouped(folder: Path, name: str, **more: Any) -> Run:
     source = {"merge_same_image": {"max_tokens": 200}, "drop_copies": True}
     pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
     output = {"packs_per_shard": 4}
-    return run_of(folder, RECORDS, name, source=source, pack=pack, output=output, **more)
+    return run_of(folder, mixed_records(), name, source=source, pack=pack, output=output, **more)
 
 
 @pytest.fixture(scope="module")

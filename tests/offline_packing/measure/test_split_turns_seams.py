@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index.records import record_hashes
 from offline_packing.measure import split_turns
@@ -19,13 +20,13 @@ from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (
     dialogue,
-    image_bytes,
     index_rows,
     make_run,
     pack_all,
     plan_summary,
 )
 from tests.helpers.formats import lines, write_file
+from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
 from tests.helpers.videos import make_video
 
@@ -42,12 +43,9 @@ def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
 def run_of(
     folder: Path, records: list[Record], name: str = "out", *, source: Any = None, **more: Any
 ) -> Run:
-    for i in range(4):
-        write_file(folder / f"{i}.jpg", image_bytes(56, 56 + 28 * i))
-    write_file(folder / "a.jsonl", lines(records))
-    pack = {"seq_length": 256, "on_overlong": "split_turns", **more.pop("pack", {})}
-    options = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr", **(source or {})}
-    return make_run(options, folder / name, pack=pack, **more)
+    most = PackConfig.model_fields["max_set_aside"].default
+    pack = {"seq_length": 256, "max_set_aside": most, **more.pop("pack", {})}
+    return run_over(folder, records, name, source=source, pack=pack, **more)
 
 
 def packed_well(run: Run) -> list[tuple[str, list[str]]]:

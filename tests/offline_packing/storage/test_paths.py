@@ -22,7 +22,7 @@ def test_objects_are_read_at_the_same_time(tmp_path: Path) -> None:
     def read(name: str) -> bytes:
         begun.append(name)
         if len(begun) <= 16:
-            meet.wait()
+            meet.wait(60)
         return bytes((folder / name).read_bytes())
 
     found = read_each(folder, read, NAMES)

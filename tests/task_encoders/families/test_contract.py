@@ -3,6 +3,7 @@ is measured is what is encoded."""
 
 import io
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +31,10 @@ from task_encoders.text.qwen_templates import (
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.media_references import opened, real_samples
+from tests.helpers.media_references import opened, wrong_files
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
-from tests.helpers.videos import make_video
+from tests.helpers.videos import make_video, odd_clips
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "105"))
@@ -189,19 +190,11 @@ def _think(rng: np.random.Generator) -> str:
     return f"<think>\n{random_text(rng, 4)}\n</think>\n\n"
 
 
-CLIPS = [
-    make_video(7, 10),
-    make_video(31, 10, 96, 40),
-    make_video(12, 1),
-    make_video(47, 24, 40, 64, container="webm"),
-]
-
-
 def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None:
     if reference.model is Qwen2_5_VLModel:
         needs_transformers("5.18", "rounds the time of a video's steps otherwise")
     rng = np.random.default_rng(6)
-    clips = list(CLIPS)
+    clips = [*odd_clips()]
     for _ in range(SAMPLES // 50):
         width, height = (int(side) for side in rng.integers(8, 50, 2) * 2)
         clips.append(make_video(int(rng.integers(2, 60)), int(rng.integers(1, 60)), width, height))
@@ -217,12 +210,7 @@ def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None
 
 def test_real_files(reference: Reference, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     root = request.config.getoption("--real-data")
-    wrong = [
-        (sample.images, sample.videos, found)
-        for sample, files, clips in real_samples(reference.encoder, root, tmp_path)
-        if (found := differences(reference, sample, tmp_path, files, clips))
-    ]
-    assert wrong == []
+    assert wrong_files(reference.encoder, root, tmp_path, partial(differences, reference)) == []
 
 
 def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:

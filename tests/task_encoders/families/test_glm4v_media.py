@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image, ImageOps
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.samples import SampleError, SourceSample, Turn
 from tests.helpers.glm_reference import IMAGE, LIMITS, REFERENCES, Reference, differences
-from tests.helpers.media_references import real_pictures, real_samples
+from tests.helpers.media_references import opened, real_pictures, wrong_files
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
 from tests.helpers.transformers_sources import transformers_function
-from tests.helpers.videos import make_video
+from tests.helpers.videos import odd_clips
 
 #: FUZZED_SAMPLES=20000 takes some minutes.
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
@@ -40,21 +40,14 @@ def test_fuzzed_images(reference: Reference, tmp_path: Path) -> None:
         assert differences(reference, sample, tmp_path, files, []) == []
 
 
-CLIPS = [
-    make_video(7, 10),
-    make_video(31, 10, 96, 40),
-    make_video(12, 1),
-    make_video(47, 24, 40, 64, container="webm"),
-]
-
-
 def test_images_and_videos_in_one_conversation(reference: Reference, tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     for index in range(min(SAMPLES, 400) // 4):
         text = random_text(rng, 5)
         media = rng.permutation(["<image>", "<video>", "<video>"][: 1 + index % 3]).tolist()
         prompt = text + "".join(f"{medium}{random_text(rng, 3)}" for medium in media)
-        clips = [CLIPS[i] for i in rng.integers(0, len(CLIPS), media.count("<video>"))]
+        chosen = rng.integers(0, len(odd_clips()), media.count("<video>"))
+        clips = [odd_clips()[i] for i in chosen]
         images = [IMAGE] * media.count("<image>")
         names = tuple(f"{i}.jpg" for i in range(len(images)))
         (tmp_path / "0.jpg").write_bytes(IMAGE)
@@ -73,13 +66,13 @@ def _of(kind: str) -> SourceSample:
     return SourceSample("m", "bmr", (Turn("a", "b"),), **{f"{kind}s": ("c",)})
 
 
-@pytest.mark.parametrize("clip", range(len(CLIPS)))
+@pytest.mark.parametrize("clip", range(4))
 def test_pictures_of_a_video_hold_what_transformers_cuts(reference: Reference, clip: int) -> None:
     """The steps of its torch backend, one after another."""
     torch_encoder: Any = build_sample_encoder(
         reference.family, reference.encoder.options.processor, resize="torch", **LIMITS
     )
-    data = CLIPS[clip]
+    data = odd_clips()[clip]
     header = read_video_header(io.BytesIO(data))
     sampled = torch_encoder.sample_video(header)
     frames = [np.array(f) for f in decode_frames(data, header, sampled.frames, 10**6)]
@@ -151,12 +144,7 @@ def test_sizes_and_frames_are_those_of_transformers(reference: Reference) -> Non
 
 def test_real_files(reference: Reference, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     root = request.config.getoption("--real-data")
-    wrong = [
-        (sample.images, sample.videos, found)
-        for sample, files, clips in real_samples(reference.encoder, root, tmp_path)
-        if (found := differences(reference, sample, tmp_path, files, clips))
-    ]
-    assert wrong == []
+    assert wrong_files(reference.encoder, root, tmp_path, partial(differences, reference)) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
@@ -169,19 +157,17 @@ def test_torch_equals_transformers_itself(
     encoder: Any = build_sample_encoder(
         reference.family, reference.encoder.options.processor, resize="torch", **LIMITS
     )
-    compared = 0
-    for data in real_pictures(request.config.getoption("--real-data")):
+    compared, pictures = 0, real_pictures(request.config.getoption("--real-data"))
+    for data in pictures:
         try:
             encoded = encoder.encode(_of("image"), [data])
         except SampleError:
             continue
-        expected = processor(
-            [ImageOps.exif_transpose(Image.open(io.BytesIO(data)))], return_tensors="np"
-        )
+        expected = processor([opened(data)], return_tensors="np")
         np.testing.assert_array_equal(encoded.image_grid_thw, expected["image_grid_thw"])
         np.testing.assert_array_equal(encoded.pixel_values, expected["pixel_values"])
         compared += 1
-    assert compared > 0
+    assert compared >= 0.9 * len(pictures)
 
 
 @pytest.mark.parametrize("kind", ["", "video_"])

@@ -20,6 +20,7 @@ from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
 from tests.helpers.datasets import image_bytes
+from tests.helpers.encoder_contract import unequal
 from tests.helpers.media_references import BACKENDS, by_both, real_pictures
 from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import INTERNVL, save_tokenizer
@@ -60,21 +61,23 @@ def test_tiles_are_transformers_own(folder: Path, least: int, most: int, count: 
         assert measured.num_tokens == 256 * tiles + 2 + text
 
 
-def differing_samples(encoder: Any, processor: Any, files: list[bytes]) -> list[int]:
+def differing_samples(
+    encoder: Any, processor: Any, files: list[bytes]
+) -> list[tuple[int, list[str]]]:
     """Numbers of the samples, of two images each, whose pixels, tiles, tokens or positions are not
-    transformers'."""
+    transformers', and which of these."""
     token, found = encoder.media_token_ids["image_token_id"], []
     for number, (encoded, ours, theirs) in enumerate(by_both(encoder, processor, files, 2)):
         tiles = np.asarray(theirs["num_patches"]).tolist()
         per_tile = encoded.image_grid_thw[0, 1] ** 2 // 4
-        is_same = (
-            np.array_equal(ours["pixel_values"], theirs["pixel_values"])
-            and encoded.image_grid_thw[:, 0].tolist() == tiles
-            and (encoded.tokens == token).sum() == sum(tiles) * per_tile
-            and encoded.position_ids.tolist() == [list(range(len(encoded.tokens)))]
-        )
-        if not is_same:
-            found.append(number)
+        pairs = {
+            "pixels": (ours["pixel_values"], theirs["pixel_values"]),
+            "tiles": (encoded.image_grid_thw[:, 0], tiles),
+            "tokens": ((encoded.tokens == token).sum(), sum(tiles) * per_tile),
+            "positions": (encoded.position_ids, [range(len(encoded.tokens))]),
+        }
+        if names := unequal(pairs):
+            found.append((number, names))
     return found
 
 

@@ -25,6 +25,7 @@ from task_encoders.text.pieces import to_chat
 from task_encoders.text.template_proof import write
 from tests.helpers.conversations import encoded_conversations, random_conversation
 from tests.helpers.datasets import image_bytes
+from tests.helpers.encoder_contract import unequal
 from tests.helpers.media_references import BACKENDS, by_both, real_pictures
 from tests.helpers.mistral_tokenizer import SPECIAL, save_tekken
 from tests.helpers.texts_and_images import random_image, random_side
@@ -74,21 +75,23 @@ def test_sizes_are_transformers_own(folder: Path, longest_edge: int, count: int)
     assert refused < 0.2 * count
 
 
-def differing_samples(encoder: Any, processor: Any, files: list[bytes]) -> list[int]:
+def differing_samples(
+    encoder: Any, processor: Any, files: list[bytes]
+) -> list[tuple[int, list[str]]]:
     """Numbers of the samples, of three images each, whose pixels (padding included), sizes, tokens
-    or positions are not transformers'."""
+    or positions are not transformers', and which of these."""
     found = []
     for number, (encoded, ours, theirs) in enumerate(by_both(encoder, processor, files, 3)):
         ids = encoded.tokens.tolist()
         of_images = [one for size in theirs["image_sizes"].tolist() for one in expanded(*size)]
-        is_same = (
-            np.array_equal(ours["pixel_values"], theirs["pixel_values"])
-            and np.array_equal(ours["image_sizes"], theirs["image_sizes"])
-            and [one for one in ids if one in (IMAGE, BREAK, END)] == of_images
-            and encoded.position_ids.tolist() == [list(range(len(ids)))]
-        )
-        if not is_same:
-            found.append(number)
+        pairs = {
+            "pixels": (ours["pixel_values"], theirs["pixel_values"]),
+            "sizes": (ours["image_sizes"], theirs["image_sizes"]),
+            "tokens": ([one for one in ids if one in (IMAGE, BREAK, END)], of_images),
+            "positions": (encoded.position_ids, [range(len(ids))]),
+        }
+        if names := unequal(pairs):
+            found.append((number, names))
     return found
 
 

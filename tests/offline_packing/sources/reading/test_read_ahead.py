@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -22,7 +21,7 @@ from offline_packing.sources.roots.remote import FileRange, RemoteRoot, neighbor
 from offline_packing.verify.verify import verify
 from task_encoders.storage.remote_requests import count_repeats
 from tests.helpers import formats
-from tests.helpers.datasets import image_bytes, make_run, pack_all, write_planned
+from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, write_planned
 from tests.helpers.object_store import ObjectStore
 
 MIB = 1 << 20
@@ -140,16 +139,15 @@ def test_failing_requests_are_repeated(root: RemoteRoot, monkeypatch: pytest.Mon
 
 def records(folder: Path, count: int) -> None:
     """Lines of JSON, every fourth of which names a picture."""
-    lines = []
+    found = []
     for i in range(count):
         shown = {"images": [f"{i}.jpg"]} if i % 4 == 0 else {}
         question = "<image>What is it?" if shown else "What?"
-        texts = zip(("user", "assistant"), (question, "Red. " * (1 + i % 50)), strict=True)
-        messages = [{"role": role, "content": text} for role, text in texts]
-        lines.append(orjson.dumps({"id": f"sample-{i}", "messages": messages, **shown}))
+        messages = dialogue(question, "Red. " * (1 + i % 50))
+        found.append({"id": f"sample-{i}", "messages": messages, **shown})
         if shown:
             formats.write_file(folder / f"{i}.jpg", image_bytes(56 + 28 * (i % 5), 56))
-    formats.write_file(folder / "a.jsonl", b"\n".join(lines))
+    formats.write_file(folder / "a.jsonl", formats.lines(found))
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.1])
