@@ -79,7 +79,8 @@ class ContextParallelConfig(Section):
 class SplitTurnsConfig(Section):
     """Parts of a conversation that `on_overlong: split_turns` cuts between turns."""
 
-    #: earlier turns that a part shows first, without loss, as far as they fit
+    #: earlier turns that a part shows first, without loss, as far as they fit; not in the layouts
+    #: loongforge and llava_onevision
     context_turns: NonNegative = 0
     #: a part shows all earlier images first, as far as they fit
     context_images: bool = False

@@ -1,6 +1,6 @@
 """Does packing change what is learned? One small model, packed and padded, on the same samples.
 
-    python tools/benchmarks/packing_learning.py out/learning --picture docs/images/learning.png
+    python tools/benchmarks/packing_learning.py out/learning --picture packing_learning.png
 
 Packs the demo's questions and dialogues, and the same samples one by one, for every seed; trains
 each mode with `launch`, by token and by sample; writes FOLDER/results_*/RUN.json, prints tables and
