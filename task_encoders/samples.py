@@ -43,7 +43,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bad_image": "an image is empty or of no supported format",
     "truncated_image": "an image's data ends before the image does, or is corrupt",
     "image_too_large": "an image has more pixels than max_image_pixels",
-    "bad_video": "a video is empty, of no supported format, or has no readable frames",
+    "bad_video": "a video is empty, of no supported format, or has too few readable frames",
     "truncated_video": "a video's data ends before the video does, or is corrupt",
     "video_too_large": "a video's frames have more pixels than max_image_pixels",
     "video_too_long": "a video has more frames than max_video_frames",

@@ -9,18 +9,16 @@ Their tokens are those of images, by which transformers' models take a row's ima
 never both: here the pictures of videos are encoded as images.
 """
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Final, Literal, Self
 
-import numpy as np
 from PIL import Image as PillowImage
 from pydantic import Field, model_validator
 
-from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import Medium, Span, patch_spans
+from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count, Number
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import patches, video
@@ -28,9 +26,7 @@ from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.packs.tokenized import TokenizedText
-from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError
 from task_encoders.text.glm_template import GLM, GLM_TEMPLATE
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.pieces import Control, Text
@@ -70,7 +66,7 @@ class GlmOptions(ModelOptions):
         return self
 
 
-class GlmEncoder(FamilyEncoder):
+class GlmEncoder(VideosAsImagesEncoder):
     """Common parts: one picture per step of a video."""
 
     MEDIA_TOKENS: ClassVar = {
@@ -173,44 +169,3 @@ class GlmEncoder(FamilyEncoder):
             yield from picture
             yield from self.texts.spans(Text(self.time_text(number / (medium.video.fps or 1.0))))
         yield tags["video_end_token_id"]
-
-    def encode(
-        self,
-        sample: SourceSample,
-        images: Sequence[bytes | PillowImage.Image],
-        videos: Sequence[bytes] = (),
-        tokenized: TokenizedText | None = None,
-    ) -> EncodedSample:
-        """The sample with its videos' pictures among its images, in the order of its tokens."""
-        encoded = super().encode(sample, images, videos, tokenized)
-        if not len(encoded.video_grid_thw):
-            return encoded
-        own = [(encoded.image_pixels, encoded.image_grid_thw)]
-        own += [(encoded.video_pixels, encoded.video_grid_thw)]
-        rows_of_images, rows_of_videos = (
-            zip(np.split(pixels, grids.prod(1).cumsum()[:-1]), grids, strict=True)
-            if len(grids)
-            else iter(())
-            for pixels, grids in own
-        )
-        begins = [self.media_token_ids[f"{kind}_start_token_id"] for kind in ("image", "video")]
-        found = iter(encoded.tokens[np.isin(encoded.tokens, begins)].tolist())
-        pixels, grids = [], []
-        for token in found:
-            if token == begins[0]:
-                rows, grid = next(rows_of_images)
-                steps = 1
-            else:
-                rows, grid = next(rows_of_videos)
-                steps = int(grid[0])
-                for _ in range(steps):
-                    next(found)  # its pictures begin as images do
-            pixels.append(rows)
-            grids += [[1, *grid[1:]]] * steps
-        return dataclasses.replace(
-            encoded,
-            image_pixels=np.concatenate(pixels),
-            image_grid_thw=np.array(grids, dtype=np.int32),
-            video_pixels=encoded.video_pixels[:0],
-            video_grid_thw=encoded.video_grid_thw[:0],
-        )

@@ -1,10 +1,12 @@
-"""InternVL3 and 3.5, as transformers has them: an image is tiles of one size, and a thumbnail.
+"""InternVL3 and 3.5, as transformers has them: an image is tiles of one size, and a thumbnail; a
+video is frames, each a tile.
 
 an image of 2 tiles   <img> [tile] [tile] [thumbnail] </img>     of 256 tokens each
+a video of 2 frames   Frame1: <img> [tile] </img>\n Frame2: <img> [tile] </img>
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -12,21 +14,27 @@ import numpy as np
 from PIL import Image as PillowImage
 from pydantic import model_validator
 
-from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import BlankImage, Medium, Span
+from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count
 from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
+from task_encoders.media.video import SampledVideo, video_patches
+from task_encoders.media.video_file import VideoHeader
+from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.dialect import CHATML, Dialect
 from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.pieces import Control, Image, Video
+from task_encoders.text.pieces import Control, Fixed, Image, Piece, Text, Video
 
 #: Side of the square of patches that becomes a token.
 _MERGE: Final = 2
+
+#: Before each frame of a video; the others' follow a newline.
+_LABEL: Final = "Frame{}: "
 
 #: Of published checkpoints in transformers' form.
 INTERNVL_TEMPLATE: Final = (
@@ -57,7 +65,9 @@ class InternVL3Options(ModelOptions):
     min_tiles: Count = 1
     #: most tiles of an image, beside the thumbnail of one that has several
     max_tiles: Count = 12
-    #: how images are resized: pil, or torch, as transformers 5 does where torchvision is installed
+    #: frames taken from a video, from the middle of as many equal parts
+    video_num_frames: Count = 8
+    #: how images and frames are resized, as in the other families
     resize: Literal["pil", "torch"] = beside_lengths("torch", stored=True)
 
     @model_validator(mode="after")
@@ -72,8 +82,8 @@ class InternVL3Options(ModelOptions):
         return self
 
 
-class InternVL3Encoder(FamilyEncoder):
-    """Patches of each tile row by row; a tile is a step of the grid."""
+class InternVL3Encoder(VideosAsImagesEncoder):
+    """Patches of each tile row by row; a tile, or a frame, is a step of the grid."""
 
     LENGTHS_OF = "internvl3"
     POSITION_ROWS = 1
@@ -82,6 +92,7 @@ class InternVL3Encoder(FamilyEncoder):
     TEMPLATE = INTERNVL_TEMPLATE
     DIALECT = _DIALECT
     CAPTION_END = Control("<|im_end|>", 1.0)
+    LENGTHS_FOLLOW = ("max_video_frames",)
 
     options: InternVL3Options
 
@@ -134,11 +145,33 @@ class InternVL3Encoder(FamilyEncoder):
         cut = [patches.frame_patches([image], grid, 1, self._vision) for grid in grids]
         return np.concatenate(cut), self.image_medium(image.height, image.width)
 
-    def medium_spans(self, medium: Medium) -> Iterable[Span]:
-        num_tiles, height, width = medium.grid
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        # In integers, see media.video.sampled_frames: in transformers' float32 some frames of very
+        # long videos are neighbours of these.
+        total, wanted = header.num_frames, self.options.video_num_frames
+        if total < wanted:
+            raise SampleError("bad_video", f"{total} frames < video_num_frames {wanted}")
+        frames = [(2 * i + 1) * total // (2 * wanted) for i in range(wanted)]
+        return SampledVideo((wanted, self._side, self._side), frames, 1.0, header.fps)
+
+    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
+        most = self.options.max_video_frames
+        rows, sampled = video_patches(data, self.sample_video, self._vision, most)
+        return rows, Medium(sampled.grid, sampled)
+
+    def render(self, sample: SourceSample) -> Iterable[Piece]:
+        pieces = super().render(sample)
+        return _with_first_labels(pieces) if sample.videos else pieces
+
+    def medium_spans(self, medium: Medium) -> Iterator[Span]:
+        steps, height, width = medium.grid
+        num_pictures, num_tiles = (1, steps) if medium.video is None else (steps, 1)
         num_tokens = num_tiles * (height // _MERGE) * (width // _MERGE)
-        image = Span((self.media_token_ids["image_token_id"],), num_tokens)
-        return [self._before, image, self._after]
+        tokens = Span((self.media_token_ids["image_token_id"],), num_tokens)
+        for i in range(num_pictures):
+            if i > 0:
+                yield from self.texts.spans(Text("\n" + _LABEL.format(i + 1)))
+            yield from (self._before, tokens, self._after)
 
     @staticmethod
     def blank_image(hf_config: Any) -> BlankImage:
@@ -146,6 +179,24 @@ class InternVL3Encoder(FamilyEncoder):
         side = hf_config.vision_config.image_size[0] // patch
         num_tokens = int(side * hf_config.downsample_ratio) ** 2
         return BlankImage((side**2, 3 * patch**2), (1, side, side), num_tokens)
+
+
+def _with_first_labels(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces, with the label of its first frame before each video: one text with the text that
+    ends there, since their tokens are not those of the two apart."""
+    labelled: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, Fixed):
+            labelled += piece.pieces
+            continue
+        if isinstance(piece, Video):
+            last = labelled[-1] if labelled else None
+            if isinstance(last, Text):
+                labelled[-1] = Text(last.text + _LABEL.format(1))
+            else:
+                labelled.append(Text(_LABEL.format(1)))
+        labelled.append(piece)
+    return labelled
 
 
 @cache

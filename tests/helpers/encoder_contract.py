@@ -36,7 +36,9 @@ def own_pairs(
     grids = np.concatenate([encoded.image_grid_thw, encoded.video_grid_thw])
     expected = [[*grid] for grid in measured.grid_thw]
     if videos and not len(encoded.video_grid_thw):  # its steps are pictures among the images
-        expected = [[1, *grid[1:]] for grid in expected for _ in range(grid[0])]
+        of_videos = expected[len(images) :]
+        steps = [[1, *grid[1:]] for grid in of_videos for _ in range(grid[0])]
+        expected = expected[: len(images)] + steps
     names = ("tokens", "labels", "position_ids", "image_pixels")
     return {
         "length": (measured.num_tokens, len(encoded.tokens)),

@@ -42,7 +42,7 @@ TRANSFORMERS_ONLY = [
     name for name, one in FAMILIES.items() if one.transformers_name and not one.megatron_core
 ]
 #: Families that take no videos.
-STILL = ("llava_1_5", "mistral3", "internvl3")
+STILL = ("llava_1_5", "mistral3")
 _PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}
 _PIXELS |= {"video_min_pixels": 4096, "video_max_pixels": 65_536}
 _SQUARE: dict[str, Any] = {"image_size": 56}
@@ -57,7 +57,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "llava_1_5": _SQUARE,
     "gemma4": {"max_soft_tokens": 70, "video_max_frames": 3},
     "mistral3": {"longest_edge": 168},
-    "internvl3": {"image_size": 56, "max_tiles": 4},
+    "internvl3": {"image_size": 56, "max_tiles": 4, "video_num_frames": 3},
 }
 #: Mistral Small 4: a mixture of experts, and multi-head latent attention.
 _MISTRAL4 = {

@@ -264,6 +264,13 @@ class FamilyEncoder(ABC):
             rows = [np.empty((0, 3 * depth * self._patch_area), dtype=np.uint8)]
         return rows[0] if len(rows) == 1 else np.concatenate(rows), grids
 
+    def parts(self, sample: SourceSample, stored: TokenizedText | None) -> Iterable[Piece | Span]:
+        """The texts and media of a checked sample in order, `stored` or rendered."""
+        if stored is not None:
+            return stored_parts(stored)
+        pieces = self.render(sample)
+        return without_end(pieces) if sample.turns[-1].truncated else pieces
+
     def _layout(
         self,
         sample: SourceSample,
@@ -281,14 +288,7 @@ class FamilyEncoder(ABC):
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
         spans: list[Span] = []
-        parts: Iterable[Piece | Span]
-        if tokenized is not None:
-            parts = stored_parts(tokenized)
-        elif sample.turns[-1].truncated:
-            parts = without_end(self.render(sample))
-        else:
-            parts = self.render(sample)
-        for part in parts:
+        for part in self.parts(sample, tokenized):
             if isinstance(part, Image):
                 spans += next(of_images)
             elif isinstance(part, Video):

@@ -4,13 +4,17 @@ import json
 import os
 import re
 import unicodedata
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import transformers
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as tiling
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
@@ -20,13 +24,17 @@ from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
 from tests.helpers.datasets import image_bytes
-from tests.helpers.encoder_contract import unequal
+from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import BACKENDS, by_both, real_pictures
 from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import INTERNVL, save_tokenizer
+from tests.helpers.videos import make_video
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
-SQUARE = image_bytes(56, 56)
+#: Of one tile each.
+SQUARES = [image_bytes(56, 56), image_bytes(60, 57)]
+CLIPS = [make_video(7, 10), make_video(9, 3, 96, 40)]
+CONTROL = [*INTERNVL, "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<video>"]
 NORMAL: dict[str, Any] = {
     "image_mean": [0.485, 0.456, 0.406],
     "image_std": [0.229, 0.224, 0.225],
@@ -104,49 +112,105 @@ def test_real_pictures(folder: Path, resize: str, request: pytest.FixtureRequest
     assert differing_samples(encoder, image_processor(resize, 448), files) == []
 
 
+class Reference:
+    """Conversations by the published template and the processor's own replacements."""
+
+    def __init__(self, folder: Path, num_frames: int) -> None:
+        self.tokenizer = checkpoint_tokenizer(str(folder))
+        self.control = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
+        tokens = dict(zip(("start_image_token", "end_image_token"), INTERNVL, strict=False))
+        self.processor = SimpleNamespace(**tokens, image_token=INTERNVL[2], image_seq_length=4)
+        self.num_frames = num_frames
+
+    def written(self, sample: SourceSample) -> str:
+        """The template's text, with what control tokens spell in texts between noncharacters."""
+        plain = json.dumps(to_chat(sample), ensure_ascii=False)
+        hidden = self.control.sub(lambda m: f"\ue000{CONTROL.index(m[0])}\ue001", plain)
+        text = self.tokenizer.apply_chat_template(
+            json.loads(hidden), chat_template=INTERNVL_TEMPLATE, tokenize=False
+        )
+        return str(text).removesuffix("\n")
+
+    def medium(self, found: re.Match[str]) -> str:
+        """The text of an image of one tile, or of a video."""
+        if found[0] == "<video>":
+            inputs = {"pixel_values_videos": [np.zeros(self.num_frames)]}
+            return InternVLProcessor.replace_video_token(self.processor, inputs, 0)
+        return InternVLProcessor.replace_image_token(self.processor, {"num_patches": [1]}, 0)
+
+    def ids(self, written: str) -> list[int]:
+        ids: list[int] = []
+        text = re.sub("<IMG_CONTEXT>|<video>", self.medium, written)
+        for i, part in enumerate(self.control.split(text)):
+            if i % 2:
+                ids.append(self.tokenizer.convert_tokens_to_ids(part))
+                continue
+            part = re.sub("\ue000(\\d+)\ue001", lambda found: CONTROL[int(found[1])], part)
+            ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
+        return ids
+
+
+def with_videos(rng: np.random.Generator, sample: SourceSample) -> SourceSample:
+    """The sample with some of its images turned into videos."""
+    kinds = ["<video>" if rng.integers(2) else "<image>" for _ in sample.images]
+    left = iter(kinds)
+
+    def chosen(text: str) -> str:
+        return re.sub("<image>", lambda _: next(left), text)
+
+    turns = tuple(
+        replace(
+            turn,
+            before=tuple((role, chosen(text)) for role, text in turn.before),
+            prompt=chosen(turn.prompt),
+        )
+        for turn in sample.turns
+    )
+    num_videos = kinds.count("<video>")
+    images = sample.images[num_videos:]
+    return replace(sample, turns=turns, images=images, videos=("v",) * num_videos)
+
+
 def test_conversations_equal_the_published_template(folder: Path) -> None:
-    """Special tokens that a user types are data."""
-    encoder: Any = build_sample_encoder("internvl3", str(folder), image_size=56)
+    """Special tokens that a user types are data, as is <video> where there are none."""
+    encoder: Any = build_sample_encoder("internvl3", str(folder), image_size=56, video_num_frames=3)
     assert "chat_template" not in encoder.fingerprint
-    tokenizer = checkpoint_tokenizer(str(folder))
-    names = [*INTERNVL, "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
-    control = re.compile("(" + "|".join(map(re.escape, names)) + ")")
-    rng = np.random.default_rng(3)
-    written = several = 0
+    reference, rng = Reference(folder, 3), np.random.default_rng(3)
+    rows = {data: encoder.encode_image(encoder.decode_image(data))[0] for data in SQUARES}
+    rows |= {data: encoder.encode_video(data)[0] for data in CLIPS}
+    counts: Counter[str] = Counter()
     for index in range(SAMPLES):
-        special = tuple(names) if index % 3 == 0 else ()
+        may_type_video = index % 6 == 0
+        special = tuple(CONTROL if may_type_video else CONTROL[:-1] if index % 3 == 0 else ())
         sample = random_conversation(rng, index, special=special)
-        images = [SQUARE] * len(sample.images)
+        sample = sample if may_type_video else with_videos(rng, sample)
+        images = [SQUARES[i % 2] for i in range(len(sample.images))]
+        videos = [CLIPS[i % 2] for i in range(len(sample.videos))]
         try:
-            encoded = encoder.encode(sample, images)
+            encoded = encoder.encode(sample, images, videos)
         except SampleError as error:
             assert (error.reason, sample.is_plain) == ("not_in_template", False)  # noqa: PT017
             continue
-        plain = json.dumps(to_chat(sample), ensure_ascii=False)
-        hidden = control.sub(lambda found: f"\ue000{names.index(found[0])}\ue001", plain)
-        messages = json.loads(hidden)
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=INTERNVL_TEMPLATE, tokenize=False
-        )
-        ids: list[int] = []
-        for i, part in enumerate(control.split(text.removesuffix("\n"))):
-            if i % 2:
-                tile = ["<img>", *["<IMG_CONTEXT>"] * 4, "</img>"]
-                parts = tile if part == "<IMG_CONTEXT>" else [part]
-                ids += tokenizer.convert_tokens_to_ids(parts)
-                continue
-            part = re.sub("\ue000(\\d+)\ue001", lambda found: names[int(found[1])], part)
-            ids += tokenizer(part, split_special_tokens=True)["input_ids"]
+        written = reference.written(sample)
+        ids = reference.ids(written)
         assert encoded.tokens.tolist() == ids
+        assert unequal(own_pairs(encoder, sample, images, videos, encoded)) == []
+        if sample.media:
+            files = {"<IMG_CONTEXT>": iter(images), "<video>": iter(videos)}
+            order = re.findall("<IMG_CONTEXT>|<video>", written)
+            pixels = np.concatenate([rows[next(files[kind])] for kind in order])
+            np.testing.assert_array_equal(encoded.image_pixels, pixels)
         labelled = np.split(encoded.labels, np.flatnonzero(encoded.labels == ids[-1]) + 1)[:-1]
         trained = [turn for turn in sample.turns if turn.weight]
         for turn, labels in zip(trained, labelled, strict=True):
-            shown = tokenizer.decode(labels[labels != IGNORE_INDEX]).removesuffix("<|im_end|>")
-            assert shown.lstrip("\n") == unicodedata.normalize("NFC", turn.answer).lstrip("\n")
-        written += 1
-        several += len(images) > 0
-    assert written > 0.3 * SAMPLES
-    assert several > 0.05 * SAMPLES
+            shown = reference.tokenizer.decode(labels[labels != IGNORE_INDEX])
+            shown = shown.removesuffix("<|im_end|>").lstrip("\n")
+            assert shown == unicodedata.normalize("NFC", turn.answer).lstrip("\n")
+        counts.update(written=1, images=bool(images), videos=bool(videos))
+        counts["both"] += bool(images and videos)
+    assert counts["written"] > 0.3 * SAMPLES
+    assert min(counts["images"], counts["videos"]) > 0.03 * SAMPLES
+    assert counts["both"] > 0
 
 
 def test_options_that_do_not_fit_are_refused() -> None:
