@@ -8,7 +8,6 @@ neva    as v1, but questions are as they were written: with images where they ar
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final, Literal
 
-import numpy as np
 from PIL import Image as PillowImage
 
 from task_encoders.families.base.cost import LLAMA_7B, cost_of_sizes
@@ -17,7 +16,7 @@ from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count, NonNegative
-from task_encoders.media.patches import Bytes, Normalisation, rescale_then_normalise
+from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, rescale_then_normalise
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     SampleError,
@@ -140,11 +139,11 @@ class Llava15Encoder(FamilyEncoder):
         return BlankImage((1, 3 * size**2), (1, side, side), side**2)
 
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        pixels = np.asarray(self._square(image)).transpose(2, 0, 1)
+        pixels = self._square(image).transpose(2, 0, 1)
         return pixels.reshape(1, -1), Medium(self._grid)
 
-    def _square(self, image: PillowImage.Image) -> PillowImage.Image:
-        """(image_size, image_size): padded to a square and resized; or, where it is not to be
+    def _square(self, image: PillowImage.Image) -> Bytes:
+        """(image_size, image_size, 3): padded to a square and resized; or, where it is not to be
         padded, cut from the middle (CLIP), or squeezed (SigLIP)."""
         side, (width, height) = self.options.image_size, image.size
         if self.options.image_aspect == "pad" and width != height:
@@ -152,13 +151,13 @@ class Llava15Encoder(FamilyEncoder):
             square = PillowImage.new("RGB", (longer, longer), self._background)
             square.paste(image, ((longer - width) // 2, (longer - height) // 2))
             image, width, height = square, longer, longer
+        resize, _ = BACKENDS["pil"]
         if self.options.tower == "siglip":
-            return image.resize((side, side), PillowImage.Resampling.BICUBIC)
+            return resize(image, side, side)[..., :3]
         shorter = min(width, height)
         width, height = int(side * width / shorter), int(side * height / shorter)
-        resized = image.resize((width, height), PillowImage.Resampling.BICUBIC)
         left, top = (width - side) // 2, (height - side) // 2
-        return resized.crop((left, top, left + side, top + side))
+        return resize(image, height, width)[top : top + side, left : left + side, :3]
 
     def _check_tokenizer(self) -> None:
         """Refuse a tokenizer that splits text after a special token differently than alone."""

@@ -42,9 +42,8 @@ class QwenVLOptions(ModelOptions):
     video_max_pixels: Count
     #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
     video_max_tokens: Count | None = None
-    #: how images and frames are resized: pil, or torch, five times as fast, as transformers 5 does
-    #: with torchvision, and for videos always. Values differ by up to .03 in images, .29 in videos;
-    #: lengths do not
+    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision,
+    #: and for videos always. Values differ by up to .03 in images, .29 in videos; lengths do not
     resize: Literal["pil", "torch"] = beside_lengths("pil")
 
     @model_validator(mode="after")

@@ -1,29 +1,39 @@
 """The patches of images and of video frames, as a vision tower takes them, and their values.
 
-There are two ways to resize, with slightly different results: Pillow's, and torch's on bytes, five
-times as fast. Each, with its normalisation, equals one of transformers' two bit for bit.
+There are two ways to resize, with slightly different results: Pillow's, and torch's on bytes. Each,
+with its normalisation, equals one of transformers' two bit for bit. Pillow adds pixel by pixel; the
+loops here add the same integers row by row, in a sixth of the time.
 
 Patches stay bytes as long as possible: an image's `pixel_values` take four bytes per value and
 repeat its frame T times, which for Qwen2-VL is eight times the size of its pixels.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from packaging.version import Version
 from PIL import Image
+from PIL import __version__ as pillow_version
 
 from task_encoders.media.image import VisionSettings
 
 Bytes = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int32]
 Values = npt.NDArray[np.float32]
 
 #: The form in which pixels leave a loader: values for the vision tower, or bytes.
 PixelTransport = Literal["float32", "uint8"]
+
+
+#: Bits of a weight after its point, of Pillow.
+_PRECISION: Final = 22
+#: Since version 13 Pillow resizes the height first where it shrinks more than twice as much.
+_SHRINKS_TALL_FIRST: Final = Version(pillow_version) >= Version("13")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,29 +85,81 @@ def normalisation(settings: VisionSettings) -> Normalisation:
     return Normalisation(table(settings.mean, settings.std), settings.temporal_patch_size)
 
 
-def _in_one_piece(image: Image.Image) -> pa.Array | None:
-    """The bytes of an RGB image, four for each pixel, as Pillow holds them. None for an image that
-    it holds in several blocks, which are of 16 MB."""
-    try:
-        return pa.array(image).flatten()
-    except ValueError:
-        return None
+def _bands(image: Image.Image) -> Iterator[tuple[slice, Bytes]]:
+    """Some rows of an RGB image at a time, and their pixels (n, W, 4), the fourth byte without
+    meaning: few enough for the processor's caches, and for one of Pillow's blocks of 16 MB."""
+    at_once = min(64, (1 << 22) // image.width)
+    for top in range(0, image.height, at_once):
+        rows = slice(top, min(top + at_once, image.height))
+        part = image.crop((0, rows.start, image.width, rows.stop))
+        yield rows, pa.array(part).flatten().to_numpy().reshape(part.height, part.width, 4)
 
 
-def _resize_with_pillow(image: Image.Image, height: int, width: int) -> Bytes:
-    """(H, W, 3 or 4), the fourth without meaning."""
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
-    array = _in_one_piece(resized)
-    return np.asarray(resized) if array is None else array.to_numpy().reshape(height, width, 4)
+def _resize_as_pillow(image: Image.Image, height: int, width: int) -> Bytes:
+    """(H, W, 4), as `Image.resize` with `BICUBIC` of the installed Pillow."""
+    fewer_rows, fewer_columns = image.height - height, image.width - width
+    if not _SHRINKS_TALL_FIRST or fewer_rows <= max(0, 2 * fewer_columns):
+        return _resize_rows(_resize_columns(image, width), height)
+    turned = _resize_columns(image.transpose(Image.Transpose.TRANSPOSE), height)
+    return np.ascontiguousarray(_resize_rows(turned, width).swapaxes(0, 1))
 
 
-def _resize_with_torch(image: Image.Image, height: int, width: int) -> Bytes:
-    """(H, W, 3 or 4), resized as torchvision resizes bytes on a CPU with AVX2 or later."""
+def _resize_columns(image: Image.Image, width: int) -> Bytes:
+    """(H, width, 4): the columns of each band become rows, and columns again."""
+    turn = _compiled(_turn)
+    out = np.empty((image.height, width, 4), np.uint8)
+    for rows, pixels in _bands(image):
+        turned = np.empty((image.width, len(pixels), 4), np.uint8)
+        turn(_words(pixels), _words(turned))
+        turn(_words(_resize_rows(turned, width)), _words(out[rows]))
+    return out
+
+
+def _resize_rows(pixels: Bytes, height: int) -> Bytes:
+    """(H, W, 4) to (height, W, 4)."""
+    num_rows = len(pixels)
+    if height == num_rows:
+        return pixels
+    out = np.empty((height, *pixels.shape[1:]), np.uint8)
+    weights = _bicubic_weights(num_rows, height)
+    _compiled(_weigh)(pixels.reshape(num_rows, -1), *weights, out.reshape(height, -1))
+    return out
+
+
+def _words(pixels: Bytes) -> npt.NDArray[np.uint32]:
+    """(H, W, 4) as (H, W)."""
+    return pixels.view(np.uint32)[..., 0]
+
+
+@functools.lru_cache(maxsize=64)
+def _bicubic_weights(size: int, new_size: int) -> tuple[Integers, Integers, Integers]:
+    """For each of `new_size` rows that are made of `size`: the first row that it is made of, their
+    number, and their weights in units of 2^-22 (Pillow's precompute_coeffs in Resample.c)."""
+    scale = size / new_size
+    spread = max(scale, 1.0)
+    centers = (np.arange(new_size) + 0.5) * scale
+    first = np.maximum((centers - 2 * spread + 0.5).astype(np.int32), 0)
+    count = np.minimum((centers + 2 * spread + 0.5).astype(np.int32), size) - first
+    taps = np.arange(count.max())
+    x = np.abs((taps + first[:, None] - centers[:, None] + 0.5) * (1.0 / spread))
+    near = ((2 - 0.5) * x - (3 - 0.5)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * -0.5
+    weights = np.where(x < 1, near, far) * (x < 2) * (taps < count[:, None])
+    weights = weights / weights.cumsum(axis=1)[:, -1:] * (1 << _PRECISION)
+    return first, count, np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32)
+
+
+def _resize_as_torch(image: Image.Image, height: int, width: int) -> Bytes:
+    """(H, W, 4), resized as torchvision resizes bytes on a CPU with AVX2 or later."""
     import torch
 
-    array = _in_one_piece(image)
-    pixels = torch.from_numpy(np.array(image)) if array is None else torch.from_dlpack(array)
-    pixels = pixels.view(image.height, image.width, -1)
+    try:
+        pixels = torch.from_dlpack(pa.array(image).flatten()).view(image.height, image.width, 4)
+    except ValueError:  # Pillow holds it in several blocks
+        whole = np.empty((image.height, image.width, 4), np.uint8)
+        for rows, part in _bands(image):
+            whole[rows] = part
+        pixels = torch.from_numpy(whole)
     if pixels.shape[:2] != (height, width):
         # Its loops for interleaved channels take 3.9 ms where those for planes take 9.1.
         batch = torch.nn.functional.interpolate(
@@ -132,6 +194,41 @@ def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
 
     compiled: Callable[..., None] = numba.njit(cache=True, nogil=True)(loop)
     return compiled
+
+
+def _turn(pixels: Any, out: Any) -> None:
+    """Swap rows and columns of (H, W) whole pixels."""
+    height, width = pixels.shape
+    eights = height // 8 * 8
+    for y in range(0, eights, 8):
+        for x in range(width):
+            for i in range(8):
+                out[x, y + i] = pixels[y + i, x]
+    for y in range(eights, height):
+        for x in range(width):
+            out[x, y] = pixels[y, x]
+
+
+def _weigh(rows: Any, first: Any, count: Any, weights: Any, out: Any) -> None:
+    """Fill each row of `out` (h, L) with a weighted sum of some rows of `rows` (H, L), see
+    `_bicubic_weights`. Sums are below 2^31, and 32 bits wide as in Pillow."""
+    num_rows, width = out.shape
+    sums = np.empty(width, np.int32)
+    for y in range(num_rows):
+        sums[:] = 1 << (_PRECISION - 1)  # rounds to the nearest
+        fours = count[y] // 4 * 4
+        for i in range(0, fours, 4):
+            a, b, c, d = weights[y, i], weights[y, i + 1], weights[y, i + 2], weights[y, i + 3]
+            n = first[y] + i
+            p, q, r, s = rows[n], rows[n + 1], rows[n + 2], rows[n + 3]
+            for x in range(width):
+                sums[x] += a * p[x] + b * q[x] + c * r[x] + d * s[x]
+        for i in range(fours, count[y]):
+            weight, row = weights[y, i], rows[first[y] + i]
+            for x in range(width):
+                sums[x] += weight * row[x]
+        for x in range(width):
+            out[y, x] = min(max(np.int32(sums[x] >> _PRECISION), np.int32(0)), np.int32(255))
 
 
 def _cut_patches(
@@ -180,6 +277,6 @@ _Table = Callable[[Sequence[float], Sequence[float]], Values]
 
 #: Backends of transformers: how they resize, and the value of each byte.
 BACKENDS: Final[Mapping[str, tuple[_Resize, _Table]]] = {
-    "pil": (_resize_with_pillow, rescale_then_normalise),
-    "torch": (_resize_with_torch, normalise_at_once),
+    "pil": (_resize_as_pillow, rescale_then_normalise),
+    "torch": (_resize_as_torch, normalise_at_once),
 }

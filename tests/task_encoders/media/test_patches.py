@@ -63,11 +63,27 @@ def test_torch_resizes_as_transformers_torch_backend(family: str) -> None:
         np.testing.assert_array_equal(values, by_torch(data, grid, vision))
 
 
+@pytest.mark.parametrize("longest", [9, 60, 500])
+def test_pillows_bytes(longest: int) -> None:
+    """Enlarged, shrunk and squeezed, tall and wide, of noise and of black and white, whose sums
+    leave the range of a byte."""
+    rng = np.random.default_rng(longest)
+    resize, _ = BACKENDS["pil"]
+    for number in range(150):
+        height, width, new_height, new_width = (int(n) for n in rng.integers(1, longest, 4))
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels if number % 2 else (pixels > 127) * np.uint8(255))
+        expected = np.asarray(image.resize((new_width, new_height), Image.Resampling.BICUBIC))
+        resized = resize(image, new_height, new_width)
+        np.testing.assert_array_equal(resized[..., :3], expected)
+
+
 @pytest.mark.parametrize("resize", BACKENDS)
-def test_images_that_pillow_holds_in_blocks(resize: str) -> None:
+@pytest.mark.parametrize(("width", "height"), [(2500, 2000), (1200, 5000)])
+def test_images_that_pillow_holds_in_blocks(resize: str, width: int, height: int) -> None:
     """Patches of 5 megapixels: their memory is not handed out."""
     vision = build_sample_encoder("qwen2_vl", resize=resize, max_pixels=200_000).vision  # type: ignore[attr-defined]
-    image = Image.open(io.BytesIO(png(np.random.default_rng(3), 2500, 2000)))
+    image = Image.open(io.BytesIO(png(np.random.default_rng(3), width, height)))
     with pytest.raises(ValueError, match=r"not contiguous|in multiple array blocks"):
         pa.array(image.convert("RGB"))
     grid = grid_of(image, vision)
