@@ -68,12 +68,12 @@ def frame_patches(
     grid_t, grid_h, grid_w = grid
     patch = settings.patch_size
     resize, _ = BACKENDS[settings.resize]
-    cut = _compiled(_cut_patches)
+    cut = _cutter(patch)
     rows = np.empty((grid_t, grid_h * grid_w, 3, depth, patch**2), dtype=np.uint8)
     number = -1
     for number, frame in enumerate(frames):
         resized = resize(frame, grid_h * patch, grid_w * patch)
-        cut(resized, settings.merge_size, patch, rows[number // depth], number % depth)
+        cut(_words(resized), settings.merge_size, rows[number // depth], number % depth)
     within = number % depth
     rows[-1, :, :, within + 1 :] = rows[-1, :, :, within : within + 1]
     return rows.reshape(grid_t * grid_h * grid_w, -1)
@@ -231,32 +231,31 @@ def _weigh(rows: Any, first: Any, count: Any, weights: Any, out: Any) -> None:
             out[y, x] = min(max(np.int32(sums[x] >> _PRECISION), np.int32(0)), np.int32(255))
 
 
-def _cut_patches(
-    pixels: Bytes,
-    merge: int,
-    patch: int,
-    out: Bytes,
-    frame: int,
-) -> None:
-    """Cut one frame into patches, in blocks of merge² that the vision tower merges into a token.
+@functools.cache
+def _cutter(patch: int) -> Callable[..., None]:
+    """A loop that cuts patches of this size, which is a constant in it: three times as fast."""
 
-    Args:
-        pixels: (H, W, 3 or more).
-        out: (patches, 3, T, p·p), filled at index `frame` of T.
-    """
-    height, width, _ = pixels.shape
-    n = 0
-    for top in range(0, height, merge * patch):
-        for left in range(0, width, merge * patch):
-            for row in range(merge):
-                for column in range(merge):
-                    y0, x0 = top + row * patch, left + column * patch
-                    for y in range(patch):
-                        for x in range(patch):
-                            for channel in range(3):
-                                byte = pixels[y0 + y, x0 + x, channel]
-                                out[n, channel, frame, y * patch + x] = byte
-                    n += 1
+    def cut(pixels: Any, merge: int, out: Any, frame: int) -> None:
+        """Cut one frame (H, W) of whole pixels, in blocks of merge² patches that the vision tower
+        merges into a token, into `out` (patches, 3, T, p·p) at index `frame` of T."""
+        height, width = pixels.shape
+        one = np.empty(patch * patch, np.uint32)
+        block = merge * patch
+        n = 0
+        for top in range(0, height, block):
+            for left in range(0, width, block):
+                for y0 in range(top, top + block, patch):
+                    for x0 in range(left, left + block, patch):
+                        for y in range(patch):
+                            for x in range(patch):
+                                one[y * patch + x] = pixels[y0 + y, x0 + x]
+                        for channel in range(3):
+                            byte = np.uint32(8 * channel)
+                            for i in range(patch * patch):
+                                out[n, channel, frame, i] = one[i] >> byte
+                        n += 1
+
+    return _compiled(cut)
 
 
 def _look_up(rows: Bytes, table: Values, out: Values) -> None:
