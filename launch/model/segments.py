@@ -107,7 +107,10 @@ def _hand_down_masks(
     """A model's arguments, with the masks of its layers where they are of a packed row.
 
     transformers looks up the blocks of an image at positions within segments, as if all began
-    where the row does; here segments are one more condition, on places in the row.
+    where the row does; here segments are one more condition, on places in the row. Images see
+    themselves in sliding layers, within the window, as in its `generate` and in google/gemma; its
+    forward of Gemma 4 12B (5.23) shows them in all layers, and beyond the window
+    (https://github.com/huggingface/transformers/issues/46711).
     """
     from transformers import masking_utils as masks
 

@@ -16,6 +16,7 @@ from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint
 from task_encoders.families.base.family import Family
 from task_encoders.families.base.options import ModelOptions
 from task_encoders.families.gemma4 import GEMMA4
+from task_encoders.families.gemma4_unified import GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
 from task_encoders.families.llava_1_5 import LLAVA_1_5
@@ -41,6 +42,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     GLM4V.name: GLM4V,
     GLM46V.name: GLM46V,
     GEMMA4.name: GEMMA4,
+    GEMMA4_UNIFIED.name: GEMMA4_UNIFIED,
     MISTRAL3.name: MISTRAL3,
     INTERNVL3.name: INTERNVL3,
 }

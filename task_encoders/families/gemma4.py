@@ -31,10 +31,8 @@ from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokeniz
 from task_encoders.text.pieces import Control, Image, Text, Video
 from task_encoders.text.template_proof import checkpoint_template
 
-_PATCH: Final = 16
-_POOL: Final = 3
-#: Side in pixels of a token.
-_TOKEN: Final = _PATCH * _POOL
+#: Side of a token in pixels.
+TOKEN: Final = 48
 #: Frames per second of a video that does not say, as in transformers.
 _DEFAULT_FPS: Final = 24.0
 
@@ -60,11 +58,13 @@ class Gemma4Options(ModelOptions):
 
 
 class Gemma4Encoder(FamilyEncoder):
-    """Patches of an image row by row, (16·16·3) with the channels last. Under `resize: torch`,
+    """Patches of an image row by row, (p·p·3) with the channels last. Under `resize: torch`,
     values of frames are within 1e-7 of transformers', which divides theirs by 255 where it
     multiplies those of images."""
 
     LENGTHS_OF = "gemma4"
+    #: Patches along the side of a token.
+    POOL: ClassVar[int] = 3
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "sequences"
     MEDIA_TOKENS: ClassVar = {
@@ -92,7 +92,7 @@ class Gemma4Encoder(FamilyEncoder):
             options,
             load_tokenizer(options.processor),
             pad_token="<pad>",
-            patch_area=_PATCH**2,
+            patch_area=(TOKEN // self.POOL) ** 2,
             normalisation=Normalisation(_VALUES[options.resize], repeats=1),
         )
         self._image, self._video, before, after = self.media_token_ids.values()
@@ -100,7 +100,7 @@ class Gemma4Encoder(FamilyEncoder):
         self._check_times()
 
     def image_medium(self, height: int, width: int) -> Medium:
-        return Medium((1, *_patches(height, width, self.options.max_soft_tokens)))
+        return Medium((1, *self._patches(height, width, self.options.max_soft_tokens)))
 
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
         medium = self.image_medium(image.height, image.width)
@@ -108,7 +108,7 @@ class Gemma4Encoder(FamilyEncoder):
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         num_sampled = min(self.options.video_max_frames, header.num_frames)
-        grid = _patches(header.height, header.width, self.options.video_max_soft_tokens)
+        grid = self._patches(header.height, header.width, self.options.video_max_soft_tokens)
         frames = sampled_frames(header.num_frames, num_sampled)
         return SampledVideo((num_sampled, *grid), frames, 1.0, header.fps)
 
@@ -119,19 +119,25 @@ class Gemma4Encoder(FamilyEncoder):
         medium = Medium(sampled.grid, sampled)
         return np.concatenate([self._cut(frame, medium) for frame in frames]), medium
 
+    def _patches(self, height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
+        """Height and width in patches of an image of this size."""
+        rows, columns = _tokens(height, width, max_soft_tokens)
+        return rows * self.POOL, columns * self.POOL
+
     def _cut(self, image: PillowImage.Image, medium: Medium) -> Bytes:
-        """(h·w, 16·16·3) patches of an image or a frame, resized to the grid's size."""
+        """(h·w, p·p·3) patches of an image or a frame, resized to the grid's size."""
         _, height, width = medium.grid
+        side = TOKEN // self.POOL
         resize, _ = BACKENDS[self.options.resize]
-        pixels = resize(image, height * _PATCH, width * _PATCH)[..., :3]
-        blocks = pixels.reshape(height, _PATCH, width, _PATCH, 3).swapaxes(1, 2)
+        pixels = resize(image, height * side, width * side)[..., :3]
+        blocks = pixels.reshape(height, side, width, side, 3).swapaxes(1, 2)
         return blocks.reshape(height * width, -1)
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:
         steps, height, width = medium.grid
         video = medium.video
         token = self._image if video is None else self._video
-        tokens = Span((token,), height * width // _POOL**2)
+        tokens = Span((token,), height * width // self.POOL**2)
         for i in range(steps):
             if video is not None:
                 minutes, seconds = divmod(int(video.frames[i] / (video.fps or _DEFAULT_FPS)), 60)
@@ -154,16 +160,16 @@ class Gemma4Encoder(FamilyEncoder):
                 )
 
 
-def _patches(height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
-    """Height and width in patches of an image of this size: of its shape, and of as many tokens as
-    fit into the budget (transformers' get_aspect_ratio_preserving_size)."""
-    factor = math.sqrt(max_soft_tokens * _TOKEN**2 / (height * width))
-    rows, columns = (math.floor(factor * side / _TOKEN) for side in (height, width))
+def _tokens(height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
+    """Rows and columns of tokens of an image of this size: of its shape, and as many as fit into
+    the budget (transformers' get_aspect_ratio_preserving_size)."""
+    factor = math.sqrt(max_soft_tokens * TOKEN**2 / (height * width))
+    rows, columns = (math.floor(factor * side / TOKEN) for side in (height, width))
     if rows == 0:
         rows, columns = 1, min(width // height, max_soft_tokens)
     elif columns == 0:
         rows, columns = min(height // width, max_soft_tokens), 1
-    return rows * _POOL, columns * _POOL
+    return rows, columns
 
 
 #: The value of each byte in transformers' backends, the same in all channels.
@@ -199,7 +205,7 @@ _VISION: Final = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "head_dim": 72,
-    "pooling_kernel_size": _POOL,
+    "pooling_kernel_size": 3,
 }
 
 #: Images see all of themselves in sliding layers, as in 26B-A4B and 31B.

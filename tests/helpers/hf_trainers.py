@@ -23,7 +23,7 @@ from tests.helpers.peers import (
     small_checkpoint,
     two_losses,
 )
-from tests.helpers.tiny_families import STILL
+from tests.helpers.tiny_families import STILL, image_masks
 from tests.helpers.videos import video_pairs
 
 #: (output folder, model, folder of packs, arguments) to a trainer
@@ -125,6 +125,9 @@ def losses_alone(
         for sample in samples:
             if "pixel_values" in sample:
                 sample["pixel_values"] = sample["pixel_values"].to(pixels).float()
+            if model.config.model_type == "gemma4_unified":
+                tokens, types = sample["input_ids"], sample["mm_token_type_ids"]
+                sample["attention_mask"] = image_masks(model, tokens, types)
         losses = [model(**sample).loss * n for sample, n in zip(samples, counts, strict=True) if n]
         assert len(losses) > 1
         return torch.stack(losses).sum() / sum(counts)

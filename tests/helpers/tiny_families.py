@@ -45,6 +45,7 @@ TRANSFORMERS_ONLY = [
 STILL = ("llava_1_5", "mistral3")
 _PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}
 _PIXELS |= {"video_min_pixels": 4096, "video_max_pixels": 65_536}
+_BUDGETS = {"max_soft_tokens": 70, "video_max_frames": 3}
 _SQUARE: dict[str, Any] = {"image_size": 56}
 #: Fields of vision configs that encoders know otherwise.
 _VISION: dict[str, dict[str, Any]] = {
@@ -55,7 +56,8 @@ _VISION: dict[str, dict[str, Any]] = {
 #: Options of families that have others than Qwen's.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "llava_1_5": _SQUARE,
-    "gemma4": {"max_soft_tokens": 70, "video_max_frames": 3},
+    "gemma4": _BUDGETS,
+    "gemma4_unified": _BUDGETS,
     "mistral3": {"longest_edge": 168},
     "internvl3": {"image_size": 56, "max_tiles": 4, "video_num_frames": 3},
 }
@@ -94,7 +96,7 @@ def save_tokenizer(family: str, folder: Path) -> None:
         save_with_template(tiny_tokenizer(text_tokens), template, folder)
     elif family.startswith("glm"):
         save_glm_tokenizer(folder)
-    elif family == "gemma4":
+    elif family.startswith("gemma4"):
         save_gemma_tokenizer(folder)
     elif family == "internvl3":
         save_with_template(tiny_tokenizer(special=INTERNVL), INTERNVL_TEMPLATE, folder)
@@ -108,6 +110,17 @@ def save_tokenizer(family: str, folder: Path) -> None:
 def encoder_options(family: str) -> dict[str, Any]:
     """Options that make small images."""
     return _OPTIONS.get(family, _PIXELS)
+
+
+def image_masks(model: Any, tokens: Any, types: Any) -> dict[str, Any]:
+    """The masks of Gemma 4's layers for a sample, as transformers' `generate` makes them: its
+    forward shows images of `gemma4_unified` to themselves in full layers, too, and beyond the
+    window, unlike google/gemma (https://github.com/huggingface/transformers/issues/46711)."""
+    shape = tokens.new_empty((*tokens.shape, 0), dtype=model.dtype)
+    masks: dict[str, Any] = model.create_masks_for_generate(
+        model.config, shape, None, None, None, mm_token_type_ids=types
+    )
+    return masks
 
 
 def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = False) -> Any:

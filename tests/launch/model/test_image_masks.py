@@ -10,6 +10,7 @@ from launch.model.config import config_of_preset, transformers_classes
 from launch.model.segments import check_attention, isolate_segments
 from task_encoders.model_inputs import media_kwargs
 from tests.helpers.tiny_checkpoints import randomise
+from tests.helpers.tiny_families import image_masks
 
 IMAGE, BEGIN, END = 900, 902, 903
 IDS = {"image_token_id": IMAGE, "video_token_id": 901, "boi_token_id": BEGIN, "eoi_token_id": END}
@@ -18,14 +19,24 @@ SEGMENTS = [(30, [(5, 3, 4)]), (12, []), (170, [(2, 10, 12), (130, 5, 5)]), (20,
 STARTS = [0, 30, 42, 212, 232]
 
 
-def model(attention: str = "sdpa", **text: Any) -> Any:
-    config = config_of_preset("gemma4", "tiny", {"vocab_size": 1024, **text}, **IDS)
-    built = transformers_classes("gemma4").model._from_config(config, attn_implementation=attention)
+#: Patches along the side of a token.
+POOLS = {"gemma4": 3, "gemma4_unified": 1}
+
+
+@pytest.fixture(params=POOLS)
+def family(request: Any) -> Any:
+    return request.param
+
+
+def model(family: str, attention: str = "sdpa", **text: Any) -> Any:
+    config = config_of_preset(family, "tiny", {"vocab_size": 1024, **text}, **IDS)
+    built = transformers_classes(family).model._from_config(config, attn_implementation=attention)
     return randomise(built).eval()
 
 
-def rows() -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def rows(family: str) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Tokens of the row, and the media of each segment."""
+    pool = POOLS[family]
     generator = torch.Generator().manual_seed(0)
     parts, media = [], []
     for length, images in SEGMENTS:
@@ -33,8 +44,9 @@ def rows() -> tuple[torch.Tensor, list[dict[str, Any]]]:
         for start, height, width in images:
             end = start + height * width
             tokens[start - 1], tokens[start:end], tokens[end] = BEGIN, IMAGE, END
-        grids = torch.tensor([(1, 3 * h, 3 * w) for _, h, w in images]).reshape(-1, 3)
-        pixels = torch.rand(int(grids.prod(1).sum()), 768, generator=generator)
+        grids = torch.tensor([(1, pool * h, pool * w) for _, h, w in images]).reshape(-1, 3)
+        values = 3 * (48 // pool) ** 2
+        pixels = torch.rand(int(grids.prod(1).sum()), values, generator=generator)
         parts.append(tokens)
         media.append({"pixels": pixels, "grids": grids})
     return torch.cat(parts), media
@@ -52,14 +64,12 @@ def packed(tokens: torch.Tensor, media: list[dict[str, Any]], **other: Any) -> d
 
 
 def alone(model: Any, tokens: torch.Tensor, media: list[dict[str, Any]]) -> torch.Tensor:
-    """Logits of each segment by transformers itself, as its processor gives it the types."""
+    """Logits of each segment by transformers itself, with the masks of its `generate`."""
     logits = []
     for part, one in zip(tokens.split([length for length, _ in SEGMENTS]), media, strict=True):
         images = media_kwargs(one["pixels"], one["grids"], layout="sequences")
-        types = (part == IMAGE).int()[None]
-        logits.append(
-            model(part[None], mm_token_type_ids=types, use_cache=False, **images).logits[0]
-        )
+        masks = image_masks(model, part[None], (part == IMAGE).int()[None])
+        logits.append(model(part[None], attention_mask=masks, use_cache=False, **images).logits[0])
     return torch.cat(logits)
 
 
@@ -68,11 +78,11 @@ def alone(model: Any, tokens: torch.Tensor, media: list[dict[str, Any]]) -> torc
     ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.exhaustive)],
 )
 @torch.no_grad()
-def test_packed_equals_alone(attention: str) -> None:
-    """Also for an image longer than the window; transformers' own mask takes the images of the
-    first segment for those of all."""
-    whole = model(attention)
-    tokens, media = rows()
+def test_packed_equals_alone(family: str, attention: str) -> None:
+    """Also for an image longer than the window; the forward of transformers' Gemma 4 takes the
+    images of the first segment for those of all, that of 12B shows images beyond its window."""
+    whole = model(family, attention)
+    tokens, media = rows(family)
     expected = alone(whole, tokens, media)
     types = (tokens == IMAGE).int()[None]
     theirs = whole(**packed(tokens, media, mm_token_type_ids=types)).logits[0]
@@ -87,20 +97,21 @@ def test_packed_equals_alone(attention: str) -> None:
 
 @pytest.mark.parametrize("shows", [True, False])
 @torch.no_grad()
-def test_a_later_token_of_an_image_changes_earlier_ones(shows: bool) -> None:
+def test_a_later_token_of_an_image_changes_earlier_ones(family: str, shows: bool) -> None:
     """The image sees all of itself, and nothing beyond; less where attention is causal."""
-    whole = model(use_bidirectional_attention="vision" if shows else None)
+    whole = model(family, use_bidirectional_attention="vision" if shows else None)
     isolate_segments(whole)
-    tokens, media = rows()
+    tokens, media = rows(family)
     before = whole(**packed(tokens, media)).logits[0]
     start, end = STARTS[2] + 130, STARTS[2] + 155  # the second image of the third segment
 
     def change(module: Any, given: Any, features: torch.Tensor) -> torch.Tensor:
         """Change its last feature, not its pixels, which the vision tower shows to each other."""
-        features[12 + 120 + 25 - 1] += 1
+        features[12 + 120 + 25 - 1 if features.ndim == 2 else (2, 25 - 1)] += 1
         return features
 
-    whole.model.embed_vision.register_forward_hook(change)
+    embedder = whole.model.embed_vision
+    getattr(embedder, "multimodal_embedder", embedder).register_forward_hook(change)
     changed = (whole(**packed(tokens, media)).logits[0] - before).abs().amax(-1) > 1e-4
     assert changed[end - 1 : STARTS[3]].any()
     assert changed[start : end - 1].all().item() == shows
@@ -109,9 +120,9 @@ def test_a_later_token_of_an_image_changes_earlier_ones(shows: bool) -> None:
 
 
 @pytest.mark.parametrize("bidirectional", ["vision", None])
-def test_kernels_that_cannot_are_refused_by_name(bidirectional: str | None) -> None:
+def test_kernels_that_cannot_are_refused_by_name(family: str, bidirectional: str | None) -> None:
     text = {"use_bidirectional_attention": bidirectional, "global_head_dim": 512}
-    config = config_of_preset("gemma4", "tiny", text)
+    config = config_of_preset(family, "tiny", text)
     reason = "mask in which an image" if bidirectional else "heads of at most 256, .* some of 512"
     for name in ("flash_attention_2", "flash_attention_3"):
         with pytest.raises(ValueError, match=f"attention '{name}' .*{reason}.*; set sdpa"):

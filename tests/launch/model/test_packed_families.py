@@ -18,7 +18,14 @@ from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
 from task_encoders.samples import SourceSample, Turn
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import packed_batch
-from tests.helpers.tiny_families import QWEN, STILL, encoder_options, save_tokenizer, tiny_model
+from tests.helpers.tiny_families import (
+    QWEN,
+    STILL,
+    encoder_options,
+    image_masks,
+    save_tokenizer,
+    tiny_model,
+)
 from tests.helpers.videos import make_video
 
 #: Images and videos of each sample.
@@ -26,7 +33,7 @@ MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
 CLIP = make_video(12, 4)
 CASES = [(family, "") for family in (*QWEN, "llava_1_5", "glm4v", "glm46v", "gemma4", "mistral3")]
 CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain"), ("glm4v", "experts")]
-CASES += [("mistral3", "experts"), ("internvl3", "")]
+CASES += [("mistral3", "experts"), ("internvl3", ""), ("gemma4_unified", "")]
 
 
 def without_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +59,13 @@ class Case:
         kwargs = without_boundaries(to_transformers_kwargs(packed_batch([sample])))
         del kwargs["position_ids"]
         ids = self.encoder.media_token_ids
-        if len(sample.position_ids) == 3 or self.model.config.model_type == "gemma4":
+        sees_images = self.model.config.model_type.startswith("gemma4")
+        if len(sample.position_ids) == 3 or sees_images:
             tokens = kwargs["input_ids"]
-            kwargs["mm_token_type_ids"] = (tokens == ids["image_token_id"]).int()
-            kwargs["mm_token_type_ids"] += 2 * (tokens == ids["video_token_id"]).int()
+            types = (tokens == ids["image_token_id"]) + 2 * (tokens == ids["video_token_id"]).int()
+            kwargs["mm_token_type_ids"] = types
+            if sees_images:
+                kwargs["attention_mask"] = image_masks(self.model, tokens, types)
         if "video_grid_thw" in kwargs and self.model.config.model_type == "qwen2_5_vl":
             seconds = self.encoder.sample_video(read_video_header(io.BytesIO(CLIP)))
             kwargs["second_per_grid_ts"] = torch.tensor([seconds.seconds_per_step])
@@ -114,7 +124,7 @@ def test_every_family_is_compared() -> None:
 
 def test_packed_equals_alone(case: Case) -> None:
     name = case.model.config.model_type
-    is_recurrent, sees_images = name.startswith("qwen3_5"), name == "gemma4"
+    is_recurrent, sees_images = name.startswith("qwen3_5"), name.startswith("gemma4")
     if is_recurrent or sees_images:
         leaking = case.logits(without_boundaries(case.packed()))
     assert (isolate_segments(case.model) > 0) == is_recurrent

@@ -1,5 +1,6 @@
-"""Gemma 4: sizes, pixels, times, ids and labels equal transformers' own, with the chat template it
-is published with, and what is measured is what is encoded."""
+"""Gemma 4, and 12B of it (`gemma4_unified`): sizes, pixels, times, ids and labels equal
+transformers' own, with the chat template it is published with, and what is measured is what is
+encoded."""
 
 import importlib.util
 import io
@@ -31,6 +32,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.base.spans import Medium
 from task_encoders.media.video_file import VideoHeader, read_video_header
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
@@ -39,6 +41,8 @@ from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.gemma_tokenizer import TEMPLATE, gemma_tokenizer, save_gemma_tokenizer
 from tests.helpers.media_references import opened, real_pictures
+from tests.helpers.tiny_checkpoints import packed_batch
+from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import make_video
 
 #: FUZZED_SAMPLES=2000 takes some minutes; sizes and videos are ten times as many.
@@ -49,14 +53,16 @@ TYPED = ("<turn|>", "<|turn>model\n", "<|image|>", "<|channel>thought\n", "<chan
 CLIPS = [make_video(7, 10), make_video(90, 1, 96, 40), make_video(40, 24, container="webm")]
 
 
-def build(folder: Path, **options: Any) -> Any:
-    save_gemma_tokenizer(folder)
-    return build_sample_encoder("gemma4", str(folder), **options)
+@pytest.fixture(scope="module", params=["gemma4", "gemma4_unified"])
+def family(request: Any) -> Any:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return build(tmp_path_factory.mktemp("gemma4"), resize="pil", max_soft_tokens=70)
+def encoder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp(family)
+    save_gemma_tokenizer(folder)
+    return build_sample_encoder(family, str(folder), resize="pil", max_soft_tokens=70)
 
 
 #: In place of characters of control tokens that a user typed, and around an answer's words.
@@ -158,6 +164,7 @@ def one_per_medium(encoder: Any, encoded: Any) -> tuple[list[int], list[int]]:
 def test_sizes(encoder: Any) -> None:
     """Images and frames, for every budget, as transformers computes them; measured as encoded."""
     rng = np.random.default_rng(1)
+    side, pool = 48 // encoder.POOL, encoder.POOL
     thin = 0
     for budget in BUDGETS:
         other = copy(encoder)
@@ -166,13 +173,14 @@ def test_sizes(encoder: Any) -> None:
         for _ in range(2 * SAMPLES):
             height, width = (int(np.exp(rng.uniform(0, np.log(9000)))) for _ in range(2))
             resized = get_aspect_ratio_preserving_size(height, width, 16, budget * 9, 3)
-            grid = tuple(side // 16 for side in resized)
+            grid = tuple(pixels // side for pixels in resized)
             medium = other.image_medium(height, width)
             assert medium.grid[1:] == grid
-            assert sum(s.num_tokens for s in other.medium_spans(medium)) == math.prod(grid) // 9 + 2
+            num_tokens = sum(span.num_tokens for span in other.medium_spans(medium))
+            assert num_tokens == math.prod(resized) // 48**2 + 2
             header = VideoHeader(int(rng.integers(1, 3000)), 25.0, height, width)
             assert other.sample_video(header).grid[1:] == grid
-            thin += 3 in grid
+            thin += pool in grid
     assert thin > 10
 
 
@@ -191,19 +199,23 @@ def test_videos(encoder: Any) -> None:
         metadata.frames_indices = frames
         inputs = {"num_soft_tokens_per_video": [1], "video_metadata": [metadata]}
         written = Gemma4Processor.replace_video_token(processor, inputs, 0)
-        spans = encoder.medium_spans(Medium((len(frames), 3, 3), sampled))
+        grid = (len(frames), encoder.POOL, encoder.POOL)
+        spans = encoder.medium_spans(Medium(grid, sampled))
         ids = [one for span in spans for one in span.ids]
         assert "".join(text for text, _ in encoder.tokenizer.spell(ids)) == written
 
 
-def by_transformers(image: Image.Image, resize: str, budget: int) -> tuple[Any, int]:
-    """Patches of an image by transformers' processor of a backend, with padding, and its number of
-    tokens. Where torchvision is missing, by the steps of the one of torch."""
-    has_torchvision = importlib.util.find_spec("torchvision") is not None
-    is_own = resize == "torch" and has_torchvision
-    kind: Any = transformers.Gemma4ImageProcessor if is_own else Gemma4ImageProcessorPil
+def by_transformers(
+    family: str, image: Image.Image, resize: str, budget: int
+) -> tuple[Any, Any, int]:
+    """Patches of an image by transformers' processor of a backend, with padding, their places, and
+    its number of tokens. Where it has none, or torchvision is missing, by the steps of one."""
+    is_own = resize == "torch" and importlib.util.find_spec("torchvision") is not None
+    name = "Gemma4UnifiedImageProcessor" if family == "gemma4_unified" else "Gemma4ImageProcessor"
+    kind: Any = getattr(transformers, name) if is_own else Gemma4ImageProcessorPil
     found = kind(max_soft_tokens=budget)(images=[image], return_tensors="np")
     (values,), (count,) = found["pixel_values"], found["num_soft_tokens_per_image"]
+    (places,) = found["image_position_ids"]
     if resize == "torch" and not is_own:
         height, width = get_aspect_ratio_preserving_size(*image.size[::-1], 16, 9 * budget, 3)
         pixels = torch.from_numpy(np.array(convert_to_rgb(image))).permute(2, 0, 1)[None]
@@ -213,27 +225,34 @@ def by_transformers(image: Image.Image, resize: str, budget: int) -> tuple[Any, 
             )
         blocks = (pixels[0] * (1 / 255)).numpy().reshape(3, height // 16, 16, width // 16, 16)
         values = blocks.transpose(1, 3, 2, 4, 0).reshape(9 * count, -1)
-    return values, count
+    if family == "gemma4_unified" and not is_own:
+        merge = transformers_function(family, "patches_merge")
+        whole = (torch.from_numpy(one[: 9 * count])[None] for one in (values, places))
+        values, places = (merged[0].numpy() for merged in merge(*whole, count))
+    return values, places, count
 
 
 @cache
-def built(folder: str, resize: str, budget: int) -> Any:
-    return build_sample_encoder("gemma4", folder, resize=resize, max_soft_tokens=budget)
+def built(family: str, folder: str, resize: str, budget: int) -> Any:
+    return build_sample_encoder(family, folder, resize=resize, max_soft_tokens=budget)
 
 
-def differing_pixels(folder: Path, data: bytes, budget: int = 70) -> list[str]:
+def differing_pixels(family: str, folder: Path, data: bytes, budget: int = 70) -> list[str]:
     """Names of what differs from transformers in an encoded image, in both backends, or in what is
     measured of it."""
     image = opened(data)
     sample = SourceSample("r", "vqa", (Turn("What?", "It."),), ("a",))
     found = []
     for resize in ("pil", "torch"):
-        values, count = by_transformers(image, resize, budget)
-        encoder = built(str(folder), resize, budget)
+        values, places, count = by_transformers(family, image, resize, budget)
+        encoder = built(family, str(folder), resize, budget)
         encoded = encoder.encode(sample, [data])
+        given = to_transformers_kwargs(packed_batch([encoded]))
+        num_patches = count * encoder.POOL**2
         pairs = {
-            "pixels": (encoded.pixel_values, values[: 9 * count]),
-            "padding": (values[9 * count :].any(), False),
+            "pixels": (encoded.pixel_values, values[:num_patches]),
+            "padding": (values[num_patches:].any(), False),
+            "places": (given["image_position_ids"][0], places[:num_patches]),
             "tokens": ((encoded.tokens == encoder.media_token_ids["image_token_id"]).sum(), count),
             **own_pairs(encoder, sample, [data], [], encoded),
         }
@@ -241,10 +260,11 @@ def differing_pixels(folder: Path, data: bytes, budget: int = 70) -> list[str]:
     return found
 
 
-def test_pixels(tmp_path: Path) -> None:
+def test_pixels(family: str, tmp_path: Path) -> None:
     save_gemma_tokenizer(tmp_path)
     for index, (height, width) in enumerate([(40, 900), (333, 217), (384, 336), (8, 8)]):
-        assert differing_pixels(tmp_path, image_bytes(height, width), BUDGETS[index % 2]) == []
+        data = image_bytes(height, width)
+        assert differing_pixels(family, tmp_path, data, BUDGETS[index % 2]) == []
 
 
 def test_conversations(encoder: Any) -> None:
@@ -315,19 +335,20 @@ def test_captions_and_videos(encoder: Any) -> None:
     assert "66:" not in "".join(text for text, _ in encoder.tokenizer.spell(encoded.tokens))
 
 
-def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gemma4 has no built-in vocabulary"):
-        build_sample_encoder("gemma4")
+def test_checkpoints_that_do_not_fit(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{family} has no built-in vocabulary"):
+        build_sample_encoder(family)
     tokenizer = gemma_tokenizer()
     tokenizer.save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match=r"has no chat template; copy chat_template.jinja"):
-        build_sample_encoder("gemma4", str(tmp_path / "base"))
+        build_sample_encoder(family, str(tmp_path / "base"))
     save_gemma_tokenizer(tmp_path, joins_digits=True)
     with pytest.raises(ValueError, match="joins digits with the text before them"):
-        build_sample_encoder("gemma4", str(tmp_path))
+        build_sample_encoder(family, str(tmp_path))
 
 
-def test_real_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_real_files(family: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     save_gemma_tokenizer(tmp_path)
     pictures = real_pictures(request.config.getoption("--real-data"))
-    assert [found for data in pictures if (found := differing_pixels(tmp_path, data, 280))] == []
+    wrong = [found for data in pictures if (found := differing_pixels(family, tmp_path, data, 280))]
+    assert wrong == []

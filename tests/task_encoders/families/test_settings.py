@@ -30,6 +30,7 @@ def test_settings_survive_json(family: str) -> None:
         ("llava", "llava_1_5"),
         ("mistral3", "mistral3"),
         ("internvl", "internvl3"),
+        ("gemma4_unified", "gemma4_unified"),
         ("llavaonevision1_5", "llava_onevision_1_5"),
         ("llama", None),
         (None, None),

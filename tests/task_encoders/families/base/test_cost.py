@@ -98,6 +98,17 @@ def test_operations_of_gemma_are_nearly_those_that_torch_counts() -> None:
     assert long < quadratic
 
 
+def test_gemma_12b_has_no_tower() -> None:
+    text = {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None}
+    config = config_of_preset("gemma4_unified", "tiny", text)
+    model = transformers_classes("gemma4_unified").model(config).eval()
+    places = torch.cartesian_prod(torch.arange(2), torch.arange(3))[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model.get_image_features(torch.zeros(1, 6, 3 * 48**2), places)
+    cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
+    assert cost.tower_flops(6) == counter.get_total_flops() > 0
+
+
 @pytest.mark.parametrize("family", USUAL)
 def test_a_checkpoint_of_the_usual_model_costs_what_the_family_says(
     family: str, tmp_path: Path
