@@ -2,7 +2,7 @@
 
 There are two ways to resize, with slightly different results: Pillow's, and torch's on bytes. Each,
 with its normalisation, equals one of transformers' two bit for bit. Pillow adds pixel by pixel; the
-loops here add the same integers row by row, in a sixth of the time.
+loops here add the same integers row by row, in a quarter of the time.
 
 Patches stay bytes as long as possible: an image's `pixel_values` take four bytes per value and
 repeat its frame T times, which for Qwen2-VL is eight times the size of its pixels.

@@ -127,6 +127,25 @@ def least_times(
     return best
 
 
+#: (height, width) of a picture before and after it is resized.
+RESIZINGS = (((768, 1024), (756, 1008)), ((1080, 1920), (728, 1316)), ((3000, 4000), (1008, 1344)))
+
+
+def compare_resizing() -> None:
+    """Print the time of resizing alone, by Pillow's and torch's plain calls and by the encoder."""
+    rng = np.random.default_rng(0)
+    for before, after in RESIZINGS:
+        image = Image.fromarray(rng.integers(0, 256, (*before, 3), dtype=np.uint8))
+        ways: dict[str, Callable[[], object]] = {}
+        for name, (resize, _) in BACKENDS.items():
+            ways[f"{name}'s call"] = partial(resize_plainly, image, *after, name)
+            ways[f"as {name}"] = partial(resize, image, *after)
+            resize(image, *after)  # compiles and loads once
+        times = least_times(ways, time.process_time)
+        times_of_all = ", ".join(f"{way} {1e3 * spent:.1f} ms" for way, spent in times.items())
+        print(f"{before} to {after}: {times_of_all}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=24)
@@ -167,6 +186,7 @@ def main() -> None:
                 f"  {best['tokenizing'] / duration:6.2%} of it tokenizing"
             )
         print(line)
+    compare_resizing()
     print(f"bytes of pixels: float32 / uint8 {sizes['float32'] / sizes['uint8']:.2f}")
     elapsed = least_times(threads, time.perf_counter)
     for way in ways:
