@@ -188,8 +188,6 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
 
     Segments stay as they are: cu_lengths [0, 3, 5] and [0, 4] give [0, 3, 5, 9].
     """
-    if len(rows) == 1:
-        return rows[0]
     ends = [rows[0].cu_lengths[:1]]
     length = 0
     for row in rows:

@@ -16,7 +16,7 @@ from megatron.energon.edataclass import edataclass
 
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.notebook_html import html_table
-from task_encoders.packs.pack import Pack, is_medium, parse_json
+from task_encoders.packs.pack import is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.storage.energon_paths import renew_clients_after_fork
 from task_encoders.versions import require_supported
@@ -94,8 +94,8 @@ def part_filter(part: str) -> bool:
 
 def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Energon's raw sample (member name -> bytes or decoded) to the fields of PackedSample."""
-    key, record, media = Pack.of(str(parts.get("__key__")), parts)
-    return {"record": parse_json(record, key), "media": media}
+    media = {name: data for name, data in parts.items() if is_medium(name)}
+    return {"record": parse_json(parts.get(JSON_PART), str(parts.get("__key__"))), "media": media}
 
 
 @edataclass
@@ -206,7 +206,7 @@ BATCH_TENSORS: Final[Mapping[str, TensorSpec]] = {
 
 def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
     """k encoded packs as one batch."""
-    merged = merge_row_samples(samples)
+    merged = samples[0] if len(samples) == 1 else merge_row_samples(samples)
     row = merged.row
     num_images, normalisation = len(row.image_grid_thw), row.normalisation
     return PackedBatch(

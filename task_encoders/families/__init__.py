@@ -7,6 +7,7 @@ sample_encoder, field_types.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -27,6 +28,7 @@ from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
 from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
+from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.load_tokenizer import require_hub
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.versions import require_supported
@@ -49,6 +51,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 #: The family of configurations that name none.
 DEFAULT_FAMILY: Final = QWEN2_VL.name
+
+#: What most samples look like: every encoder writes it once, so that a tokenizer that lacks a token
+#: of the template is refused at once, and processes forked from here need not cut the template.
+_QUESTION: Final = SourceSample("question", "vqa", (Turn("<image>\nWhat?", "A cat."),), ("a",))
 
 
 def model_options(*, video: VideoSettings | None = None, **options: Any) -> ModelOptions:
@@ -119,7 +125,8 @@ def build_sample_encoder(
 
     Raises:
         ValueError: see ModelOptions; a checkpoint of another family, one whose chat template
-            cannot be cut, or one to be downloaded while the hub is out of reach.
+            cannot be cut or writes tokens that its tokenizer lacks, or one to be downloaded
+            while the hub is out of reach.
     """
     if not isinstance(model, ModelOptions):
         model = model_options(**{"family": model, "processor": processor, **options})
@@ -127,7 +134,10 @@ def build_sample_encoder(
         raise TypeError("settings given twice: whole, and by name")
     require_hub(model.processor)
     _check_family(model)
-    return FAMILIES[model.family].build(model)  # type: ignore[call-arg]
+    encoder = FAMILIES[model.family].build(model)  # type: ignore[call-arg]
+    with suppress(SampleError):  # not every template takes images
+        encoder.tokenize(_QUESTION)
+    return encoder
 
 
 def family_of_processor(processor: str) -> str | None:

@@ -6,7 +6,7 @@ a video of 2 frames   Frame1: <img> [tile] </img>\n Frame2: <img> [tile] </img>
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -159,8 +159,8 @@ class InternVL3Encoder(VideosAsImagesEncoder):
         rows, sampled = video_patches(data, self.sample_video, self._vision, most)
         return rows, Medium(sampled.grid, sampled)
 
-    def render(self, sample: SourceSample) -> Iterable[Piece]:
-        pieces = super().render(sample)
+    def render(self, sample: SourceSample, weights: Sequence[float]) -> Iterable[Piece]:
+        pieces = super().render(sample, weights)
         return _with_first_labels(pieces) if sample.videos else pieces
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:

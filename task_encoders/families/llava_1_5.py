@@ -5,7 +5,7 @@ v1      <s> system USER: image \\n question ASSISTANT: answer </s> USER: … </s
 neva    as v1, but questions are as they were written: with images where they are marked
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from PIL import Image as PillowImage
@@ -89,11 +89,10 @@ class Llava15Encoder(FamilyEncoder):
         self._background = tuple(int(value * 255) for value in mean)
         self._check_tokenizer()
 
-    def render(self, sample: SourceSample) -> Iterator[Piece]:
+    def render(self, sample: SourceSample, weights: Sequence[float]) -> Iterator[Piece]:
         details = {name for turn in sample.turns for name in turn.details}
         if details - {"trained", "weight", "truncated"} or sample.tools:
             raise SampleError("not_in_template", "the template has no tools, thoughts and roles")
-        weights = self.answer_weights(sample)
         yield _START
         if sample.task == "captioning" or self.options.template == "plain":
             if len(sample.turns) > 1:

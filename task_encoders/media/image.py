@@ -132,10 +132,12 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
             _check_cost(file, file_size, (plain.width, plain.height), decoder, max_image_pixels)
             return ImageHeader(plain.height, plain.width, "JPEG")
     file.seek(0)
-    image, orientation = _open(file, max_image_pixels)
+    image, tail = _open(file, max_image_pixels)
     with image:
+        if not _ends_properly(image.format or "", tail, file):
+            _load(image)
         width, height = image.size
-        if orientation >= 5:  # 5 to 8 swap the axes
+        if _orientation(image, tail) >= 5:  # 5 to 8 swap the axes
             width, height = height, width
         return ImageHeader(height, width, image.format or "")
 
@@ -146,7 +148,8 @@ def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Im
     Raises:
         SampleError: as read_image_header.
     """
-    image, orientation = _open(io.BytesIO(data), max_image_pixels)
+    image, tail = _open(io.BytesIO(data), max_image_pixels)
+    orientation = _orientation(image, tail)  # as measured: before a PNG's last chunks are read
     _load(image)
     if orientation != 1:
         image = ImageOps.exif_transpose(image)
@@ -191,8 +194,8 @@ class _CountedFile:
         return getattr(self.file, name)
 
 
-def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
-    """Header of an image (pixels not decoded) and its EXIF orientation (1 to 8)."""
+def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, bytes]:
+    """Header of an image (pixels not decoded), and the last bytes of its file."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     counted = _CountedFile(file, MAX_HEADER_BYTES + 2 * size)
@@ -208,18 +211,14 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, int]:
     except Exception as error:
         raise SampleError("bad_image", _one_line(error)) from error
     counted.reads_left = counted.bytes_left = math.inf  # pixels may take any number
-    image_format = image.format or ""
     position = file.tell()
-    decoder = "progressive" if image.info.get("progressive") else image_format
+    decoder = "progressive" if image.info.get("progressive") else image.format or ""
     _check_cost(file, size, image.size, decoder, max_image_pixels)
-    count = _TAIL_BYTES if image_format == "PNG" else _END_BYTES
+    count = _TAIL_BYTES if image.format == "PNG" else _END_BYTES
     file.seek(max(0, size - count))
     tail = file.read(count)
-    complete = _ends_properly(image_format, size, tail, file)
     file.seek(position)
-    if not complete:
-        _load(image)
-    return image, _orientation(image, tail)
+    return image, tail
 
 
 def _check_cost(
@@ -252,7 +251,7 @@ def _load(image: Image.Image) -> None:
         raise SampleError("truncated_image", _one_line(error)) from error
 
 
-def _ends_properly(image_format: str, size: int, tail: bytes, file: BinaryIO) -> bool:
+def _ends_properly(image_format: str, tail: bytes, file: BinaryIO) -> bool:
     """Whether the file ends as a complete image of its format does."""
     if image_format in ("JPEG", "MPO"):
         return tail.endswith(_JPEG_END)
@@ -263,7 +262,7 @@ def _ends_properly(image_format: str, size: int, tail: bytes, file: BinaryIO) ->
     if image_format == "WEBP":
         file.seek(4)
         riff_size = int.from_bytes(file.read(4), "little")
-        return riff_size + 8 == size
+        return riff_size + 8 == file.seek(0, io.SEEK_END)
     return False
 
 

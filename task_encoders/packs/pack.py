@@ -100,7 +100,7 @@ class RestoredPack:
     cp_size: int | None = None
 
 
-def parse_json(record: bytes | Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def parse_json(record: bytes | Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
     """A pack's JSON as an object, from its bytes or as some decoder already parsed it.
 
     Raises:

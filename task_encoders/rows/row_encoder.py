@@ -66,7 +66,7 @@ class RowEncoder:
         """
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
         each = self._in_threads(sub_samples, pool) if pool else map(self._encode_one, sub_samples)
-        multiple = self._multiple(cp_size)
+        multiple = self.pad_multiple if cp_size is None else self._cut_multiple(cp_size)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
         room = self.seq_length
@@ -95,10 +95,8 @@ class RowEncoder:
         )
         return row, [one.key for one in encoded], dropped
 
-    def _multiple(self, cp_size: int | None) -> int:
+    def _cut_multiple(self, cp_size: int) -> int:
         """Divisor of sub-samples' padded lengths in a pack over so many ranks."""
-        if cp_size is None:
-            return self.pad_multiple
         if self.pad_to_seq_length:
             raise FatalSampleError(
                 "pad_to_seq_length would pad packs over 1, 2, 4 … ranks to the longest of them; "

@@ -84,7 +84,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def our_string(encoder: Any, sample: SourceSample) -> str:
     """The text that the pieces spell after the <s> that LLaMA's tokenizer puts in front."""
     spelled = []
-    for piece in encoder.render(sample):
+    for piece in encoder.parts(sample, None):
         match piece:
             case Control(token=token):
                 spelled.append(token)

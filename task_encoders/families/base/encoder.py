@@ -98,20 +98,12 @@ class FamilyEncoder(ABC):
 
     # Decided by a family.
 
-    def render(self, sample: SourceSample) -> Iterable[Piece]:
-        """The pieces of a checked sample, media included. Raises SampleError."""
+    def render(self, sample: SourceSample, weights: Sequence[float]) -> Iterable[Piece]:
+        """The pieces of a checked sample, media included; `weights`: each answer's in the loss.
+        Raises SampleError."""
         if sample.task == "captioning":
             return [*self.CAPTION_START, *caption_pieces(sample, self.CAPTION_END)]
-        return self.template.pieces(sample, self.answer_weights(sample))
-
-    def answer_weights(self, sample: SourceSample) -> list[float]:
-        """The weight of each answer of a conversation. Raises SampleError if all are 0."""
-        weights = [turn.weight for turn in sample.turns]
-        if self.options.loss_on == "last":
-            weights[:-1] = [0.0] * (len(weights) - 1)
-        if not any(weights):
-            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
-        return weights
+        return self.template.pieces(sample, weights)
 
     @abstractmethod
     def image_medium(self, height: int, width: int) -> Medium:
@@ -265,10 +257,15 @@ class FamilyEncoder(ABC):
         return rows[0] if len(rows) == 1 else np.concatenate(rows), grids
 
     def parts(self, sample: SourceSample, stored: TokenizedText | None) -> Iterable[Piece | Span]:
-        """The texts and media of a checked sample in order, `stored` or rendered."""
+        """The texts and media of a checked sample, `stored` or rendered. Raises SampleError."""
         if stored is not None:
             return stored_parts(stored)
-        pieces = self.render(sample)
+        weights = [turn.weight for turn in sample.turns]
+        if self.options.loss_on == "last":
+            weights[:-1] = [0.0] * (len(weights) - 1)
+        if not any(weights):
+            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
+        pieces = self.render(sample, weights)
         return without_end(pieces) if sample.turns[-1].truncated else pieces
 
     def _layout(

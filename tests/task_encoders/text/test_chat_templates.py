@@ -243,6 +243,14 @@ def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.tokens, encoded.tokens)
 
 
+def test_a_template_with_tokens_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    template = QWEN3_VL_TEMPLATE.replace("user\\n", "user\\n<|turn|>")
+    assert "<|turn|>" in template
+    save_with_template(tiny_tokenizer(QWEN3_TEXT_TOKENS), template, tmp_path)
+    with pytest.raises(ValueError, match=r"no special token '<\|turn\|>'"):
+        build_sample_encoder("qwen3_vl", str(tmp_path))
+
+
 def test_variables_of_a_template(tmp_path: Path) -> None:
     """They are what transformers is given as keyword arguments; one that is not read is refused."""
     header = "'<|im_start|>assistant\\n' +"
