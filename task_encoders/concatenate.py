@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from task_encoders.media.patches import Normalisation, PixelTransport
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.sample_encoder import EncodedSample
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron.energon import Batch, Sample, SampleDecoder
 from megatron.energon.edataclass import edataclass
 
 from task_encoders.concatenate import PackedRow, merge_rows
-from task_encoders.notebook_html import html_table
+from task_encoders.packs.notebook_html import html_table
 from task_encoders.packs.pack import is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.storage.energon_paths import renew_clients_after_fork

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from task_encoders.media.layouts import IMAGE_LAYOUTS, VIDEO_LAYOUTS
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch

@@ -7,7 +7,7 @@ The invariant that the whole system rests on, for every sample:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +17,9 @@ from task_encoders.media.image import ImageHeader
 from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.packs.tokenized import ExpandedText, TokenizedText
+from task_encoders.packs.tokenized import ExpandedText, TokenizedText, labels_of
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
-
-#: Label of a position that carries no loss, as in torch's cross_entropy and transformers.
-IGNORE_INDEX: Final = -100
-
-
-def labels_of(
-    tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
-) -> npt.NDArray[np.int64]:
-    """(S,) each token where it has a weight, and IGNORE_INDEX where it has none."""
-    return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@ syntax tree, so that those in functions and under TYPE_CHECKING count as well.""
 
 import ast
 import functools
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("offline_packing", "task_encoders", "launch")
@@ -82,20 +84,37 @@ def test_imports_are_found() -> None:
     assert "offline_packing.planner.plan_packs" in imports["offline_packing"]  # in a function
 
 
-def reachable(name: str) -> set[str]:
-    """The modules that a module imports, and those that these import, and so on."""
+def reachable(name: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """What a module or a folder imports, and what this imports, and so on."""
     found: set[str] = set()
     left = [name]
     while left:
-        new = imports_of_all()[left.pop()] - found
+        new = imports[left.pop()] - found
         found |= new
         left += new
     return found
 
 
 def test_no_circles() -> None:
-    circular = sorted(name for name in MODULES if name in reachable(name))
-    assert circular == []
+    imports = imports_of_all()
+    assert [name for name in sorted(MODULES) if name in reachable(name, imports)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circles_between_folders(package: str) -> None:
+    """A module at the root of a package counts as a folder of its own."""
+
+    def room(name: str) -> str:
+        own, _, rest = name.partition(".")
+        return rest.partition(".")[0] if own == package else ""
+
+    imports: defaultdict[str, set[str]] = defaultdict(set)
+    for name, others in imports_of_all().items():
+        rooms = {room(other) for other in others} - {room(name), ""}
+        if room(name):
+            imports[room(name)] |= rooms
+    assert len(imports) > 5
+    assert [room for room in sorted(imports) if room in reachable(room, imports)] == []
 
 
 def test_folders_import_only_those_before() -> None:

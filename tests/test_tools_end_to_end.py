@@ -15,7 +15,7 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
 from task_encoders.packs.manifest import Counts
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.datasets import image_bytes, make_run, pack_all
 from tests.helpers.formats import lines, write_file
 

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
+from megatron.core import parallel_state
 from torch import distributed
 
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
@@ -15,6 +16,16 @@ _OTHERS: Final = [
     for f in fields(PackedBatch)
     if f.name not in BATCH_TENSORS and (f.name == "__key__" or not f.name.startswith("__"))
 ]
+
+
+def group_of_size(size: int) -> distributed.ProcessGroup | None:
+    """The ranks that share packs over so many, of which this is one; None: it has its own."""
+    if size == 1:
+        return None
+    group: distributed.ProcessGroup = parallel_state.get_hybrid_data_context_parallel_groups(
+        group_size=size
+    )
+    return group
 
 
 def broadcast_batch(

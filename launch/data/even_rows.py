@@ -17,7 +17,7 @@ from launch.data.micro_batches import MicroBatches
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.family import Family
 from task_encoders.model_inputs import pad_batch
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 
 class EvenRows:

@@ -9,10 +9,9 @@ import torch
 from torch.utils.data import Dataset
 
 from launch.config import LaunchConfig
-from launch.data.broadcast import broadcast_batch
+from launch.data.broadcast import broadcast_batch, group_of_size
 from launch.data.indexed_loader import IndexedLoader
 from launch.data.packed_data import PackedData
-from launch.model.context_parallel import group_of_size
 from offline_packing.errors import StageError
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder

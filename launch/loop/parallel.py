@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch.model.context_parallel import group_of_size
+from launch.data.broadcast import group_of_size
 from task_encoders.energon_samples import PackedBatch
 
 

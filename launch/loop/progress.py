@@ -11,7 +11,7 @@ import torch
 from launch.model.vision_tower import frames_of, share_frames
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import ModelCost
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 #: Dense bfloat16 FLOP/s of a GPU, by a part of its name (NVIDIA's data sheets).
 PEAK_FLOPS: Final = {

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed
 
@@ -47,16 +46,6 @@ class RowPart(PackedSeqParams):
         both = _Gather.apply(torch.stack([key, value], dim=1), self.cp_group)
         key, value = both[self.keys].unbind(dim=1)
         return key, value
-
-
-def group_of_size(size: int) -> distributed.ProcessGroup | None:
-    """The ranks that share packs over so many, of which this is one; None: it has its own."""
-    if size == 1:
-        return None
-    group: distributed.ProcessGroup = parallel_state.get_hybrid_data_context_parallel_groups(
-        group_size=size
-    )
-    return group
 
 
 def cut_row(params: PackedSeqParams) -> RowPart | None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from launch.model.packed_attention import PackedCoreAttention
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 #: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
 LOSS_CHUNK: Final = 2048

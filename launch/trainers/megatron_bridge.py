@@ -37,7 +37,7 @@ from task_encoders.model_inputs import (
     to_transformers_kwargs,
 )
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 

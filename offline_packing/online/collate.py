@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from task_encoders.model_inputs import flash_attention_kwargs
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError
 from task_encoders.settings import FRACTIONS
 

@@ -19,7 +19,6 @@ from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from task_encoders.families import ModelOptions
-from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.image import decode_image
 from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.packs.manifest import Manifest
@@ -27,6 +26,7 @@ from task_encoders.packs.pack import Pack, restore_pack
 from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.settings import PackingSettings
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from task_encoders.field_types import (
     added,
     not_bool,
 )
-from task_encoders.limits import MAX_MEDIA, MAX_MESSAGES, MAX_TEXT_LENGTH
 from task_encoders.records.questions import (
     ANSWER_FIELDS,
     DIALOGUE_FIELDS,
@@ -40,6 +39,7 @@ from task_encoders.records.questions import (
     with_input,
 )
 from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS
+from task_encoders.samples.limits import MAX_MEDIA, MAX_MESSAGES, MAX_TEXT_LENGTH
 
 #: More copies of a sample than this are taken for a typing error.
 MAX_REPEAT: Final = 1000

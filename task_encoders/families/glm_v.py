@@ -20,13 +20,13 @@ from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count, Number
-from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import patches, video
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.glm_template import GLM, GLM_TEMPLATE
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.pieces import Control, Text

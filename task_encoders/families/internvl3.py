@@ -19,13 +19,13 @@ from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count
-from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.media.video import SampledVideo, video_patches
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.dialect import CHATML, Dialect
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.pieces import Control, Fixed, Image, Piece, Text, Video

@@ -16,11 +16,11 @@ from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
-from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.mistral_template import MISTRAL, MISTRAL_TEMPLATE
 from task_encoders.text.pieces import Control

@@ -10,12 +10,12 @@ from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.field_types import Count, Number
-from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media import image, patches, video
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.media.video import SampledVideo, VideoSettings
 from task_encoders.media.video_file import VideoHeader
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.pieces import Control
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKENS

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from task_encoders.limits import (
+from task_encoders.media.jpeg_header import HEAD_BYTES, check_scans, jpeg_size
+from task_encoders.samples import SampleError
+from task_encoders.samples.limits import (
     DECODING_COST,
     MAX_HEADER_BYTES,
     MAX_HEADER_READS,
@@ -23,8 +25,6 @@ from task_encoders.limits import (
     MAX_IMAGE_PIXELS,
     MAX_PIXEL_BYTES,
 )
-from task_encoders.media.jpeg_header import HEAD_BYTES, check_scans, jpeg_size
-from task_encoders.samples import SampleError
 
 #: Formats that are read. Pillow knows more, some of which call external programs.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")

@@ -8,8 +8,8 @@ is left to Pillow: the result is the same as Pillow's, or None.
 import struct
 from typing import BinaryIO, Final, NamedTuple
 
-from task_encoders.limits import MAX_SCANNED_PIXELS
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_SCANNED_PIXELS
 
 #: Bytes at the start of a file that are searched.
 HEAD_BYTES: Final = 4096

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, Final
 
 from PIL import Image
 
-from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.mp4_claims import check_claims
 from task_encoders.media.mp4_header import is_mp4, mp4_rotation, read_mp4_header
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 
 #: Default limit on the frames in a file: nine hours at 30 per second.
 MAX_VIDEO_FRAMES: Final = 1_000_000

@@ -38,8 +38,13 @@ import orjson
 from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, parse_json
 from task_encoders.packs.pack_format import PREFIX, is_video_name, media_part_names
 from task_encoders.packs.stored_media import StoredMedium
-from task_encoders.packs.tokenized import ExpandedText, TokenizedPack, TokenizedText, collapse
-from task_encoders.sample_encoder import labels_of
+from task_encoders.packs.tokenized import (
+    ExpandedText,
+    TokenizedPack,
+    TokenizedText,
+    collapse,
+    labels_of,
+)
 from task_encoders.storage.paths import check_exists, is_url, path_of, read_range
 
 #: Beside them: the folders, or URLs, that `media` names.

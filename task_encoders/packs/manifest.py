@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from task_encoders.field_types import added
-from task_encoders.notebook_html import html_table
+from task_encoders.packs.notebook_html import html_table
 
 NAME: Final = "manifest.json"
 

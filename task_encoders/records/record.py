@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import orjson
 
-from task_encoders.limits import check_json
 from task_encoders.packs.pack_format import is_video_name
 from task_encoders.records.messages import (
     Dialogue,
@@ -49,6 +48,7 @@ from task_encoders.samples import (
     check_sample,
     count_placeholders,
 )
+from task_encoders.samples.limits import check_json
 
 #: A longer "id" is not a key.
 _MAX_KEY_LENGTH: Final = 4096

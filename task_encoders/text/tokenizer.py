@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol
 import tiktoken
 import xxhash
 
-from task_encoders.limits import MAX_MARKS, MAX_WHITE_SPACE
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError
+from task_encoders.samples.limits import MAX_MARKS, MAX_WHITE_SPACE
 
 _MARKS: Final = {IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from task_encoders.media.image import read_image_header
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
 from tests.helpers.texts_and_images import random_text
 

@@ -9,8 +9,8 @@ import orjson
 
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import read_video_header
-from task_encoders.packs.tokenized import TokenizedText
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.packs.tokenized import IGNORE_INDEX, TokenizedText
+from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SourceSample
 
 #: By name, something and what it should equal.

@@ -14,7 +14,7 @@ from task_encoders.concatenate import split_row
 from task_encoders.energon_samples import batch_rows
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs, to_transformers_kwargs, token_types
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.datasets import mixed_pairs
 from tests.helpers.peers import (
     largest_difference,

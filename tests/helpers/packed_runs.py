@@ -18,7 +18,7 @@ from launch.loop.setup import build_checkpoints, build_model, build_optimizer
 from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import required_pad_multiple
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.datasets import (
     captioning_pairs,

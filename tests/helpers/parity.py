@@ -6,7 +6,7 @@ import torch
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 
 class Gradients:

@@ -15,7 +15,8 @@ from launch.model.hf_weights import gather_weights
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.sample_encoder import EncodedSample
 
 VOCAB_SIZE = 1024
 #: ordinary tokens are below

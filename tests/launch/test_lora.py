@@ -23,7 +23,7 @@ from launch.train_transformers import load_config
 from task_encoders.concatenate import split_row
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import media_kwargs
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.packed_runs import losses
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (

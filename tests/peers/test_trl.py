@@ -19,7 +19,7 @@ from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import MEDIA_INPUTS
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.hf_trainers import QUIET, check_resuming, check_steps_alone, numbers_read

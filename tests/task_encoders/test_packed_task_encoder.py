@@ -16,7 +16,7 @@ from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import normalise_pixels
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.legacy_packs import (
     CRUDE_YAML,

@@ -38,7 +38,7 @@ from offline_packing.runs.manifest import require_manifest
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import TRAINING, ModelCost, cost_of_sizes
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 
 FOLDED_WORDS: Final = 1024

@@ -34,7 +34,7 @@ from task_encoders.families import model_options
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.settings import PackingSettings
 
 PACKS_PER_STEP: Final = 2

@@ -12,7 +12,7 @@ from torch import distributed
 from launch.loop.progress import Stopwatch, row_flops, tower_shares
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import ModelCost
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 
 class StepCounts:

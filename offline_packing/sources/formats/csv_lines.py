@@ -22,10 +22,10 @@ from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, endings
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.storage.streams import UNREAD_SUFFIXES
-from task_encoders.limits import MAX_JSON_BYTES, check_json
 from task_encoders.records.questions import DIALOGUE_FIELDS
 from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS, decode_text
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES, check_json
 
 #: Columns whose cells may be JSON.
 _STRUCTURED: Final = {*DIALOGUE_FIELDS, *MEDIA_FIELDS, "captions", "answers", "tools", "functions"}

@@ -31,9 +31,9 @@ from offline_packing.storage.streams import (
     codec_of,
     open_unpacked,
 )
-from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.records.record import decode_text, own_key
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES
 
 #: Bytes at a time while listing, and while reading records.
 _BLOCK: Final = 2 << 20

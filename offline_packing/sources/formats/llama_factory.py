@@ -22,10 +22,10 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, MediaOptions
-from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.records.questions import read_history, with_input
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES
 
 _INFO_NAME: Final = "dataset_info.json"
 _FORMATS: Final[Mapping[str, type[Source]]] = {

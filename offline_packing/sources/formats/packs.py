@@ -22,11 +22,11 @@ from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.locators import Locator, to_json
 from offline_packing.sources.roots.listing import hash_files, walk
-from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.packs.pack import PackFormatError, match_images, parse_json, restore_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES
 
 _LOOSE_PACK: Final = re.compile(r"(?:.*/)?([A-Za-z0-9_-]*ps_\d+)\.json")
 

@@ -29,10 +29,10 @@ from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import DOT, PackedKeys
 from offline_packing.storage.key_set import KeySet
-from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.record import decode_text
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES
 
 _MEDIA: Final = frozenset(name.encode() for name in MEDIA_EXTENSIONS)
 _TEXT_ONLY_NAME: Final = re.compile(r"output_\d{8}")

@@ -31,9 +31,9 @@ from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.roots.listing import hash_files
 from task_encoders.field_types import Count, added
-from task_encoders.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES, MAX_ROW_BYTES
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES, MAX_ROW_BYTES
 
 _STATE_NAME: Final = "state.json"
 #: unpacked as a whole, by kind of locator

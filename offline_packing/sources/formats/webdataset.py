@@ -31,11 +31,11 @@ from offline_packing.storage.streams import (
     open_unpacked,
 )
 from offline_packing.storage.tar_members import TarMember, TarReader
-from task_encoders.limits import MAX_JSON_BYTES
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.records.questions import has_answer
 from task_encoders.records.record import decode_text, named_media
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_JSON_BYTES
 
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
 _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)

@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 import numpy as np
 import pyarrow as pa
 
-from task_encoders.limits import MAX_PAGE_BYTES
+from task_encoders.samples.limits import MAX_PAGE_BYTES
 
 #: Beginning of a file that is a stream with a footer.
 _FILE_MAGIC: Final = b"ARROW1\0\0"

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from offline_packing.sources.reading.parquet_pages import Page, Read
-from task_encoders.limits import MAX_ROW_BYTES
+from task_encoders.samples.limits import MAX_ROW_BYTES
 
 Sizes = npt.NDArray[np.int64]
 

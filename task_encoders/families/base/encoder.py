@@ -22,7 +22,6 @@ from task_encoders.families.base.spans import (
     tokens_and_weights,
     two_tokens,
 )
-from task_encoders.limits import MAX_IMAGE_PIXELS
 from task_encoders.media.image import ImageHeader, decode_image, read_image_header
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
@@ -30,6 +29,7 @@ from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
 from task_encoders.sample_encoder import EncodedSample, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.dialect import CHATML, Dialect
 from task_encoders.text.pieces import Control, Image, Piece, Video, caption_pieces, without_end

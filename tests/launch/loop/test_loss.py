@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.loop.loss import Normalization, loss_terms, shift_labels, weighted_sum
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 _ = IGNORE_INDEX
 

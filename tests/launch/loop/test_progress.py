@@ -8,7 +8,7 @@ import torch
 
 from launch.loop.progress import Eta, format_line, row_flops
 from task_encoders.families import FAMILIES
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 
 
 def test_operations_are_those_of_real_tokens_labels_and_pictures() -> None:

@@ -24,7 +24,7 @@ from launch.model.qwen_vl import PackedQwen2VL, build_model
 from launch.model.vision_tower import share_frames
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,

@@ -14,7 +14,8 @@ from launch.model.segments import isolate_segments
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.sample_encoder import IGNORE_INDEX, EncodedSample
+from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SourceSample, Turn
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import packed_batch

@@ -12,7 +12,7 @@ from launch.model.config import ModelConfig
 from launch.model.qwen_vl import PackedQwen2VL, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.tiny_checkpoints import IMAGE, packed_batch, row_samples, transformers_model
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_bat
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder
 from tests.helpers.peers import (
     largest_difference,

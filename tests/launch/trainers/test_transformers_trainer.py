@@ -13,7 +13,7 @@ from launch.trainers.transformers_trainer import PackedTrainer, UnreadPacks, col
 from task_encoders.concatenate import split_row
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import media_kwargs
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.hf_trainers import QUIET, check_resuming
 from tests.helpers.packed_runs import BMR_ENVIRONMENT
 from tests.helpers.peers import open_packs, small_checkpoint, small_packs

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from offline_packing.online.collate import count_tokens, padding_free_collator
 from offline_packing.online.constant_length import ConstantLengthDataset
 from offline_packing.online.dynamic_batches import DynamicBatches
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import lettered
 from tests.helpers.tiny_checkpoints import randomise

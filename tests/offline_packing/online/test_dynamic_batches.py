@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offline_packing.errors import StageError
 from offline_packing.online.dynamic_batches import DynamicBatches
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.online_samples import Indexed, lettered, numbered
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.packed_dataset import PackedIterableDataset
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.online_samples import Indexed
 from tests.helpers.tiny_checkpoints import row_samples, transformers_model, unpacked_inputs
 

@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import VideoHeader, read_video_header
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from task_encoders.text.pieces import to_chat

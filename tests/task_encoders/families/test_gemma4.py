@@ -33,7 +33,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.base.spans import Medium
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from task_encoders.families import build_sample_encoder, family_of_processor
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.glm_template import GLM_TEMPLATE
 from tests.helpers.conversations import random_conversation

@@ -18,7 +18,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat

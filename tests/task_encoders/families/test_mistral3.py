@@ -15,7 +15,7 @@ import transformers
 from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.jinja_template import JinjaTemplate

@@ -11,7 +11,7 @@ from transformers.image_utils import load_image
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.image import read_image_header
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE

@@ -17,7 +17,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import VideoHeader, read_video_header
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.datasets import image_bytes

@@ -14,10 +14,10 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.limits import MAX_IMAGE_EXTRA, MAX_PIXEL_BYTES
 from task_encoders.media import image, jpeg_header
 from task_encoders.media.image import decode_image, read_image_header, smart_resize
 from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_IMAGE_EXTRA, MAX_PIXEL_BYTES
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.transformers_sources import needs_transformers
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from task_encoders.families import build_sample_encoder, model_options
-from task_encoders.sample_encoder import IGNORE_INDEX
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.jinja_template import JinjaTemplate
