@@ -6,23 +6,16 @@ from typing import Any
 
 import av
 import numpy as np
-from transformers import (
-    AutoTokenizer,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen3VLProcessor,
-)
+import transformers
+from transformers import AutoTokenizer, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 
 def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -> None:
     """A checkpoint's whole processor: with torchvision it can be built."""
     images = Qwen2VLImageProcessorPil(**limits)
-    videos = Qwen2VLVideoProcessor()
+    videos = transformers.Qwen2VLVideoProcessor()
     Qwen2VLProcessor(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
 
 
@@ -62,31 +55,79 @@ class _FromPyAV:
             return list(
                 zip(*[self.fetch_videos(v, sample_indices_fn) for v in videos], strict=True)
             )
-        frames, rate = decoded_video(videos)
-        metadata = VideoMetadata(len(frames), fps=rate)
+        with av.open(videos) as file:
+            stream = file.streams.video[0]
+            assert stream.average_rate is not None
+            total = sum(1 for _ in file.decode(stream))
+            metadata = VideoMetadata(
+                total, fps=float(stream.average_rate), duration=float(total / stream.average_rate)
+            )
         metadata.frames_indices = sample_indices_fn(metadata=metadata)
-        return frames[metadata.frames_indices], metadata
+        numbers = [int(number) for number in metadata.frames_indices]
+        if max(numbers) >= total:
+            raise IndexError(f"frame {max(numbers)} of {total}")  # as an array of all would
+        return some_frames(videos, numbers), metadata
 
 
-class _Qwen2VLVideos(_FromPyAV, Qwen2VLVideoProcessor):
-    pass
+def some_frames(path: str, numbers: Sequence[int]) -> np.ndarray:
+    """Frames of these numbers (T, H, W, 3), upright; one may be named several times."""
+    found: dict[int, np.ndarray] = {}
+    with av.open(path) as file:
+        for number, frame in enumerate(file.decode(video=0)):
+            if number in numbers:
+                found[number] = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+    return np.stack([found[number] for number in numbers])
 
 
-class _Qwen3VLVideos(_FromPyAV, Qwen3VLVideoProcessor):
-    pass
-
-
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "qwen2_vl": (Qwen2VLProcessor, _Qwen2VLVideos),
-    "qwen2_5_vl": (Qwen2_5_VLProcessor, _Qwen2VLVideos),
-    "qwen3_vl": (Qwen3VLProcessor, _Qwen3VLVideos),
+#: What the names of a family's classes in transformers begin with: of processor, of that of images
+#: and of that of videos.
+_CLASSES = {
+    "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
+    "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VL", "Qwen2VL"),
+    "qwen3_vl": ("Qwen3VL", "Qwen2VL", "Qwen3VL"),
+    "qwen3_5": ("Qwen3VL", "Qwen2VL", "Qwen3VL"),
+    "llava_onevision_1_5": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
+    "glm4v": ("Glm4v", "Glm4v", "Glm4v"),
+    "glm46v": ("Glm46V", "Glm46V", "Glm46V"),
+    "gemma4": ("Gemma4", "Gemma4", "Gemma4"),
+    "gemma4_unified": ("Gemma4Unified", "Gemma4Unified", "Gemma4Unified"),
+    "internvl3": ("InternVL", "GotOcr2", "InternVL"),
 }
+#: Families with videos whose processors are compared.
+WITH_PROCESSORS = tuple(_CLASSES)
 
 
 def processor_of(family: str, encoder: Any, tokenizer: Any) -> Any:
-    """A family's processor with the sizes and frames of an encoder that resizes with torch."""
-    assert encoder.vision.resize == "torch"
-    processor, videos = _CLASSES[family]
+    """A family's processor with the sizes and frames of an encoder that resizes with torch; of
+    GLM-V and Gemma with its defaults."""
+    assert encoder.options.resize == "torch"
+    whole, of_images, of_videos = _CLASSES[family]
+    reading: Any = type(
+        "Reading", (_FromPyAV, getattr(transformers, f"{of_videos}VideoProcessor")), {}
+    )
+    image_options: dict[str, Any] = {}
+    video_options: dict[str, Any] = {"do_sample_frames": True}
+    if of_images == "Qwen2VL":
+        image_options, own = _qwen_options(encoder)
+        video_options |= own
+    elif family == "internvl3":
+        side = {"height": encoder.options.image_size, "width": encoder.options.image_size}
+        normal = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+        image_options = {"size": side, **normal}
+        video_options |= {**image_options, "num_frames": encoder.options.video_num_frames}
+    parts = {
+        "image_processor": getattr(transformers, f"{of_images}ImageProcessor")(**image_options),
+        "tokenizer": tokenizer,
+        "video_processor": reading(**video_options),
+    }
+    if family.startswith("gemma4"):
+        parts["feature_extractor"] = getattr(transformers, f"{whole}AudioFeatureExtractor")()
+    template = tokenizer.chat_template
+    return getattr(transformers, f"{whole}Processor")(**parts, chat_template=template)
+
+
+def _qwen_options(encoder: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the processors of images and of videos."""
     shared = {
         "patch_size": encoder.vision.patch_size,
         "image_mean": list(encoder.vision.mean),
@@ -97,9 +138,5 @@ def processor_of(family: str, encoder: Any, tokenizer: Any) -> Any:
         for limits in (encoder.vision, encoder.video)
     )
     frames = {"min_frames": encoder.video.min_frames, "max_frames": encoder.video.max_frames}
-    return processor(
-        Qwen2VLImageProcessor(size=image_size, **shared),
-        tokenizer,
-        videos(size=video_size, fps=encoder.video.fps, do_sample_frames=True, **frames, **shared),
-        chat_template=tokenizer.chat_template,
-    )
+    of_videos = {"size": video_size, "fps": encoder.video.fps, **frames, **shared}
+    return {"size": image_size, **shared}, of_videos

@@ -71,6 +71,14 @@ def real_pictures(root: str) -> list[bytes]:
     return usable
 
 
+def real_videos(root: str) -> list[Path]:
+    """Videos under a folder. Skips a test where there are none."""
+    found = [path for path in real_media(root) if is_video_name(path.name)]
+    if not found:
+        pytest.skip(f"no video under {root}; name a folder of some by --real-data")
+    return found
+
+
 def real_samples(
     encoder: Any, root: str, folder: Path
 ) -> Iterator[tuple[SourceSample, list[bytes], list[bytes]]]:

@@ -34,7 +34,7 @@ from tests.helpers.datasets import (
     write_json,
 )
 from tests.helpers.elements import HOSTILE, Elements
-from tests.helpers.tiny_families import save_tokenizer
+from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.video_packs import CLIPS, MODEL
 
 MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
@@ -213,9 +213,10 @@ def test_other_layouts(layout: str, tmp_path: Path, qwen: tiktoken.Encoding) -> 
             check_sub_sample(run, sub, qwen)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "internvl3"])
 def test_videos_in_one_run_of_tokens_or_in_several(family: str, tmp_path: Path) -> None:
-    """Qwen3-VL and GLM-V write the time of each step; GLM-V's have the tokens of images."""
+    """Qwen3-VL and GLM-V write the time of each step; GLM-V's and InternVL3's have the tokens of
+    images."""
     root = tmp_path / "data"
     root.mkdir()
     for name in ("short", "other"):
@@ -224,7 +225,9 @@ def test_videos_in_one_run_of_tokens_or_in_several(family: str, tmp_path: Path) 
     record = {"messages": dialogue("What moves?", "A bar."), "images": ["0.jpg"]}
     write_json(root / "0.json", {**record, "videos": ["short.mp4", "other.mp4"]})
     model = MODEL | {"family": family, "resize": "pil"}
-    if family == "glm4v":
+    if family == "internvl3":
+        model = {"family": family, "resize": "pil", "max_pixels": None, **encoder_options(family)}
+    if family in ("glm4v", "internvl3"):
         save_tokenizer(family, tmp_path / "tokenizer")
         model |= {"processor": str(tmp_path / "tokenizer")}
     source = {"format": "pairs", "task": "vqa", "path": str(root)}
