@@ -169,10 +169,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         encoded = {"row": row, "cp_size": cp_size, "sub_sample_keys": keys, "dropped": dropped}
         return PackedRowSample.derive_from(sample, __key__=key, **encoded)
 
-    @stateless
-    def batch(self, samples: list[PackedRowSample]) -> PackedBatch:
-        """k packs to one row with merged cu_lengths; nothing is padded."""
-        return batch_rows(samples)
+    #: Energon's hook: k packs to one row with merged cu_lengths; nothing is padded.
+    batch = staticmethod(stateless(batch_rows))
 
     def select_samples_to_pack(self, samples: list[PackedRowSample]) -> list[list[PackedRowSample]]:
         """Energon's hook for `packing_buffer_size`: first-fit-decreasing over a buffer of rows."""
@@ -180,10 +178,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         packs = first_fit_decreasing(lengths, self.seq_length)
         return [[samples[number] for number in pack] for pack in packs]
 
-    @stateless
-    def pack_selected_samples(self, samples: list[PackedRowSample]) -> PackedRowSample:
-        """Energon's hook for `packing_buffer_size`: the rows of a pack as one."""
-        return merge_row_samples(samples)
+    #: Energon's hook for `packing_buffer_size`: the rows of a pack as one.
+    pack_selected_samples = staticmethod(stateless(merge_row_samples))
 
     def build_train_datasets(
         self, *, datasets: Sequence[Any], repeat: bool = True, **kwargs: Any

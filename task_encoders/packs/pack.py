@@ -171,7 +171,10 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
         PackFormatError: the pack's lists cannot be aligned, or a medium has changed.
     """
     restored = restore_pack(pack.record, pack.key, task)
-    members = match_images(pack.record.get("images"), pack.key.rpartition("/")[2], pack.media)
+    samples = [sub for sub in restored.sub_samples if isinstance(sub, SourceSample)]
+    members = {}
+    if not {name for sample in samples for name in sample.images} <= pack.media.keys():
+        members = match_images(pack.record.get("images"), pack.key.rpartition("/")[2], pack.media)
     count, tokenized = len(restored.keys), restored.tokenized
     texts = tokenized.texts if tokenized and tokenized.made_with == made_with else [None] * count
     columns = restored.keys, restored.sub_samples, texts, restored.num_tokens or [None] * count
