@@ -196,15 +196,6 @@ class ParallelConfig(_Config):
     tensor: Count = 1
     #: ranks that share a row; packs need pack.context_parallel.size
     context: Count = 1
-    #: only 1: megatron-core's schedules run on GPUs only, untested
-    pipeline: Count = 1
-
-    @field_validator("pipeline")
-    @classmethod
-    def _no_pipeline(cls, pipeline: int) -> int:
-        if pipeline > 1:
-            raise ValueError("pipeline parallelism is not supported: it needs CUDA; use tensor")
-        return pipeline
 
 
 class CheckpointConfig(_Config):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         get_packed_val_dataset as get_packed_val_dataset,
     )
     from task_encoders.loading.packed_folder import PackedFolder as PackedFolder
-    from task_encoders.media.video import VideoSettings as VideoSettings
     from task_encoders.model_inputs import flash_attention_kwargs as flash_attention_kwargs
     from task_encoders.model_inputs import normalise_pixels as normalise_pixels
     from task_encoders.model_inputs import required_pad_multiple as required_pad_multiple
@@ -45,7 +44,6 @@ _MODULE_OF = {
     "PackingSettings": "settings",
     "PackedTaskEncoder": "packed_task_encoder",
     "Qwen2VLTaskEncoder": "packed_task_encoder",
-    "VideoSettings": "media.video",
     "build_sample_encoder": "families",
     "get_packed_loader": "loading.packed_dataset",
     "get_packed_train_dataset": "loading.packed_dataset",

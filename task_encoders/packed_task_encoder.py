@@ -63,7 +63,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             over it are dropped from its end, and counted.
         model: as when the packs were measured; the folder's manifest.json says what that was.
         options: instead of `model`, its fields by name: family, processor ("builtin", a checkpoint
-            folder or a hub name), min_pixels, max_pixels, video (a VideoSettings), …
+            folder or a hub name), min_pixels, max_pixels, …
         pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
         fits_padded: packs are known to fit `seq_length` so, whatever they were planned with.
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.

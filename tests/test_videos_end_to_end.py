@@ -26,7 +26,6 @@ from task_encoders.concatenate import split_row
 from task_encoders.energon_samples import BATCH_TENSORS
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.media.video import VideoSettings
 from task_encoders.model_inputs import normalise_pixels, to_transformers_kwargs
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -42,7 +41,7 @@ from tests.helpers.videos import make_video, video_pairs
 
 SEQ_LENGTH = 1024
 MODEL = {"max_pixels": 28 * 28 * 16, "video_min_pixels": 784, "video_max_pixels": 784 * 9}
-VIDEO = VideoSettings(min_pixels=784, max_pixels=784 * 9)
+VIDEO = {"video_min_pixels": 784, "video_max_pixels": 784 * 9}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def task_encoder(
         family=family,
         processor=processor,
         max_pixels=MODEL["max_pixels"],
-        video=VIDEO,
+        **VIDEO,
         settings=PackingSettings(packed=True, bmr=True),
         **options,
     )
@@ -282,7 +281,7 @@ def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> No
     assert (result.num_samples, result.num_videos) == (6, 6)
     settings = PackingSettings(packed=True, vqa=task == "vqa")
     encoder = PackedTaskEncoder(
-        seq_length=1024, max_pixels=MODEL["max_pixels"], video=VIDEO, settings=settings
+        seq_length=1024, max_pixels=MODEL["max_pixels"], settings=settings, **VIDEO
     )
     batches = load(tmp_path / "out", encoder)
     assert sum(len(batch.video_grid_thw) for batch in batches) == 6
@@ -371,7 +370,7 @@ def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
     encoder = PackedTaskEncoder(
         seq_length=1024,
         max_pixels=MODEL["max_pixels"],
-        video=VIDEO,
+        **VIDEO,
         settings=PackingSettings(packed=True),
     )
     (batch,) = load(tmp_path / "out", encoder)

@@ -16,9 +16,9 @@ from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import longest_pack
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
+from task_encoders.loading.folder_shards import PackedFolderError, load_datasets
 from task_encoders.packs.manifest import Manifest, ManifestError, Slots, read_manifest
 from task_encoders.packs.pack_format import METADATASET
-from task_encoders.storage.energon_paths import energon_url, explain
 from task_encoders.storage.paths import check_exists, path_of
 
 logger = logging.getLogger(__name__)
@@ -253,47 +253,33 @@ def _folders(path: str | Path) -> list[tuple[Path, float]]:
     check_exists(folder := path_of(path))
     if folder.is_dir():
         return [(folder, 1.0)]
-    if not path_of(path).is_file():
+    if not folder.is_file():
         raise StageError(
             f"{path} is neither a packed folder nor a metadataset YAML; set data.path to one"
         )
     try:
-        loaded = _load_blend(path, "train")
-    except Exception as error:  # Energon's parsers have many
+        entries = load_datasets(folder, "train")
+    except PackedFolderError as error:
         raise StageError(
-            f"{path} cannot be read as a metadataset: {explain(error)}; a path in it is a folder "
-            f"with .nv-meta, or of references the {METADATASET} inside"
+            f"{error}; a path in it is a folder with .nv-meta, or of references the {METADATASET} "
+            "inside"
         ) from error
-    paths = [path_of(entry.dataset.path) for entry in loaded.datasets]
+    paths = [path_of(entry.dataset.path) for entry in entries]
     folders = [path.parent if path.name.endswith(".jsonl") else path for path in paths]
-    if any(entry.weight is None for entry in loaded.datasets):  # blend_epochized: by repetitions
+    if any(entry.weight is None for entry in entries):  # blend_epochized: by repetitions
         sizes = [_read_manifest(folder).of_an_epoch("packs") for folder in folders]
-        repetitions = [entry.repetitions or 1 for entry in loaded.datasets]
+        repetitions = [entry.repetitions or 1 for entry in entries]
         return [
             (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)
         ]
-    return [(f, float(entry.weight)) for f, entry in zip(folders, loaded.datasets, strict=True)]
-
-
-def _load_blend(path: str | Path, split: str) -> Any:
-    """Energon's list of the datasets in one split of a metadataset."""
-    from megatron.energon import WorkerConfig
-    from megatron.energon.metadataset import load_dataset
-
-    return load_dataset(energon_url(path)).get_datasets(
-        training=split == "train",
-        split_part=split,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        max_samples_per_sequence=None,
-        decoder=None,
-    )
+    return [(f, float(entry.weight)) for f, entry in zip(folders, entries, strict=True)]
 
 
 def _shards_of_blend(path: str | Path, split: str) -> set[tuple[str, str]]:
     """(folder, shard) of all datasets; none where the metadataset has no such split."""
     try:
-        entries = _load_blend(path, split).datasets
-    except (KeyError, AssertionError):  # from metadatasets of version 2 and 1
+        entries = load_datasets(path_of(path), split)
+    except PackedFolderError:  # others were raised for the train split
         return set()
     files = ((e.dataset, getattr(e.dataset, "split_part_files", [""])) for e in entries)
     return {(str(dataset.path), file) for dataset, names in files for file in names}

@@ -26,7 +26,6 @@ from task_encoders.families.mistral3 import MISTRAL3
 from task_encoders.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
-from task_encoders.media.video import VideoSettings
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.load_tokenizer import require_hub
@@ -57,11 +56,10 @@ DEFAULT_FAMILY: Final = QWEN2_VL.name
 _QUESTION: Final = SourceSample("question", "vqa", (Turn("<image>\nWhat?", "A cat."),), ("a",))
 
 
-def model_options(*, video: VideoSettings | None = None, **options: Any) -> ModelOptions:
+def model_options(**options: Any) -> ModelOptions:
     """The options of a model, as its family declares them.
 
     Args:
-        video: the options of videos, whole.
         options: `family`, a name in FAMILIES, and fields of its Options; None is the default.
 
     Raises:
@@ -69,7 +67,7 @@ def model_options(*, video: VideoSettings | None = None, **options: Any) -> Mode
             that the family does not have.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    given = {"family": DEFAULT_FAMILY, **given, **_from_video(video)}
+    given = {"family": DEFAULT_FAMILY, **given}
     family = given["family"]
     if not isinstance(family, str) or family not in FAMILIES:
         message = f"not a known name; choose one of: {', '.join(FAMILIES)}"
@@ -90,22 +88,6 @@ AnyModelOptions = SerializeAsAny[
 ]
 
 
-def _from_video(video: VideoSettings | None) -> dict[str, Any]:
-    """The options that are set in it."""
-    if video is None:
-        return {}
-    named = {
-        "video_fps": video.fps,
-        "video_min_frames": video.min_frames,
-        "video_max_frames": video.max_frames,
-        "video_min_pixels": video.min_pixels,
-        "video_max_pixels": video.max_pixels,
-        "video_max_tokens": video.max_tokens,
-        "max_video_frames": video.max_file_frames,
-    }
-    return {name: value for name, value in named.items() if value}
-
-
 def model_cost(model: ModelOptions) -> ModelCost:
     """Return the cost of a model's samples: that of the checkpoint in
     `model.processor`, or of the family's usual one where that holds no config.json of a model."""
@@ -121,7 +103,7 @@ def build_sample_encoder(
     Args:
         model: its settings whole; or a name in FAMILIES, with the others.
         processor: "builtin" (the Qwen vocabulary, no hub), a checkpoint folder, or a hub name.
-        options: the other fields of ModelOptions: min_pixels, max_pixels, video, …
+        options: the other fields of ModelOptions: min_pixels, max_pixels, …
 
     Raises:
         ValueError: see ModelOptions; a checkpoint of another family, one whose chat template

@@ -126,7 +126,7 @@ def _shards_of_folder(path: Path, split: str) -> tuple[list[ShardRange], Numbers
 def _shards_of_metadataset(path: Path, split: str) -> tuple[list[ShardRange], Numbers]:
     """The shards as Energon resolves them. In training, datasets are spread over an epoch by their
     weights or repetitions; otherwise they follow each other, each pack once."""
-    entries = _load_datasets(path, split)
+    entries = load_datasets(path, split)
     parts = [_shards_of_dataset(entry) for entry in entries]
     sizes = [sum(shard.num_packs for shard in part) for part in parts]
     shards = [shard for part in parts for shard in part]
@@ -146,7 +146,8 @@ def _shards_of_metadataset(path: Path, split: str) -> tuple[list[ShardRange], Nu
     return shards, spread(sizes, draws)
 
 
-def _load_datasets(path: Path, split: str) -> list[Any]:
+def load_datasets(path: Path, split: str) -> list[Any]:
+    """The datasets of a split, as Energon resolves them. Raises PackedFolderError."""
     if not path.is_file() and not (path / ".nv-meta").is_dir():
         from task_encoders.packs.indexed_file import find_prefix
 
@@ -174,7 +175,7 @@ def _load_datasets(path: Path, split: str) -> list[Any]:
         )
     except EmptyDatasetError as error:
         raise no_packs(path, split) from error
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, yaml.YAMLError) as error:
+    except Exception as error:  # Energon's parsers have many
         if isinstance(error, KeyError | AssertionError) and repr(split) in str(error):
             raise no_packs(path, split) from error
         raise PackedFolderError(

@@ -28,16 +28,16 @@ from task_encoders.samples import SampleError
 
 @dataclass(frozen=True, slots=True)
 class VideoSettings:
-    """Sampling of a video's frames, and limits of their size. 0: the family's default."""
+    """Sampling of a video's frames, and limits of their size."""
 
     #: frames taken per second
-    fps: float = 0
+    fps: float
     #: limits on the number of frames taken (a video may have fewer)
-    min_frames: int = 0
-    max_frames: int = 0
+    min_frames: int
+    max_frames: int
     #: limits of a frame after resizing
-    min_pixels: int = 0
-    max_pixels: int = 0
+    min_pixels: int
+    max_pixels: int
     #: if set, the frames of a video share the pixels of 0.9 times this many tokens (transformers'
     #: `cap_pixels_per_frame` and `max_video_tokens`)
     max_tokens: int | None = None
@@ -45,11 +45,9 @@ class VideoSettings:
     max_file_frames: int = MAX_VIDEO_FRAMES
 
     def __post_init__(self) -> None:
-        if not self.fps >= 0 or not math.isfinite(self.fps):
-            raise ValueError(f"video_fps {self.fps} must be above 0")
         for name in ("frames", "pixels"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if not 2 <= (least or 2) <= (most or least or 2):
+            if not 2 <= least <= most:
                 raise ValueError(
                     f"video_min_{name} {least} and video_max_{name} {most} must satisfy "
                     "2 <= min <= max"

@@ -44,7 +44,6 @@ def test_overrides_are_yaml(file: Path) -> None:
     [
         ("data.pth=x", "data.pth is not a known field; valid: path, micro_batch_size"),
         ("optimiser.eps=1", "optimiser is not a known field; valid: model, data, batch"),
-        ("parallel.pipeline=2", "parallel.pipeline=2: pipeline parallelism is not supported"),
         ("train.normalization=tokens", "choose 'token', 'sample' or 'sqrt'"),
         ("train.iterations=true", "a number is needed"),
         ("schedule.min_learning_rate=1", "min_learning_rate 1 > learning_rate 1e-05"),

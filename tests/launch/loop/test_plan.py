@@ -267,8 +267,8 @@ def test_a_rate_at_which_adapters_hardly_move_is_said(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "cannot be read as a metadataset: AttributeError"),
-        ("splits: [1", "cannot be read as a metadataset: ExceptionParse"),
+        ("", r"Energon cannot read it \(AttributeError"),
+        ("splits: [1", r"Energon cannot read it \(ExceptionParse"),
         (
             BLEND.format(captions="a", dialogues="b"),
             "FileNotFoundError: .*; a path in it is a folder with .nv-meta, or of references",
@@ -279,7 +279,7 @@ def test_a_blend_that_cannot_be_read_is_named(tmp_path: Path, content: str, mess
     """Not only the path that it leads to."""
     blend = tmp_path / "my_blend.yaml"
     blend.write_text(content)
-    with pytest.raises(StageError, match=f"my_blend.yaml .*{message}"):
+    with pytest.raises(StageError, match=f"my_blend.yaml, .*{message}"):
         read_packed_data(blend)
 
 

@@ -15,7 +15,6 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.base.spans import Medium, position_ids
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.image import read_image_header
-from task_encoders.media.video import VideoSettings
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample
@@ -25,7 +24,11 @@ from tests.helpers.tiny_checkpoints import TEXT
 from tests.helpers.transformers_sources import needs_transformers
 from tests.helpers.videos import make_video
 
-VIDEO = VideoSettings(min_pixels=28 * 28, max_pixels=28 * 28 * 12, max_frames=40)
+VIDEO = {
+    "video_min_pixels": 28 * 28,
+    "video_max_pixels": 28 * 28 * 12,
+    "video_max_frames": 40,
+}
 MAX_PIXELS = 28 * 28 * 32
 IMAGE_PAD, VIDEO_PAD = 151_655, 151_656
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
@@ -68,7 +71,7 @@ def make_sample(name: str, task: str = "bmr") -> tuple[SourceSample, list[bytes]
 
 
 def encoder_of(family: str, **options: Any) -> Any:
-    return build_sample_encoder(family, max_pixels=MAX_PIXELS, video=VIDEO, **options)
+    return build_sample_encoder(family, max_pixels=MAX_PIXELS, **{**VIDEO, **options})
 
 
 def tiny_model(family: str) -> Any:
