@@ -99,7 +99,7 @@ def build_trainer(
         validation_data = EnergonMicroBatches(
             config.data, task_encoder, device, split="val", limit=config.validation.limit
         )
-    model = _build_model(config, data, task_encoder, device)
+    model = build_run_model(config, data, task_encoder, device)
     trainer = Trainer(
         config,
         plan,
@@ -123,9 +123,10 @@ def _task_encoder(config: LaunchConfig, data: PackedData) -> PackedTaskEncoder:
     return build_task_encoder(config.data, data, config.model.family, pad_multiple=multiple)
 
 
-def _build_model(
+def build_run_model(
     config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
 ) -> Any:
+    """The model of a run, for the packs that it trains."""
     options: dict[str, Any] = {"device": device, "seed": config.train.seed}
     if not isinstance(config.model, TransformersModelConfig):
         shares_rows = config.parallel.context > 1 or data.slots is not None

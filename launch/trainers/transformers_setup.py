@@ -20,12 +20,10 @@ from launch.data.packed_data import PackedData, read_packed_data
 from launch.loop.ends import StopRequest, check_ends, check_token_ids
 from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.run_record import check_same_run, run_record
-from launch.model.config import TransformersModelConfig
-from launch.model.transformers_model import PackedTransformersModel, build_transformers_model
+from launch.loop.setup import build_run_model
 from launch.trainers.transformers_trainer import PackedTrainer
 from offline_packing.errors import StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
-from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 logger = logging.getLogger(__name__)
@@ -82,10 +80,10 @@ def run_in(trainer: str, config: LaunchConfig, accept_mismatch: Collection[str] 
     args.gradient_accumulation_steps = plan.accumulation
     folder = Path(args.output_dir)
     resumed = get_last_checkpoint(folder) if folder.is_dir() else None
-    is_main = args.process_index == 0
-    _check_record(config, data, plan, resumed, accept_mismatch, is_main=is_main)
+    _check_record(config, data, plan, resumed, accept_mismatch, is_main=args.process_index == 0)
     task_encoder = build_task_encoder(config.data, data, config.model.family)
-    model = _build_model(config, data, task_encoder, args.device)
+    check_token_ids(config.model, task_encoder.encoder.media_token_ids)
+    model = build_run_model(_in_float32(config), data, task_encoder, args.device)
     validates = bool(config.validation.every)
     running = make_trainer(
         args=args,
@@ -104,19 +102,10 @@ def run_in(trainer: str, config: LaunchConfig, accept_mismatch: Collection[str] 
     return 0
 
 
-def _build_model(
-    config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
-) -> PackedTransformersModel:
-    assert isinstance(config.model, TransformersModelConfig)
-    check_token_ids(config.model, task_encoder.encoder.media_token_ids)
-    return build_transformers_model(
-        config.model.model_copy(update={"dtype": "float32"}),  # autocast computes in bfloat16
-        device=device,
-        seed=config.train.seed,
-        tokenizer=Path(data.model.processor),
-        vision=data.model.model_dump(include={"image_size", "patch_size"}),
-        token_ids=task_encoder.encoder.media_token_ids,
-    )
+def _in_float32(config: LaunchConfig) -> LaunchConfig:
+    """The run with weights in float32: autocast computes in bfloat16."""
+    model = config.model.model_copy(update={"dtype": "float32"})
+    return config.model_copy(update={"model": model})
 
 
 def _check(trainer: str, config: LaunchConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import numpy as np
 from pydantic import Field
 
-from task_encoders.families.base.family import Family, Preset
+from task_encoders.families.base.family import Family, Preset, language_sizes
 from task_encoders.families.glm_v import DEPTH, GlmEncoder, GlmOptions
 from task_encoders.field_types import Count, Number
 
@@ -76,21 +76,10 @@ class Glm46vEncoder(GlmEncoder):
 
 def _text(hidden: int, ffn: int, layers: int, heads: int, sections: list[int]) -> dict[str, Any]:
     """A text config; half of each head is rotated."""
-    return {
-        "vocab_size": 151_552,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": sections,
-        },
-    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": sections}
+    others = {"vocab_size": 151_552, "rms_norm_eps": 1e-5, "rope_parameters": rope}
+    return language_sizes(hidden, ffn, layers, heads, 2, **others)
 
 
 def _vision(hidden: int, ffn: int, depth: int, heads: int, out: int) -> dict[str, Any]:

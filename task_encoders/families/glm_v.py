@@ -20,7 +20,7 @@ from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count, Number
-from task_encoders.media import patches, video
+from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
@@ -95,8 +95,6 @@ class GlmEncoder(VideosAsImagesEncoder):
             options.max_image_pixels or MAX_IMAGE_PIXELS,
             patch_size=_PATCH,
             temporal_patch_size=DEPTH,
-            mean=(0.48145466, 0.4578275, 0.40821073),
-            std=(0.26862954, 0.26130258, 0.27577711),
             resize=options.resize,
         )
         values = patches.normalisation(self.vision)
@@ -145,12 +143,6 @@ class GlmEncoder(VideosAsImagesEncoder):
     @abstractmethod
     def time_text(self, seconds: float) -> str:
         """The time of a picture, as it is written after it."""
-
-    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        rows, sampled = video.video_patches(
-            data, self.sample_video, self.vision, self.options.max_video_frames
-        )
-        return rows, Medium(sampled.grid, sampled)
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:
         tags, (_, height, width) = self._tags, medium.grid

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image as PillowImage
 from pydantic import model_validator
 
-from task_encoders.families.base.family import Family, Preset
+from task_encoders.families.base.family import Family, Preset, language_sizes
 from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
@@ -22,7 +22,7 @@ from task_encoders.field_types import Count
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
-from task_encoders.media.video import SampledVideo, video_patches
+from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
@@ -99,7 +99,7 @@ class InternVL3Encoder(VideosAsImagesEncoder):
     def __init__(self, options: InternVL3Options) -> None:
         options.require_checkpoint()
         self._side = options.image_size // options.patch_size
-        self._vision = VisionSettings(
+        self.vision = VisionSettings(
             options.image_size**2,
             options.image_size**2 * options.max_tiles,
             math.inf,
@@ -116,7 +116,7 @@ class InternVL3Encoder(VideosAsImagesEncoder):
             load_tokenizer(options.processor),
             pad_token="<|endoftext|>",
             patch_area=options.patch_size**2,
-            normalisation=patches.normalisation(self._vision),
+            normalisation=patches.normalisation(self.vision),
         )
         token_id = self.tokenizer.special_id
         self._before, self._after = (Span([token_id(name)], 1) for name in ("<img>", "</img>"))
@@ -142,7 +142,7 @@ class InternVL3Encoder(VideosAsImagesEncoder):
         grids = [(1, rows * self._side, columns * self._side)]
         if rows * columns > 1:
             grids.append((1, self._side, self._side))
-        cut = [patches.frame_patches([image], grid, 1, self._vision) for grid in grids]
+        cut = [patches.frame_patches([image], grid, 1, self.vision) for grid in grids]
         return np.concatenate(cut), self.image_medium(image.height, image.width)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
@@ -153,11 +153,6 @@ class InternVL3Encoder(VideosAsImagesEncoder):
             raise SampleError("bad_video", f"{total} frames < video_num_frames {wanted}")
         frames = [(2 * i + 1) * total // (2 * wanted) for i in range(wanted)]
         return SampledVideo((wanted, self._side, self._side), frames, 1.0, header.fps)
-
-    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        most = self.options.max_video_frames
-        rows, sampled = video_patches(data, self.sample_video, self._vision, most)
-        return rows, Medium(sampled.grid, sampled)
 
     def render(self, sample: SourceSample, weights: Sequence[float]) -> Iterable[Piece]:
         pieces = super().render(sample, weights)
@@ -208,16 +203,7 @@ def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
     return sorted(found, key=lambda one: one[0] * one[1])
 
 
-def _text(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2",
-        "vocab_size": 151_674,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
+_LANGUAGE: Final = {"model_type": "qwen2", "vocab_size": 151_674}
 
 
 def _vision(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
@@ -233,12 +219,12 @@ def _vision(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
 #: "tiny" trains on a CPU; "8b" has the sizes of InternVL3-8B.
 PRESETS: Final = {
     "tiny": Preset(
-        _text(64, 128, 2, 4, 2),
+        language_sizes(64, 128, 2, 4, 2, **_LANGUAGE),
         _vision(32, 64, 2, 2),
         {"image_token_id": 151_667, "tie_word_embeddings": False},
     ),
     "8b": Preset(
-        _text(3584, 18_944, 28, 28, 4),
+        language_sizes(3584, 18_944, 28, 28, 4, **_LANGUAGE),
         _vision(1024, 4096, 24, 16),
         {"image_token_id": 151_667, "tie_word_embeddings": False},
     ),

@@ -16,6 +16,7 @@ from task_encoders.families.base.family import Family, Preset
 from task_encoders.families.base.options import ModelOptions
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count, NonNegative
+from task_encoders.media.image import CLIP_MEAN, CLIP_STD
 from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, rescale_then_normalise
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -28,13 +29,7 @@ from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokeniz
 from task_encoders.text.pieces import Answer, Control, Image, Piece, Text
 
 #: Mean and standard deviation of a tower's pixels.
-TOWERS: Final = {
-    "clip": (
-        (0.48145466, 0.4578275, 0.40821073),
-        (0.26862954, 0.26130258, 0.27577711),
-    ),
-    "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
+TOWERS: Final = {"clip": (CLIP_MEAN, CLIP_STD), "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
 
 DEFAULT_SYSTEM: Final = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "

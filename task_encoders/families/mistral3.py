@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image as PillowImage
 
 from task_encoders.families.base.encoder import FamilyEncoder
-from task_encoders.families.base.family import Family, Preset
+from task_encoders.families.base.family import Family, Preset, language_sizes
 from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
@@ -64,8 +64,6 @@ class Mistral3Encoder(FamilyEncoder):
             patch_size=patch,
             temporal_patch_size=1,
             merge_size=1,
-            mean=(0.48145466, 0.4578275, 0.40821073),
-            std=(0.26862954, 0.26130258, 0.27577711),
             resize=options.resize,
         )
         super().__init__(
@@ -102,17 +100,7 @@ class Mistral3Encoder(FamilyEncoder):
         return two_tokens(hf_config.vision_config.patch_size, hf_config.spatial_merge_size)
 
 
-def _text(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head: int) -> Any:
-    return {
-        "model_type": "ministral3",
-        "vocab_size": 131_072,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-    }
+_LANGUAGE: Final = {"model_type": "ministral3", "vocab_size": 131_072}
 
 
 def _vision(hidden: int, ffn: int, layers: int, heads: int) -> Any:
@@ -130,12 +118,12 @@ def _vision(hidden: int, ffn: int, layers: int, heads: int) -> Any:
 #: "tiny" has the real vocabulary and trains on a CPU; "8b" has the sizes of Ministral-3-8B.
 PRESETS: Final = {
     "tiny": Preset(
-        _text(64, 128, 2, 4, 2, 16),
+        language_sizes(64, 128, 2, 4, 2, head_dim=16, **_LANGUAGE),
         _vision(32, 64, 2, 2),
         {"image_token_id": 10, "spatial_merge_size": _MERGE, "tie_word_embeddings": False},
     ),
     "8b": Preset(
-        _text(4096, 14336, 34, 32, 8, 128),
+        language_sizes(4096, 14336, 34, 32, 8, head_dim=128, **_LANGUAGE),
         _vision(1024, 4096, 24, 16),
         {"image_token_id": 10, "spatial_merge_size": _MERGE, "tie_word_embeddings": False},
     ),

@@ -3,7 +3,7 @@ time."""
 
 from typing import Any, Final, Literal
 
-from task_encoders.families.base.family import Family, Preset
+from task_encoders.families.base.family import Family, Preset, language_sizes
 from task_encoders.families.base.options import beside_lengths
 from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
@@ -47,8 +47,6 @@ class Qwen2VLEncoder(QwenVLEncoder):
 
     LENGTHS_OF = "qwen2_vl"
     PATCH_SIZE = _PATCH
-    MEAN = (0.48145466, 0.4578275, 0.40821073)
-    STD = (0.26862954, 0.26130258, 0.27577711)
     TEMPLATE = QWEN2_VL_TEMPLATE
 
     def __init__(self, options: DynamicImageOptions) -> None:
@@ -88,17 +86,10 @@ def _text(
 ) -> dict[str, Any]:
     """A text config; the rotary sections are 1/8, 3/16 and 3/16 of a head in every size."""
     head = hidden // heads
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {**rope, "mrope_section": [head // 8, head * 3 // 16, head * 3 // 16]},
-    }
+    sections = [head // 8, head * 3 // 16, head * 3 // 16]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    others = {"vocab_size": vocab, "rms_norm_eps": 1e-6, "rope_parameters": rope}
+    return language_sizes(hidden, ffn, layers, heads, kv_heads, **others)
 
 
 _TIED: Final = {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True}

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.families.base.family import Family, Preset
+from task_encoders.families.base.family import Family, Preset, language_sizes
 from task_encoders.families.base.options import beside_lengths
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
@@ -122,25 +122,16 @@ class Qwen35Encoder(Qwen3VLEncoder):
         super().__init__(options)
 
 
-def _text(
-    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, sections: list[int]
-) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 2 * sum(sections),
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "mrope_section": sections,
-            "mrope_interleaved": True,
-        },
-    }
+def _text(*sizes: int, sections: list[int]) -> dict[str, Any]:
+    """A text config; `sizes` as of `language_sizes`."""
+    rope = {"rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    return language_sizes(
+        *sizes,
+        vocab_size=VOCAB_SIZE,
+        head_dim=2 * sum(sections),
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", **rope},
+    )
 
 
 def _vision(hidden: int, ffn: int, depth: int, heads: int, out: int, deep: list[int]) -> Any:
@@ -157,17 +148,17 @@ def _vision(hidden: int, ffn: int, depth: int, heads: int, out: int, deep: list[
 #: "tiny" has the real vocabulary and trains on a CPU.
 PRESETS: Final = {
     "tiny": Preset(
-        _text(64, 128, 2, 4, 2, [4, 2, 2]),
+        _text(64, 128, 2, 4, 2, sections=[4, 2, 2]),
         _vision(32, 64, 2, 2, 64, [0, 1]),
         {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
     ),
     "2b": Preset(
-        _text(2048, 6144, 28, 16, 8, [24, 20, 20]),
+        _text(2048, 6144, 28, 16, 8, sections=[24, 20, 20]),
         _vision(1024, 4096, 24, 16, 2048, [5, 11, 17]),
         {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
     ),
     "8b": Preset(
-        _text(4096, 12288, 36, 32, 8, [24, 20, 20]),
+        _text(4096, 12288, 36, 32, 8, sections=[24, 20, 20]),
         _vision(1152, 4304, 27, 16, 4096, [8, 16, 24]),
         {**MEDIA_TOKEN_IDS, "tie_word_embeddings": False},
     ),
@@ -177,7 +168,7 @@ PRESETS: Final = {
 QWEN3_5_PRESETS: Final = {
     "tiny": Preset(
         {
-            **_text(64, 128, 4, 4, 2, [2, 1, 1]),
+            **_text(64, 128, 4, 4, 2, sections=[2, 1, 1]),
             "vocab_size": 248_320,
             "head_dim": 32,
             "rope_parameters": {

@@ -11,7 +11,7 @@ from task_encoders.families.base.options import ModelOptions, beside_lengths
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.field_types import Count, Number
 from task_encoders.media import image, patches, video
-from task_encoders.media.image import VisionSettings
+from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.media.video import SampledVideo, VideoSettings
 from task_encoders.media.video_file import VideoHeader
@@ -74,8 +74,8 @@ class QwenVLEncoder(FamilyEncoder):
     """A family on Qwen's vocabulary and templates."""
 
     PATCH_SIZE: ClassVar[int]
-    MEAN: ClassVar[tuple[float, float, float]]
-    STD: ClassVar[tuple[float, float, float]]
+    MEAN: ClassVar[tuple[float, float, float]] = CLIP_MEAN
+    STD: ClassVar[tuple[float, float, float]] = CLIP_STD
     #: Tokens after the special ones in the built-in vocabulary.
     TEXT_TOKENS: ClassVar[tuple[str, ...]] = ()
     MEDIA_TOKENS = MEDIA_TOKENS

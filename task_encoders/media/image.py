@@ -43,6 +43,11 @@ _JPEG_END: Final = b"\xff\xd9"
 _BAND: Final = 256
 
 
+#: Mean and standard deviation of pixels, as CLIP and most vision towers since were trained.
+CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+
+
 class ImageHeader(NamedTuple):
     """Size in pixels with EXIF orientation applied, and Pillow's name of the format."""
 
@@ -63,8 +68,8 @@ class VisionSettings:
     patch_size: int
     temporal_patch_size: int = 2
     merge_size: int = 2
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, float, float] = CLIP_MEAN
+    std: tuple[float, float, float] = CLIP_STD
     #: a name in patches.BACKENDS
     resize: str = "pil"
 

@@ -9,6 +9,20 @@ from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.options import ModelOptions
 
 
+def language_sizes(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **others: Any
+) -> dict[str, Any]:
+    """A text config of transformers: the sizes that each has, and others."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **others,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Sizes of a model with random weights: fields of transformers' text and vision configs."""

@@ -8,7 +8,10 @@ import numpy.typing as npt
 from PIL import Image as PillowImage
 
 from task_encoders.families.base.encoder import FamilyEncoder
+from task_encoders.families.base.spans import Medium
+from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
+from task_encoders.media.video import video_patches
 from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SourceSample
@@ -18,6 +21,13 @@ from task_encoders.text.pieces import Image, Video
 class VideosAsImagesEncoder(FamilyEncoder):
     """Base of the encoders of their families. The patches of a picture are as wide as an image's:
     `normalisation` repeats no frame."""
+
+    vision: VisionSettings
+
+    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
+        most = self.options.max_video_frames
+        rows, sampled = video_patches(data, self.sample_video, self.vision, most)
+        return rows, Medium(sampled.grid, sampled)
 
     def encode(
         self,
