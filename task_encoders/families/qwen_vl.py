@@ -66,7 +66,6 @@ class QwenVLOptions(ModelOptions):
             min_pixels=self.video_min_pixels,
             max_pixels=self.video_max_pixels,
             max_tokens=self.video_max_tokens,
-            max_file_frames=self.max_video_frames,
         )
 
 
@@ -126,9 +125,8 @@ class QwenVLEncoder(FamilyEncoder):
         return video.sample_video(header, self.video, self.vision)
 
     def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
-        rows, sampled = video.video_patches(
-            data, self.sample_video, self.vision, self.video.max_file_frames
-        )
+        most = self.options.max_video_frames
+        rows, sampled = video.video_patches(data, self.sample_video, self.vision, most)
         return rows, Medium(sampled.grid, sampled)
 
     def medium_spans(self, medium: Medium) -> Iterable[Span]:

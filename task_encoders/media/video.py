@@ -41,8 +41,6 @@ class VideoSettings:
     #: if set, the frames of a video share the pixels of 0.9 times this many tokens (transformers'
     #: `cap_pixels_per_frame` and `max_video_tokens`)
     max_tokens: int | None = None
-    #: a video with more frames in its file is refused
-    max_file_frames: int = MAX_VIDEO_FRAMES
 
     def __post_init__(self) -> None:
         for name in ("frames", "pixels"):
@@ -100,25 +98,6 @@ def seconds_per_grid(header: VideoHeader, num_sampled: int, temporal_patch_size:
     return float(np.float32(temporal_patch_size / sampled_fps))
 
 
-def video_grid(
-    header: VideoHeader, settings: VideoSettings, vision_settings: VisionSettings
-) -> tuple[int, int, int]:
-    """(t, h, w) in patches of a video; its tokens are t·h·w / merge_size².
-
-    Raises:
-        SampleError: bad_video, or aspect_ratio.
-    """
-    depth = vision_settings.temporal_patch_size
-    num_sampled = num_sampled_frames(header, settings, depth)
-    least, most = settings.min_pixels, settings.max_pixels
-    if settings.max_tokens is not None:
-        budget = int(settings.max_tokens * vision_settings.factor**2 * 0.9)
-        most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
-    height, width = image.smart_resize(header.height, header.width, vision_settings, (least, most))
-    patch = vision_settings.patch_size
-    return -(-num_sampled // depth), height // patch, width // patch
-
-
 def volume_resize(
     num_frames: int, height: int, width: int, settings: VisionSettings, limits: tuple[int, int]
 ) -> tuple[int, int]:
@@ -155,12 +134,17 @@ def sample_video(
     """Frames spread evenly, resized one by one: the rule of Qwen2-VL's video processor.
 
     Raises:
-        SampleError: as video_grid.
+        SampleError: bad_video, or aspect_ratio.
     """
-    depth = vision_settings.temporal_patch_size
+    depth, patch = vision_settings.temporal_patch_size, vision_settings.patch_size
     num_sampled = num_sampled_frames(header, settings, depth)
+    least, most = settings.min_pixels, settings.max_pixels
+    if settings.max_tokens is not None:
+        budget = int(settings.max_tokens * vision_settings.factor**2 * 0.9)
+        most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
+    height, width = image.smart_resize(header.height, header.width, vision_settings, (least, most))
     return SampledVideo(
-        video_grid(header, settings, vision_settings),
+        (-(-num_sampled // depth), height // patch, width // patch),
         sampled_frames(header.num_frames, num_sampled),
         seconds_per_grid(header, num_sampled, depth),
         header.fps,

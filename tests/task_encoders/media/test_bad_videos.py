@@ -21,7 +21,7 @@ from task_encoders.media.mp4_header import (
     read_mp4_header,
 )
 from task_encoders.media.video import (
-    video_grid,
+    sample_video,
     video_patches,
 )
 from task_encoders.media.video_file import (
@@ -138,7 +138,7 @@ def test_limits() -> None:
 def test_a_zero_duration_has_no_rate() -> None:
     data = patched(MP4, b"stts", 16 + 4, struct.pack(">I", 0))
     with pytest.raises(SampleError, match="bad_video"):
-        video_grid(header_of(data), SMALL, VISION)
+        sample_video(header_of(data), SMALL, VISION)
 
 
 def test_frames_that_do_not_decode() -> None:
@@ -167,7 +167,7 @@ def survives(data: bytes) -> bool:
     """Return True if a file is accepted; it then encodes to its measured grid, or not at all."""
     try:
         header = read_video_header(io.BytesIO(data), max_frame_pixels=1 << 20, max_frames=2000)
-        grid = video_grid(header, SMALL, VISION)
+        grid = sample_video(header, SMALL, VISION).grid
     except SampleError:
         return False
     vision_settings = dataclasses.replace(VISION, max_image_pixels=1 << 20)

@@ -23,9 +23,9 @@ from task_encoders.media.mp4_header import (
 from task_encoders.media.patches import normalisation
 from task_encoders.media.video import (
     num_sampled_frames,
+    sample_video,
     sampled_frames,
     seconds_per_grid,
-    video_grid,
     video_patches,
 )
 from task_encoders.media.video_file import (
@@ -84,7 +84,7 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
     assert (header.height, header.width) == ((64, 48) if turned else (48, 64))
     assert header.rotation == options.get("rotation", 0)
     rows, (grid, *_) = video_patches(data, small_rule, VISION)
-    assert grid == video_grid(header, SMALL, VISION)
+    assert grid == sample_video(header, SMALL, VISION).grid
     assert len(rows) == math.prod(grid)
 
 
@@ -221,7 +221,7 @@ def test_grids_are_those_of_transformers() -> None:
             max_pixels = max(min(max_pixels, total * 2 // taken), int(settings.min_pixels * 1.05))
         resized = smart_resize(height, width, 28, settings.min_pixels, max_pixels)
         expected = (math.ceil(taken / 2), resized[0] // 14, resized[1] // 14)
-        assert video_grid(header, settings, VISION) == expected
+        assert sample_video(header, settings, VISION).grid == expected
 
 
 @pytest.mark.parametrize("bad", [{"min_frames": 1}, {"min_pixels": 9, "max_pixels": 8}])
