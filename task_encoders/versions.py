@@ -42,3 +42,15 @@ def require_supported(*packages: str) -> None:
                 f"{package} {installed} is installed, offline-packing needs {accepted}; "
                 f"pip install '{package}{accepted}'"
             )
+
+
+def require_at_least(package: str, version: str, what: str) -> None:
+    """Refuse a package that is older than `what` needs. Raises UnsupportedVersionError."""
+    from packaging.version import Version
+
+    installed = metadata.version(package)
+    if Version(installed) < Version(version):
+        raise UnsupportedVersionError(
+            f"{package} {installed} is installed, {what} needs >={version}; "
+            f"pip install '{package}>={version}'"
+        )

@@ -16,6 +16,7 @@ from pydantic import (
 
 from task_encoders.families import FAMILIES
 from task_encoders.field_types import Count, not_bool, one_of
+from task_encoders.versions import require_at_least
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +46,16 @@ class TransformersClasses:
 
 
 def transformers_classes(family: str) -> TransformersClasses:
-    """The classes of a family (imported here: transformers takes seconds)."""
+    """The classes of a family (imported here: transformers takes seconds).
+
+    Raises:
+        UnsupportedVersionError: the installed transformers is older than the family.
+    """
     import transformers
 
-    name = FAMILIES[family].transformers_name
+    name, since = FAMILIES[family].transformers_name, FAMILIES[family].since
+    if since:
+        require_at_least("transformers", since, f"the model of {family}")
     return TransformersClasses(
         getattr(transformers, f"{name}Config"),
         getattr(transformers, f"{name}ForConditionalGeneration"),
@@ -246,8 +253,8 @@ def family_of_checkpoint(folder: Path) -> str:
         ValueError: there is no config.json, or it names another model.
     """
     found = _model_type(folder)
-    for name in (name for name, family in FAMILIES.items() if family.transformers_name):
-        if transformers_classes(name).config.model_type == found.removesuffix("_moe"):
+    for name, family in FAMILIES.items():
+        if family.transformers_name and found.removesuffix("_moe") in family.model_types:
             return name
     raise ValueError(f"checkpoint {folder} is a {found!r}, of no family here; {ELSEWHERE}")
 

@@ -249,5 +249,6 @@ GEMMA4: Final = Family(
     Gemma4Encoder,
     cost_of_sizes("Gemma-4-26B-A4B", _TEXT, _VISION),
     "Gemma4",
+    since="5.13",  # with videos 5.19
     presets=PRESETS,
 )

@@ -72,5 +72,6 @@ GEMMA4_UNIFIED: Final = Family(
     Gemma4UnifiedEncoder,
     PRESETS["12b"].cost("Gemma-4-12B"),
     "Gemma4Unified",
+    since="5.13",  # with videos 5.19
     presets=PRESETS,
 )

@@ -24,7 +24,10 @@ from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.mistral_template import MISTRAL, MISTRAL_TEMPLATE
 from task_encoders.text.pieces import Control
+from task_encoders.versions import require_at_least
 
+#: The first transformers that reads tekken.json.
+_SINCE: Final = "5.15"
 _MERGE: Final = 2  # patches of a token on each side
 
 
@@ -55,6 +58,7 @@ class Mistral3Encoder(FamilyEncoder):
 
     def __init__(self, options: Mistral3Options) -> None:
         options.require_checkpoint()
+        require_at_least("transformers", _SINCE, "Mistral's tokenizer")
         patch, edge = options.patch_size, options.longest_edge
         self._vision = VisionSettings(
             patch**2,
@@ -135,5 +139,6 @@ MISTRAL3: Final = Family(
     Mistral3Encoder,
     PRESETS["8b"].cost("Ministral-3-8B"),
     "Mistral3",
+    since=_SINCE,
     presets=PRESETS,
 )

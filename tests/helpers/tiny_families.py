@@ -26,6 +26,7 @@ from tests.helpers.llava_onevision import LlavaOneVision15
 from tests.helpers.mistral_tokenizer import save_tekken
 from tests.helpers.tiny_checkpoints import randomise
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer, save_with_template, tiny_tokenizer
+from tests.helpers.transformers_sources import needs_transformers
 
 #: Text tokens and template of the tokenizer of a family on Qwen's vocabulary.
 QWEN: dict[str, tuple[tuple[str, ...], str]] = {
@@ -91,6 +92,7 @@ _MIXTURES: dict[str, tuple[str, Any, Any]] = {
 
 def save_tokenizer(family: str, folder: Path) -> None:
     """One of fewer than 1,024 tokens."""
+    needs_family(family)
     if family in QWEN:
         text_tokens, template = QWEN[family]
         save_with_template(tiny_tokenizer(text_tokens), template, folder)
@@ -105,6 +107,12 @@ def save_tokenizer(family: str, folder: Path) -> None:
         save_tekken(folder)
     else:
         save_llama_tokenizer(folder)
+
+
+def needs_family(family: str) -> None:
+    """Skip a test of a family where transformers is older than its model."""
+    if since := FAMILIES[family].since:
+        needs_transformers(since, f"is too old for {family}")
 
 
 def encoder_options(family: str) -> dict[str, Any]:
@@ -125,6 +133,7 @@ def image_masks(model: Any, tokens: Any, types: Any) -> dict[str, Any]:
 
 def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = False) -> Any:
     """The tiny preset on such a tokenizer; `experts`: as a mixture of four."""
+    needs_family(family)
     if family == "llava_onevision_1_5":
         return randomise(LlavaOneVision15(token_ids))
     text = {"vocab_size": 1024}

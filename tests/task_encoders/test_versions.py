@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from launch.model.config import transformers_classes
+from task_encoders.families import build_sample_encoder
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
 TOO_OLD = {"megatron-core": "0.14.0", "megatron-energon": "7.0.0", "transformers": "4.57.1"}
@@ -62,6 +64,19 @@ def test_versions_outside(
     require_supported.cache_clear()
     with pytest.raises(UnsupportedVersionError, match=f"^{package} {version} is installed, "):
         require_supported(package)
+
+
+def test_a_family_that_is_newer_than_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install("transformers", "5.12.0", tmp_path))
+    for build, what in (
+        (lambda: build_sample_encoder("mistral3", str(tmp_path)), "Mistral's tokenizer"),
+        (lambda: transformers_classes("gemma4"), "the model of gemma4"),
+    ):
+        message = f"^transformers 5.12.0 is installed, {what} needs >=5.1\\d; pip install"
+        with pytest.raises(UnsupportedVersionError, match=message):
+            build()
 
 
 @pytest.mark.parametrize("version", ["5.99.0", "5.40.0.dev0"])

@@ -55,6 +55,8 @@ class Family:
     other_names: tuple[str, ...] = ()
     #: transformers' class of its processor, where several families have one model type
     processor: str = ""
+    #: the first transformers whose model takes its batches, where that is not the oldest accepted
+    since: str = ""
     #: whether published checkpoints name tensors as transformers does in memory, beginning with
     #: model.language_model and model.visual; older ones begin with model and visual
     nested_names: bool = False

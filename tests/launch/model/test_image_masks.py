@@ -10,7 +10,7 @@ from launch.model.config import config_of_preset, transformers_classes
 from launch.model.segments import check_attention, isolate_segments
 from task_encoders.model_inputs import media_kwargs
 from tests.helpers.tiny_checkpoints import randomise
-from tests.helpers.tiny_families import image_masks
+from tests.helpers.tiny_families import image_masks, needs_family
 
 IMAGE, BEGIN, END = 900, 902, 903
 IDS = {"image_token_id": IMAGE, "video_token_id": 901, "boi_token_id": BEGIN, "eoi_token_id": END}
@@ -25,6 +25,7 @@ POOLS = {"gemma4": 3, "gemma4_unified": 1}
 
 @pytest.fixture(params=POOLS)
 def family(request: Any) -> Any:
+    needs_family(request.param)
     return request.param
 
 

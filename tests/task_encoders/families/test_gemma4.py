@@ -42,6 +42,7 @@ from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.gemma_tokenizer import TEMPLATE, gemma_tokenizer, save_gemma_tokenizer
 from tests.helpers.media_references import opened, real_pictures
 from tests.helpers.tiny_checkpoints import packed_batch
+from tests.helpers.tiny_families import needs_family
 from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import make_video
 
@@ -55,6 +56,7 @@ CLIPS = [make_video(7, 10), make_video(90, 1, 96, 40), make_video(40, 24, contai
 
 @pytest.fixture(scope="module", params=["gemma4", "gemma4_unified"])
 def family(request: Any) -> Any:
+    needs_family(request.param)
     return request.param
 
 

@@ -28,6 +28,7 @@ from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import BACKENDS, by_both, real_pictures
 from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import INTERNVL, save_tokenizer
+from tests.helpers.transformers_sources import needs_transformers
 from tests.helpers.videos import make_video
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
@@ -116,6 +117,7 @@ class Reference:
     """Conversations by the published template and the processor's own replacements."""
 
     def __init__(self, folder: Path, num_frames: int) -> None:
+        needs_transformers("5.15", "has no replace_video_token in its processor")
         self.tokenizer = checkpoint_tokenizer(str(folder))
         self.control = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
         tokens = dict(zip(("start_image_token", "end_image_token"), INTERNVL, strict=False))

@@ -29,6 +29,7 @@ from tests.helpers.encoder_contract import unequal
 from tests.helpers.media_references import BACKENDS, by_both, real_pictures
 from tests.helpers.mistral_tokenizer import SPECIAL, save_tekken
 from tests.helpers.texts_and_images import random_image, random_side
+from tests.helpers.tiny_families import needs_family, save_tokenizer
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "150"))
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
@@ -40,7 +41,7 @@ PIXEL = image_bytes(28, 28)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mistral")
-    save_tekken(folder)
+    save_tokenizer("mistral3", folder)
     return folder
 
 
@@ -168,6 +169,7 @@ class Reference:
 
 @pytest.fixture(scope="module", params=["mistral_v13", "mistral_v15"])
 def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    needs_family("mistral3")
     template = (PUBLISHED / f"{request.param}.jinja").read_text("utf-8")
     return Reference(template, tmp_path_factory.mktemp(request.param))
 

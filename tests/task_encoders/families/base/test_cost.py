@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from launch.model.config import config_of_preset, transformers_classes
 from task_encoders.families import FAMILIES, model_cost, model_options
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint, cost_of_sizes
+from tests.helpers.tiny_families import needs_family
 
 QWEN2_VL_7B = FAMILIES["qwen2_vl"].cost
 #: the sizes of each family's usual model, where it is a preset
@@ -75,6 +76,7 @@ def test_operations_are_those_that_torch_counts(family: str) -> None:
 def test_operations_of_gemma_are_nearly_those_that_torch_counts() -> None:
     """All of the tower's. Of the language model's, the wider heads of its full layers count in the
     scores alone, and windows as they are."""
+    needs_family("gemma4")
     text = {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None}
     config = config_of_preset("gemma4", "tiny", text | {"enable_moe_block": False})
     config._attn_implementation = "eager"
@@ -99,6 +101,7 @@ def test_operations_of_gemma_are_nearly_those_that_torch_counts() -> None:
 
 
 def test_gemma_12b_has_no_tower() -> None:
+    needs_family("gemma4_unified")
     text = {"vocab_size": 1000, "bos_token_id": None, "eos_token_id": None}
     config = config_of_preset("gemma4_unified", "tiny", text)
     model = transformers_classes("gemma4_unified").model(config).eval()
