@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,9 +97,7 @@ class CheckpointFolder:
         distributed.barrier()
         if self._rank == 0:
             content = {"version": VERSION, "iteration": iteration, "run": self._record}
-            content |= {"data_parallel": self._deal.data_parallel}
-            content |= {"num_workers": self._deal.num_workers}
-            content |= {"context_parallel": self._deal.context_parallel}
+            content |= asdict(self._deal)
             write_atomically(temporary / "state.json", to_json(content))
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
@@ -140,8 +138,7 @@ class CheckpointFolder:
         for line in self.check(path):
             logger.info("accepted: %s", line)
         content = _read_state(path)
-        others = content["num_workers"], content.get("context_parallel", 1)
-        then = Deal(content["data_parallel"], *others)
+        then = Deal(**{one.name: content[one.name] for one in fields(Deal) if one.name in content})
         # Weights are copied into the model from the mapped file, a tensor at a time. Those that are
         # sharded come with the optimizer.
         whole = _load_tensors(path / self._model_file, mmap=True)

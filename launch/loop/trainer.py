@@ -9,7 +9,6 @@ import math
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -224,7 +223,7 @@ class Trainer:
         token_losses = self._model(
             tokens=row.tokens,
             position_ids=row.position_ids,
-            packed_seq_params=replace(to_packed_seq_params(row), cp_group=group),
+            packed_seq_params=to_packed_seq_params(row, group),
             imgs=row.imgs,
             image_grid_thw=row.image_grid_thw,
             labels=labels,

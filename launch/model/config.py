@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from task_encoders.families import FAMILIES
+from task_encoders.families import FAMILIES, require_family
 from task_encoders.field_types import Count, not_bool, one_of
 from task_encoders.versions import require_at_least
 
@@ -236,7 +236,7 @@ class TransformersModelConfig(ModelConfig):
         family."""
         if self.checkpoint is None:
             return self.random_config()
-        found = family_of_checkpoint(self.checkpoint)
+        found = require_family(str(self.checkpoint))
         if found != self.family:
             raise ValueError(
                 f"checkpoint {self.checkpoint} is a {found!r}; set model.family={found}"
@@ -246,21 +246,8 @@ class TransformersModelConfig(ModelConfig):
         return AutoConfig.from_pretrained(self.checkpoint)
 
 
-def family_of_checkpoint(folder: Path) -> str:
-    """The family whose model in transformers a checkpoint folder holds, dense or of experts.
-
-    Raises:
-        ValueError: there is no config.json, or it names another model.
-    """
-    found = _model_type(folder)
-    for name, family in FAMILIES.items():
-        if family.transformers_name and found.removesuffix("_moe") in family.model_types:
-            return name
-    raise ValueError(f"checkpoint {folder} is a {found!r}, of no family here; {ELSEWHERE}")
-
-
-def _model_type(folder: Path) -> str:
-    """Read the model type of a checkpoint folder."""
+def _read_config(folder: Path, family: str, config_class: Any) -> Any:
+    """The config of a checkpoint folder."""
     from transformers import PreTrainedConfig
 
     if not (folder / "config.json").is_file():
@@ -269,12 +256,6 @@ def _model_type(folder: Path) -> str:
             "checkpoint"
         )
     values, _ = PreTrainedConfig.get_config_dict(folder)
-    return str(values.get("model_type"))
-
-
-def _read_config(folder: Path, family: str, config_class: Any) -> Any:
-    """The config of a checkpoint folder."""
-    found = _model_type(folder)
-    if found != family:
+    if (found := values.get("model_type")) != family:
         raise ValueError(f"checkpoint {folder} is a {found!r}; set family: {found}")
     return config_class.from_pretrained(folder)

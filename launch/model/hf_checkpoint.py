@@ -218,18 +218,13 @@ def _write_config(folder: Path, hf_config: Any, dtype: torch.dtype, like: Path |
     type(hf_config).from_dict(values).save_pretrained(folder)
 
 
-def copy_companions(like: Path, folder: Path) -> None:
-    """A checkpoint's tokenizer, image processor and generation settings to another."""
-    for name in COMPANION_FILES:
-        if (like / name).is_file():
-            shutil.copyfile(like / name, folder / name)
-
-
 def write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
     """Tokenizer, image processor and generation settings, where there are any; those of the folder
     `like`, or the built-in ones."""
     if like is not None and like.is_dir():
-        copy_companions(like, folder)
+        for name in COMPANION_FILES:
+            if (like / name).is_file():
+                shutil.copyfile(like / name, folder / name)
         return
     from task_encoders.families.builtin_processor import builtin_processor, has_builtin_processor
 

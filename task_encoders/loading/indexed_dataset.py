@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.families import model_options
-from task_encoders.field_types import Count, checked
 from task_encoders.loading.folder_shards import ShardRange
 from task_encoders.loading.pack_columns import order_of_steps, read_columns
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -25,30 +24,21 @@ from task_encoders.storage.paths import path_of
 
 
 class IndexedPackDataset(Dataset[PackedBatch]):
-    """Rows of the packs in `PREFIX.bin` and `PREFIX.idx`, in written order; under
-    `pack.order.uniform`, those of each step side by side. See `indexed_packs`.
+    """The packs in `PREFIX.bin` and `PREFIX.idx`, in written order; under
+    `pack.order.uniform`, those of each step side by side. See `packs.indexed_file`.
 
     Args:
         prefix: path of the two files without their endings.
         task_encoder: default: as the manifest beside the files says; the environment says what the
             packs are.
-        micro_batch_size: packs per row; the last row may have fewer.
 
     Raises:
         PackFormatError: there are no such packs, or they are damaged.
         PackingSettingsError: the environment or the task encoder contradicts them.
     """
 
-    @checked
-    def __init__(
-        self,
-        prefix: str | Path,
-        task_encoder: PackedTaskEncoder | None = None,
-        *,
-        micro_batch_size: Count = 1,
-    ) -> None:
+    def __init__(self, prefix: str | Path, task_encoder: PackedTaskEncoder | None = None) -> None:
         self._file = IndexedFile(prefix)
-        self._micro_batch_size = micro_batch_size
         self.path = path_of(prefix)
         folder = self.path.parent
         self.task_encoder = task_encoder or _task_encoder_of(folder)
@@ -63,17 +53,16 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         self._digest = fingerprint_digest(self.task_encoder.encoder.fingerprint)
 
     def __len__(self) -> int:
-        """Rows."""
-        return -(-len(self._file) // self._micro_batch_size)
+        """Packs."""
+        return len(self._file)
 
     def __getitem__(self, number: int) -> PackedBatch:
-        """A row. Raises PackFormatError if the file of an image has another size or time, or the
-        image other tokens, than when it was packed; SampleError if nothing of a pack can be used.
-        """
+        """A row of one pack. Raises PackFormatError if the file of an image has another size or
+        time, or the image other tokens, than when it was packed; SampleError if nothing of it can
+        be used."""
         if not 0 <= number < len(self):
-            raise IndexError(f"row {number} of {len(self)}")
-        first = number * self._micro_batch_size
-        return self.batch(range(first, min(first + self._micro_batch_size, len(self._file))))
+            raise IndexError(f"pack {number} of {len(self)}")
+        return self.batch([number])
 
     def batch(self, packs: Iterable[int]) -> PackedBatch:
         """Packs, by their numbers, in one row with merged cu_lengths. Raises as `[i]`."""

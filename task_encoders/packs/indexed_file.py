@@ -212,7 +212,7 @@ class IndexedPack:
     def __init__(self, sequences: Sequence[Sequence32], roots: Mapping[str, str]) -> None:
         """Raises PackFormatError if the document is not a pack."""
         self._roots = roots
-        self.cu_lengths, self.tokens, self.labels, self._mask, document = sequences
+        self.cu_lengths, self.tokens, self.labels, _, document = sequences
         self._stored = parse_json(document.tobytes(), "document")
         #: of the pack
         self.key: str = self._stored["key"]
@@ -223,11 +223,6 @@ class IndexedPack:
         self.task: str = meta["task"]
         #: the keys of its sub-samples
         self.sub_sample_keys: list[str] = meta["keys"]
-
-    @property
-    def loss_mask(self) -> npt.NDArray[np.uint8]:
-        """(S,) 1 where there is a label."""
-        return np.ascontiguousarray(self._mask).view(np.uint8)[: len(self.tokens)]
 
     @property
     def pack(self) -> Pack:

@@ -3,8 +3,8 @@ cannot disagree; a family says what its template, its media and its positions ar
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, BinaryIO, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from task_encoders.families.base.spans import (
     tokens_and_weights,
     two_tokens,
 )
-from task_encoders.media.image import ImageHeader, decode_image, read_image_header
+from task_encoders.media.image import decode_image, read_image_header
 from task_encoders.media.patches import Bytes, Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader, read_video_header
@@ -83,7 +83,12 @@ class FamilyEncoder(ABC):
         self.options = options
         self.tokenizer = tokenizer
         self.pad_token_id = tokenizer.special_id(pad_token)
-        self.max_image_pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
+        self.max_image_pixels = pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
+        # Files of media within these limits; see SampleEncoder.
+        frames = options.max_video_frames
+        self.image_header = partial(read_image_header, max_image_pixels=pixels)
+        self.video_header = partial(read_video_header, max_frame_pixels=pixels, max_frames=frames)
+        self.decode_image = partial(decode_image, max_image_pixels=pixels)
         self._patch_area = patch_area
         self.normalisation = normalisation
         self.texts = TextSpans(tokenizer)
@@ -204,16 +209,6 @@ class FamilyEncoder(ABC):
             spans += own
             start += num_tokens
         return ExpandedText(*tokens_and_weights(spans), image_places, video_places)
-
-    def image_header(self, file: BinaryIO) -> ImageHeader:
-        return read_image_header(file, max_image_pixels=self.max_image_pixels)
-
-    def video_header(self, file: BinaryIO) -> VideoHeader:
-        limits = {"max_frames": self.options.max_video_frames}
-        return read_video_header(file, max_frame_pixels=self.max_image_pixels, **limits)
-
-    def decode_image(self, data: bytes) -> PillowImage.Image:
-        return decode_image(data, max_image_pixels=self.max_image_pixels)
 
     def encode(
         self,

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from launch.config import DataConfig
-from launch.data.indexed_loader import IndexedLoader
+from launch.data.indexed_loader import FolderRows, IndexedLoader
 from launch.data.micro_batches import build_task_encoder
 from launch.data.open_packs import open_packs, settings_of_packs
 from launch.data.packed_data import read_packed_data
@@ -78,7 +78,7 @@ def test_a_state_of_any_step_gives_the_rest(
 
 def test_ranks_share_the_packs(folders: dict[str, Path]) -> None:
     """Each pack once an epoch, whatever the number of ranks; micro batches of two."""
-    dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset", micro_batch_size=2)
+    dataset = FolderRows(IndexedPackDataset(folders["indexed"] / "packed_seq_dataset"), 2)
     once = [
         [row.__key__ for row in IndexedLoader(dataset, rank=rank, world_size=3)]
         for rank in range(3)

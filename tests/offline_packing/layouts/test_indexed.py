@@ -125,7 +125,6 @@ def test_megatron_core_opens_it(runs: dict[str, Run]) -> None:
         assert labels.tolist() == row.labels[0].tolist()
         loss_mask = mask.view(np.uint8)[: len(tokens)]
         assert loss_mask.tolist() == row.loss_mask[0].tolist()
-        np.testing.assert_array_equal(ours[i].loss_mask, loss_mask)
         for root, file, offset, size, _, start, length in pack["media"]:
             assert len(Path(roots[root], file).read_bytes()[offset or 0 :]) >= size
             assert (tokens[start] != tokens[start + 1 : start + length - 1]).all()  # tags around
