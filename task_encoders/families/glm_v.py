@@ -13,7 +13,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Final, Literal, Self
 
-from PIL import Image as PillowImage
 from pydantic import Field, model_validator
 
 from task_encoders.families.base.options import ModelOptions, beside_lengths
@@ -22,7 +21,7 @@ from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count, Number
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.patches import Bytes, Normalisation
+from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
@@ -81,6 +80,7 @@ class GlmEncoder(VideosAsImagesEncoder):
     DIALECT = GLM
     CAPTION_START = (Control("[gMASK]"), Control("<sop>"))
     CAPTION_END = Control("<|endoftext|>", 1.0)
+    IMAGE_DEPTH = DEPTH
     #: Frames that a video's file may have.
     LENGTHS_FOLLOW = ("max_video_frames",)
 
@@ -116,10 +116,6 @@ class GlmEncoder(VideosAsImagesEncoder):
     ) -> tuple[int, int, int]:
         height, width = volume_resize(num_frames, height, width, self.vision, limits)
         return num_frames // DEPTH, height // _PATCH, width // _PATCH
-
-    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        medium = self.image_medium(image.height, image.width)
-        return patches.frame_patches([image], medium.grid, DEPTH, self.vision), medium
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         if header.fps is None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
-from PIL import Image as PillowImage
 
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.family import Family, Preset, language_sizes
@@ -18,7 +17,6 @@ from task_encoders.families.base.spans import BlankImage, Medium, Span, two_toke
 from task_encoders.field_types import Count
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.patches import Bytes
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.load_tokenizer import load_tokenizer
@@ -60,7 +58,7 @@ class Mistral3Encoder(FamilyEncoder):
         options.require_checkpoint()
         require_at_least("transformers", _SINCE, "Mistral's tokenizer")
         patch, edge = options.patch_size, options.longest_edge
-        self._vision = VisionSettings(
+        self.vision = VisionSettings(
             patch**2,
             max(edge, patch) ** 2,
             math.inf,
@@ -75,7 +73,7 @@ class Mistral3Encoder(FamilyEncoder):
             load_tokenizer(options.processor),
             pad_token="<pad>",
             patch_area=patch**2,
-            normalisation=patches.normalisation(self._vision),
+            normalisation=patches.normalisation(self.vision),
         )
         self._row_ends = [self.tokenizer.special_id(f"[IMG_{name}]") for name in ("BREAK", "END")]
 
@@ -87,10 +85,6 @@ class Mistral3Encoder(FamilyEncoder):
             raise SampleError("aspect_ratio", "less than a pixel wide after resizing")
         token = _MERGE * self.options.patch_size
         return Medium((1, _MERGE * -(-height // token), _MERGE * -(-width // token)))
-
-    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        medium = self.image_medium(image.height, image.width)
-        return patches.frame_patches([image], medium.grid, 1, self._vision), medium
 
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         rows, columns = (side // _MERGE for side in medium.grid[1:])

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal, Self
 
-from PIL import Image as PillowImage
 from pydantic import Field, model_validator
 
 from task_encoders.families.base.encoder import FamilyEncoder
@@ -116,10 +115,6 @@ class QwenVLEncoder(FamilyEncoder):
         height, width = image.smart_resize(height, width, self.vision)
         patch = self.vision.patch_size
         return Medium((1, height // patch, width // patch))
-
-    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        medium = self.image_medium(image.height, image.width)
-        return patches.frame_patches([image], medium.grid, 1, self.vision), medium
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         return video.sample_video(header, self.video, self.vision)

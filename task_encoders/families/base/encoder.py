@@ -22,8 +22,8 @@ from task_encoders.families.base.spans import (
     tokens_and_weights,
     two_tokens,
 )
-from task_encoders.media.image import decode_image, read_image_header
-from task_encoders.media.patches import Bytes, Normalisation
+from task_encoders.media.image import VisionSettings, decode_image, read_image_header
+from task_encoders.media.patches import Bytes, Normalisation, frame_patches
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
@@ -66,6 +66,10 @@ class FamilyEncoder(ABC):
     video_end: str = "longer_side"
     #: How transformers' model takes images: a name in media.layouts.IMAGE_LAYOUTS.
     IMAGE_LAYOUT: ClassVar[str] = "patches"
+    #: Frames of an image's patches.
+    IMAGE_DEPTH: ClassVar[int] = 1
+    #: How pictures are cut into patches; a family without has its own `encode_image`.
+    vision: VisionSettings
     template: ChatTemplate
     #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
     own_template: str = ""
@@ -114,9 +118,10 @@ class FamilyEncoder(ABC):
     def image_medium(self, height: int, width: int) -> Medium:
         """Medium of an image of this size. Raises SampleError where it cannot be used."""
 
-    @abstractmethod
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
         """Patches (P, C·p·p) of a decoded image. Raises SampleError."""
+        medium = self.image_medium(image.height, image.width)
+        return frame_patches([image], medium.grid, self.IMAGE_DEPTH, self.vision), medium
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         """Frames and grid of a video. Raises SampleError where it cannot be used, as by default."""

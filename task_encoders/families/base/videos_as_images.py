@@ -9,7 +9,6 @@ from PIL import Image as PillowImage
 
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.spans import Medium
-from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.media.video import video_patches
 from task_encoders.packs.tokenized import TokenizedText
@@ -21,8 +20,6 @@ from task_encoders.text.pieces import Image, Video
 class VideosAsImagesEncoder(FamilyEncoder):
     """Base of the encoders of their families. The patches of a picture are as wide as an image's:
     `normalisation` repeats no frame."""
-
-    vision: VisionSettings
 
     def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
         most = self.options.max_video_frames
