@@ -2,7 +2,7 @@
 video is frames, each a tile.
 
 an image of 2 tiles   <img> [tile] [tile] [thumbnail] </img>     of 256 tokens each
-a video of 2 frames   Frame1: <img> [tile] </img>\n Frame2: <img> [tile] </img>
+a video of 2 frames   Frame1: <img> [tile] </img>\\n Frame2: <img> [tile] </img>
 """
 
 import math

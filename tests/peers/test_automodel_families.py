@@ -29,7 +29,7 @@ def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: 
     )
 
 
-@pytest.mark.parametrize("family", ["gemma4", "mistral3"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified", "mistral3"])
 def test_it_packs_no_gemma_and_no_mistral(family: str, tmp_path: Path) -> None:
     checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
     packed = small_packs(family, checkpoint, tmp_path, samples=8)
