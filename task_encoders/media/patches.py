@@ -9,7 +9,7 @@ repeat its frame T times, which for Qwen2-VL is eight times the size of its pixe
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -73,7 +73,7 @@ def frame_patches(
     number = -1
     for number, frame in enumerate(frames):
         resized = resize(frame, grid_h * patch, grid_w * patch)
-        cut(_words(resized), settings.merge_size, rows[number // depth], number % depth)
+        cut(resized.view(np.uint32), settings.merge_size, rows[number // depth], number % depth)
     within = number % depth
     rows[-1, :, :, within + 1 :] = rows[-1, :, :, within : within + 1]
     return rows.reshape(grid_t * grid_h * grid_w, -1)
@@ -85,34 +85,27 @@ def normalisation(settings: VisionSettings) -> Normalisation:
     return Normalisation(table(settings.mean, settings.std), settings.temporal_patch_size)
 
 
-def _bands(image: Image.Image) -> Iterator[tuple[slice, Bytes]]:
-    """Some rows of an RGB image at a time, and their pixels (n, W, 4), the fourth byte without
-    meaning: few enough for the processor's caches, and for one of Pillow's blocks of 16 MB."""
+def _resize_as_pillow(image: Image.Image, height: int, width: int) -> Bytes:
+    """(H, W, 4), the fourth byte without meaning, as `Image.resize` with `BICUBIC` of the installed
+    Pillow: first the width, some rows at a time, whose columns become rows and back."""
+    if _SHRINKS_TALL_FIRST and image.height - height > max(0, 2 * (image.width - width)):
+        turned = _resize_as_pillow(image.transpose(Image.Transpose.TRANSPOSE), width, height)
+        return np.ascontiguousarray(turned.swapaxes(0, 1))
+    turn = _compiled(_turn)
+    wide = np.empty((image.height, width, 4), np.uint8)
+    # Few enough for the processor's caches, and for one of Pillow's blocks of 16 MB.
     at_once = min(64, (1 << 22) // image.width)
     for top in range(0, image.height, at_once):
-        rows = slice(top, min(top + at_once, image.height))
-        part = image.crop((0, rows.start, image.width, rows.stop))
-        yield rows, pa.array(part).flatten().to_numpy().reshape(part.height, part.width, 4)
-
-
-def _resize_as_pillow(image: Image.Image, height: int, width: int) -> Bytes:
-    """(H, W, 4), as `Image.resize` with `BICUBIC` of the installed Pillow."""
-    fewer_rows, fewer_columns = image.height - height, image.width - width
-    if not _SHRINKS_TALL_FIRST or fewer_rows <= max(0, 2 * fewer_columns):
-        return _resize_rows(_resize_columns(image, width), height)
-    turned = _resize_columns(image.transpose(Image.Transpose.TRANSPOSE), height)
-    return np.ascontiguousarray(_resize_rows(turned, width).swapaxes(0, 1))
-
-
-def _resize_columns(image: Image.Image, width: int) -> Bytes:
-    """(H, width, 4): the columns of each band become rows, and columns again."""
-    turn = _compiled(_turn)
-    out = np.empty((image.height, width, 4), np.uint8)
-    for rows, pixels in _bands(image):
-        turned = np.empty((image.width, len(pixels), 4), np.uint8)
-        turn(_words(pixels), _words(turned))
-        turn(_words(_resize_rows(turned, width)), _words(out[rows]))
-    return out
+        band = image.crop((0, top, image.width, min(top + at_once, image.height)))
+        pixels = pa.array(band).flatten().to_numpy().reshape(band.height, band.width, 4)
+        resized = wide[top : top + band.height]
+        if width == image.width:
+            resized[:] = pixels
+            continue
+        columns = np.empty((image.width, band.height, 4), np.uint8)
+        turn(pixels.view(np.uint32), columns.view(np.uint32))
+        turn(_resize_rows(columns, width).view(np.uint32), resized.view(np.uint32))
+    return _resize_rows(wide, height)
 
 
 def _resize_rows(pixels: Bytes, height: int) -> Bytes:
@@ -124,11 +117,6 @@ def _resize_rows(pixels: Bytes, height: int) -> Bytes:
     weights = _bicubic_weights(num_rows, height)
     _compiled(_weigh)(pixels.reshape(num_rows, -1), *weights, out.reshape(height, -1))
     return out
-
-
-def _words(pixels: Bytes) -> npt.NDArray[np.uint32]:
-    """(H, W, 4) as (H, W)."""
-    return pixels.view(np.uint32)[..., 0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,10 +144,7 @@ def _resize_as_torch(image: Image.Image, height: int, width: int) -> Bytes:
     try:
         pixels = torch.from_dlpack(pa.array(image).flatten()).view(image.height, image.width, 4)
     except ValueError:  # Pillow holds it in several blocks
-        whole = np.empty((image.height, image.width, 4), np.uint8)
-        for rows, part in _bands(image):
-            whole[rows] = part
-        pixels = torch.from_numpy(whole)
+        pixels = torch.from_numpy(_resize_as_pillow(image, image.height, image.width))
     if pixels.shape[:2] != (height, width):
         # Its loops for interleaved channels take 3.9 ms where those for planes take 9.1.
         batch = torch.nn.functional.interpolate(
@@ -197,16 +182,16 @@ def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
 
 
 def _turn(pixels: Any, out: Any) -> None:
-    """Swap rows and columns of (H, W) whole pixels."""
-    height, width = pixels.shape
+    """Swap rows and columns of (H, W, 1) whole pixels."""
+    height, width, _ = pixels.shape
     eights = height // 8 * 8
     for y in range(0, eights, 8):
         for x in range(width):
             for i in range(8):
-                out[x, y + i] = pixels[y + i, x]
+                out[x, y + i, 0] = pixels[y + i, x, 0]
     for y in range(eights, height):
         for x in range(width):
-            out[x, y] = pixels[y, x]
+            out[x, y, 0] = pixels[y, x, 0]
 
 
 def _weigh(rows: Any, first: Any, count: Any, weights: Any, out: Any) -> None:
@@ -236,9 +221,9 @@ def _cutter(patch: int) -> Callable[..., None]:
     """A loop that cuts patches of this size, which is a constant in it: three times as fast."""
 
     def cut(pixels: Any, merge: int, out: Any, frame: int) -> None:
-        """Cut one frame (H, W) of whole pixels, in blocks of merge² patches that the vision tower
+        """Cut one frame (H, W, 1) of whole pixels, in blocks of merge² patches that the tower
         merges into a token, into `out` (patches, 3, T, p·p) at index `frame` of T."""
-        height, width = pixels.shape
+        height, width, _ = pixels.shape
         one = np.empty(patch * patch, np.uint32)
         block = merge * patch
         n = 0
@@ -248,7 +233,7 @@ def _cutter(patch: int) -> Callable[..., None]:
                     for x0 in range(left, left + block, patch):
                         for y in range(patch):
                             for x in range(patch):
-                                one[y * patch + x] = pixels[y0 + y, x0 + x]
+                                one[y * patch + x] = pixels[y0 + y, x0 + x, 0]
                         for channel in range(3):
                             byte = np.uint32(8 * channel)
                             for i in range(patch * patch):
