@@ -28,10 +28,10 @@ demo: $(VENV)/.demo
 	$(BIN)/offline-packing demo
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-exhaustive: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive -n 3 --dist worksteal
 
 test-versions: $(VENV)/.test
 	tests/versions/run.sh
