@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,9 @@ def object_store(
     _object_server.set_faults()
     yield _object_server
     _object_server.set_faults()
+    if shortcuts := sys.modules.get("multistorageclient.shortcuts"):
+        # Every worker that a loader forks later would connect each of them anew.
+        vars(shortcuts)["_STORAGE_CLIENT_CACHE"].clear()
 
 
 @pytest.fixture

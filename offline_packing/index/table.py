@@ -182,7 +182,8 @@ class Index:
         path, rows = self.paths[number], self.info.part_rows[number]
         try:
             with open_table(self._copy_of(path)) as file:
-                table = file.read(list(columns))
+                # Without threads: handing a part to them takes longer than reading it.
+                table = file.read(list(columns), use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise StageError(
                 f"index part {path} cannot be read: {error}; retry measures it again"

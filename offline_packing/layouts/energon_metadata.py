@@ -33,7 +33,6 @@ from offline_packing.storage.files import (
     hash_bytes,
     hash_file,
     to_json,
-    translate_disk_full,
     write_atomically,
 )
 from offline_packing.storage.paths import is_remote, local_copy
@@ -193,11 +192,9 @@ def _hash_rows(database: sqlite3.Connection) -> str:
 def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) -> dict[str, int]:
     """The tables of `energon prepare`; returns the packs of each shard."""
     counts: dict[str, int] = {}
-    with (
-        _new_database(path) as temporary,
-        translate_disk_full(path),
-        closing(sqlite3.connect(temporary)) as database,
-    ):
+    with _new_database(path) as database:
+        # Whoever kills this leaves a temporary file; there is nothing to roll back.
+        database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
         database.executescript(_TABLES)
         for shard, (name, entries) in enumerate(packs):
             counts[name] = len(entries)
@@ -215,20 +212,20 @@ def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) 
 
 
 @contextmanager
-def _new_database(path: Path) -> Iterator[Path]:
-    """A local file that replaces `path` when the block succeeds."""
-    if is_remote(path):
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / path.name
-            yield made
-            with atomic_file(path) as file, made.open("rb") as database:
-                shutil.copyfileobj(database, file)
-        return
-    temporary = path.with_name(f"{path.name}.tmp")
-    for leftover in path.parent.glob(f"{temporary.name}*"):  # a journal would be rolled back
-        leftover.unlink()
-    yield temporary
-    os.replace(temporary, path)
+def _new_database(path: Path) -> Iterator[sqlite3.Connection]:
+    """A database that gets its name only if the block succeeds, as `atomic_file`."""
+    with atomic_file(path) as file, tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / path.name if is_remote(path) else Path(file.name)
+        try:
+            with closing(sqlite3.connect(made)) as database:
+                yield database
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
+        if is_remote(path):
+            with made.open("rb") as content:
+                shutil.copyfileobj(content, file)
 
 
 def index_pack_folder(path: Path, task: str | None = None) -> int:

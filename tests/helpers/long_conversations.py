@@ -140,3 +140,11 @@ def check_packed(run: Run, records: list[Record]) -> None:
 def text_of(turn: Turn) -> str:
     """A question without marks; each is another one."""
     return turn.prompt.replace("<image>\n", "").replace("<image>", "")
+
+
+def regrouped(folder: Path, name: str, **more: Any) -> Run:
+    """A run whose records become dialogues and parts of conversations, without copies."""
+    source = {"merge_same_image": {"max_tokens": 200}, "drop_copies": True}
+    pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
+    output = {"packs_per_shard": 4}
+    return run_of(folder, mixed_records(), name, source=source, pack=pack, output=output, **more)

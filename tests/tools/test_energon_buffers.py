@@ -27,6 +27,7 @@ def test_windows_reach_the_bound(distribution: str, buffer: int) -> None:
     assert row["packs"] <= {"captions": 1337, "sft": 3628}[distribution]
 
 
+@pytest.mark.exhaustive
 def test_a_waiting_sample_takes_no_pixels() -> None:
     """300 small images, and what any process takes; with 1,000 of 448 pixels a side the peaks are
     25 to 1."""

@@ -297,7 +297,7 @@ def test_signals_end_a_run_in_one_line(
 ) -> None:
     """`signals`: to the command alone, or to its workers too. The same run is ended by each."""
     index = tmp_path / "out/_packing/index"
-    captioning_pairs(tmp_path / "many", 240)
+    captioning_pairs(tmp_path / "many", 120)
     config.write_text(config.read_text().replace(f"{tmp_path}/data", f"{tmp_path}/many"))
     command = ["measure", str(config), "--quiet", "engine.workers=2", "engine.samples_per_part=1"]
     for number, to_workers in signals:
@@ -321,7 +321,7 @@ def test_signals_end_a_run_in_one_line(
         expected = message.get(number, f"ended by {number.name}; ")
         assert stderr == (expected and f"{expected}run the same command again to continue\n")
         assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    assert "measured 240 samples" in invoke("measure", config, "engine.samples_per_part=1").stdout
+    assert "measured 120 samples" in invoke("measure", config, "engine.samples_per_part=1").stdout
 
 
 def work_in(index: Path, when: str) -> list[tuple[str, int]]:

@@ -1,54 +1,24 @@
-"""A task tells how far it is while it is at work, on every engine."""
+"""A task tells how far it is while it is at work."""
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from offline_packing.engines import ENGINES
-from offline_packing.engines.local import Advance, Engine, LocalEngine, advance
+from offline_packing.engines.local import Advance, LocalEngine
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
-
-STEPS = 4
-
-
-def slow_task(folder: Path) -> int:
-    """Four steps, of which the last is taken when the caller has heard of the first."""
-    for step in range(STEPS):
-        advance()
-        deadline = time.monotonic() + 300
-        while step == STEPS - 2 and not (folder / "heard").exists():
-            assert time.monotonic() < deadline, "nobody heard of the first steps"
-            time.sleep(0.02)
-    return STEPS
+from tests.helpers.slow_tasks import STEPS, check_progress, slow_task
 
 
-@pytest.fixture(params=["local", "ray"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with ENGINES[request.param](1) as engine:
-        yield engine
-
-
-def test_progress_is_told_before_the_task_ends(engine: Engine, tmp_path: Path) -> None:
-    told: list[int] = []
-
-    def listen(count: int) -> None:
-        told.append(count)
-        if sum(told):
-            (tmp_path / "heard").touch()
-
-    assert list(engine.run(slow_task, [tmp_path] * 2, listen)) == [STEPS] * 2
-    assert sum(told) == 2 * STEPS
-    assert sum(count > 0 for count in told) >= 2
+def test_progress_is_told_before_the_task_ends(tmp_path: Path) -> None:
+    with LocalEngine(1) as engine:
+        check_progress(engine, tmp_path)
 
 
 def test_nobody_needs_to_listen(tmp_path: Path) -> None:
     (tmp_path / "heard").touch()
-    with ENGINES["local"](0) as engine:
+    with LocalEngine(0) as engine:
         assert list(engine.run(slow_task, [tmp_path])) == [STEPS]
         told: list[int] = []
         assert list(engine.run(slow_task, [tmp_path] * 2, told.append)) == [STEPS] * 2

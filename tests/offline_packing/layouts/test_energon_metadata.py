@@ -12,7 +12,8 @@ from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from megatron.energon.task_encoder import DefaultTaskEncoder
 from packaging.specifiers import SpecifierSet
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DiskFullError, StageError
+from offline_packing.layouts import energon_metadata
 from offline_packing.layouts.energon_metadata import ENERGON_VERSION, index_pack_folder
 from offline_packing.runs.run import Run
 from offline_packing.storage.tars import TarShardWriter
@@ -50,6 +51,16 @@ def test_equal_to_energon_prepare(packed: Run, tmp_path: Path) -> None:
     assert infos[0].keys() == infos[1].keys()
     assert infos[0]["shard_counts"] == infos[1]["shard_counts"]
     assert schema(root) == schema(tmp_path / "prepared")
+
+
+def test_a_full_disk(packed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "copy"
+    copy_tars(packed.workspace.root, folder)
+    small = f"PRAGMA max_page_count = 4; {energon_metadata._TABLES}"
+    monkeypatch.setattr(energon_metadata, "_TABLES", small)
+    with pytest.raises(DiskFullError, match=r"index\.sqlite cannot be written: No space left"):
+        index_pack_folder(folder, "captioning")
+    assert not list((folder / ".nv-meta").iterdir())
 
 
 def schema(folder: Path) -> list[tuple[str, ...]]:

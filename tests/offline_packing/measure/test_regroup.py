@@ -1,8 +1,5 @@
 """The second pass of measuring gives the same bytes on any engine, after a kill, after damage."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from offline_packing.index.table import part_name
@@ -11,16 +8,8 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.retry import retry
 from tests.helpers.datasets import pack_all
-from tests.helpers.long_conversations import mixed_records, run_of
+from tests.helpers.long_conversations import regrouped
 from tests.helpers.outputs import set_aside_in_plan, shard_files
-
-
-def regrouped(folder: Path, name: str, **more: Any) -> Run:
-    """A run whose records become dialogues and parts of conversations, without copies."""
-    source = {"merge_same_image": {"max_tokens": 200}, "drop_copies": True}
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
-    output = {"packs_per_shard": 4}
-    return run_of(folder, mixed_records(), name, source=source, pack=pack, output=output, **more)
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +54,3 @@ def test_the_same_bytes_after_a_kill(packed: Run) -> None:
     pack_all(stopped)
     assert part.read_bytes() == whole
     assert shard_files(stopped) == shard_files(packed)
-
-
-def test_the_same_bytes_on_ray(packed: Run) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
-    from offline_packing.engines.ray_cluster import RayEngine
-
-    local = regrouped(packed.workspace.root.parent, "ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        with RayEngine(2) as engine:
-            run = Run(local.config, engine)
-            pack_all(run)
-    assert shard_files(run) == shard_files(packed)
