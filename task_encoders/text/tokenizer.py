@@ -11,7 +11,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import tiktoken
@@ -115,8 +114,10 @@ class TiktokenTokenizer(_AddedTokens):
             check_runs(part)
             if self._nfc and not part.isascii():
                 part = unicodedata.normalize("NFC", part)
-            with panics_as_sample_errors():
+            try:
                 ids += self._encoding.encode_ordinary(part)
+            except BaseException as error:
+                raise sample_error_of(error) from None
         return ids
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
@@ -147,14 +148,18 @@ class TransformersTokenizer(_AddedTokens):
         self.control_tokens = tuple(one.content for one in added.values() if one.special)
 
     def encode(self, text: str) -> list[int]:
-        with panics_as_sample_errors():
-            return self._backend.encode(text, add_special_tokens=False).ids
+        return self._encode(text).ids
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
-        with panics_as_sample_errors():
-            encoding = self._backend.encode(header + answer, add_special_tokens=False)
+        encoding = self._encode(header + answer)
         first = (i for i, (_, end) in enumerate(encoding.offsets) if end > len(header))
         return encoding.ids, next(first, len(encoding.ids))
+
+    def _encode(self, text: str) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            raise sample_error_of(error) from None
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids))
@@ -179,17 +184,13 @@ def check_runs(text: str) -> None:
             raise SampleError("too_costly", f"{limit:,} {what} in a row; take them out of the text")
 
 
-@contextmanager
-def panics_as_sample_errors() -> Iterator[None]:
-    """Raise SampleError: unexpected_error where a tokenizer in Rust panics, as it does where its
-    stack ends. A panic is a BaseException, which nothing else catches."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        detail = " ".join(f"the tokenizer panics: {error}".split())
-        raise SampleError("unexpected_error", detail[:200]) from error
+def sample_error_of(error: BaseException) -> BaseException:
+    """SampleError: unexpected_error for a tokenizer in Rust that panics, as it does where its stack
+    ends; any other error unchanged. A panic is a BaseException, which nothing else catches."""
+    if type(error).__name__ != "PanicException":
+        return error
+    detail = " ".join(f"the tokenizer panics: {error}".split())
+    return SampleError("unexpected_error", detail[:200])
 
 
 _RUNS: Final[tuple[tuple[str, Callable[[str], object], int], ...]] = (
