@@ -116,7 +116,7 @@ class TiktokenTokenizer(_AddedTokens):
                 part = unicodedata.normalize("NFC", part)
             try:
                 ids += self._encoding.encode_ordinary(part)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - a panic is one
                 raise sample_error_of(error) from None
         return ids
 
@@ -158,7 +158,7 @@ class TransformersTokenizer(_AddedTokens):
     def _encode(self, text: str) -> Any:
         try:
             return self._backend.encode(text, add_special_tokens=False)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a panic is one
             raise sample_error_of(error) from None
 
     def _decode(self, ids: list[int]) -> str:
