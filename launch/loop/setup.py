@@ -26,7 +26,7 @@ from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.run_record import run_record
 from launch.loop.trainer import Trainer
 from launch.model.config import TransformersModelConfig
-from launch.model.qwen_vl import build_model
+from launch.model.megatron_model import build_model
 from offline_packing.errors import ConfigError, StageError
 from task_encoders.families import FAMILIES
 from task_encoders.model_inputs import required_pad_multiple

@@ -51,7 +51,7 @@ class Trainer:
     Args:
         config: the run.
         plan: its steps.
-        model: a `PackedQwen2VL` or a `PackedTransformersModel`, whose weights belong to the
+        model: a `PackedMegatronModel` or a `PackedTransformersModel`, whose weights belong to the
             optimizer.
         train_data: this rank's packs.
         checkpoints: where to save.

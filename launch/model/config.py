@@ -87,6 +87,7 @@ def part_of(name: str) -> str:
             "visual.merger.",
             "visual.deepstack_merger_list.",
             "multi_modal_projector",
+            "visual.multi_modal_projector",
             "embed_vision.",
         )
     ):
@@ -256,6 +257,6 @@ def _read_config(folder: Path, family: str, config_class: Any) -> Any:
             "checkpoint"
         )
     values, _ = PreTrainedConfig.get_config_dict(folder)
-    if (found := values.get("model_type")) != family:
+    if (found := values.get("model_type")) not in FAMILIES[family].model_types:
         raise ValueError(f"checkpoint {folder} is a {found!r}; set family: {found}")
     return config_class.from_pretrained(folder)

@@ -1,6 +1,7 @@
 """Hugging Face's tensors to megatron-core's parameters and back, cut over tensor parallel ranks.
 
-Names are those of Qwen's published checkpoints: `model.layers.0…`, `visual.…`, `lm_head.weight`.
+Names are those of Qwen2-VL's published checkpoints (`model.layers.0…`, `visual.…`,
+`lm_head.weight`), or as they would be there.
 Every Hugging Face tensor is cut along one dimension or not at all, so that a rank reads only its
 own slice, and gathering is a concatenation:
 
@@ -22,7 +23,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from launch.model.config import part_of
 from launch.model.language_model import head_dim_of
+from task_encoders.families.base.family import TensorNames
 
 Tensors = list[torch.Tensor]
 
@@ -113,13 +116,13 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
 
 
 def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
-    """The rule of every parameter of a `PackedQwen2VL`."""
+    """The rule of every parameter of a `PackedMegatronModel`."""
     tied = hf_config.tie_word_embeddings
     language = language_rules(hf_config.text_config, tied=tied)
     rules = {f"language_model.{name}": rule for name, rule in language.items()}
     for name, _ in model.named_parameters():
         if name.startswith("visual."):
-            rules[name] = WeightRule((name,), None)
+            rules[name] = WeightRule((published_name(name),), None)
     return rules
 
 
@@ -205,35 +208,52 @@ class RandomWeights:
         if tensor.ndim > 1:
             name_seed = zlib.crc32(name.encode()) << 16
             generator = torch.Generator(self._device).manual_seed(self._seed + name_seed)
-            tensor.normal_(0, self._std[name.startswith("visual.")], generator=generator)
+            tensor.normal_(0, self._std[part_of(name) != "language"], generator=generator)
         elif name.endswith("bias"):
             tensor.zero_()
         return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-#: transformers' names in memory -> those of Qwen2-VL's checkpoints, which are used here.
-_RENAMED: Final = {"model.language_model.": "model.", "model.visual.": "visual."}
+#: Names of other checkpoints, of transformers in memory, and of a tower in a model here -> those of
+#: Qwen2-VL's checkpoints, which are used here.
+_RENAMED: Final = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "visual.vision_tower.": "vision_tower.",
+    "visual.multi_modal_projector.": "multi_modal_projector.",
+}
+#: The reverse, by family.TensorNames.
+_WRITTEN: Final[Mapping[TensorNames, Mapping[str, str]]] = {
+    "plain": {},
+    "nested": {"model.": "model.language_model.", "visual.": "model.visual."},
+    "llava": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+}
 
 
 def published_name(name: str) -> str:
-    """The name a tensor has in checkpoints of Qwen2-VL.
+    """The name a tensor has in checkpoints of Qwen2-VL, or would have.
 
     model.language_model.norm.weight -> model.norm.weight
     """
-    for prefix, published in _RENAMED.items():
-        if name.startswith(prefix):
-            return published + name.removeprefix(prefix)
-    return name
+    return _renamed(name, _RENAMED)
 
 
-def nested_name(name: str) -> str:
-    """The reverse: the name in memory, which is that in checkpoints of Qwen3-VL.
+def written_name(name: str, names: TensorNames) -> str:
+    """The name that a tensor has in checkpoints of other families.
 
     model.norm.weight -> model.language_model.norm.weight
     """
-    for prefix, published in _RENAMED.items():
-        if name.startswith(published):
-            return prefix + name.removeprefix(published)
+    return _renamed(name, _WRITTEN[names])
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
     return name
 
 

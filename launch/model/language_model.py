@@ -1,7 +1,7 @@
 """The language model: megatron-core's GPTModel with packed attention in its layer spec."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final
 
 import torch
@@ -68,13 +68,14 @@ _UNFUSED: Final = {
 
 def transformer_config(
     text_config: Any,
-    *,
+    tensors: Container[str],
     tensor_parallel: int,
+    *,
     dtype: torch.dtype,
     device: torch.device,
-    qk_norm: bool,
 ) -> TransformerConfig:
-    """megatron-core's config of a Qwen2 or Qwen3 text model, without what needs a CUDA device."""
+    """megatron-core's config of a text model with these tensors, without what needs a CUDA
+    device."""
     return TransformerConfig(
         num_layers=text_config.num_hidden_layers,
         hidden_size=text_config.hidden_size,
@@ -86,9 +87,8 @@ def transformer_config(
         activation_func=F.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
-        # Qwen2 has biases here; Qwen3 has norms of queries and keys instead.
-        add_qkv_bias=not qk_norm,
-        qk_layernorm=qk_norm,
+        add_qkv_bias="model.layers.0.self_attn.q_proj.bias" in tensors,  # Qwen2's
+        qk_layernorm="model.layers.0.self_attn.q_norm.weight" in tensors,  # Qwen3's
         kv_channels=head_dim_of(text_config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -103,20 +103,20 @@ def transformer_config(
 
 def build_language_model(
     hf_config: Any,
+    tensors: Container[str],
     *,
     dtype: torch.dtype,
     device: torch.device,
     backend: str,
     recompute: bool,
-    qk_norm: bool,
 ) -> GPTModel:
     """This rank's part of the language model, its weights not yet set.
 
     Args:
         hf_config: transformers' config of the whole model.
+        tensors: published names of its tensors.
         backend: see `packed_attention.select_backend`.
         recompute: whether layers run again in the backward pass instead of keeping activations.
-        qk_norm: whether queries and keys are normalised.
 
     Raises:
         ValueError: the config asks for something that is not built here.
@@ -124,14 +124,14 @@ def build_language_model(
     text_config = hf_config.text_config
     size = parallel_state.get_tensor_model_parallel_world_size()
     check_supported(text_config, size)
-    options = {"tensor_parallel": size, "dtype": dtype, "device": device, "qk_norm": qk_norm}
+    core_config = transformer_config(text_config, tensors, size, dtype=dtype, device=device)
     model = GPTModel(
-        transformer_config(text_config, **options),
-        layer_spec(backend=backend, recompute=recompute, qk_norm=qk_norm),
+        core_config,
+        layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm),
         vocab_size=text_config.vocab_size,
         max_sequence_length=text_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="none",  # M-RoPE's angles are made once per row, see rotary
+        position_embedding_type="none",  # the angles are made once per row, see rotary
         scatter_embedding_sequence_parallel=False,
     )
     model = model.to(dtype)  # torch's norms do not follow params_dtype
@@ -171,10 +171,14 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
                 "choose a smaller tensor_parallel"
             )
     rope = text_config.rope_parameters
-    if rope["rope_type"] != "default" or "mrope_section" not in rope:
+    needs_sections = text_config.model_type.endswith("vl_text")
+    scales_queries = rope.get("llama_4_scaling_beta")  # by their positions
+    is_plain = rope["rope_type"] == "default" and not scales_queries
+    if not is_plain or (needs_sections and "mrope_section" not in rope):
         raise ValueError(
             f"rope_parameters {rope} are not supported, only rope_type 'default' (in older files "
-            "'mrope') with an mrope_section"
+            "'mrope'), in Qwen's VL families with an mrope_section; use python -m "
+            "launch.train_transformers"
         )
     if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
         raise ValueError("use_sliding_window is not supported; set it to false in config.json")

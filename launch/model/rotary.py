@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 
 
-def mrope_frequencies(
+def rope_frequencies(
     position_ids: torch.Tensor,
     *,
     head_dim: int,
     base: float,
-    sections: Sequence[int],
+    sections: Sequence[int] = (),
     interleaved: bool = False,
 ) -> torch.Tensor:
     """Rotation angles of every position, as megatron-core's attention takes them.
@@ -25,18 +25,21 @@ def mrope_frequencies(
     temporal.
 
     Args:
-        position_ids: (3, 1, S) temporal, height and width position.
+        position_ids: (3, 1, S) temporal, height and width position; or (1, 1, S), tokens counted,
+            which all frequencies follow.
         head_dim: channels of one attention head.
         base: rope_theta.
-        sections: frequencies per section, head_dim / 2 in all.
+        sections: frequencies per section, head_dim / 2 in all; none of (1, 1, S).
 
     Returns:
         (S, 1, 1, head_dim) float32.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device)
     inverse_frequencies = 1.0 / base ** (exponents / head_dim)
-    angles = position_ids.float()[..., None] * inverse_frequencies  # (3, 1, S, head_dim / 2)
-    if interleaved:
+    angles = position_ids.float()[..., None] * inverse_frequencies  # (…, 1, S, head_dim / 2)
+    if not sections:
+        (angles,) = angles
+    elif interleaved:
         by_axis, angles = angles, angles[0].clone()
         for axis in (1, 2):
             places = slice(axis, 3 * sections[axis], 3)

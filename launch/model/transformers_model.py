@@ -1,4 +1,4 @@
-"""A model of transformers, of any family, for packed rows: the interface of `PackedQwen2VL`.
+"""A model of transformers, of any family, for packed rows: the interface of `PackedMegatronModel`.
 
 Weights are kept in float32 and computed with in `model.dtype`, by autocast: bfloat16 weights near
 .02 are 1e-4 apart, so that a step of 1e-5 would change nothing. Those under adapters, which are not
@@ -76,8 +76,7 @@ class PackedTransformersModel(nn.Module):
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One packed row of S tokens; arguments as of `PackedQwen2VL`, but position_ids (1, 1, S)
-        for families whose positions count tokens.
+        """One packed row of S tokens; arguments as of `PackedMegatronModel`.
 
         Returns:
             With labels the loss of every token, (1, S) float32, 0 where ignored. Without, the

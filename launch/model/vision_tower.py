@@ -1,8 +1,10 @@
 """The vision tower on packed rows: transformers' own, whole on every rank.
 
-Under context parallelism each rank of a group runs it on its share of the row's frames (an image is
-one), contiguous and with nearly equal work, and hands the features over to the ranks that hold
-their tokens. No frame attends to another, so a video may be cut between two.
+Qwen's towers take a row's patches. Others take whole pictures, and a projector follows.
+
+Under context parallelism, which only Qwen's know, each rank of a group runs it on its share of the
+row's frames (an image is one), contiguous and with nearly equal work, and hands the features over
+to the ranks that hold their tokens. No frame attends to another, so a video may be cut between two.
 """
 
 import copy
@@ -18,6 +20,7 @@ from launch.model.config import ModelConfig
 from launch.model.context_parallel import RowPart, hand_over
 from launch.model.packed_attention import register_vision_attention
 from task_encoders.families.base.cost import ModelCost
+from task_encoders.media.layouts import IMAGE_LAYOUTS
 
 #: Patches of each frame, in all, along its height, and along its width.
 _Frames = npt.NDArray[np.int64]
@@ -35,19 +38,55 @@ class Medium(NamedTuple):
     grids: torch.Tensor
 
 
-def build_vision_tower(
-    tower: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+def build_visual(
+    outline: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A tower of transformers' class whose segments are those of packed rows."""
+    """The part of a model of transformers that sees: a tower that takes the patches of a packed
+    row; or the model without its language model, if its tower takes whole pictures.
+
+    Args:
+        outline: the model, without memory; may be changed.
+    """
+    if hasattr(outline, "visual"):
+        visual = _build_tower(outline.visual, config, hf_config, dtype, device)
+        # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
+        visual.config._attn_implementation = register_vision_attention()
+        return visual
+    del outline.language_model
+    outline.vision_tower = _build_tower(outline.vision_tower, config, hf_config, dtype, device)
     with torch.device(device):
-        visual = tower._from_config(
+        projector = type(outline.multi_modal_projector)(hf_config)
+    outline.multi_modal_projector = projector.to(dtype)
+    return outline
+
+
+def _build_tower(
+    outline: Any, config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> Any:
+    with torch.device(device):
+        tower = type(outline)._from_config(
             copy.deepcopy(hf_config.vision_config), dtype=dtype, attn_implementation="sdpa"
         )
-    # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
-    visual.config._attn_implementation = register_vision_attention()
     if config.recompute == "full":
-        visual.gradient_checkpointing_enable({"use_reentrant": False})
-    return visual
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    return tower
+
+
+def picture_features(model: Any, tokens: torch.Tensor, medium: Medium, layout: str) -> torch.Tensor:
+    """Features (n, H) of the image tokens of a row, by a model of `build_visual`.
+
+    Args:
+        tokens: (1, S).
+        layout: a name in media.layouts.IMAGE_LAYOUTS.
+
+    Raises:
+        ValueError: there are other tokens than features.
+    """
+    pictures = IMAGE_LAYOUTS[layout](medium.patches, medium.grids)
+    found = model.get_image_features(**pictures).pooler_output  # of each picture
+    features = torch.cat(list(found))
+    _check_count(tokens, medium, len(features))
+    return features
 
 
 def media_features(
@@ -69,7 +108,8 @@ def media_features(
         ValueError: there are other tokens than features.
     """
     merged = tower.config.spatial_merge_size**2  # patches to a token
-    _check_counts(tokens, media, merged)
+    for medium in media:
+        _check_count(tokens, medium, len(medium.patches) // merged)
     patches = torch.cat([medium.patches for medium in media])
     grids = torch.cat([medium.grids for medium in media])
     if part is None:
@@ -88,14 +128,13 @@ def media_features(
     return list(handed.split([one.shape[1] for one in features], dim=1))
 
 
-def _check_counts(tokens: torch.Tensor, media: Sequence[Medium], merged: int) -> None:
-    for medium in media:
-        found, expected = int((tokens == medium.token_id).sum()), len(medium.patches) // merged
-        if found != expected:
-            raise ValueError(
-                f"{found} {medium.kind} tokens in the row, {expected} {medium.kind} features; "
-                "tokens and media were encoded with different settings"
-            )
+def _check_count(tokens: torch.Tensor, medium: Medium, expected: int) -> None:
+    found = int((tokens == medium.token_id).sum())
+    if found != expected:
+        raise ValueError(
+            f"{found} {medium.kind} tokens in the row, {expected} {medium.kind} features; "
+            "tokens and media were encoded with different settings"
+        )
 
 
 def _run(tower: Any, patches: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:

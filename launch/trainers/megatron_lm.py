@@ -162,7 +162,7 @@ def main(path: str, tensor_parallel: int, steps: int, task_encoder: str | None) 
     from launch.data.packed_data import read_packed_data
     from launch.loop.parallel import initialize_parallel
     from launch.model.config import ModelConfig
-    from launch.model.qwen_vl import build_model
+    from launch.model.megatron_model import build_model
 
     device = initialize_parallel(tensor_parallel)
     data = read_packed_data(path)

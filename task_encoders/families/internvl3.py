@@ -237,5 +237,7 @@ INTERNVL3: Final = Family(
     PRESETS["8b"].cost("InternVL3-8B"),
     "InternVL",
     other_names=("internvl",),
+    tensor_names="llava",
     presets=PRESETS,
+    megatron_core=True,
 )

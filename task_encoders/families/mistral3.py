@@ -134,5 +134,7 @@ MISTRAL3: Final = Family(
     PRESETS["8b"].cost("Ministral-3-8B"),
     "Mistral3",
     since=_SINCE,
+    tensor_names="llava",
     presets=PRESETS,
+    megatron_core=True,
 )

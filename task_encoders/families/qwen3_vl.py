@@ -217,7 +217,7 @@ QWEN3_VL: Final = Family(
     Qwen3VLEncoder,
     PRESETS["8b"].cost("Qwen3-VL-8B"),
     "Qwen3VL",
-    nested_names=True,
+    tensor_names="nested",
     presets=PRESETS,
     megatron_core=True,
 )

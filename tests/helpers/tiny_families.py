@@ -24,7 +24,7 @@ from tests.helpers.gemma_tokenizer import save_gemma_tokenizer
 from tests.helpers.glm_tokenizer import save_glm_tokenizer
 from tests.helpers.llava_onevision import LlavaOneVision15
 from tests.helpers.mistral_tokenizer import save_tekken
-from tests.helpers.tiny_checkpoints import randomise
+from tests.helpers.tiny_checkpoints import VISION, randomise
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer, save_with_template, tiny_tokenizer
 from tests.helpers.transformers_sources import needs_transformers
 
@@ -38,10 +38,8 @@ QWEN: dict[str, tuple[tuple[str, ...], str]] = {
 }
 #: Tokens that InternVL3 adds to Qwen's.
 INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>")
-#: Families that transformers has, and megatron-core's spec does not build.
-TRANSFORMERS_ONLY = [
-    name for name, one in FAMILIES.items() if one.transformers_name and not one.megatron_core
-]
+#: Families that transformers has, beside those of `tiny_checkpoints`.
+FURTHER = [name for name, one in FAMILIES.items() if one.transformers_name and name not in VISION]
 #: Families that take no videos.
 STILL = ("llava_1_5", "mistral3")
 _PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}

@@ -18,7 +18,7 @@ from tests.helpers.hf_trainers import (
     recorded_run,
 )
 from tests.helpers.peers import check_order, largest_difference, open_packs, our_losses
-from tests.helpers.tiny_families import TRANSFORMERS_ONLY
+from tests.helpers.tiny_families import FURTHER
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ def test_a_step_on_videos_is_that_of_our_own_trainer(
     )
 
 
-@pytest.mark.parametrize("family", TRANSFORMERS_ONLY)
+@pytest.mark.parametrize("family", FURTHER)
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
     difference = check_steps_alone(make, family, tmp_path)
     say(

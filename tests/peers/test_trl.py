@@ -32,7 +32,7 @@ from tests.helpers.peers import (
     our_losses,
     stored_samples,
 )
-from tests.helpers.tiny_families import TRANSFORMERS_ONLY
+from tests.helpers.tiny_families import FURTHER
 
 Say = Callable[[str], None]
 VERSION = f"TRL {trl.__version__}"
@@ -187,7 +187,7 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     )
 
 
-@pytest.mark.parametrize("family", TRANSFORMERS_ONLY)
+@pytest.mark.parametrize("family", FURTHER)
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
     difference = check_steps_alone(make, family, tmp_path)
     say(

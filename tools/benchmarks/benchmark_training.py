@@ -33,7 +33,7 @@ from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
 from launch.loop.progress import peak_flops, row_flops
 from launch.model.config import ModelConfig
-from launch.model.qwen_vl import build_model
+from launch.model.megatron_model import build_model
 from offline_packing.runs.manifest import require_manifest
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import TRAINING, ModelCost, cost_of_sizes

@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from task_encoders.families.base.cost import ModelCost, cost_of_sizes
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.options import ModelOptions
+
+#: How published checkpoints begin the names of tensors: with model and visual; as transformers does
+#: in memory, model.language_model and model.visual; or language_model.model and vision_tower.
+TensorNames = Literal["plain", "nested", "llava"]
 
 
 def language_sizes(
@@ -57,9 +61,7 @@ class Family:
     processor: str = ""
     #: the first transformers whose model takes its batches, where that is not the oldest accepted
     since: str = ""
-    #: whether published checkpoints name tensors as transformers does in memory, beginning with
-    #: model.language_model and model.visual; older ones begin with model and visual
-    nested_names: bool = False
+    tensor_names: TensorNames = "plain"
     #: models to train without a checkpoint, by name
     presets: Mapping[str, Preset] = field(default_factory=dict)
     #: whether `launch` builds its language model of megatron-core's layers

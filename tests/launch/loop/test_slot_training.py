@@ -24,7 +24,7 @@ from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.progress import row_flops
 from launch.loop.trainer import Trainer
-from launch.model.qwen_vl import build_model
+from launch.model.megatron_model import build_model
 from launch.train import cli
 from offline_packing.planner.context_parallel import idle_in_slots, slot_offsets
 from offline_packing.storage.files import to_json

@@ -20,7 +20,7 @@ from launch.loop.parallel import initialize_parallel
 from launch.model.attention_kernels import varlen_attention
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.context_parallel import part_of_rank
-from launch.model.qwen_vl import PackedQwen2VL, build_model
+from launch.model.megatron_model import PackedMegatronModel, build_model
 from launch.model.vision_tower import share_frames
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
@@ -107,7 +107,7 @@ def shares(bounds: Sequence[int], flops: Sequence[int]) -> list[int]:
     return [sum(flops[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def token_losses(model: PackedQwen2VL, batch: PackedBatch, group: Any = None) -> torch.Tensor:
+def token_losses(model: PackedMegatronModel, batch: PackedBatch, group: Any = None) -> torch.Tensor:
     """(1, S); of this rank's tokens, if a group shares the row."""
     losses: torch.Tensor = model(
         tokens=batch.tokens,

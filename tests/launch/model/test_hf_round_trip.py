@@ -12,7 +12,7 @@ from launch.model.config import ModelConfig, transformers_classes
 from launch.model.hf_checkpoint import INDEX_FILE, SINGLE_FILE, weight_files, write_checkpoint
 from launch.model.hf_weights import gather_weights, join_qkv, split_qkv
 from launch.model.language_model import check_supported
-from launch.model.qwen_vl import build_model
+from launch.model.megatron_model import build_model
 from tests.helpers import tiny_checkpoints
 from tests.helpers.tiny_checkpoints import (
     all_tensors,

@@ -16,7 +16,7 @@ from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.hf_weights import published_name
-from launch.model.qwen_vl import PackedQwen2VL, build_model
+from launch.model.megatron_model import PackedMegatronModel, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
@@ -47,7 +47,9 @@ class Differences:
     without_boundaries: float
 
 
-def forward(model: PackedQwen2VL, batch: PackedBatch, labels: torch.Tensor | None) -> torch.Tensor:
+def forward(
+    model: PackedMegatronModel, batch: PackedBatch, labels: torch.Tensor | None
+) -> torch.Tensor:
     inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
     return model(
         *inputs,
@@ -74,7 +76,7 @@ def reference_gradients(reference: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def compare(model: PackedQwen2VL, reference: Any, row: str) -> Differences:
+def compare(model: PackedMegatronModel, reference: Any, row: str) -> Differences:
     """Run one row packed, its sub-samples alone, and the row without boundaries.
 
     Leaves the model with gradients in place of its weights.

@@ -10,7 +10,7 @@ from torch import distributed
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.qwen_vl import build_model
+from launch.model.megatron_model import build_model
 from task_encoders import PackedTaskEncoder
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.slots import SlotRows

@@ -16,7 +16,7 @@ from launch.loop.parallel import (
 from launch.model.config import ModelConfig
 from launch.model.hf_weights import gather_weights
 from launch.model.language_model import check_supported
-from launch.model.qwen_vl import PackedQwen2VL, build_model
+from launch.model.megatron_model import PackedMegatronModel, build_model
 from task_encoders.model_inputs import to_packed_seq_params
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
@@ -30,7 +30,7 @@ from tests.helpers.tiny_checkpoints import (
 CONFIG = ModelConfig(preset="tiny")
 
 
-def gathered(model: PackedQwen2VL) -> dict[str, torch.Tensor]:
+def gathered(model: PackedMegatronModel) -> dict[str, torch.Tensor]:
     tensors = gather_weights(model, model.hf_config)
     return {name: tensor for name, tensor in tensors if tensor is not None}
 

@@ -1,4 +1,4 @@
-"""Qwen's VL models for packed rows: megatron-core's GPTModel and transformers' vision tower.
+"""Models for packed rows: megatron-core's GPTModel and transformers' vision tower.
 
 patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel ranks, see vision_tower)
 tokens  ─▶ embedding ───────────────┴▶ decoder, attention inside segments ─▶ loss of labels
@@ -9,7 +9,7 @@ layers (DeepStack).
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,30 @@ from launch.model.hf_weights import (
     RandomWeights,
     gather_weights,
     load_weights,
-    nested_name,
+    model_rules,
     published_shapes,
+    written_name,
 )
 from launch.model.language_model import build_language_model, head_dim_of, token_losses
-from launch.model.rotary import mrope_frequencies
-from launch.model.vision_tower import Medium, build_vision_tower, media_features
+from launch.model.rotary import rope_frequencies
+from launch.model.vision_tower import (
+    Medium,
+    build_visual,
+    media_features,
+    picture_features,
+)
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
 
 
-class PackedQwen2VL(torch.nn.Module):
-    """A model of Qwen's VL families that reads packed rows. Made by `build_model`."""
+class PackedMegatronModel(torch.nn.Module):
+    """A model that reads packed rows. Made by `build_model`."""
 
-    def __init__(self, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module) -> None:
+    def __init__(
+        self, family: str, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module
+    ) -> None:
         super().__init__()
+        self._family = FAMILIES[family]
         self.hf_config = hf_config
         #: folder that the weights, and the tokenizer that belongs to them, came from
         self.checkpoint: Path | None = None
@@ -52,10 +61,10 @@ class PackedQwen2VL(torch.nn.Module):
         self.cost = cost_of_sizes("", *sizes)
         rope = text_config.rope_parameters
         self._frequencies = functools.partial(
-            mrope_frequencies,
+            rope_frequencies,
             head_dim=head_dim_of(text_config),
             base=rope["rope_theta"],
-            sections=rope["mrope_section"],
+            sections=rope.get("mrope_section", ()),
             interleaved=rope.get("mrope_interleaved", False),
         )
         #: (S, 1, H) of the current row, for each of the first layers not yet run
@@ -84,7 +93,7 @@ class PackedQwen2VL(torch.nn.Module):
 
         Args:
             tokens: (1, S) int64.
-            position_ids: (3, 1, S) int64.
+            position_ids: (3, 1, S) int64, (1, 1, S) for families whose positions count tokens.
             packed_seq_params: the segments; ranks of its `cp_group` compute a part of the row each.
             imgs, image_grid_thw: (patches, C·T·p·p), and (N, 3) in patches; may be empty.
             labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
@@ -116,9 +125,9 @@ class PackedQwen2VL(torch.nn.Module):
         Tensors are gathered over the first tensor parallel group and written by rank 0.
         """
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-            tensors = gather_weights(self, self.hf_config)
-            if FAMILIES[self.hf_config.model_type].nested_names:
-                tensors = ((nested_name(name), tensor) for name, tensor in tensors)
+            names = self._family.tensor_names
+            gathered = gather_weights(self, self.hf_config)
+            tensors = ((written_name(name, names), tensor) for name, tensor in gathered)
             write_checkpoint(folder, tensors, self.hf_config, like=self.checkpoint)
         torch.distributed.barrier()
 
@@ -143,7 +152,8 @@ class PackedQwen2VL(torch.nn.Module):
         own = tokens if part is None else tokens[:, part.own]
         embeddings = self.language_model.embedding(input_ids=own, position_ids=None)
         config = self.hf_config
-        kinds = (("image", config.image_token_id), ("video", config.video_token_id))
+        video_token_id = getattr(config, "video_token_id", -1)  # of none where frames are images
+        kinds = (("image", config.image_token_id), ("video", video_token_id))
         present = [
             Medium(*kind, patches.to(embeddings.dtype), grids.long())
             for kind, (patches, grids) in zip(kinds, media, strict=True)
@@ -151,7 +161,11 @@ class PackedQwen2VL(torch.nn.Module):
         ]
         deep: list[torch.Tensor] = []
         if present:
-            last, *others = media_features(self.visual, tokens, present, part, self.cost)
+            layout = self._family.build.IMAGE_LAYOUT
+            if layout == "patches":
+                last, *others = media_features(self.visual, tokens, present, part, self.cost)
+            else:
+                last, others = picture_features(self.visual, tokens, present[0], layout), []
             ids = [medium.token_id for medium in present]
             embeddings = _put_features(embeddings, own, ids, last)
             deep = [_put_features(torch.zeros_like(embeddings), own, ids, one) for one in others]
@@ -189,7 +203,7 @@ def _put_features(
 
 def build_model(
     config: ModelConfig, *, device: torch.device, seed: int = 0, shares_rows: bool = False
-) -> PackedQwen2VL:
+) -> PackedMegatronModel:
     """The model on this rank: its share of the language model, and the whole vision tower.
 
     Needs `launch.loop.parallel.initialize_parallel`. Weights are the same on all data parallel
@@ -202,28 +216,47 @@ def build_model(
     Raises:
         ValueError: the checkpoint or the sizes cannot be used.
     """
+    _check_rows(config.family, shares_rows)
     hf_config = config.build_transformers_config()
-    dtype = config.resolve_dtype(device)
     outline = transformers_classes(config.family).without_memory(hf_config)
-    shapes = published_shapes(outline)
+    shapes, dtype = published_shapes(outline), config.resolve_dtype(device)
     backend = select_backend(device, dtype, config.attention, context_parallel=shares_rows)
     language_model = build_language_model(
         hf_config,
+        shapes,
         dtype=dtype,
         device=device,
         backend=backend,
         recompute=config.recompute == "full",
-        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
-    visual = build_vision_tower(type(outline.model.visual), config, hf_config, dtype, device)
-    model = PackedQwen2VL(hf_config, language_model, visual).to(device)
+    visual = build_visual(outline.model, config, hf_config, dtype, device)
+    model = PackedMegatronModel(config.family, hf_config, language_model, visual).to(device)
+    _check_complete(model, shapes)
     if config.checkpoint is None:
-        random = RandomWeights(hf_config, shapes, seed=seed, device=device)
-        load_weights(model, hf_config, random)
+        load_weights(model, hf_config, RandomWeights(hf_config, shapes, seed=seed, device=device))
     else:
         with CheckpointReader(config.checkpoint, shapes) as reader:
             load_weights(model, hf_config, reader)
-        model.checkpoint = config.checkpoint
+    model.checkpoint = config.checkpoint
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part_of(name) not in config.freeze)
     return model
+
+
+def _check_rows(family: str, shares_rows: bool) -> None:
+    if shares_rows and FAMILIES[family].build.IMAGE_LAYOUT != "patches":
+        raise ValueError(
+            f"rows of {family} cannot go over several ranks; set parallel.context=1, and pack "
+            "for one rank each"
+        )
+
+
+def _check_complete(model: PackedMegatronModel, tensors: Iterable[str]) -> None:
+    """Raise ValueError for a model with tensors that have no place here."""
+    rules = model_rules(model, model.hf_config)
+    used = {part for name, _ in model.named_parameters() for part in rules[name].names}
+    if unused := sorted(set(tensors) - used):
+        raise ValueError(
+            f"a {model.hf_config.text_config.model_type} model is not built of megatron-core's "
+            f"layers here: it has {unused[0]}; use python -m launch.train_transformers"
+        )

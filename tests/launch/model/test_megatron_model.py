@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.qwen_vl import PackedQwen2VL, build_model
+from launch.model.megatron_model import PackedMegatronModel, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
@@ -30,12 +30,12 @@ def batch_of(row: str) -> PackedBatch:
     return batch
 
 
-def build(**config: Any) -> PackedQwen2VL:
+def build(**config: Any) -> PackedMegatronModel:
     return build_model(ModelConfig(**config), device=CPU).train()
 
 
 def token_losses(
-    model: PackedQwen2VL, batch: PackedBatch, labels: torch.Tensor | None = None
+    model: PackedMegatronModel, batch: PackedBatch, labels: torch.Tensor | None = None
 ) -> torch.Tensor:
     inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
     labels = shift_labels(batch.labels) if labels is None else labels
@@ -49,7 +49,7 @@ def token_losses(
     )
 
 
-def gradients(model: PackedQwen2VL) -> dict[str, torch.Tensor]:
+def gradients(model: PackedMegatronModel) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,0 +1,194 @@
+"""Families whose towers take whole pictures: megatron-core's layers compute what transformers' do,
+and checkpoints come out as they went in."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from launch.loop.loss import shift_labels
+from launch.loop.parallel import initialize_parallel
+from launch.model.config import ModelConfig, transformers_classes
+from launch.model.hf_weights import published_name
+from launch.model.megatron_model import PackedMegatronModel, build_model
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import build_sample_encoder
+from task_encoders.model_inputs import to_packed_seq_params, to_transformers_kwargs
+from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import SourceSample, Turn
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.texts_and_images import random_image
+from tests.helpers.tiny_checkpoints import (
+    assert_same_tensors,
+    gathered_gradients,
+    packed_batch,
+    randomise,
+)
+from tests.helpers.tiny_families import STILL, encoder_options, save_tokenizer, tiny_model
+from tests.helpers.videos import make_video
+
+CLIP = make_video(12, 4)
+#: Images and videos of each sample.
+MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
+#: Families, and language models of their checkpoints: InternVL3, 3.5; Mistral Small 3.1 and 3.2.
+CASES = [("internvl3", "qwen2"), ("internvl3", "qwen3"), ("mistral3", "mistral")]
+each_case = pytest.mark.parametrize(("family", "language"), CASES)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each case, and each family's tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family, language in CASES:
+        if not (folder / family).exists():
+            save_tokenizer(family, folder / family)
+        write_checkpoint(folder, family, language)
+    return folder
+
+
+def write_checkpoint(folder: Path, family: str, language: str, **text: Any) -> Path:
+    """A tiny model's, with this language model."""
+    config = tiny_model(family, encoder_of(folder, family).media_token_ids).config.to_dict()
+    text = {**config["text_config"], "model_type": language, "head_dim": 16, **text}
+    if language == "mistral":
+        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e9}}
+    classes = transformers_classes(family)
+    model = classes.model(classes.config.from_dict({**config, "text_config": text}))
+    randomise(model).save_pretrained(folder / f"{family}-{language}")
+    return folder / f"{family}-{language}"
+
+
+def encoder_of(folder: Path, family: str) -> Any:
+    return build_sample_encoder(family, str(folder / family), **encoder_options(family))
+
+
+def encoded_samples(folder: Path, family: str) -> list[EncodedSample]:
+    encoder, rng = encoder_of(folder, family), np.random.default_rng(0)
+    samples = []
+    for i, (num_images, num_videos) in enumerate(MEDIA):
+        num_videos = 0 if family in STILL else num_videos
+        turns = (Turn(f"What is number {i}?", f"It is bar {i} of some colour."),)
+        names, videos = tuple(map(str, range(num_images))), ("v",) * num_videos
+        sample = SourceSample(str(i), "vqa", turns, names, videos=videos)
+        images = [random_image(rng, 100, 70) for _ in range(num_images)]
+        samples.append(encoder.encode(sample, images, [CLIP] * num_videos))
+    return samples
+
+
+def built(checkpoint: Path, device: torch.device, **config: Any) -> PackedMegatronModel:
+    values = {"family": checkpoint.name.partition("-")[0], "checkpoint": checkpoint, **config}
+    return build_model(ModelConfig.model_validate(values), device=device)
+
+
+def losses_of(model: PackedMegatronModel, batch: PackedBatch) -> torch.Tensor:
+    """Of the labelled tokens."""
+    labels = shift_labels(batch.labels)
+    inputs = batch.tokens, batch.position_ids, to_packed_seq_params(batch)
+    found = model(*inputs, batch.imgs, batch.image_grid_thw, labels)
+    return found[0, labels[0] != IGNORE_INDEX]
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """Largest differences of a packed row to its samples alone, in transformers."""
+
+    loss: float
+    gradient: float
+    num_gradients: int
+    without_boundaries: float
+
+
+def compare(folder: Path, family: str, language: str, tensor_parallel: int) -> Differences:
+    device = initialize_parallel(tensor_parallel)
+    checkpoint = folder / f"{family}-{language}"
+    reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
+    samples = encoded_samples(folder, family)
+    expected = []
+    for sample in samples:
+        row = packed_batch([sample])
+        logits = reference(**to_transformers_kwargs(row)).logits[0]
+        labels = shift_labels(row.labels)[0]
+        labelled = labels != IGNORE_INDEX
+        expected.append(F.cross_entropy(logits[labelled], labels[labelled], reduction="none"))
+    losses = torch.cat(expected)
+    losses.sum().backward()
+
+    model, batch = built(checkpoint, device), packed_batch(samples)
+    found = losses_of(model, batch)
+    one_segment = dataclasses.replace(batch, cu_lengths=batch.cu_lengths[:, [0, -1]])
+    with torch.no_grad():
+        control = losses_of(model, one_segment)
+    found.sum().backward()
+    gradients = gathered_gradients(model)
+    errors = [
+        float((gradients[published_name(name)] - own.grad).norm() / (own.grad.norm() + 1e-6))
+        for name, own in reference.named_parameters()
+        if gradients and own.grad is not None
+    ]
+    return Differences(
+        loss=float((found - losses).abs().max()),
+        gradient=max(errors, default=0.0),
+        num_gradients=len(errors),
+        without_boundaries=float((control - losses).abs().max()),
+    )
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@each_case
+def test_packed_megatron_equals_unpacked_transformers(
+    family: str, language: str, tensor_parallel: int, checkpoints: Path, tmp_path: Path
+) -> None:
+    arguments = checkpoints, family, language, tensor_parallel
+    ranks = run_ranks(tensor_parallel, tmp_path, compare, *arguments)
+    for found in ranks:
+        assert found.loss < 1e-5
+        assert found.without_boundaries > 0.5
+        assert found.gradient < 1e-4
+    assert ranks[0].num_gradients > 40
+
+
+@each_case
+def test_a_checkpoint_comes_out_as_it_went_in(
+    family: str, language: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    source = checkpoints / f"{family}-{language}"
+    built(source, initialize_parallel()).save_hf_checkpoint(tmp_path / "target")
+    assert_same_tensors(tmp_path / "target", source, at_least=40)
+
+
+def test_parts_that_are_frozen_get_no_gradient(checkpoints: Path) -> None:
+    device = initialize_parallel()
+    batch = packed_batch(encoded_samples(checkpoints, "internvl3"))
+    for part, name in (("vision", "vision_tower"), ("projector", "multi_modal_projector")):
+        model = built(checkpoints / "internvl3-qwen2", device, freeze=[part])
+        losses_of(model, batch).sum().backward()
+        still = {n for n, own in model.named_parameters() if own.grad is None}
+        assert still == {n for n, _ in model.named_parameters() if f"visual.{name}." in n}
+
+
+def test_other_pictures_than_tokens_are_refused(checkpoints: Path) -> None:
+    batch = packed_batch(encoded_samples(checkpoints, "internvl3"))
+    model = built(checkpoints / "internvl3-qwen2", initialize_parallel())
+    fewer = dataclasses.replace(batch, tokens=batch.tokens.clamp(max=7))
+    with pytest.raises(ValueError, match=r"0 image tokens in the row, \d+ image features; tokens"):
+        losses_of(model, fewer)
+
+
+def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:
+    device = initialize_parallel()
+    config = ModelConfig(family="internvl3", checkpoint=checkpoints / "internvl3-qwen2")
+    with pytest.raises(ValueError, match="rows of internvl3 cannot go over several ranks"):
+        build_model(config, device=device, shares_rows=True)
+    experts = {"num_experts": 4, "moe_intermediate_size": 32}
+    sparse = write_checkpoint(checkpoints, "internvl3", "qwen3_moe", **experts)
+    with pytest.raises(
+        ValueError, match=r"qwen3_moe model is not built .* has model\.layers\.0\.mlp"
+    ):
+        built(sparse, device)
+    with pytest.raises(ValueError, match=r"'yarn'.* are not supported.*launch\.train_transformers"):
+        build_model(ModelConfig(family="mistral3"), device=device)
