@@ -98,7 +98,9 @@ def _adapters_of_samples(
     return get_peft_model_state_dict(model), model.merge_and_unload().state_dict()
 
 
-@pytest.mark.parametrize("order", ["interleaved", "written"])
+@pytest.mark.parametrize(
+    "order", ["interleaved", pytest.param("written", marks=pytest.mark.exhaustive)]
+)
 def test_a_stopped_run_of_adapters_goes_on(
     order: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,8 @@ def _run_here(arguments: list[str]) -> int:
     return run(load_config(arguments[0], arguments[1:]))
 
 
-@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fsdp", [False, True])
 def test_tied_embeddings_are_one_matrix(fsdp: bool, case: Case, tmp_path: Path) -> None:
     arguments = command(case("qwen2_5_vl"), tmp_path / "run", *TIED, family="qwen2_5_vl")
     arguments += ["train.iterations=2", f"model.fsdp={str(fsdp).lower()}"]
@@ -138,7 +139,9 @@ def test_tied_embeddings_are_one_matrix(fsdp: bool, case: Case, tmp_path: Path) 
     assert isinstance(model, transformers_classes("qwen2_5_vl").model)
 
 
-@pytest.mark.parametrize("where", ["_validate", "_save"])
+@pytest.mark.parametrize(
+    "where", ["_validate", pytest.param("_save", marks=pytest.mark.exhaustive)]
+)
 def test_a_signal_between_steps(
     where: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

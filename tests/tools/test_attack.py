@@ -22,6 +22,7 @@ def test_damaged_records_are_counted(tmp_path: Path, name: str) -> None:
     assert GOOD <= found.count("ok") < len(found)
 
 
+@pytest.mark.exhaustive
 def test_a_case_keeps_its_bounds() -> None:
     """In a process of its own: that of a test holds gigabytes, which a child of it would report."""
     command = [sys.executable, "-m", "tools.attack", "--records", "5", "--only", "jsonl"]

@@ -93,6 +93,7 @@ def test_the_flags_and_their_defaults() -> None:
         assert f"`{name}`" in PAGE, name
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_of_the_document_runs(tmp_path: Path) -> None:
     printed = next(block.text for block in blocks(PAGE) if "preprocess_dataset.py" in block.text)
     assert printed.count("--") == 10

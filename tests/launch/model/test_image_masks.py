@@ -82,17 +82,19 @@ def alone(model: Any, tokens: torch.Tensor, media: list[dict[str, Any]]) -> torc
 def test_packed_equals_alone(family: str, attention: str) -> None:
     """Also for an image longer than the window; the forward of transformers' Gemma 4 takes the
     images of the first segment for those of all, that of 12B shows images beyond its window."""
-    whole = model(family, attention)
+    whole, changed = model(family, attention), model(family, attention)
+    isolate_segments(changed)
     tokens, media = rows(family)
     expected = alone(whole, tokens, media)
+    found = changed(**packed(tokens, media)).logits[0]
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=0)
+    if attention == "flex_attention":
+        return  # not compiled, a row takes ten seconds
     types = (tokens == IMAGE).int()[None]
     theirs = whole(**packed(tokens, media, mm_token_type_ids=types)).logits[0]
     assert (theirs - expected).abs().max() > 1
-    isolate_segments(whole)
-    found = whole(**packed(tokens, media)).logits[0]
-    torch.testing.assert_close(found, expected, atol=3e-5, rtol=0)
     merged = {"position_ids": torch.arange(len(tokens))[None], "mm_token_type_ids": types}
-    control = whole(**packed(tokens, media, **merged)).logits[0]
+    control = changed(**packed(tokens, media, **merged)).logits[0]
     assert (control - expected).abs().max() > 1
 
 

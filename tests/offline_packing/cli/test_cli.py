@@ -222,6 +222,7 @@ def test_index_verb(config: Path, tmp_path: Path) -> None:
     assert f"indexed {packs} packs" in invoke("index", folder).stdout
 
 
+@pytest.mark.exhaustive
 def test_installed_command_with_workers(config: Path) -> None:
     command = Path(sys.executable).with_name("offline-packing")
     result = subprocess.run(
@@ -283,7 +284,11 @@ def heed_signals() -> None:
     ("when", "signals"),
     [
         ("workers start", [(signal.SIGINT, True)]),
-        ("workers are at work", [(signal.SIGTERM, False), (signal.SIGKILL, False)]),
+        pytest.param(
+            "workers are at work",
+            [(signal.SIGTERM, False), (signal.SIGKILL, False)],
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("workers start", [(signal.SIGTERM, False)], marks=pytest.mark.exhaustive),
         pytest.param(
             "workers are at work",

@@ -133,7 +133,10 @@ def test_each_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(done) == list(range(20))
 
 
-@pytest.mark.parametrize(("is_remote", "ranks"), [(False, (2, 0, 1)), (True, (2, 0))])
+@pytest.mark.parametrize(
+    ("is_remote", "ranks"),
+    [(False, (2, 0, 1)), pytest.param(True, (2, 0), marks=pytest.mark.exhaustive)],
+)
 def test_array_gives_the_bytes_of_one_process(
     is_remote: bool,
     ranks: tuple[int, ...],

@@ -124,7 +124,7 @@ def test_rows_are_split_into_their_sub_samples(task: str, packed: Path) -> None:
     assert images > 5
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
 def test_a_dataloader_reads_it(context: str, packed: Path) -> None:
     """torch's map-style protocol: the folder travels to the workers, which encode."""
     folder = PackedFolder(packed / "bmr", task_encoder("bmr"))

@@ -190,7 +190,16 @@ def test_every_truncation(name: str) -> None:
     assert survives(data)
 
 
-@pytest.mark.parametrize("name", ["mp4", "front", "webm", "mkv", "avi"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mp4",
+        *(
+            pytest.param(one, marks=pytest.mark.exhaustive)
+            for one in ("front", "webm", "mkv", "avi")
+        ),
+    ],
+)
 def test_flipped_bytes_of_the_header(name: str) -> None:
     data = {"mp4": MP4, "front": FRONT, "webm": WEBM, "mkv": MKV, "avi": AVI}[name]
     regions = {"mp4": (len(data) - 1200, len(data)), "front": (0, 1200)}

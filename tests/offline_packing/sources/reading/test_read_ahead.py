@@ -150,7 +150,7 @@ def records(folder: Path, count: int) -> None:
     formats.write_file(folder / "a.jsonl", formats.lines(found))
 
 
-@pytest.mark.parametrize("failing", [0.0, 0.1])
+@pytest.mark.parametrize("failing", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
 def test_few_requests_write_a_shard(
     tmp_path: Path, object_store: ObjectStore, bucket: str, failing: float
 ) -> None:
