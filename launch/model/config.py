@@ -258,5 +258,7 @@ def _read_config(folder: Path, family: str, config_class: Any) -> Any:
         )
     values, _ = PreTrainedConfig.get_config_dict(folder)
     if (found := values.get("model_type")) not in FAMILIES[family].model_types:
-        raise ValueError(f"checkpoint {folder} is a {found!r}; set family: {found}")
+        known = [name for name, one in FAMILIES.items() if found in one.model_types]
+        remedy = f"set model.family={known[0]}" if known else f"choose from {', '.join(TRAINED)}"
+        raise ValueError(f"checkpoint {folder} is a {found!r}; {remedy}")
     return config_class.from_pretrained(folder)

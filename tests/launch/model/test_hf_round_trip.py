@@ -150,7 +150,7 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     source = tiny_checkpoints.write_checkpoint(tmp_path / "source", "qwen2_vl", tied=True)
     device = initialize_parallel()
     config = ModelConfig(family="qwen2_5_vl", checkpoint=source)
-    with pytest.raises(ValueError, match="is a 'qwen2_vl'; set family: qwen2_vl"):
+    with pytest.raises(ValueError, match=r"is a 'qwen2_vl'; set model\.family=qwen2_vl"):
         build_model(config, device=device)
 
 

@@ -57,8 +57,9 @@ def write_checkpoint(folder: Path, family: str, language: str, **text: Any) -> P
     text = {**config["text_config"], "model_type": language, "head_dim": 16, **text}
     if language == "mistral":
         text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e9}}
-    classes = transformers_classes(family)
-    model = classes.model(classes.config.from_dict({**config, "text_config": text}))
+    classes, tied = transformers_classes(family), language == "qwen3"  # as small ones of 3.5 are
+    whole = {**config, "text_config": text, "tie_word_embeddings": tied}
+    model = classes.model(classes.config.from_dict(whole))
     randomise(model).save_pretrained(folder / f"{family}-{language}")
     return folder / f"{family}-{language}"
 
@@ -171,6 +172,18 @@ def test_parts_that_are_frozen_get_no_gradient(checkpoints: Path) -> None:
         assert still == {n for n, _ in model.named_parameters() if f"visual.{name}." in n}
 
 
+def test_activations_computed_again_give_the_same_gradients(checkpoints: Path) -> None:
+    device, found = initialize_parallel(), []
+    batch = packed_batch(encoded_samples(checkpoints, "mistral3"))
+    for recompute in ("none", "full"):
+        model = built(checkpoints / "mistral3-mistral", device, recompute=recompute).train()
+        losses_of(model, batch).sum().backward()
+        found.append({name: own.grad for name, own in model.named_parameters()})
+    assert len(found[0]) > 30
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
 def test_other_pictures_than_tokens_are_refused(checkpoints: Path) -> None:
     batch = packed_batch(encoded_samples(checkpoints, "internvl3"))
     model = built(checkpoints / "internvl3-qwen2", initialize_parallel())
@@ -190,5 +203,7 @@ def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:
         ValueError, match=r"qwen3_moe model is not built .* has model\.layers\.0\.mlp"
     ):
         built(sparse, device)
+    with pytest.raises(ValueError, match=r"is a 'internvl'; set model\.family=internvl3"):
+        build_model(ModelConfig(checkpoint=checkpoints / "internvl3-qwen2"), device=device)
     with pytest.raises(ValueError, match=r"'yarn'.* are not supported.*launch\.train_transformers"):
         build_model(ModelConfig(family="mistral3"), device=device)
