@@ -32,6 +32,7 @@ from offline_packing.storage.files import (
     atomic_file,
     hash_bytes,
     hash_file,
+    remove_temporaries,
     to_json,
     write_atomically,
 )
@@ -128,6 +129,7 @@ def write_energon_metadata(
     once; `content_hash` changes when any shard does."""
     meta = folder / ".nv-meta"
     meta.mkdir(exist_ok=True)
+    remove_temporaries(meta)  # a database that a killed run left may be large
     parts = {name: list(splits.get(name, ())) for name in (*_DEFAULT_SPLITS, *splits)}
     split = {"split_parts": parts, "exclude": []}
     identity = str(uuid.uuid5(_NAMESPACE, content_hash))

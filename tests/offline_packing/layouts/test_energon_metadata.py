@@ -56,11 +56,14 @@ def test_equal_to_energon_prepare(packed: Run, tmp_path: Path) -> None:
 def test_a_full_disk(packed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "copy"
     copy_tars(packed.workspace.root, folder)
+    meta = folder / ".nv-meta"
+    meta.mkdir()
+    (meta / "index.sqlite.0123456789ab.tmp").write_bytes(b"of a run that was killed")
     small = f"PRAGMA max_page_count = 4; {energon_metadata._TABLES}"
     monkeypatch.setattr(energon_metadata, "_TABLES", small)
     with pytest.raises(DiskFullError, match=r"index\.sqlite cannot be written: No space left"):
         index_pack_folder(folder, "captioning")
-    assert not list((folder / ".nv-meta").iterdir())
+    assert not list(meta.iterdir())
 
 
 def schema(folder: Path) -> list[tuple[str, ...]]:
