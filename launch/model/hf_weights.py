@@ -182,7 +182,7 @@ def _gather(part: torch.Tensor, dim: int | None) -> torch.Tensor | None:
 class RandomWeights:
     """Random weights that depend on seed and name only, not on the number of ranks.
 
-    Matrices are drawn from N(0, initializer_range²), norms are 1, biases 0, as in transformers.
+    Matrices are drawn from N(0, initializer_range²), norms and scales 1, biases 0.
     They are drawn on the training device: 2 billion take half a minute on a CPU core.
     """
 

@@ -15,6 +15,7 @@ from launch.model.hf_weights import gather_weights
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
+from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
 
@@ -191,6 +192,20 @@ def packed_batch(samples: Sequence[EncodedSample], **options: Any) -> PackedBatc
         dropped=[],
     )
     return batch_rows([sample])
+
+
+def forward(model: Any, batch: PackedBatch, labels: torch.Tensor | None) -> Any:
+    """Losses of a `PackedMegatronModel`, or its logits without labels."""
+    return model(
+        batch.tokens,
+        batch.position_ids,
+        to_packed_seq_params(batch),
+        batch.imgs,
+        batch.image_grid_thw,
+        labels,
+        batch.pixel_values_videos,
+        batch.video_grid_thw,
+    )
 
 
 def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:

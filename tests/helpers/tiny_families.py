@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import (
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
@@ -14,6 +15,8 @@ from transformers import (
 from launch.model.config import config_of_preset, transformers_classes
 from task_encoders.families import FAMILIES
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
+from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
     QWEN3_5_TEMPLATE,
@@ -24,9 +27,11 @@ from tests.helpers.gemma_tokenizer import save_gemma_tokenizer
 from tests.helpers.glm_tokenizer import save_glm_tokenizer
 from tests.helpers.llava_onevision import LlavaOneVision15
 from tests.helpers.mistral_tokenizer import save_tekken
+from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import VISION, randomise
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer, save_with_template, tiny_tokenizer
 from tests.helpers.transformers_sources import needs_transformers
+from tests.helpers.videos import make_video
 
 #: Text tokens and template of the tokenizer of a family on Qwen's vocabulary.
 QWEN: dict[str, tuple[tuple[str, ...], str]] = {
@@ -42,6 +47,9 @@ INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>")
 FURTHER = [name for name, one in FAMILIES.items() if one.transformers_name and name not in VISION]
 #: Families that take no videos.
 STILL = ("llava_1_5", "mistral3")
+CLIP = make_video(12, 4)
+#: Images and videos of each sample of `encoded_samples`.
+MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
 _PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 32_768}
 _PIXELS |= {"video_min_pixels": 4096, "video_max_pixels": 65_536}
 _BUDGETS = {"max_soft_tokens": 70, "video_max_frames": 3}
@@ -116,6 +124,20 @@ def needs_family(family: str) -> None:
 def encoder_options(family: str) -> dict[str, Any]:
     """Options that make small images."""
     return _OPTIONS.get(family, _PIXELS)
+
+
+def encoded_samples(family: str, encoder: Any) -> list[EncodedSample]:
+    """Samples without media, with images, and with a video where the family takes any."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for i, (num_images, num_videos) in enumerate(MEDIA):
+        num_videos = 0 if family in STILL else num_videos
+        turns = (Turn(f"What is number {i}?", f"It is bar {i} of some colour."),)
+        names, videos = tuple(map(str, range(num_images))), ("v",) * num_videos
+        sample = SourceSample(str(i), "vqa", turns, names, videos=videos)
+        images = [random_image(rng, 100, 70) for _ in range(num_images)]
+        samples.append(encoder.encode(sample, images, [CLIP] * num_videos))
+    return samples
 
 
 def image_masks(model: Any, tokens: Any, types: Any) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Family:
     processor: str = ""
     #: the first transformers whose model takes its batches, where that is not the oldest accepted
     since: str = ""
+    #: how its published checkpoints name tensors
     tensor_names: TensorNames = "plain"
     #: models to train without a checkpoint, by name
     presets: Mapping[str, Preset] = field(default_factory=dict)

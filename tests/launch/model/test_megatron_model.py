@@ -13,7 +13,13 @@ from launch.model.megatron_model import PackedMegatronModel, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
-from tests.helpers.tiny_checkpoints import IMAGE, packed_batch, row_samples, transformers_model
+from tests.helpers.tiny_checkpoints import (
+    IMAGE,
+    forward,
+    packed_batch,
+    row_samples,
+    transformers_model,
+)
 
 CPU = torch.device("cpu")
 
@@ -37,16 +43,10 @@ def build(**config: Any) -> PackedMegatronModel:
 def token_losses(
     model: PackedMegatronModel, batch: PackedBatch, labels: torch.Tensor | None = None
 ) -> torch.Tensor:
-    inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
-    labels = shift_labels(batch.labels) if labels is None else labels
-    return model(
-        *inputs,
-        batch.imgs,
-        batch.image_grid_thw,
-        labels,
-        batch.pixel_values_videos,
-        batch.video_grid_thw,
+    losses: torch.Tensor = forward(
+        model, batch, shift_labels(batch.labels) if labels is None else labels
     )
+    return losses
 
 
 def gradients(model: PackedMegatronModel) -> dict[str, torch.Tensor]:

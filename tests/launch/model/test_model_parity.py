@@ -17,12 +17,11 @@ from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.hf_weights import published_name
 from launch.model.megatron_model import PackedMegatronModel, build_model
-from task_encoders.energon_samples import PackedBatch
-from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,
+    forward,
     gathered_gradients,
     packed_batch,
     row_samples,
@@ -45,20 +44,6 @@ class Differences:
     num_gradients: int
     #: of the loss, when the row is one segment
     without_boundaries: float
-
-
-def forward(
-    model: PackedMegatronModel, batch: PackedBatch, labels: torch.Tensor | None
-) -> torch.Tensor:
-    inputs = (batch.tokens, batch.position_ids, to_packed_seq_params(batch))
-    return model(
-        *inputs,
-        batch.imgs,
-        batch.image_grid_thw,
-        labels,
-        batch.pixel_values_videos,
-        batch.video_grid_thw,
-    )
 
 
 def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:

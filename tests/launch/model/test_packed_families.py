@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,22 +15,17 @@ from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SourceSample, Turn
-from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import (
+    CLIP,
     QWEN,
-    STILL,
+    encoded_samples,
     encoder_options,
     image_masks,
     save_tokenizer,
     tiny_model,
 )
-from tests.helpers.videos import make_video
 
-#: Images and videos of each sample.
-MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
-CLIP = make_video(12, 4)
 CASES = [(family, "") for family in (*QWEN, "llava_1_5", "glm4v", "glm46v", "gemma4", "mistral3")]
 CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain"), ("glm4v", "experts")]
 CASES += [("mistral3", "experts"), ("internvl3", ""), ("gemma4_unified", "")]
@@ -96,19 +90,7 @@ def build_case(family: str, variant: str, folder: Path) -> Case:
     save_tokenizer(family, folder)
     options = encoder_options(family) | ({"template": "plain"} if variant == "plain" else {})
     encoder: Any = build_sample_encoder(family, str(folder), **options)
-    rng = np.random.default_rng(0)
-    samples = []
-    for i, (num_images, num_videos) in enumerate(MEDIA):
-        num_videos = 0 if family in STILL else num_videos
-        sample = SourceSample(
-            str(i),
-            "vqa",
-            (Turn(f"What is number {i}?", f"It is bar {i} of some colour."),),
-            tuple(map(str, range(num_images))),
-            videos=("v",) * num_videos,
-        )
-        images = [random_image(rng, 100, 70) for _ in range(num_images)]
-        samples.append(encoder.encode(sample, images, [CLIP] * num_videos))
+    samples = encoded_samples(family, encoder)
     model = tiny_model(family, encoder.media_token_ids, experts=variant == "experts")
     return Case(model, encoder, samples)
 

@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -17,24 +16,23 @@ from launch.model.hf_weights import published_name
 from launch.model.megatron_model import PackedMegatronModel, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder
-from task_encoders.model_inputs import to_packed_seq_params, to_transformers_kwargs
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SourceSample, Turn
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,
+    forward,
     gathered_gradients,
     packed_batch,
     randomise,
 )
-from tests.helpers.tiny_families import STILL, encoder_options, save_tokenizer, tiny_model
-from tests.helpers.videos import make_video
+from tests.helpers.tiny_families import (
+    encoded_samples,
+    encoder_options,
+    save_tokenizer,
+    tiny_model,
+)
 
-CLIP = make_video(12, 4)
-#: Images and videos of each sample.
-MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
 #: Families, and language models of their checkpoints: InternVL3, 3.5; Mistral Small 3.1 and 3.2.
 CASES = [("internvl3", "qwen2"), ("internvl3", "qwen3"), ("mistral3", "mistral")]
 each_case = pytest.mark.parametrize(("family", "language"), CASES)
@@ -68,30 +66,16 @@ def encoder_of(folder: Path, family: str) -> Any:
     return build_sample_encoder(family, str(folder / family), **encoder_options(family))
 
 
-def encoded_samples(folder: Path, family: str) -> list[EncodedSample]:
-    encoder, rng = encoder_of(folder, family), np.random.default_rng(0)
-    samples = []
-    for i, (num_images, num_videos) in enumerate(MEDIA):
-        num_videos = 0 if family in STILL else num_videos
-        turns = (Turn(f"What is number {i}?", f"It is bar {i} of some colour."),)
-        names, videos = tuple(map(str, range(num_images))), ("v",) * num_videos
-        sample = SourceSample(str(i), "vqa", turns, names, videos=videos)
-        images = [random_image(rng, 100, 70) for _ in range(num_images)]
-        samples.append(encoder.encode(sample, images, [CLIP] * num_videos))
-    return samples
-
-
 def built(checkpoint: Path, device: torch.device, **config: Any) -> PackedMegatronModel:
     values = {"family": checkpoint.name.partition("-")[0], "checkpoint": checkpoint, **config}
     return build_model(ModelConfig.model_validate(values), device=device)
 
 
 def losses_of(model: PackedMegatronModel, batch: PackedBatch) -> torch.Tensor:
-    """Of the labelled tokens."""
+    """The losses of the labelled tokens."""
     labels = shift_labels(batch.labels)
-    inputs = batch.tokens, batch.position_ids, to_packed_seq_params(batch)
-    found = model(*inputs, batch.imgs, batch.image_grid_thw, labels)
-    return found[0, labels[0] != IGNORE_INDEX]
+    losses: torch.Tensor = forward(model, batch, labels)[0, labels[0] != IGNORE_INDEX]
+    return losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +92,7 @@ def compare(folder: Path, family: str, language: str, tensor_parallel: int) -> D
     device = initialize_parallel(tensor_parallel)
     checkpoint = folder / f"{family}-{language}"
     reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
-    samples = encoded_samples(folder, family)
+    samples = encoded_samples(family, encoder_of(folder, family))
     expected = []
     for sample in samples:
         row = packed_batch([sample])
@@ -164,7 +148,7 @@ def test_a_checkpoint_comes_out_as_it_went_in(
 
 def test_parts_that_are_frozen_get_no_gradient(checkpoints: Path) -> None:
     device = initialize_parallel()
-    batch = packed_batch(encoded_samples(checkpoints, "internvl3"))
+    batch = packed_batch(encoded_samples("internvl3", encoder_of(checkpoints, "internvl3")))
     for part, name in (("vision", "vision_tower"), ("projector", "multi_modal_projector")):
         model = built(checkpoints / "internvl3-qwen2", device, freeze=[part])
         losses_of(model, batch).sum().backward()
@@ -174,7 +158,7 @@ def test_parts_that_are_frozen_get_no_gradient(checkpoints: Path) -> None:
 
 def test_activations_computed_again_give_the_same_gradients(checkpoints: Path) -> None:
     device, found = initialize_parallel(), []
-    batch = packed_batch(encoded_samples(checkpoints, "mistral3"))
+    batch = packed_batch(encoded_samples("mistral3", encoder_of(checkpoints, "mistral3")))
     for recompute in ("none", "full"):
         model = built(checkpoints / "mistral3-mistral", device, recompute=recompute).train()
         losses_of(model, batch).sum().backward()
@@ -185,7 +169,7 @@ def test_activations_computed_again_give_the_same_gradients(checkpoints: Path) -
 
 
 def test_other_pictures_than_tokens_are_refused(checkpoints: Path) -> None:
-    batch = packed_batch(encoded_samples(checkpoints, "internvl3"))
+    batch = packed_batch(encoded_samples("internvl3", encoder_of(checkpoints, "internvl3")))
     model = built(checkpoints / "internvl3-qwen2", initialize_parallel())
     fewer = dataclasses.replace(batch, tokens=batch.tokens.clamp(max=7))
     with pytest.raises(ValueError, match=r"0 image tokens in the row, \d+ image features; tokens"):
