@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,46 @@ PRELOADED = (
 multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
+class RankError(AssertionError):
+    """Ranks failed; the message has the traceback of each."""
+
+
 def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(*args)` on `world_size` gloo ranks. Returns what each rank returned.
 
-    `folder` carries the rendezvous and the results; results must be picklable.
+    `folder` carries the results, which must be picklable.
+
+    Raises:
+        RankError: of every rank that failed: the first alone may only have lost the others.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    torch.multiprocessing.start_processes(
+    try:
+        return _run(world_size, folder, function, args)
+    except RankError as error:
+        if "_new_process_group_helper" not in str(error):
+            raise
+        # gloo's sockets fail to connect now and then (once in some 10,000 groups): once more.
+        warnings.warn(f"a process group was not formed: {error}", stacklevel=2)
+        return _run(world_size, folder, function, args)
+
+
+def _run(
+    world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[Any]:
+    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = torch.multiprocessing.start_processes(
         _run_rank,
-        (world_size, folder, dict(os.environ), function, args),
+        (world_size, store.port, folder, dict(os.environ), function, args),
         nprocs=world_size,
+        join=False,
         start_method="forkserver",
     )
+    try:
+        while not ranks.join(grace_period=5):
+            pass
+    except torch.multiprocessing.ProcessRaisedException:
+        tracebacks = [path.read_text() for path in sorted(folder.glob("error_*.txt"))]
+        raise RankError("\n".join(tracebacks)) from None
     return [
         torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)
     ]
@@ -41,6 +71,7 @@ def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args
 def _run_rank(
     rank: int,
     world_size: int,
+    port: int,
     folder: Path,
     environment: Mapping[str, str],
     function: Callable[..., Any],
@@ -53,11 +84,16 @@ def _run_rank(
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # accelerate asks, and joins
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
-    )
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")  # not whatever the machine's name resolves to
+    failed = folder / f"error_{rank}.txt"
+    failed.unlink(missing_ok=True)
+    store = distributed.TCPStore("localhost", port, is_master=False)
     try:
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         torch.save(function(*args), folder / f"result_{rank}.pt")
+    except BaseException:
+        failed.write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
