@@ -131,8 +131,11 @@ def build_run_model(
     if not isinstance(config.model, TransformersModelConfig):
         shares_rows = config.parallel.context > 1 or data.slots is not None
         return build_model(config.model, **options, shares_rows=shares_rows)
+    from launch.model.segments import check_positions
     from launch.model.transformers_model import build_transformers_model
 
+    if config.model.checkpoint is not None:
+        check_positions(config.model.build_transformers_config(), data.seq_length)
     return build_transformers_model(
         config.model,
         **options,

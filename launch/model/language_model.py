@@ -170,18 +170,27 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
                 f"{name} {value} cannot be divided by tensor_parallel {tensor_parallel}; "
                 "choose a smaller tensor_parallel"
             )
+    if text_config.hidden_act != "silu":
+        raise ValueError(f"hidden_act {text_config.hidden_act!r} is not supported, only 'silu'")
     rope = text_config.rope_parameters
     needs_sections = text_config.model_type.endswith("vl_text")
     scales_queries = rope.get("llama_4_scaling_beta")  # by their positions
-    is_plain = rope["rope_type"] == "default" and not scales_queries
-    if not is_plain or (needs_sections and "mrope_section" not in rope):
+    known = {"default"} if needs_sections else {"default", "dynamic"}
+    whole = rope.get("partial_rotary_factor", 1.0) == 1.0
+    is_known = rope["rope_type"] in known and whole and not scales_queries
+    if not is_known or (needs_sections and "mrope_section" not in rope):
         raise ValueError(
             f"rope_parameters {rope} are not supported, only rope_type 'default' (in older files "
-            "'mrope'), in Qwen's VL families with an mrope_section; use python -m "
-            "launch.train_transformers"
+            "'mrope'), in Qwen's VL families with an mrope_section, in others also 'dynamic'; use "
+            "python -m launch.train_transformers"
         )
     if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
         raise ValueError("use_sliding_window is not supported; set it to false in config.json")
+    if text_config.model_type == "mistral" and text_config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window {text_config.sliding_window} is not supported (it is 4096 where "
+            "config.json names none); if the model has none, set it to null in config.json"
+        )
 
 
 def token_losses(

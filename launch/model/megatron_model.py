@@ -32,7 +32,7 @@ from launch.model.hf_weights import (
     written_name,
 )
 from launch.model.language_model import build_language_model, head_dim_of, token_losses
-from launch.model.rotary import rope_frequencies
+from launch.model.rotary import rope_base, rope_frequencies
 from launch.model.vision_tower import (
     Medium,
     build_visual,
@@ -59,11 +59,16 @@ class PackedMegatronModel(torch.nn.Module):
         text_config = hf_config.text_config
         sizes = text_config.to_dict(), hf_config.vision_config.to_dict()
         self.cost = cost_of_sizes("", *sizes)
-        rope = text_config.rope_parameters
+        rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
+        self._base = functools.partial(
+            rope_base,
+            rope,
+            max_positions=text_config.max_position_embeddings,
+            head_dim=head_dim,
+        )
         self._frequencies = functools.partial(
             rope_frequencies,
-            head_dim=head_dim_of(text_config),
-            base=rope["rope_theta"],
+            head_dim=head_dim,
             sections=rope.get("mrope_section", ()),
             interleaved=rope.get("mrope_interleaved", False),
         )
@@ -107,10 +112,11 @@ class PackedMegatronModel(torch.nn.Module):
         own = part.own if part else slice(None)
         media = (imgs, image_grid_thw), (pixel_values_videos, video_grid_thw)
         embeddings, self._deep_features = self._embed(tokens, part, *media)
+        base = self._base(packed_seq_params)
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
-            rotary_pos_emb=self._frequencies(position_ids[..., own]),
+            rotary_pos_emb=self._frequencies(position_ids[..., own], base=base),
             # Not "thd": megatron-core would look up angles segment by segment, each time waiting.
             packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
         )

@@ -4,16 +4,43 @@ megatron-core's own module for this needs a CUDA device; this is its formula as 
 anywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def rope_base(
+    rope: Mapping[str, Any], params: PackedSeqParams, *, max_positions: int, head_dim: int
+) -> float | torch.Tensor:
+    """rope_theta; of 'dynamic' angles (NTK-aware, as transformers computes them) that of each
+    token: larger in samples of more than `max_positions` tokens, by their own lengths.
+
+    Args:
+        rope: rope_parameters of the text model.
+        params: the samples in a row of S tokens.
+        max_positions: the text model's max_position_embeddings.
+
+    Returns:
+        A number, or (S,) float32.
+    """
+    theta = float(rope["rope_theta"])
+    if rope["rope_type"] != "dynamic":
+        return theta
+    padded = params.cu_seqlens_q_padded
+    places = (params.cu_seqlens_q if padded is None else padded).diff()
+    lengths = params.cu_seqlens_q.diff().clamp(min=max_positions).float()
+    factor = rope["factor"]
+    grown = (factor * lengths / max_positions - (factor - 1)) ** (head_dim / (head_dim - 2))
+    return theta * grown.repeat_interleave(places)
 
 
 def rope_frequencies(
     position_ids: torch.Tensor,
     *,
     head_dim: int,
-    base: float,
+    base: float | torch.Tensor,
     sections: Sequence[int] = (),
     interleaved: bool = False,
 ) -> torch.Tensor:
@@ -28,14 +55,15 @@ def rope_frequencies(
         position_ids: (3, 1, S) temporal, height and width position; or (1, 1, S), tokens counted,
             which all frequencies follow.
         head_dim: channels of one attention head.
-        base: rope_theta.
+        base: rope_theta, or (S,) that of each token.
         sections: frequencies per section, head_dim / 2 in all; none of (1, 1, S).
 
     Returns:
         (S, 1, 1, head_dim) float32.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device)
-    inverse_frequencies = 1.0 / base ** (exponents / head_dim)
+    bases = base[:, None] if isinstance(base, torch.Tensor) else base
+    inverse_frequencies = 1.0 / bases ** (exponents / head_dim)
     angles = position_ids.float()[..., None] * inverse_frequencies  # (…, 1, S, head_dim / 2)
     if not sections:
         (angles,) = angles

@@ -78,6 +78,19 @@ def check_attention(config: Any, attention: str) -> None:
         raise ValueError(f"attention {attention!r} {reason}; set sdpa, flex_attention or eager")
 
 
+def check_positions(config: Any, seq_length: int) -> None:
+    """Raise ValueError where a long sample would change the angles of all others in its row:
+    transformers computes 'dynamic' ones for the largest position of a row."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "dynamic" and seq_length > text.max_position_embeddings:
+        raise ValueError(
+            f"seq_length {seq_length:,} > max_position_embeddings {text.max_position_embeddings:,} "
+            "of a model with rope_type 'dynamic': a longer sample would change the angles of all "
+            "others in its row; pack with a smaller pack.seq_length, or use python -m launch.train"
+        )
+
+
 def why_no_flash(config: Any) -> str:
     """The reason why flash attention cannot compute a model's; empty where it can."""
     if _shows_images(config):

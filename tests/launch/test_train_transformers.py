@@ -1,6 +1,7 @@
 """Training through transformers as a command: any family, stopped and resumed, on several ranks,
 in bfloat16; and what it refuses."""
 
+import json
 import os
 import shutil
 import signal
@@ -320,6 +321,24 @@ def test_what_cannot_be_trained_is_said_in_one_line(
     assert result.exit_code in (1, 2)
     assert line in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_long_sample_must_not_change_the_others(case: Case, tmp_path: Path) -> None:
+    """In rows of transformers' dynamic angles, as InternVL3 has them, it would."""
+    folder = tmp_path / "case"
+    shutil.copytree(case("internvl3"), folder)
+    path = folder / "model/config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+        "max_position_embeddings": 64,
+    }
+    path.write_text(json.dumps(config))
+    output = train(command(folder, tmp_path / "run", family="internvl3"), 1)
+    assert "> max_position_embeddings 64 of a model with rope_type 'dynamic': a" in output
+    config["text_config"]["max_position_embeddings"] = 32768
+    path.write_text(json.dumps(config))
+    train(command(folder, tmp_path / "run", "train.iterations=1", family="internvl3"))
 
 
 def test_launch_train_refuses_what_it_lacks(case: Case, tmp_path: Path) -> None:

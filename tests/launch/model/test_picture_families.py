@@ -33,6 +33,21 @@ from tests.helpers.tiny_families import (
     tiny_model,
 )
 
+#: As in InternVL3's config.json, but for the length from which on it counts: the samples here, of
+#: 50 to 96 tokens, all have angles of their own.
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+    "max_position_embeddings": 32,
+}
+#: What differs in the text models of published checkpoints.
+TEXT = {
+    "mistral": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
+        "sliding_window": None,
+    },
+    "qwen2": DYNAMIC,
+    "qwen3": {},
+}
 #: Families, and language models of their checkpoints: InternVL3, 3.5; Mistral Small 3.1 and 3.2.
 CASES = [("internvl3", "qwen2"), ("internvl3", "qwen3"), ("mistral3", "mistral")]
 each_case = pytest.mark.parametrize(("family", "language"), CASES)
@@ -49,17 +64,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_checkpoint(folder: Path, family: str, language: str, **text: Any) -> Path:
+def write_checkpoint(folder: Path, family: str, language: str, **given: Any) -> Path:
     """A tiny model's, with this language model."""
     config = tiny_model(family, encoder_of(folder, family).media_token_ids).config.to_dict()
-    text = {**config["text_config"], "model_type": language, "head_dim": 16, **text}
-    if language == "mistral":
-        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e9}}
+    published = {"model_type": language, "head_dim": 16, **TEXT.get(language, {})}
+    text = config["text_config"] | published | given
     classes, tied = transformers_classes(family), language == "qwen3"  # as small ones of 3.5 are
     whole = {**config, "text_config": text, "tie_word_embeddings": tied}
-    model = classes.model(classes.config.from_dict(whole))
-    randomise(model).save_pretrained(folder / f"{family}-{language}")
-    return folder / f"{family}-{language}"
+    checkpoint = folder / "-".join([family, language, *given])
+    randomise(classes.model(classes.config.from_dict(whole))).save_pretrained(checkpoint)
+    return checkpoint
 
 
 def encoder_of(folder: Path, family: str) -> Any:
@@ -92,7 +106,10 @@ def compare(folder: Path, family: str, language: str, tensor_parallel: int) -> D
     device = initialize_parallel(tensor_parallel)
     checkpoint = folder / f"{family}-{language}"
     reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
-    samples = encoded_samples(family, encoder_of(folder, family))
+    # transformers' dynamic angles grow with the longest sample so far, and do not shrink again.
+    samples = sorted(
+        encoded_samples(family, encoder_of(folder, family)), key=lambda s: len(s.tokens)
+    )
     expected = []
     for sample in samples:
         row = packed_batch([sample])
@@ -187,6 +204,9 @@ def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:
         ValueError, match=r"qwen3_moe model is not built .* has model\.layers\.0\.mlp"
     ):
         built(sparse, device)
+    slides = write_checkpoint(checkpoints, "mistral3", "mistral", sliding_window=4096)
+    with pytest.raises(ValueError, match="sliding_window 4096 is not supported"):
+        built(slides, device)
     with pytest.raises(ValueError, match=r"is a 'internvl'; set model\.family=internvl3"):
         build_model(ModelConfig(checkpoint=checkpoints / "internvl3-qwen2"), device=device)
     with pytest.raises(ValueError, match=r"'yarn'.* are not supported.*launch\.train_transformers"):

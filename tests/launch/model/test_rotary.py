@@ -1,10 +1,13 @@
 """M-RoPE's angles equal those of transformers."""
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
-from launch.model.rotary import rope_frequencies
+from launch.model.rotary import rope_base, rope_frequencies
 from tests.helpers.transformers_sources import needs_transformers
 
 
@@ -27,3 +30,28 @@ def test_text_counts_up_as_in_ordinary_rope() -> None:
     frequencies = torch.tensor([1, 100**-0.25, 100**-0.5, 100**-0.75])
     expected = torch.arange(7)[:, None] * frequencies.repeat(2)
     torch.testing.assert_close(angles, expected)
+
+
+def test_dynamic_angles_are_those_of_each_sample_alone() -> None:
+    """Of samples within max_position_embeddings, and beyond; the second with a place of padding."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
+    config = Qwen2Config(
+        hidden_size=256, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=16
+    )
+    lengths = [10, 40, 33]
+    expected = []
+    for length in lengths:
+        cos, _ = Qwen2RotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+        expected.append(cos[0])
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=torch.tensor([0, 10, 50, 83], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, 10, 51, 84], dtype=torch.int32),
+    )
+    base = rope_base(rope, params, max_positions=16, head_dim=128)
+    positions = torch.cat([torch.arange(length) for length in (10, 41, 33)])
+    angles = rope_frequencies(positions[None, None], head_dim=128, base=base)[:, 0, 0]
+    real = torch.arange(84) != 50
+    torch.testing.assert_close(angles.cos()[real], torch.cat(expected), atol=1e-5, rtol=0)
+    fixed = rope_frequencies(positions[None, None], head_dim=128, base=1e6)[:, 0, 0]
+    assert float((fixed.cos()[real] - torch.cat(expected)).abs().max()) > 0.5
