@@ -172,6 +172,17 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
             )
     if text_config.hidden_act != "silu":
         raise ValueError(f"hidden_act {text_config.hidden_act!r} is not supported, only 'silu'")
+    _check_rope(text_config)
+    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+        raise ValueError("use_sliding_window is not supported; set it to false in config.json")
+    if text_config.model_type == "mistral" and text_config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window {text_config.sliding_window} is not supported (it is 4096 where "
+            "config.json names none); if the model has none, set it to null in config.json"
+        )
+
+
+def _check_rope(text_config: Any) -> None:
     rope = text_config.rope_parameters
     needs_sections = text_config.model_type.endswith("vl_text")
     scales_queries = rope.get("llama_4_scaling_beta")  # by their positions
@@ -183,13 +194,6 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
             f"rope_parameters {rope} are not supported, only rope_type 'default' (in older files "
             "'mrope'), in Qwen's VL families with an mrope_section, in others also 'dynamic'; use "
             "python -m launch.train_transformers"
-        )
-    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
-        raise ValueError("use_sliding_window is not supported; set it to false in config.json")
-    if text_config.model_type == "mistral" and text_config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window {text_config.sliding_window} is not supported (it is 4096 where "
-            "config.json names none); if the model has none, set it to null in config.json"
         )
 
 
