@@ -8,7 +8,6 @@ layers (DeepStack).
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,19 +58,6 @@ class PackedMegatronModel(torch.nn.Module):
         text_config = hf_config.text_config
         sizes = text_config.to_dict(), hf_config.vision_config.to_dict()
         self.cost = cost_of_sizes("", *sizes)
-        rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
-        self._base = functools.partial(
-            rope_base,
-            rope,
-            max_positions=text_config.max_position_embeddings,
-            head_dim=head_dim,
-        )
-        self._frequencies = functools.partial(
-            rope_frequencies,
-            head_dim=head_dim,
-            sections=rope.get("mrope_section", ()),
-            interleaved=rope.get("mrope_interleaved", False),
-        )
         #: (S, 1, H) of the current row, for each of the first layers not yet run
         self._deep_features: list[torch.Tensor] = []
         deep = getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ()
@@ -112,11 +98,10 @@ class PackedMegatronModel(torch.nn.Module):
         own = part.own if part else slice(None)
         media = (imgs, image_grid_thw), (pixel_values_videos, video_grid_thw)
         embeddings, self._deep_features = self._embed(tokens, part, *media)
-        base = self._base(packed_seq_params)
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
-            rotary_pos_emb=self._frequencies(position_ids[..., own], base=base),
+            rotary_pos_emb=self._angles(position_ids[..., own], packed_seq_params),
             # Not "thd": megatron-core would look up angles segment by segment, each time waiting.
             packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
         )
@@ -136,6 +121,19 @@ class PackedMegatronModel(torch.nn.Module):
             tensors = ((written_name(name, names), tensor) for name, tensor in gathered)
             write_checkpoint(folder, tensors, self.hf_config, like=self.checkpoint)
         torch.distributed.barrier()
+
+    def _angles(self, position_ids: torch.Tensor, params: PackedSeqParams) -> torch.Tensor:
+        """(S, 1, 1, head_dim), of this rank's tokens."""
+        text_config = self.hf_config.text_config
+        rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
+        longest = text_config.max_position_embeddings
+        return rope_frequencies(
+            position_ids,
+            head_dim=head_dim,
+            base=rope_base(rope, params, max_positions=longest, head_dim=head_dim),
+            sections=rope.get("mrope_section", ()),
+            interleaved=rope.get("mrope_interleaved", False),
+        )
 
     def _add_deep_features(
         self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
