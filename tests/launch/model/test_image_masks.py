@@ -74,10 +74,8 @@ def alone(model: Any, tokens: torch.Tensor, media: list[dict[str, Any]]) -> torc
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize(
-    "attention",
-    ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@torch.compiler.set_stance("force_eager")  # flex attention's own formula: compiled, it takes 40 s
 @torch.no_grad()
 def test_packed_equals_alone(family: str, attention: str) -> None:
     """Also for an image longer than the window; the forward of transformers' Gemma 4 takes the
@@ -88,8 +86,6 @@ def test_packed_equals_alone(family: str, attention: str) -> None:
     expected = alone(whole, tokens, media)
     found = changed(**packed(tokens, media)).logits[0]
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=0)
-    if attention == "flex_attention":
-        return  # not compiled, a row takes ten seconds
     types = (tokens == IMAGE).int()[None]
     theirs = whole(**packed(tokens, media, mm_token_type_ids=types)).logits[0]
     assert (theirs - expected).abs().max() > 1
