@@ -140,8 +140,15 @@ def require_family(processor: str) -> str:
     if family is None:
         name = _model_type(processor)
         found = "has no config.json that is within reach" if name is None else f"is a {name!r}"
-        raise ValueError(f"{processor} {found}; the families are {', '.join(FAMILIES)}")
+        raise ValueError(f"{processor} {found}; {_remedy(name)}")
     return family
+
+
+def _remedy(model_type: str | None) -> str:
+    """What to do about a model type that no family has."""
+    if model_type == "internvl_chat":
+        return "take the checkpoint in transformers' form, whose name ends in -hf"
+    return f"the families are {', '.join(FAMILIES)}"
 
 
 def _processor_class(processor: str) -> str | None:
@@ -185,7 +192,7 @@ def _check_family(model: ModelOptions) -> None:
         return
     what, remedy = f"family {found}", f"set model.family={found}"
     if found is None:
-        what, remedy = f"model_type {name}", f"the families are {', '.join(FAMILIES)}"
+        what, remedy = f"model_type {name}", _remedy(name)
     raise ValueError(
         f"checkpoint {model.processor!r} is of {what}, not {model.family}; {remedy}, or name a "
         f"checkpoint of {model.family}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from task_encoders.families import FAMILIES, build_sample_encoder, model_options
+from task_encoders.families import FAMILIES, build_sample_encoder, model_options, require_family
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
@@ -51,3 +51,14 @@ def test_a_checkpoint_of_another_family_is_refused(
                 build_sample_encoder(family, str(tmp_path))
         else:
             assert build_sample_encoder(family, str(tmp_path)).pad_token_id
+
+
+def test_internvls_own_form_is_sent_to_transformers(tmp_path: Path) -> None:
+    save_with_template(tiny_tokenizer(), QWEN2_VL_TEMPLATE, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}')
+    with pytest.raises(
+        ValueError, match=r"internvl_chat, not internvl3; .* whose name ends in -hf"
+    ):
+        build_sample_encoder("internvl3", str(tmp_path))
+    with pytest.raises(ValueError, match=r"is a 'internvl_chat'; .* whose name ends in -hf"):
+        require_family(str(tmp_path))
