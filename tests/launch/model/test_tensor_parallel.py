@@ -126,6 +126,12 @@ def test_sizes_that_cannot_be_divided_are_refused() -> None:
     [
         ("rope_parameters", {"rope_type": "yarn"}, "'yarn'} are not supported"),
         ("rope_parameters", {"rope_type": "default"}, "'default'} are not supported"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "mrope_section": [1], "partial_rotary_factor": 0.5},
+            "'partial_rotary_factor': 0.5} are not supported",
+        ),
+        ("hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
         ("layer_types", ["full_attention", "sliding_attention"], "use_sliding_window"),
     ],
 )
