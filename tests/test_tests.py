@@ -55,7 +55,7 @@ def fail(without: Path | None = None) -> None:
     raise RuntimeError(f"rank {distributed.get_rank()} in _new_process_group_helper")
 
 
-def test_ranks_that_fail_are_all_told_of(tmp_path: Path) -> None:
+def test_every_failed_rank_is_reported(tmp_path: Path) -> None:
     with (
         pytest.warns(UserWarning, match="a process group was not formed"),
         pytest.raises(RankError) as raised,

@@ -71,7 +71,7 @@ def _lay_out(tensor_parallel: int, context_parallel: int, slot_ranks: int) -> No
             tensor_model_parallel_size=tensor_parallel,
             context_parallel_size=context_parallel,
             hybrid_context_parallel=slot_ranks > 1,
-            create_gloo_process_groups=False,  # second ones on the CPU, of which nothing asks
+            create_gloo_process_groups=False,  # a second set, which nothing uses
         )
     elif wanted != (found := _sizes()):
         raise ParallelError(

@@ -183,6 +183,7 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
 
 
 def _check_rope(text_config: Any) -> None:
+    """Refuse rotary angles that are not computed here."""
     rope = text_config.rope_parameters
     needs_sections = text_config.model_type.endswith("vl_text")
     scales_queries = rope.get("llama_4_scaling_beta")  # by their positions

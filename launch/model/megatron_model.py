@@ -123,7 +123,7 @@ class PackedMegatronModel(torch.nn.Module):
         torch.distributed.barrier()
 
     def _angles(self, position_ids: torch.Tensor, params: PackedSeqParams) -> torch.Tensor:
-        """(S, 1, 1, head_dim), of this rank's tokens."""
+        """Rotation angles of this rank's tokens, (S, 1, 1, head_dim)."""
         text_config = self.hf_config.text_config
         rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
         longest = text_config.max_position_embeddings

@@ -1,7 +1,8 @@
-"""Multimodal rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1).
+"""Rotary positions: multimodal ones (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1), and
+angles that depend on the length of a sample.
 
-megatron-core's own module for this needs a CUDA device; this is its formula as a function that runs
-anywhere.
+megatron-core's own module for M-RoPE needs a CUDA device; this is its formula as a function that
+runs anywhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 def rope_base(
     rope: Mapping[str, Any], params: PackedSeqParams, *, max_positions: int, head_dim: int
 ) -> float | torch.Tensor:
-    """rope_theta; of 'dynamic' angles (NTK-aware, as transformers computes them) that of each
-    token: larger in samples of more than `max_positions` tokens, by their own lengths.
+    """The base of rotary angles: rope_theta, or one per token where rope_type is 'dynamic'
+    (NTK-aware scaling, transformers' formula): it grows with a sample's own length beyond
+    `max_positions` tokens.
 
     Args:
         rope: rope_parameters of the text model.
@@ -55,7 +57,7 @@ def rope_frequencies(
         position_ids: (3, 1, S) temporal, height and width position; or (1, 1, S), tokens counted,
             which all frequencies follow.
         head_dim: channels of one attention head.
-        base: rope_theta, or (S,) that of each token.
+        base: see `rope_base`.
         sections: frequencies per section, head_dim / 2 in all; none of (1, 1, S).
 
     Returns:

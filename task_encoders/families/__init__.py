@@ -145,7 +145,7 @@ def require_family(processor: str) -> str:
 
 
 def _remedy(model_type: str | None) -> str:
-    """What to do about a model type that no family has."""
+    """The remedy for a checkpoint whose model type no family has."""
     if model_type == "internvl_chat":
         return "take the checkpoint in transformers' form, whose name ends in -hf"
     return f"the families are {', '.join(FAMILIES)}"

@@ -24,7 +24,7 @@ multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
 class RankError(AssertionError):
-    """Ranks failed; the message has the traceback of each."""
+    """Ranks failed; the message holds the traceback of each."""
 
 
 def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -33,7 +33,7 @@ def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args
     `folder` carries the results, which must be picklable.
 
     Raises:
-        RankError: of every rank that failed: the first alone may only have lost the others.
+        RankError: a rank failed; it names all that did, as the first to end may have lost others.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -41,7 +41,7 @@ def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args
     except RankError as error:
         if "_new_process_group_helper" not in str(error):
             raise
-        # gloo's sockets fail to connect now and then (once in some 10,000 groups): once more.
+        # Seen once in hundreds of runs of all tests, and not explained: try once more.
         warnings.warn(f"a process group was not formed: {error}", stacklevel=2)
         return _run(world_size, folder, function, args)
 

@@ -46,7 +46,6 @@ TEXT = {
         "sliding_window": None,
     },
     "qwen2": DYNAMIC,
-    "qwen3": {},
 }
 #: Families, and language models of their checkpoints: InternVL3, 3.5; Mistral Small 3.1 and 3.2.
 CASES = [("internvl3", "qwen2"), ("internvl3", "qwen3"), ("mistral3", "mistral")]

@@ -1,4 +1,4 @@
-"""M-RoPE's angles equal those of transformers."""
+"""Angles of M-RoPE and of 'dynamic' ones equal those of transformers."""
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -33,7 +33,7 @@ def test_text_counts_up_as_in_ordinary_rope() -> None:
 
 
 def test_dynamic_angles_are_those_of_each_sample_alone() -> None:
-    """Of samples within max_position_embeddings, and beyond; the second with a place of padding."""
+    """Within max_position_embeddings and beyond it; the second sample is padded."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
     config = Qwen2Config(
         hidden_size=256, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=16
