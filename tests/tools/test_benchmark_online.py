@@ -15,10 +15,6 @@ from tests.helpers.tools import run_benchmark
         (["planning", "--samples", "200"], ["captions | auto |  |", "captions | knapsack | 18 |"]),
         (["ranks", "--samples", "500"], ["Σ l² | 8 |", "operations | 64 |"]),
         (["buffers", "--samples", "300"], ["1 | 300 | 50 |", "128 | 2 | 5000 |"]),
-        (
-            "modes --samples 60 --ranks 2 --buffer 20 --only balanced".split(),
-            ["offline, balanced |"],
-        ),
     ],
 )
 def test_it_prints_a_table(arguments: list[str], rows: list[str]) -> None:

@@ -26,11 +26,3 @@ def test_lengths(
     monkeypatch.setattr("sys.argv", arguments)
     benchmark("scale_test").main()
     assert "plan-lengths" in capsys.readouterr().out
-
-
-def test_costs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["cost_of_packing.py", "--samples", "85000000"])
-    benchmark("cost_of_packing").main()
-    rows = [line.rsplit(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
-    assert rows[1] == ["measure", "3.2", "3.9", "16.3", "2"]
-    assert rows[3] == ["write tars", "2.8", "86.0", "32.5", "39"]

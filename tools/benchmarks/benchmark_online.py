@@ -3,16 +3,11 @@
 python tools/benchmarks/benchmark_online.py ranks
 python tools/benchmarks/benchmark_online.py loaders
 python tools/benchmarks/benchmark_online.py planning
-python tools/benchmarks/benchmark_online.py prefetch
 python tools/benchmarks/benchmark_online.py buffers
-python tools/benchmarks/benchmark_online.py windows | energon
-python tools/benchmarks/benchmark_online.py modes --samples 4000 --ranks 4 --buffer 200
 """
 
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -20,14 +15,12 @@ import numpy as np
 from length_distributions import draw_lengths, draw_sft
 
 from offline_packing import plan_packs
-from offline_packing.online.constant_length import ConstantLengthDataset
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.pools import PackingPool
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
-from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
 from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.families import FAMILIES
@@ -208,39 +201,6 @@ def _plan(options: WindowOptions, lengths: np.ndarray, images: np.ndarray) -> No
 
 
 @main.command()
-@click.option("--samples", default=24_000, show_default=True)
-def prefetch(samples: int) -> None:
-    """Samples that `ConstantLengthDataset` packs per second of processor time: packs alone, with a
-    state after each, and by its producer thread, which has a state for each."""
-    given = [{"length": length} for length in draw_sft(samples)[0].tolist()]
-    rows = []
-    for buffer in (200, 1000, 6000):
-        dataset = ConstantLengthDataset(given, seq_length=SEQ_LENGTH, buffer_size=buffer)
-        next(iter(dataset.dataset))  # compile
-        alone = _samples_per_second(dataset.dataset, samples)
-        saved = _samples_per_second(dataset.dataset, samples, dataset.dataset.state_dict)
-        thread = _samples_per_second(dataset, samples)
-        rows.append(
-            {
-                "buffer": buffer,
-                "packs alone": f"{alone:,.0f}",
-                "with states": f"{saved:,.0f}, {saved / alone:.2f} ×",
-                "by the thread": f"{thread:,.0f}, {thread / alone:.2f} ×",
-            }
-        )
-    print_table(rows)
-
-
-def _samples_per_second(
-    packs: Iterable[Any], samples: int, after_each: Callable[[], Any] = lambda: None
-) -> float:
-    start = time.process_time()
-    for _ in packs:
-        after_each()
-    return samples / (time.process_time() - start)
-
-
-@main.command()
 @click.option("--samples", default=20_000, show_default=True)
 def buffers(samples: int) -> None:
     """Fill of packs made from a buffer in each of N data parallel ranks' n loader processes: each
@@ -280,94 +240,6 @@ def _carried_packs(lengths: np.ndarray, buffer: int) -> int:
 
 def _fill(tokens: np.ndarray, packs: int) -> str:
     return f"{100 * tokens.sum(dtype=np.int64) / (packs * SEQ_LENGTH):.2f}"
-
-
-@main.command()
-@click.option("--samples", default=4000, show_default=True)
-@click.option("--ranks", default=4, show_default=True)
-@click.option("--buffer", default=200, show_default=True)
-@click.option("--only", default="", help="modes whose name contains this")
-def modes(samples: int, ranks: int, buffer: int, only: str) -> None:
-    """The same samples through every mode of packing: fill, idle ranks, start and restart."""
-    import packing_modes  # needs torch and Energon, the other commands do not
-
-    with tempfile.TemporaryDirectory() as name:
-        unpacked, packed, elsewhere = (Path(name, part) for part in ("singles", "packed", "other"))
-        sizes = packing_modes.draw_samples(unpacked, samples)
-        packing_modes.pack_offline(unpacked, elsewhere, max(1, ranks // 2))  # compiles
-        start = time.perf_counter()
-        packing_modes.pack_offline(unpacked, packed, ranks)
-        click.echo(
-            f"{samples:,} samples of {sizes[0].mean():.0f} tokens; offline packing takes "
-            f"{time.perf_counter() - start:.1f} s once\n"
-        )
-        data = packing_modes.Data(unpacked, sizes, packed, elsewhere, ranks, buffer)
-        found = data.modes()
-        print_table(
-            [
-                packing_modes.measure_mode(mode, reader, ranks, samples)
-                for mode, reader in found.items()
-                if only in mode
-            ]
-        )
-
-
-@main.command()
-@click.option("--samples", default=20_000, show_default=True)
-@click.option(
-    "--distribution", "distributions", multiple=True, default=("captions", "sft"), show_default=True
-)
-@click.option("--buffer", "buffers", multiple=True, default=(128, 200, 1000), show_default=True)
-def windows(samples: int, distributions: Sequence[str], buffers: Sequence[int]) -> None:
-    """Packs of a stream: windows that carry over, and first-fit-decreasing on each buffer alone."""
-    print_table(
-        [
-            count_packs(distribution, samples, buffer)
-            for distribution in distributions
-            for buffer in buffers
-        ]
-    )
-
-
-def count_packs(distribution: str, samples: int, buffer: int) -> dict[str, Any]:
-    """A row of `windows`."""
-    lengths = draw_lengths(distribution, samples)
-    for _ in range(2):  # the first time, functions are compiled
-        start = time.perf_counter()
-        pool = PackingPool[int](WindowOptions(seq_length=SEQ_LENGTH, window=buffer))
-        packs = [pack for i, n in enumerate(lengths.tolist()) for pack in pool.add(i, n)]
-        packs += pool.finish()
-        seconds = time.perf_counter() - start
-    assert sorted(i for pack in packs for i in pack) == list(range(samples))
-    parts = np.split(lengths, range(buffer, samples, buffer))
-    return {
-        "distribution": distribution,
-        "buffer": buffer,
-        "lower bound": lower_bound(count_lengths(lengths, SEQ_LENGTH)),
-        "packs": len(packs),
-        "first-fit-decreasing per buffer": sum(
-            first_fit_decreasing(part, SEQ_LENGTH).num_packs for part in parts
-        ),
-        "seconds": f"{seconds:.2f}",
-    }
-
-
-@main.command()
-@click.option("--buffer", default=1000, show_default=True)
-@click.option("--side", default=448, show_default=True, help="Of the images, in pixels.")
-@click.option("--seq-length", default=4096, show_default=True)
-def energon(buffer: int, side: int, seq_length: int) -> None:
-    """Memory and time of Energon's own packing buffer, and of ours, over the same images."""
-    import energon_buffers  # needs torch and Energon, the other commands do not
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = energon_buffers.write_images(Path(folder), 2 * buffer, side)
-        print_table(
-            [
-                energon_buffers.pack_images(mode, path, buffer, seq_length)
-                for mode in energon_buffers.MODES
-            ]
-        )
 
 
 if __name__ == "__main__":

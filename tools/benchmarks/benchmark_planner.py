@@ -1,8 +1,6 @@
 """Measure the planner and its peers: packs, gap, fill, seconds, peak memory, spread of cost.
 
 python tools/benchmarks/benchmark_planner.py speed --samples 1000000 --seq-length 8192
-python tools/benchmarks/benchmark_planner.py speed --samples 100000 --save rows.jsonl
-python tools/benchmarks/benchmark_planner.py plots rows.jsonl
 python tools/benchmarks/benchmark_planner.py scale --samples 100000000
 python tools/benchmarks/benchmark_planner.py budgets | assignment | order | streaming
 
@@ -12,18 +10,17 @@ an output.
 
 import json
 import multiprocessing
+import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 import numpy as np
 from length_distributions import DISTRIBUTIONS, draw_lengths, draw_sft
 from planner_peers import OWN, PEERS, missing_packages
-from planner_plots import draw_gap, draw_seconds
-from planner_speed import WARM_UP_SAMPLES, measure, peak_mib
 
 from offline_packing import PackPlan, plan_packs
 from offline_packing.planner.order import RankLayout, idle_share
@@ -31,7 +28,67 @@ from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+WARM_UP_SAMPLES = 2000
+
+
+def peak_mib() -> float:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(
+    method: str, distribution: str, num_samples: int, seq_length: int, repeat: int
+) -> dict[str, Any]:
+    """One row of the table: the best of ``repeat`` runs after a warm-up, in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measure_here, (method, distribution, num_samples, seq_length, repeat))
+
+
+def _measure_here(
+    method: str, distribution: str, num_samples: int, seq_length: int, repeat: int
+) -> dict[str, Any]:
+    lengths = draw_lengths(distribution, num_samples)
+    lengths = lengths[lengths <= seq_length]  # few peers define what happens to longer ones
+    run: Callable[[Any], Any]
+    if method in PEERS:
+        run, given = lambda x: PEERS[method].function(x, seq_length), lengths.tolist()
+    else:
+        run = lambda x: plan_packs(  # noqa: E731
+            x, seq_length, strategy=method, assignment=(), sample_order="composed"
+        )
+        given = lengths
+    run(given[:WARM_UP_SAMPLES])
+    if method == "auto":
+        run(
+            draw_lengths("narrow", WARM_UP_SAMPLES)
+        )  # compiles the parts that narrow distributions need
+    before = peak_mib()
+    seconds, cpu_seconds = [], []
+    result: Any = None
+    for _ in range(repeat):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        result = run(given)
+        seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
+    packs = [result.pack(i) for i in range(result.num_packs)] if method not in PEERS else result
+    ids = np.concatenate([np.asarray(pack) for pack in packs])
+    starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])[:-1]
+    assert np.array_equal(np.sort(ids), np.arange(len(lengths))), f"{method} lost samples"
+    assert np.add.reduceat(lengths[ids].astype(np.int64), starts).max() <= seq_length
+    cost = np.add.reduceat(lengths[ids].astype(np.float64) ** 2, starts)
+    bound = lower_bound(count_lengths(lengths, seq_length))
+    return {
+        "distribution": distribution,
+        "method": method,
+        "packs": len(packs),
+        "above bound": len(packs) - bound,
+        "gap %": round(100 * (len(packs) / bound - 1), 4),
+        "fill %": round(100 * float(lengths.sum(dtype=np.int64)) / (len(packs) * seq_length), 3),
+        "seconds": round(min(seconds), 4),
+        "CPU seconds": round(min(cpu_seconds), 4),
+        "peak MiB": round(peak_mib() - before),
+        "cost CV": round(float(cost.std() / cost.mean()), 3),
+    }
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
@@ -60,14 +117,12 @@ def main() -> None:
 )
 @click.option("--method", "methods", multiple=True, default=(*OWN, *PEERS), show_default=True)
 @click.option("--repeat", default=3, show_default=True)
-@click.option("--save", type=click.File("a"), help="Add the rows to this file, for plots.")
 def speed(
     samples: int,
     seq_length: int,
     distributions: Sequence[str],
     methods: Sequence[str],
     repeat: int,
-    save: TextIO | None,
 ) -> None:
     """Packs and time of all methods on every distribution; no shuffle, warm."""
     missing = missing_packages()
@@ -81,21 +136,7 @@ def speed(
                 continue
             rows.append(measure(method, distribution, samples, seq_length, repeat))
             click.echo(json.dumps(rows[-1]), err=True)
-            if save:
-                click.echo(json.dumps(rows[-1]), file=save)
     print_table(rows)
-
-
-@main.command()
-@click.argument("rows", type=click.File())
-@click.option("--folder", type=click.Path(path_type=Path), default=IMAGES, show_default=True)
-def plots(rows: TextIO, folder: Path) -> None:
-    """Draw the rows that speed saved: gap and CPU seconds of all methods on every distribution."""
-    # If a method was measured on a distribution more than once, the last row counts.
-    found = {(row["distribution"], row["method"]): row for row in map(json.loads, rows)}
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_gap(list(found.values()), folder / "planner_gap.png")
-    draw_seconds(list(found.values()), folder / "planner_seconds.png")
 
 
 @main.command()

@@ -120,7 +120,7 @@ def _llamafactory(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[
 _BATCH = 1000
 
 #: the strategies of this project that are measured by default
-OWN = ("auto", "best_fit_decreasing", "greedy_knapsack")
+OWN = ("auto", "best_fit_decreasing")
 
 PEERS: dict[str, Peer] = {
     "lightbinpack obfd": Peer(_lightbinpack("obfd"), "lightbinpack", 10_000_000),
