@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPU tests and the training benchmarks, in under 15 minutes on one GPU.
 # Needs torch >= 2.11, megatron-core, megatron-energon and transformers; neither TransformerEngine nor
-# flash-attn. Results go to $OUT: tests.log, benchmark/ and neva/ with results.json, table.md, steps.png.
+# flash-attn. Results go to $OUT: tests.log, benchmark/ and neva/ with results.json, table.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

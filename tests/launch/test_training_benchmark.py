@@ -64,7 +64,7 @@ def test_packed_rows_are_not_padded(mode: str, rows: dict[str, list[PackedBatch]
 
 
 def test_the_table_compares_with_padding() -> None:
-    report = benchmark("training_report")
+    report = benchmark("benchmark_training")
     step = {"seconds": 2.0, "wait": 0.1, "samples": 4, "tokens": 50, "positions": 100, "flops": 1e9}
     padded = report.summarize([step] * 3, 1e9) | {"memory_gib": 1.0}
     offline = report.summarize([{**step, "seconds": 1.0, "positions": 50}] * 3, 1e9)

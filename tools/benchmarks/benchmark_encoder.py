@@ -1,38 +1,62 @@
-"""Cost of encoding a pack, compared with transformers' processor and with its lower bound.
+"""Cost of the pixels of an image in each family, against transformers' processor and the floor.
 
-    python tools/benchmarks/benchmark_encoder.py --images 60
+    python -m tools.benchmarks.benchmark_encoder --images 12
 
-JPEGs of 0.3 to 3 megapixels with a short dialogue each, in packs of 8,192 tokens, through the task
-encoder on one core, in processor time. The reference is transformers' Pillow image processor and
-tokenizer per sub-sample; the floor of a backend is decoding and resizing by Pillow's, numpy's and
-torch's plain calls. They run in turns, so that a busy neighbour slows all; the shortest time
-counts. Two threads are compared with one in elapsed time: that needs two idle cores.
+JPEGs of 0.3 to 3 megapixels, each a pack of its own, through the task encoder on one core, in
+processor time. The reference is transformers' image processor of the same backend on the decoded
+picture, without any text; the torch backend needs torchvision. The floor is decoding and resizing
+by Pillow's and torch's plain calls, to the sizes that the family resizes to. They run in turns, so
+that a busy neighbour slows all; the shortest time counts.
 """
 
 import argparse
+import importlib
+import importlib.util
 import io
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from PIL import Image
 
 from task_encoders.energon_samples import PackedSample
-from task_encoders.families import build_sample_encoder
-from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.image import decode_image
 from task_encoders.media.patches import BACKENDS
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettings
-from task_encoders.text.pieces import to_chat
+from tests.helpers import torchvision_stub  # noqa: F401 - before transformers finds torchvision
 
 ROUNDS = 5
-SEQ_LENGTH = 8192
-TEXT = "What does the picture show, and what stands to the left of it? " * 4
+
+_TILES = {"crop_to_patches": True, "image_mean": [0.485, 0.456, 0.406]}
+_TILES |= {"image_std": [0.229, 0.224, 0.225], "max_patches": 12}
+#: Family: transformers' model, its image processor, and its options where these are not ours.
+PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2_vl": (
+        "qwen2_vl",
+        "Qwen2VLImageProcessor",
+        {"min_pixels": 3136, "max_pixels": 4_014_080},
+    ),
+    "gemma4": ("gemma4", "Gemma4ImageProcessor", {}),
+    "gemma4_unified": ("gemma4_unified", "Gemma4UnifiedImageProcessor", {}),
+    "mistral3": (
+        "pixtral",
+        "PixtralImageProcessor",
+        {"size": {"longest_edge": 1540}, "patch_size": 28},
+    ),
+    "internvl3": (
+        "got_ocr2",
+        "GotOcr2ImageProcessor",
+        {"size": {"height": 448, "width": 448}, **_TILES},
+    ),
+    "glm46v": ("glm46v", "Glm46VImageProcessor", {}),
+}
 
 
 def draw_images(count: int) -> list[bytes]:
@@ -49,38 +73,6 @@ def draw_images(count: int) -> list[bytes]:
     return files
 
 
-def sample_of(i: int) -> SourceSample:
-    return SourceSample(f"s{i}", "vqa", (Turn(f"<image>{TEXT}", f"{TEXT} {i}"),), ("a.jpg",))
-
-
-def make_packs(encoder: Any, files: list[bytes]) -> list[PackedSample]:
-    """The samples in order, as many per pack as fit."""
-    packs: list[list[int]] = []
-    room = 0
-    for i, data in enumerate(files):
-        with Image.open(io.BytesIO(data)) as image:
-            length = encoder.measure(sample_of(i), [image.size[::-1]]).num_tokens
-        if length > room:
-            packs.append([])
-            room = SEQ_LENGTH
-        packs[-1].append(i)
-        room -= length
-    return [
-        PackedSample(
-            __key__=f"pack{number}",
-            __restore_key__=(),
-            record={
-                "images": [[f"{i}.jpg"] for i in numbers],
-                "prompt": [[f"<image>{TEXT}"] for _ in numbers],
-                "captions": [[f"{TEXT} {i}"] for i in numbers],
-                "meta": {"task": "vqa", "keys": [f"s{i}" for i in numbers]},
-            },
-            media={f"{i}.jpg": files[i] for i in numbers},
-        )
-        for number, numbers in enumerate(packs)
-    ]
-
-
 def encode_packs(task_encoder: PackedTaskEncoder, packs: list[PackedSample]) -> int:
     """Encode all packs as batches; returns the bytes of their pixels."""
     return sum(task_encoder.batch([task_encoder.encode_sample(pack)]).imgs.nbytes for pack in packs)
@@ -93,25 +85,6 @@ def resize_plainly(image: Image.Image, height: int, width: int, backend: str) ->
     else:
         batch = torch.from_numpy(np.array(image))[None].permute(0, 3, 1, 2)
         torch.nn.functional.interpolate(batch, (height, width), mode="bicubic", antialias=True)
-
-
-def resize_only(encoder: Any, files: list[bytes]) -> None:
-    for data in files:
-        image = decode_image(data)
-        _, rows, columns = encoder.image_medium(image.height, image.width).grid
-        height, width = rows * encoder.vision.patch_size, columns * encoder.vision.patch_size
-        resize_plainly(image, height, width, encoder.vision.resize)
-
-
-def tokenize_only(encoder: Any, count: int) -> None:
-    for i in range(count):
-        encoder.measure(sample_of(i), [(56, 56)])
-
-
-def run_transformers(processor: Any, files: list[bytes]) -> None:
-    for i, data in enumerate(files):
-        text = processor.apply_chat_template(to_chat(sample_of(i)), tokenize=False)
-        processor(text=[text], images=[decode_image(data)], return_tensors="np")
 
 
 def least_times(
@@ -127,73 +100,119 @@ def least_times(
     return best
 
 
-#: (height, width) of a picture before and after it is resized.
-RESIZINGS = (((768, 1024), (756, 1008)), ((1080, 1920), (728, 1316)), ((3000, 4000), (1008, 1344)))
+def image_processor(family: str, backend: str) -> Any:
+    """transformers' image processor of a family, by Pillow or by torch; None where it has none."""
+    model, name, options = PROCESSORS[family]
+    module = f"transformers.models.{model}.image_processing_"
+    if backend == "torch":
+        return getattr(importlib.import_module(module + model), name)(**options)
+    if importlib.util.find_spec(f"{module}pil_{model}") is None:
+        return None
+    return getattr(importlib.import_module(f"{module}pil_{model}"), f"{name}Pil")(**options)
 
 
-def compare_resizing() -> None:
-    """Print the time of resizing alone, by Pillow's and torch's plain calls and by the encoder."""
-    rng = np.random.default_rng(0)
-    for before, after in RESIZINGS:
-        image = Image.fromarray(rng.integers(0, 256, (*before, 3), dtype=np.uint8))
-        ways: dict[str, Callable[[], object]] = {}
-        for name, (resize, _) in BACKENDS.items():
-            ways[f"{name}'s call"] = partial(resize_plainly, image, *after, name)
-            ways[f"as {name}"] = partial(resize, image, *after)
-            resize(image, *after)  # compiles and loads once
-        times = least_times(ways, time.process_time)
-        times_of_all = ", ".join(f"{way} {1e3 * spent:.1f} ms" for way, spent in times.items())
-        print(f"{before} to {after}: {times_of_all}")
+def run_processor(processor: Any, files: list[bytes]) -> int:
+    """Bytes of the values of all pictures."""
+    return sum(
+        processor(images=[decode_image(data)], return_tensors="pt")["pixel_values"].nbytes
+        for data in files
+    )
+
+
+def packs_of(files: list[bytes]) -> list[PackedSample]:
+    """A pack of each picture."""
+    return [
+        PackedSample(
+            __key__=f"pack{i}",
+            __restore_key__=(),
+            record={"images": ["0.jpg"], "prompt": [""], "captions": [f"A picture {i}."]},
+            media={"0.jpg": data},
+        )
+        for i, data in enumerate(files)
+    ]
+
+
+def sizes_resized_to(
+    task_encoder: PackedTaskEncoder, packs: Sequence[PackedSample], backend: str
+) -> list[list[tuple[int, int]]]:
+    """(height, width) of each resizing of each picture."""
+    resize, table = BACKENDS[backend]
+    seen: list[tuple[int, int]] = []
+
+    def record(image: Image.Image, height: int, width: int) -> Any:
+        seen.append((height, width))
+        return resize(image, height, width)
+
+    found = []
+    with patch.dict(BACKENDS, {backend: (record, table)}):  # type: ignore[arg-type]
+        for pack in packs:
+            task_encoder.encode_sample(pack)
+            found.append(seen[:])
+            seen.clear()
+    return found
+
+
+def resize_only(backend: str, files: list[bytes], sizes: list[list[tuple[int, int]]]) -> None:
+    for data, of_picture in zip(files, sizes, strict=True):
+        image = decode_image(data)
+        for height, width in of_picture:
+            if backend == "pil" or (height, width) != (image.height, image.width):
+                resize_plainly(image, height, width, backend)
+
+
+def compare(family: str, backends: Sequence[str], files: list[bytes], folder: Path) -> None:
+    """Print a line for each backend and transport."""
+    processor = "builtin"
+    if family != "qwen2_vl":
+        from tests.helpers.tiny_families import save_tokenizer  # imports transformers' models
+
+        save_tokenizer(family, folder)
+        processor = str(folder)
+    packs, settings = packs_of(files), PackingSettings(packed=True)
+    ways: dict[str, Callable[[], object]] = {}
+    for backend in backends:
+        reference = image_processor(family, backend)
+        if reference is None:
+            continue
+        ways[f"{backend} transformers"] = partial(run_processor, reference, files)
+        for transport in ("float32", "uint8"):
+            encoder = PackedTaskEncoder(
+                seq_length=65_536,
+                settings=settings,
+                family=family,
+                processor=processor,
+                resize=backend,
+                pixel_transport=transport,
+            )
+            size = encode_packs(encoder, packs)  # compiles and loads once
+            if transport == "float32" and not family.startswith("gemma4"):  # which pads pictures
+                assert size == run_processor(reference, files), "other sizes than transformers'"
+            ways[f"{backend} {transport}"] = partial(encode_packs, encoder, packs)
+        sizes = sizes_resized_to(encoder, packs, backend)
+        ways[f"{backend} floor"] = partial(resize_only, backend, files, sizes)
+    best = least_times(ways, time.process_time)
+    for way, duration in best.items():
+        backend, name = way.split()
+        line = f"{family:14s} {way:18s} {1e3 * duration / len(files):7.1f} ms an image"
+        if name != "floor":
+            line += f"  {duration / best[f'{backend} floor']:5.2f} times the floor"
+        if name not in ("floor", "transformers"):
+            line += f"  {best[f'{backend} transformers'] / duration:5.2f} times transformers"
+        print(line, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=24)
-    count = parser.parse_args().images
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--images", type=int, default=12)
+    parser.add_argument("--families", nargs="+", choices=PROCESSORS, default=list(PROCESSORS))
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    files = draw_images(count)
-    settings = PackingSettings(packed=True, vqa=True)
-
-    def task_encoder(**options: Any) -> PackedTaskEncoder:
-        return PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=settings, **options)
-
-    encoders: dict[str, Any] = {name: build_sample_encoder(resize=name) for name in BACKENDS}
-    options = encoders["pil"].options
-    processor = builtin_processor(min_pixels=options.min_pixels, max_pixels=options.max_pixels)
-    packs = make_packs(encoders["pil"], files)
-    ways: dict[str, Callable[[], object]] = {
-        "transformers": partial(run_transformers, processor, files),
-        "tokenizing": partial(tokenize_only, encoders["pil"], count),
-    }
-    threads: dict[str, Callable[[], object]] = {}
-    sizes: dict[str, int] = {}
-    for name, encoder in encoders.items():
-        ways[f"{name} floor"] = partial(resize_only, encoder, files)
-        for transport in ("float32", "uint8"):
-            made = task_encoder(resize=name, pixel_transport=transport)
-            sizes[transport] = encode_packs(made, packs)  # also compiles and loads once
-            ways[f"{name} {transport}"] = partial(encode_packs, made, packs)
-            for number in (1, 2):
-                made = task_encoder(resize=name, pixel_transport=transport, encode_threads=number)
-                threads[f"{name} {transport} {number}"] = partial(encode_packs, made, packs)
-    best = least_times(ways, time.process_time)
-    for way, duration in best.items():
-        line = f"{way:13s} {1e3 * duration / count:8.2f} ms an image"
-        if way.endswith(("32", "8")):
-            line += (
-                f"  {best['transformers'] / duration:5.2f} times transformers"
-                f"  {duration / best[way.split()[0] + ' floor']:.2f} times its floor"
-                f"  {best['tokenizing'] / duration:6.2%} of it tokenizing"
-            )
-        print(line)
-    compare_resizing()
-    print(f"bytes of pixels: float32 / uint8 {sizes['float32'] / sizes['uint8']:.2f}")
-    elapsed = least_times(threads, time.perf_counter)
-    for way in ways:
-        if way.endswith(("32", "8")):
-            print(
-                f"{way:13s} two threads {elapsed[f'{way} 1'] / elapsed[f'{way} 2']:.2f} times one"
-            )
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    backends = ("pil", "torch") if has_torchvision else ("pil",)
+    files = draw_images(arguments.images)
+    for family in arguments.families:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(family, backends, files, Path(folder))
 
 
 if __name__ == "__main__":
