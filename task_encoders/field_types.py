@@ -37,12 +37,6 @@ def not_bool(value: Any) -> Any:
     return value
 
 
-def added(default: Any, **extra: Any) -> Any:
-    """A field that is stored only where it differs from its default, so that artifacts written
-    before it existed stay valid."""
-    return Field(default, exclude_if=lambda value: value == default, **extra)
-
-
 def invalid(
     section: str,
     name: str,

@@ -18,7 +18,7 @@ from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.planner.options import PlanOptions
-from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, added, not_bool, one_of
+from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
 from task_encoders.packs.pack_format import cut_multiple
 
 
@@ -39,7 +39,7 @@ class OrderConfig(Section):
     num_workers: NonNegative = 1
     #: packs of a step are of one kind: all have images, or videos, or none has, as FSDP and ZeRO-3
     #: need; holds for every divisor of num_ranks, too
-    uniform: bool = added(False)
+    uniform: bool = False
 
 
 class ContextParallelConfig(Section):
@@ -50,7 +50,7 @@ class ContextParallelConfig(Section):
     size: Count | None = None
     #: beside size: a pack with any pictures (images, and steps of videos) has so many at least,
     #: where samples of equal length can be exchanged for it; size gives every rank one
-    min_vision_units: NonNegative = added(0)
+    min_vision_units: NonNegative = 0
     #: ranks that share out each slot of packs, a power of two; leave out size
     ranks: Count | None = None
     #: tokens of a pack on each of its ranks; pack.seq_length is the longest pack
@@ -96,14 +96,14 @@ class PackConfig(PlanOptions, Section):
     #: what happens to a sample with more tokens than seq_length; split_turns also heeds budgets
     on_overlong: Literal["set_aside", "error", "split_turns"] = "set_aside"
     #: the parts that on_overlong split_turns makes
-    split_turns: SplitTurnsConfig = added(SplitTurnsConfig())
+    split_turns: SplitTurnsConfig = SplitTurnsConfig()
     #: what the weights of sources are shares of
     weight_by: Literal["tokens", "samples"] = "tokens"
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
     #: context parallelism: {size: 4} for packs over 4 ranks each, or {ranks: 32, tokens_per_rank:
     #: 8192} for packs over 1, 2, 4 … of 32 ranks
-    context_parallel: ContextParallelConfig | None = added(None)
+    context_parallel: ContextParallelConfig | None = None
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
     budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
     #: plans so many epochs, each with other packs of the train split
@@ -191,15 +191,13 @@ class OutputConfig(Section):
     #: a shard is closed before it would grow beyond this
     max_shard_bytes: Count | None = None
     #: shards in each of several folders, train-0000 …; layouts of tars only (default: no folders)
-    shards_per_folder: Count | None = Field(None, exclude_if=lambda value: value is None)
+    shards_per_folder: Count | None = None
     #: share of the packs per split
     split: dict[str, float] = {"train": 1.0}
     #: what stands in one split only: each sample; each image and video, with all samples that lead
     #: from one to another; or samples with one value of source.fields.group (default: media if
     #: samples share any, else sample)
-    split_by: Literal["sample", "media", "group"] | None = Field(
-        None, exclude_if=lambda value: value in (None, "sample")
-    )
+    split_by: Literal["sample", "media", "group"] | None = None
     #: put before every pack's key, without a dot (default: 8 digits from the source's files and
     #: the plan)
     key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] | None = None

@@ -8,7 +8,7 @@ from typing import Final
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.storage.files import read_json, seal, to_json, write_atomically
 
-INDEX_VERSION: Final = 5
+INDEX_VERSION: Final = 1
 
 #: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
 #: and the warning.
@@ -121,12 +121,7 @@ class IndexInfo:
 
     def save(self, path: Path) -> None:
         """Write index.json: from now on the index is complete."""
-        content = asdict(self)
-        added = ("num_skipped", "num_weighted", "lost_examples", "common", "source_warnings")
-        for name in (*added, "num_records", "split", "saved", "shared_media"):
-            if not content[name]:  # bytes as they were before there was such a field
-                del content[name]
-        write_atomically(path, to_json(seal(content)))
+        write_atomically(path, to_json(seal(asdict(self))))
 
     @classmethod
     def load(cls, path: Path) -> "IndexInfo | None":
@@ -140,8 +135,6 @@ class IndexInfo:
                 f"{path} has format version {content.get('version')}, this version reads "
                 f"{INDEX_VERSION}; measure again with another output.path"
             )
-        if answer := content.pop("only_answer", None):  # of 0.1.0
-            content["common"] = {"answers": (sum(content["part_rows"]), answer)}
         try:
             info = cls(**content)
         except TypeError as error:

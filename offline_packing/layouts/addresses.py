@@ -112,8 +112,7 @@ def _check_prepared(root: Root, at: Locator) -> None:
 
     store, match = _open_tars(_address(root)), split_name_re.match(at.column)
     try:
-        if match is None:
-            raise KeyError("measured by an earlier version, which did not note members")
+        assert match is not None, at.column  # a member's name, as it was measured
         found = store.sqlite_reader.get_sample_part(*match.groups())
         place = (found.raw_byte_offset, found.raw_byte_size)
         if (store.tar_filenames[found.tar_file_id], *place) != (at.container, at.offset, at.size):

@@ -203,8 +203,6 @@ class PackPlan:
                 _save_array(file, array, np.dtype(kind))
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         document = {"format_version": FORMAT_VERSION, "shapes": shapes, **asdict(self.info)}
-        if self.info.context_parallel is None:
-            del document["context_parallel"]
         document["statistics"] = self.statistics()
         write_atomically(folder / "plan.json", to_json(document))
 
@@ -230,11 +228,10 @@ class PackPlan:
         shapes = document["shapes"]
         arrays = {name: _load_array(folder / f"{name}.npy", shapes[name]) for name in shapes}
         try:
-            if "context_parallel" in document:
+            if document["context_parallel"] is not None:
                 document["context_parallel"] = ContextParallel(**document["context_parallel"])
             document["reason_names"] = tuple(document["reason_names"])
-            known = document.keys() & PlanInfo.__dataclass_fields__  # some came with later versions
-            info = PlanInfo(**{name: document[name] for name in known})
+            info = PlanInfo(**{name: document[name] for name in PlanInfo.__dataclass_fields__})
         except (KeyError, TypeError) as error:
             raise StageError(f"{folder}/plan.json is damaged: {error}; plan again") from error
         return cls(**arrays, info=info)

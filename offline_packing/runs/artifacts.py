@@ -145,10 +145,6 @@ def plan_fingerprint(run: Run) -> Fingerprint:
     config, info = run.config, IndexInfo.load(run.workspace.index_info)
     assert info is not None
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", "weight_by"})
-    if pack["sample_order"] == "composed":
-        del pack["sample_order"]
-    if config.pack.epochs == 1:
-        del pack["epochs"]
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
         for name, value in pack.items()
@@ -206,8 +202,6 @@ def shards_fingerprint(run: Run, plan_hash: str) -> Fingerprint:
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     """The same of an output's configuration whose key prefix is known."""
     assert output.key_prefix is not None
-    added = {"output.shards_per_folder": output.shards_per_folder or 0}
-    added["output.pretokenize"] = int(output.pretokenize)
     return {
         "plan": plan_hash,
         "output.layout": output.layout,
@@ -215,7 +209,8 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
         "output.max_shard_bytes": output.max_shard_bytes or 0,
         "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
         "output.key_prefix": output.key_prefix,
-        **{name: value for name, value in added.items() if value},  # as before there were such
+        "output.shards_per_folder": output.shards_per_folder or 0,
+        "output.pretokenize": int(output.pretokenize),
     }
 
 

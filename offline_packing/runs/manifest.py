@@ -46,13 +46,6 @@ _APART: Final[Mapping[str, Any]] = {
     "shards": {"__all__": {"media", "flops"}},  # follow from plan and index
 }
 
-#: A source of version 1 has all of these, whatever its format understands.
-_SOURCE_FIELDS: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("format", "path", "task", "name", "image_root", "split", "dataset", "weight")),
-    "fields": {},
-    "repeat": 1,
-}
-
 
 def read_manifest(root: Path) -> Manifest | None:
     """The manifest of an output that is complete; or None. Raises DamagedError if it is not what
@@ -128,11 +121,8 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"metadata": hashes})
 
 
-def has_columns(manifest: Manifest, table: PackColumns) -> bool:
-    """Whether media and operations of its packs are those of a plan; True for versions that did not
-    record them."""
-    if not all(shard.media for shard in manifest.shards):
-        return True
+def columns_match(manifest: Manifest, table: PackColumns) -> bool:
+    """Whether media and operations of the manifest's packs are those of a plan."""
     media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
     flops = np.concatenate([shard.flops_of_packs() for shard in manifest.shards])
     planned = np.stack([table.tower, table.language], axis=1)
@@ -233,23 +223,6 @@ def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[
     }
     content = config.model_dump(mode="json", exclude=excluded)
     content["output"]["key_prefix"] = key_prefix
-    for i, source in enumerate(config.source):
-        # Without options that came later and are not used: such packs are what they were before.
-        used = {
-            name: value
-            for name, value in content["source"][i].items()
-            if name in _SOURCE_FIELDS
-            or getattr(source, name) != type(source).model_fields[name].default
-        }
-        used.pop("text_only", None)  # decides whether there is an output, not what is in it
-        content["source"][i] = {**_SOURCE_FIELDS, **used}
-    # The same of other sections: what decides nothing, or is what older versions did.
-    if not config.source[0].weight:
-        del content["pack"]["weight_by"]
-    if config.pack.epochs == 1:
-        del content["pack"]["epochs"]
-    if config.pack.sample_order == "composed":
-        del content["pack"]["sample_order"]
-    if not config.output.pretokenize:
-        del content["output"]["pretokenize"]
+    for source in content["source"]:
+        source.pop("text_only", None)  # decides whether there is an output, not what is in it
     return content

@@ -29,7 +29,6 @@ from task_encoders.field_types import (
     Count,
     LocalOrRemotePath,
     NonNegative,
-    added,
     not_bool,
 )
 from task_encoders.records.questions import (
@@ -193,15 +192,15 @@ class SourceOptions(BaseModel):
     #: without images and videos on purpose; captioning and vqa refuse such a source otherwise
     text_only: bool = False
     #: copies of earlier samples, of this source or one above it, are set aside
-    drop_copies: bool = added(False)
+    drop_copies: bool = False
     #: records of one same picture become dialogues: true, a field that names them, or options
-    merge_same_image: Annotated[MergeOptions | None, BeforeValidator(_merge_options)] = added(None)
+    merge_same_image: Annotated[MergeOptions | None, BeforeValidator(_merge_options)] = None
     #: a sample with more characters in its texts is set aside
-    max_text_length: Count = added(MAX_TEXT_LENGTH)
+    max_text_length: Count = MAX_TEXT_LENGTH
     #: a conversation with more messages is set aside
-    max_messages: Count = added(MAX_MESSAGES)
+    max_messages: Count = MAX_MESSAGES
     #: a sample with more images and videos is set aside
-    max_media: Count = added(MAX_MEDIA)
+    max_media: Count = MAX_MEDIA
 
     @model_validator(mode="after")
     def _check_merge(self) -> "SourceOptions":

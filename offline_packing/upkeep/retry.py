@@ -22,8 +22,8 @@ from offline_packing.plan.plan import plan, restore_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import (
+    columns_match,
     finish_layout,
-    has_columns,
     read_manifest,
     save_manifest,
     with_columns,
@@ -234,7 +234,7 @@ def _repair_metadata(
     if has_index:
         samples, packs = open_index(run), open_plan(run).packs
         table = pack_table(samples, packs, model_cost(run.config.model))
-        if not has_columns(now, table):
+        if not columns_match(now, table):
             now = with_columns(now, table)
     names = [one.name for one in damage]
     if now != manifest:  # its own bits, or another version of Energon

@@ -25,7 +25,7 @@ from offline_packing.layouts.shards import PlannedShard, splits_of_plan
 from offline_packing.planner.context_parallel import slot_offsets
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import has_columns, require_manifest
+from offline_packing.runs.manifest import columns_match, require_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
 from offline_packing.runs.warnings import hashes_of
@@ -107,7 +107,7 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
 def _check_columns(run: Run, manifest: Manifest, table: PackColumns, total: VerifyResult) -> None:
     """Media and operations of the packs, as the manifest records them, are those of the plan; and
     what `pack.order.uniform` promises of each step follows from the manifest alone."""
-    if not has_columns(manifest, table):
+    if not columns_match(manifest, table):
         total.problem(
             "manifest.json is not what was written: media or flops of a shard are not those of the "
             "plan; retry makes it again",

@@ -54,7 +54,7 @@ class Gemma4Options(ModelOptions):
     #: frames taken from a video, spread evenly; a shorter one is taken whole
     video_max_frames: Count = 32
     #: how images and frames are resized, as in the other families
-    resize: Literal["pil", "torch"] = beside_lengths("torch", stored=True)
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class Gemma4Encoder(FamilyEncoder):

@@ -51,7 +51,7 @@ class GlmOptions(ModelOptions):
     #: see video_min_pixels
     video_max_pixels: Count = 60_000 * _TOKEN
     #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision
-    resize: Literal["pil", "torch"] = beside_lengths("torch", stored=True)
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:

@@ -68,7 +68,7 @@ class InternVL3Options(ModelOptions):
     #: frames taken from a video, from the middle of as many equal parts
     video_num_frames: Count = 8
     #: how images and frames are resized, as in the other families
-    resize: Literal["pil", "torch"] = beside_lengths("torch", stored=True)
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
     @model_validator(mode="after")
     def _check_tiles(self) -> Self:

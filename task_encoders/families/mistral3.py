@@ -37,7 +37,7 @@ class Mistral3Options(ModelOptions):
     #: side of a patch in pixels; a token is a square of four patches
     patch_size: Count = 14
     #: how images are resized: pil, or torch, as transformers 5 does where torchvision is installed
-    resize: Literal["pil", "torch"] = beside_lengths("torch", stored=True)
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class Mistral3Encoder(FamilyEncoder):

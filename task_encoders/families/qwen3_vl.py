@@ -42,7 +42,7 @@ class Qwen3VLOptions(QwenVLOptions):
     max_pixels: Count = 16_384 * _TOKEN
     video_min_pixels: Count = 128 * _TOKEN
     video_max_pixels: Count = 768 * _TOKEN
-    resize: Literal["pil", "torch"] = beside_lengths("torch", stored=True)
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class Qwen3VLEncoder(QwenVLEncoder):

@@ -13,12 +13,12 @@ from task_encoders.packs.pack_format import PREFIX
 
 
 def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | None:
-    """Columns of the shards' packs, in the given order. None: a manifest is missing, or is of a
-    version that did not record them. Raises ManifestError."""
+    """Columns of the shards' packs, in the given order. None: a manifest is missing. Raises
+    ManifestError."""
     parts: dict[Any, tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]] = {}
     for root in {shard.root for shard in shards}:
         manifest = read_manifest(root)
-        if manifest is None or not all(line.media for line in manifest.shards):
+        if manifest is None:
             return None
         lines = {line.name: [line] for line in manifest.shards}
         for line in manifest.shards:  # one file of references, or of token ids, holds a split's

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from task_encoders.field_types import added
 from task_encoders.packs.notebook_html import html_table
 
 NAME: Final = "manifest.json"
@@ -54,12 +53,12 @@ class ShardLine(_Model):
     xxh3_128: str
     fragment_xxh3_128: str
     #: a digit per pack: 1 with images, 2 with videos, 3 with both, 0 with neither
-    media: str = added("")
+    media: str = ""
     #: forward operations of the vision tower and of the language model of each pack: base64 of
     #: little-endian float32 (packs, 2)
-    flops: str = added("")
+    flops: str = ""
     #: context-parallel ranks that each pack goes over, if packs differ in that
-    cp_sizes: tuple[int, ...] = added(())
+    cp_sizes: tuple[int, ...] = ()
 
     def media_of_packs(self) -> npt.NDArray[np.uint8]:
         """(packs,) digits of `media`."""
@@ -87,7 +86,7 @@ class Counts(_Model):
     #: by split
     packs: dict[str, int]
     #: records read, packed and set aside, if samples were made of several
-    records: dict[str, int] = added({})
+    records: dict[str, int] = {}
 
 
 class Manifest(_Model):
@@ -101,11 +100,11 @@ class Manifest(_Model):
     counts: Counts
     shards: tuple[ShardLine, ...]
     #: by split, the packs of each epoch, where each has packs of its own
-    epochs: dict[str, tuple[int, ...]] = added({})
+    epochs: dict[str, tuple[int, ...]] = {}
     #: ranks of a slot of packs, if packs go over 1, 2, 4 … of them, and the tokens of each rank
-    context_parallel: Slots | None = added(None)
+    context_parallel: Slots | None = None
     #: set if some answers weigh neither 0 nor 1
-    loss_weights: Literal["fractional"] | None = added(None)
+    loss_weights: Literal["fractional"] | None = None
     #: what samples were measured with; see offline_packing.runs.artifacts
     fingerprint: dict[str, str | int]
     config: dict[str, Any]

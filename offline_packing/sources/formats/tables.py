@@ -30,7 +30,7 @@ from offline_packing.sources.reading.column_types import (
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.roots.listing import hash_files
-from task_encoders.field_types import Count, added
+from task_encoders.field_types import Count
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES, MAX_ROW_BYTES
@@ -45,7 +45,7 @@ class TableOptions(FileOptions):
     """Options of tables."""
 
     #: rows of a page, or of a compressed Arrow batch, that is larger when unpacked are set aside
-    max_page_bytes: Count = added(MAX_PAGE_BYTES)
+    max_page_bytes: Count = MAX_PAGE_BYTES
 
 
 class TableSource(Source):

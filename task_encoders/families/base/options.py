@@ -4,16 +4,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from task_encoders.field_types import Count, LocalOrRemotePath, Values, added
+from task_encoders.field_types import Count, LocalOrRemotePath, Values
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 
-def beside_lengths(default: Any, *, stored: bool = False) -> Any:
+def beside_lengths(default: Any) -> Any:
     """An option that changes pixels or positions but no length. No artifact contains those, so it
-    is in no fingerprint. `stored`: also where it has its default."""
-    extra: Any = {"json_schema_extra": {"changes_lengths": False}}
-    return Field(default, **extra) if stored else added(default, **extra)
+    is in no fingerprint."""
+    return Field(default, json_schema_extra={"changes_lengths": False})
 
 
 class ModelOptions(BaseModel):
@@ -36,9 +35,9 @@ class ModelOptions(BaseModel):
     #: a video with more frames in its file is set aside
     max_video_frames: Count = MAX_VIDEO_FRAMES
     #: which answers of a conversation carry loss, if their messages do not say otherwise
-    loss_on: Literal["all", "last"] = added("all")
+    loss_on: Literal["all", "last"] = "all"
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
-    template_options: Values = added(())
+    template_options: Values = ()
 
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""
