@@ -211,15 +211,19 @@ def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
 def _by_segment(
     forward: Callable[..., torch.Tensor],
     hidden_states: torch.Tensor,
+    *args: Any,
     segment_lengths: list[int] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """A recurrent layer's forward of each segment, (1, S, H) in all."""
+    from transformers import Cache
+
     if segment_lengths is None:
-        return forward(hidden_states, **kwargs)
-    if kwargs.get("cache_params") is not None:
+        return forward(hidden_states, *args, **kwargs)
+    # By its type: transformers 5.24 calls it `cache`, and earlier versions `cache_params`.
+    if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
         raise ValueError("a packed row cannot be cached; set use_cache=False")
     for name in ("cu_seq_lens_q", "seq_idx"):  # they describe the row, not this segment
         kwargs.pop(name, None)
     parts = hidden_states.split(segment_lengths, dim=1)
-    return torch.cat([forward(part, **kwargs) for part in parts], dim=1)
+    return torch.cat([forward(part, *args, **kwargs) for part in parts], dim=1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 from transformers import (
+    DynamicCache,
     Lfm2Config,
     Lfm2ForCausalLM,
     MambaConfig,
@@ -89,6 +90,17 @@ def test_rows_without_boundaries_stay_as_they_are() -> None:
         assert torch.equal(model(tokens, **kwargs).logits, other(tokens, **kwargs).logits)
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask}
     assert torch.equal(model.generate(tokens, **options), other.generate(tokens, **options))
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", None])
+def test_a_cache_of_any_name_is_refused(name: str | None) -> None:
+    model = tiny_model()
+    isolate_segments(model)
+    layer, cache = model.model.layers[0].linear_attn, DynamicCache(config=model.config)
+    args, kwargs = ([], {name: cache}) if name else ([cache], {})
+    hidden_states = torch.zeros(1, sum(LENGTHS), model.config.hidden_size)
+    with pytest.raises(ValueError, match="a packed row cannot be cached; set use_cache=False"):
+        layer(hidden_states, *args, segment_lengths=LENGTHS, **kwargs)
 
 
 def test_what_would_leak_is_refused() -> None:
