@@ -23,9 +23,10 @@ from contextvars import ContextVar
 from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from offline_packing.errors import StageError
+from task_encoders.threads import ENDING, MAX_HOLD, finish, held_signals, result_of
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
@@ -37,7 +38,6 @@ Result = TypeVar("Result")
 Advance = Callable[[int], object]
 SECONDS_BETWEEN_REPORTS: Final = 1.0
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Tasks handed out per worker: one at work, one waiting.
 TASKS_PER_WORKER = 2
 #: Spawned, not forked: the parent has threads (progress bar, arrow) that a fork breaks.
@@ -132,12 +132,12 @@ class LocalEngine(Engine):
                 pending |= {self._submit(function, task) for task in islice(remaining, room)}
                 if not pending:
                     return
-                timeout = None if listener is None else SECONDS_BETWEEN_REPORTS
-                done, pending = wait(pending, timeout, return_when=FIRST_COMPLETED)
+                with held_signals():
+                    done, pending = wait(pending, SECONDS_BETWEEN_REPORTS, FIRST_COMPLETED)
                 if listener is not None:
                     listener(self._newly_advanced())
                 for future in done:
-                    yield future.result()
+                    yield result_of(future)
         except BrokenProcessPool as error:
             self.close()
             raise StageError(
@@ -145,13 +145,19 @@ class LocalEngine(Engine):
                 "run again with fewer engine.workers"
             ) from error
         except Exception:
-            wait(pending)  # nothing of this is at work when the next tasks are
+            finish(pending)  # nothing of this is at work when the next tasks are
             raise
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is None:
+            return
+        with held_signals():
+            manager: threading.Thread | None = cast(Any, self._pool)._executor_manager_thread
+            self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+        while manager is not None and manager.is_alive():  # tasks at work end first
+            with held_signals():
+                manager.join(MAX_HOLD)
 
     def __exit__(self, *error: object) -> None:
         if self._pool is not None and not isinstance(error[1], Exception | None):
@@ -161,9 +167,8 @@ class LocalEngine(Engine):
         self.close()
 
     def _submit(self, function: Callable[[Task], Result], task: Task) -> "Future[Result]":
-        pool = self._executor()
-        with _held(*_ENDING):
-            return pool.submit(_run_task, function, task)
+        with held_signals():
+            return self._executor().submit(_run_task, function, task)
 
     def _executor(self) -> ProcessPoolExecutor:
         if self._pool is None:
@@ -196,36 +201,12 @@ def _run_task(function: Callable[[Task], Result], task: Task) -> Result:
         raise
 
 
-@contextmanager
-def _held(*numbers: signal.Signals) -> Iterator[None]:
-    """Block signals until the block ends. A process started inside inherits that they are
-    blocked: a worker takes none before it can end without the traceback of a half-done import, nor
-    while its pool is starting others, which would break the pool. Here they are blocked in one
-    thread: another one takes them, and Python still calls the handler in the main one, which must
-    not leave a half-started worker."""
-    came: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {one: signal.getsignal(one) for one in numbers if is_main}
-    handlers = {one: handler for one, handler in handlers.items() if callable(handler)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        for one in handlers:
-            signal.signal(one, lambda number, frame: came.append(number))
-        yield
-    finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in came:
-            signal.raise_signal(number)
-
-
 def _start_quiet_tracker() -> None:
     """Start multiprocessing's resource tracker, which removes the semaphores of a killed parent; so
     that it prints no warning about them, and survives a closed terminal as it does Ctrl-C."""
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # which it inherits
     try:
-        with _held(signal.SIGHUP):
+        with held_signals():
             resource_tracker.ensure_running()
     finally:
         sys.warnoptions.pop()
@@ -237,7 +218,7 @@ def _start_worker(advanced: "Synchronized[int]") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", module=r"PIL\.")  # as the command line does
     _LISTENER.set(functools.partial(_add, advanced))

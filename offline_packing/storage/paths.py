@@ -4,17 +4,15 @@ on a disk or in object storage."""
 import os
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
 
 import xxhash
 
 from task_encoders.storage.paths import as_remote
+from task_encoders.threads import in_threads
 
 #: Objects that are read at the same time: each takes some 30 ms before its first byte comes.
 _AT_ONCE: Final = 16
@@ -61,13 +59,7 @@ def read_each(
     if not is_remote(folder):
         yield from map(read, items)
         return
-    rest = iter(items)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        begun = deque(pool.submit(read, item) for item in islice(rest, _AT_ONCE))
-        while begun:
-            result = begun.popleft().result()
-            begun.extend(pool.submit(read, item) for item in islice(rest, 1))
-            yield result
+    yield from in_threads(read, items, _AT_ONCE, ahead=_AT_ONCE)
 
 
 def remove_folder(folder: Path) -> None:

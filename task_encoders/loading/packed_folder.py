@@ -16,7 +16,6 @@ import io
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -36,6 +35,7 @@ from task_encoders.packs.manifest import PackColumns
 from task_encoders.packs.pack import Pack
 from task_encoders.settings import refuse_slots
 from task_encoders.storage.paths import path_of, read_range
+from task_encoders.threads import in_threads
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch, PackedRowSample
@@ -93,8 +93,7 @@ class PackedFolder:
         self.shards, order = find_shards(path, split)
         #: `uniform_ranks`: ranks that read packs of one kind at each step, in turn; 0: none
         self.order, self.uniform_ranks = order_of_steps(self.shards, order, split)
-        with ThreadPoolExecutor(16) as pool:  # remote ones take their time
-            indices = list(pool.map(read_index, self.shards))
+        indices = list(in_threads(read_index, self.shards, 16))  # remote ones take their time
         #: place of the first pack of each shard, and the number of all
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
         #: one more per shard than it has packs

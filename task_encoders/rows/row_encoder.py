@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 from megatron.energon.errors import FatalSampleError
@@ -21,6 +21,7 @@ from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
 from task_encoders.samples import SampleError
+from task_encoders.threads import map_in, result_of, submit
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class RowEncoder:
             pad_to_length=self.seq_length if self.pad_to_seq_length else None,
             cross_sample_attention=self.cross_sample_attention,
             pixel_transport=self.pixel_transport,
-            map_=pool.map if pool else map,
+            map_=partial(map_in, pool) if pool else map,
         )
         return row, [one.key for one in encoded], dropped
 
@@ -115,7 +116,7 @@ class RowEncoder:
             first: list[Image.Image] = []
             with suppress(SampleError):  # encoding it raises the same
                 first += map(self.encoder.decode_image, sub_sample.images[:1])
-            return pool.submit(self._encode_one, sub_sample, first)
+            return submit(pool, self._encode_one, sub_sample, first)
 
         sizes = [-sum(map(len, one.images + one.videos)) for one in sub_samples]
         order = sorted(range(len(sub_samples)), key=sizes.__getitem__)
@@ -123,9 +124,9 @@ class RowEncoder:
         ended: list[EncodedSample | SampleError] = []
         for number in order:
             if len(begun) == _BEGUN_PER_THREAD * self.encode_threads:
-                ended.append(begun.popleft().result().result())
-            begun.append(pool.submit(begin, sub_samples[number]))
-        ended += (one.result().result() for one in begun)
+                ended.append(result_of(result_of(begun.popleft())))
+            begun.append(submit(pool, begin, sub_samples[number]))
+        ended += (result_of(result_of(one)) for one in begun)
         results = dict(zip(order, ended, strict=True))
         return (results[number] for number in range(len(order)))
 

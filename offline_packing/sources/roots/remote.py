@@ -9,7 +9,6 @@ Ranges that are known to be needed are therefore read ahead, in few requests, se
 
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from offline_packing.storage.streams import RangeFile
 from task_encoders.samples import SampleError
 from task_encoders.storage.paths import is_url
 from task_encoders.storage.remote_requests import make_request
+from task_encoders.threads import in_threads
 
 #: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
 _BLOCK: Final = 1 << 14
@@ -177,9 +177,8 @@ class RemoteRoot:
         """Read ranges for `read_range`, and hold them in place of those of the last call. Where one
         is not there, or not whole, `read_range` reads it again and says so. Raises RemoteError."""
         self._held = {}
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for found in pool.map(self._fetch_group, neighbors(ranges)):
-                self._held.update(found)
+        for found in in_threads(self._fetch_group, neighbors(ranges), _AT_ONCE):
+            self._held.update(found)
 
     def _fetch_group(self, group: list[FileRange]) -> Mapping[FileRange, bytes]:
         """Those of some neighbors that are whole, by one request."""

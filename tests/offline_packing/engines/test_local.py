@@ -1,15 +1,13 @@
 """Local processes: every task once, the first failure, no hang when a worker dies."""
 
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
 
-from offline_packing.cli.main import EndedBySignal, signals_raise
-from offline_packing.engines.local import LocalEngine, _held
+from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import StageError
 from task_encoders.samples import SampleError
 
@@ -107,36 +105,3 @@ def test_dead_worker() -> None:
         with pytest.raises(StageError, match="a worker process died"):
             list(engine.run(die, range(3)))
         assert list(engine.run(square, [3])) == [9]  # a fresh pool
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Those of this process come back; after a signal they would stay as they are."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
-def test_signal_to_another_thread_waits_for_a_worker_to_start() -> None:
-    """Only one thread blocks it: another one takes it, and the handler runs in the main thread."""
-    steps, begun = [], threading.Event()
-
-    def take() -> None:
-        begun.wait()
-        signal.raise_signal(signal.SIGTERM)
-
-    def hold() -> None:
-        other = threading.Thread(target=take)
-        other.start()
-        with _held(signal.SIGTERM):
-            begun.set()
-            other.join()
-            steps.append("worker started")
-        steps.append("signal lost")
-
-    with pytest.raises(EndedBySignal), signals_raise():
-        hold()
-    assert steps == ["worker started"]

@@ -6,7 +6,6 @@ here the first pack with room is found in a tree, O(n log n), and without budget
 first-fit-decreasing is decided on the histogram of lengths. The packs are the same.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -22,6 +21,7 @@ from offline_packing.planner.strategies.strategy import (
     join_packs,
     under_limits,
 )
+from task_encoders.threads import in_threads
 
 
 def _first_fit_decreasing(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
@@ -54,10 +54,8 @@ def first_fit_shuffle(
     the order of the chunks, so that the plan does not depend on the number of threads."""
     order = np.random.default_rng(seed).permutation(len(sizes))
     chunks = np.split(order, range(options.chunk_size, len(order), options.chunk_size))
-    with ThreadPoolExecutor(options.num_threads) as pool:
-        return join_packs(
-            list(pool.map(lambda chunk: place_in_order(sizes, limits, chunk, FIRST), chunks))
-        )
+    place = partial(place_in_order, sizes, limits, choice=FIRST)
+    return join_packs(list(in_threads(place, chunks, options.num_threads)))
 
 
 @njit(cache=True)
