@@ -16,11 +16,13 @@ from typing import Final
 
 import click
 
-from offline_packing.errors import ConfigError, MismatchError, StageError
+from offline_packing.errors import ConfigError, DiskFullError, MismatchError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
 #: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
+#: torch's text for a loader's process that died, which it raises at any place in the trainer.
+_DEAD_WORKER: Final = re.compile(r"DataLoader worker \(pid.*|a loader worker exited unexpectedly.*")
 
 
 #: Parameters of this command, and of `launch.train_transformers`.
@@ -62,8 +64,9 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        is_alike = isinstance(error, StageError | ValueError | UnsupportedVersionError)
-        known = is_alike or isinstance(error, RuntimeError | OSError | ImportError)
+        is_ours = isinstance(error, StageError | ValueError | UnsupportedVersionError)
+        is_alike = is_ours and not isinstance(error, DiskFullError)
+        known = is_ours or isinstance(error, RuntimeError | OSError | ImportError)
         text = reason(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
         if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
             is_list = isinstance(error, MismatchError)
@@ -78,11 +81,19 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
 def reason(error: Exception) -> str:
     """Text of an error without the traceback that torch adds to one of a loader's worker, or the
     sample's fields that Energon puts first. Where an import of transformers failed, it names the
-    package that caused it, such as torchvision, and the remedy."""
-    if isinstance(error, ImportError) and error.__cause__ is not None:
-        root: BaseException = error
-        while root.__cause__ is not None:
-            root = root.__cause__
+    package that caused it, such as torchvision, and the remedy; where a loader's process died, that
+    and not the work that it interrupted."""
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    for one in chain:
+        if dead := _DEAD_WORKER.search(str(one)):
+            return (
+                f"a process that loads packs died: {dead[0].rstrip('. ')}; lower data.num_workers "
+                "if memory ran out, and run again to continue from the last checkpoint"
+            )
+    if isinstance(error, ImportError) and len(chain) > 1:
+        root = chain[-1]
         return (
             f"{str(error).splitlines()[0]} {type(root).__name__}: {root}; install a version of "
             "that package that fits your PyTorch, or remove it"

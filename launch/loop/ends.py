@@ -121,7 +121,7 @@ def export(model: Any, output: Path, steps: int) -> None:
     The model of an earlier, shorter run is kept as `hf_` and its number of steps.
     """
     folder = output / "hf"
-    earlier = read_json(folder / _TRAINED) or {}
+    earlier = read_json(folder / _TRAINED, "remove it") or {}
     if earlier.get("steps") == steps:
         logger.info("%s holds the trained model already", folder)
         return

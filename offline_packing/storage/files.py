@@ -111,9 +111,9 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, _SEAL: hash_bytes(to_json(content))}
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, remedy: str = "retry rewrites it") -> Any:
     """Content of one of our JSON files, without its seal; None: it is not there. Raises
-    DamagedError: no object, or not what was written."""
+    DamagedError, with the remedy: no object, or not what was written."""
     try:
         content = orjson.loads(path.read_bytes())
         if not isinstance(content, dict):
@@ -124,7 +124,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise DamagedError(f"{path} is damaged: {error}; retry rewrites it") from error
+        raise DamagedError(f"{path} is damaged: {error}; {remedy}") from error
     return content
 
 

@@ -7,6 +7,7 @@ from megatron.energon.errors import FatalSampleError
 from torch.utils.data import DataLoader, Dataset
 
 from launch.train import failing_in_one_line, start_logging
+from offline_packing.errors import DiskFullError, StageError
 
 
 class Moved(Dataset[int]):
@@ -31,6 +32,17 @@ def test_an_error_of_a_loader_is_said_without_its_traceback(
     with pytest.raises(SystemExit), failing_in_one_line(debug=False):
         list(DataLoader(Moved(), num_workers=workers))
     assert capsys.readouterr().err == "error: pack 'ps_1': a b.jpg changed: x, y; restore it\n"
+
+
+def test_the_rank_whose_disk_is_full_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others do not know; what all know alike is said by the first of a node."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for error in (DiskFullError("a cannot be written"), StageError("no packs")):
+        with pytest.raises(SystemExit), failing_in_one_line(debug=False):
+            raise error
+    assert capsys.readouterr().err == "error: a cannot be written\n"
 
 
 def test_other_errors_keep_their_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,8 @@
 """All that packs can be, trained through transformers; and where such a run can go wrong."""
 
-import errno
 import json
 import logging
-import os
+import resource
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from launch.loop import checkpoint, setup
+from launch.loop import setup
 from launch.loop.setup import run
 from launch.loop.trainer import Trainer
 from launch.model.config import transformers_classes
@@ -182,17 +181,22 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     make = partial(command, case("qwen2_vl"))
     train(make(tmp_path / "whole"))
     arguments = make(tmp_path / "stopped")
-    save, calls = checkpoint._save_tensors, []
+    save, limits = Trainer._save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def full(path: Path, state: Any) -> None:
-        calls.append(path)
-        if len(calls) == 4:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        save(path, state)
+    def limited(trainer: Trainer) -> int:
+        if trainer.iteration == 4:  # files end in the middle of the weights
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        return save(trainer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_save_tensors", full)
-        assert "error: [Errno 28] No space left on device" in train(arguments, 1)
+        patch.setattr(Trainer, "_save", limited)
+        try:
+            said = train(arguments, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    full = tmp_path / "stopped" / "checkpoints" / "iter_00000004.tmp" / "model_00.pt"
+    reason = "File too large; free some space and run again"
+    assert said.endswith(f"error: {full} cannot be written: {reason}\n")
     found = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert found == ["iter_00000002", "iter_00000004.tmp"]
     train(arguments)

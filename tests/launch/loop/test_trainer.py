@@ -2,8 +2,10 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from launch.loop.metrics.log import MetricsLog, read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import run
 from launch.loop.trainer import StepError
+from launch.train import failing_in_one_line
 from offline_packing.errors import StageError
 from tests.helpers.packed_runs import (
     SEQ_LENGTH,
@@ -210,6 +213,29 @@ def test_a_failing_step_names_its_packs(folder: Path, tmp_path: Path) -> None:
     assert recorded.keys[4] in str(error)
     assert "sizes do not match" in str(error)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_loader_that_dies_during_a_step_is_named_instead_of_the_packs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = set(multiprocessing.active_children())
+
+    def kill(losses: Any) -> Any:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        time.sleep(20)  # torch raises here, as soon as it hears of it
+        return losses
+
+    config = make_config(folder, tmp_path, data={"num_workers": 1})
+    _, (error, _) = run_interfered(config, at=2, action=kill)
+    with pytest.raises(SystemExit), failing_in_one_line(debug=False):
+        raise error
+    said = capsys.readouterr().err
+    assert "\nerror: a process that loads packs died: DataLoader worker (pid " in f"\n{said}"
+    assert said.endswith(
+        "Killed; lower data.num_workers if memory ran out, and run again to continue from the last "
+        "checkpoint\n"
+    )
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -> None:

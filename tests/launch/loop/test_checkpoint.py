@@ -1,0 +1,137 @@
+"""A damaged checkpoint is named and not used: the run goes on from the newest whole one."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.loop.checkpoint import VERSION
+from offline_packing.errors import DamagedError, StageError
+from offline_packing.storage.files import read_json, seal, to_json
+from tests.helpers.packed_runs import (
+    BMR_ENVIRONMENT,
+    KilledError,
+    bmr_folder,
+    losses,
+    make_config,
+    make_trainer,
+)
+
+STEPS = 4
+Damage = Callable[[Path], object]
+
+pytestmark = pytest.mark.usefixtures("bmr_environment")
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+
+
+def trainer_of(folder: Path, output: Path, every: int = 2, keep: int = 2, **options: Any) -> Any:
+    config = make_config(
+        folder, output, train={"iterations": STEPS}, checkpoint={"every": every, "keep": keep}
+    )
+    return make_trainer(config, **options)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, with checkpoints after steps 2 and 4."""
+    output = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in BMR_ENVIRONMENT.items():
+            environment.setenv(name, value)
+        assert trainer_of(folder, output).run()
+    return output
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "named"),
+    [
+        ("model_00.pt", flip_bit, "model_00.pt is not what was written"),
+        ("model_00.pt", cut, "model_00.pt is not what was written"),
+        ("rank_00000.pt", flip_bit, "rank_00000.pt is not what was written"),
+        ("rank_00000.pt", Path.unlink, "rank_00000.pt cannot be read: No such file or directory"),
+        ("state.json", Path.unlink, "state.json is missing"),
+        ("state.json", cut, "state.json is damaged: "),
+        ("state.json", flip_bit, "state.json is damaged: "),
+    ],
+)
+def test_the_newest_whole_checkpoint_is_used(
+    name: str,
+    damage: Damage,
+    named: str,
+    folder: Path,
+    whole: Path,
+    run: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    newest = run / "checkpoints" / "iter_00000004"
+    damage(newest / name)
+    trainer = trainer_of(folder, run)
+    with caplog.at_level(logging.INFO, "launch"):
+        trainer.resume()
+    assert trainer.iteration == 2
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"checkpoint {newest} is damaged: {named}" in line
+    assert "; training goes on from iter_00000002, and" in line
+    assert trainer.run()
+    assert losses(run) == losses(whole)
+    again = trainer_of(folder, run)  # what was damaged has been written again
+    again.resume()
+    assert again.iteration == STEPS
+    assert (newest / "model_00.pt").read_bytes() == (
+        whole / "checkpoints" / newest.name / "model_00.pt"
+    ).read_bytes()
+
+
+def test_damaged_checkpoints_alone_are_refused(folder: Path, run: Path) -> None:
+    flip_bit(run / "checkpoints" / "iter_00000002" / "model_00.pt")
+    (run / "checkpoints" / "iter_00000004" / "state.json").unlink()
+    with pytest.raises(DamagedError) as refused:
+        trainer_of(folder, run).resume()
+    assert str(refused.value) == (
+        f"{run / 'checkpoints'} holds no whole checkpoint: iter_00000004 (state.json is missing), "
+        "iter_00000002 (model_00.pt is not what was written); restore these files, or remove the "
+        "folder to train from the beginning"
+    )
+
+
+def test_a_damaged_checkpoint_does_not_stand_for_a_whole_one(folder: Path, run: Path) -> None:
+    """It is newer than those that the resumed run saves, which keeps one."""
+    flip_bit(run / "checkpoints" / "iter_00000004" / "model_00.pt")
+    trainer = trainer_of(folder, run, every=1, keep=1, fail_at=3)  # in step 4
+    trainer.resume()
+    with pytest.raises(KilledError):
+        trainer.run()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["iter_00000003"]
+    again = trainer_of(folder, run)
+    again.resume()
+    assert again.iteration == 3
+
+
+def test_a_checkpoint_of_another_version_is_not_damaged(folder: Path, run: Path) -> None:
+    state = run / "checkpoints" / "iter_00000004" / "state.json"
+    state.write_bytes(to_json(seal({**read_json(state), "version": VERSION - 1})))
+    with pytest.raises(StageError, match=rf"has version {VERSION - 1}, .* the release that wrote"):
+        trainer_of(folder, run).resume()
