@@ -83,7 +83,7 @@ def run_in(trainer: str, config: LaunchConfig, accept_mismatch: Collection[str] 
     _check_record(config, data, plan, resumed, accept_mismatch, is_main=args.process_index == 0)
     task_encoder = build_task_encoder(config.data, data, config.model.family)
     check_token_ids(config.model, task_encoder.encoder.media_token_ids)
-    model = build_run_model(_in_float32(config), data, task_encoder, args.device)
+    model = build_run_model(config, data, task_encoder, args.device)
     validates = bool(config.validation.every)
     running = make_trainer(
         args=args,
@@ -100,12 +100,6 @@ def run_in(trainer: str, config: LaunchConfig, accept_mismatch: Collection[str] 
     if config.checkpoint.export:
         model.save_hf_checkpoint(config.output.path / "hf")
     return 0
-
-
-def _in_float32(config: LaunchConfig) -> LaunchConfig:
-    """The run with weights in float32: autocast computes in bfloat16."""
-    model = config.model.model_copy(update={"dtype": "float32"})
-    return config.model_copy(update={"model": model})
 
 
 def _check(trainer: str, config: LaunchConfig) -> None:

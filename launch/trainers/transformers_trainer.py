@@ -2,6 +2,9 @@
 
     PackedTrainer(args=args, model=model, train_dataset=PackedFolder("out/packed", task_encoder))
 
+Load the model with `dtype=torch.float32, attn_implementation="flash_attention_2"` and set `bf16`:
+attention is then computed in autocast's dtype, without the mask of S × S that sdpa makes of a row.
+
 Takes care of what would go wrong silently:
 
 - three M-RoPE rows as position_ids, or a cache: attention crosses samples; `to_transformers_kwargs`

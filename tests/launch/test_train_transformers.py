@@ -8,11 +8,17 @@ import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    TrainingArguments,
+)
 
 from launch.loop.setup import run
 from launch.loop.trainer import Trainer
@@ -288,6 +294,30 @@ def _run_in_transformers(arguments: list[str], stops: bool) -> int:
         assert run_in("transformers", config) == 143
         PackedTrainer.training_step = step  # type: ignore[method-assign]
     return run_in("transformers", config)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_attention_is_chosen_for_the_dtype_that_is_computed_with(
+    adapters: bool, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, which only the choice takes for there: weights in float32, but those under
+    adapters, and autocast in bfloat16."""
+    asked: dict[str, object] = {}
+
+    def load(_: object, **options: object) -> None:
+        asked.update(options)
+        raise RuntimeError("the model would be loaded here")
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", load)
+    monkeypatch.setattr("launch.model.transformers_model.find_spec", lambda package: package)
+    own: Any = TrainingArguments.device  # which also joins the process group
+    on_cuda = property(lambda args: own.fget(args) and torch.device("cuda"))
+    monkeypatch.setattr(TrainingArguments, "device", on_cuda)
+    options = ["--trainer", "transformers", "model.dtype=bfloat16", *["--lora"] * adapters]
+    arguments = command(case("qwen2_vl"), tmp_path / "run", *options)
+    assert "the model would be loaded here" in train(arguments, 1)
+    dtype = torch.bfloat16 if adapters else torch.float32
+    assert asked == {"dtype": dtype, "attn_implementation": "flash_attention_2"}
 
 
 @pytest.mark.parametrize(
