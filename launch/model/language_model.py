@@ -9,6 +9,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import distributed
@@ -125,9 +127,12 @@ def build_language_model(
     size = parallel_state.get_tensor_model_parallel_world_size()
     check_supported(text_config, size)
     core_config = transformer_config(text_config, tensors, size, dtype=dtype, device=device)
+    spec = layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm)
     model = GPTModel(
         core_config,
-        layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm),
+        # The last norm is chosen here, as the layers' are: core would take Apex's, where that is
+        # installed without TransformerEngine, which cannot be an RMSNorm.
+        TransformerBlockSubmodules([spec] * core_config.num_layers, layer_norm=WrappedTorchNorm),
         vocab_size=text_config.vocab_size,
         max_sequence_length=text_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models import backends
+from megatron.core.transformer import transformer_block
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.loop.loss import shift_labels
@@ -51,6 +54,16 @@ def token_losses(
 
 def gradients(model: PackedMegatronModel) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_apex_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core then takes Apex's norm for the last one, which is a LayerNorm only."""
+    for module, name in ((transformer_block, "LayerNormImpl"), (backends, "LNImpl")):
+        monkeypatch.setattr(module, name, FusedLayerNorm)
+    model = build(family="qwen3_vl").language_model
+    norms = [module for name, module in model.named_modules() if name.endswith("layernorm")]
+    rms = [module for module in norms if isinstance(module, torch.nn.RMSNorm)]
+    assert len(rms) == 4 * len(model.decoder.layers) + 1  # of queries and keys, too
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
