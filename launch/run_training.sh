@@ -29,8 +29,6 @@ export OFFLINE_PACKED_DATA OFFLINE_PACKING_VQA OFFLINE_PACKING_BMR
 # Two OpenMP pools that spin while they wait slow each other down many times over.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 export TOKENIZERS_PARALLELISM=false
-# Tensor parallel layers overlap communication with work only in this order.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Rows differ in length; growing segments keep that from fragmenting the memory.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 

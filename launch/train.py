@@ -8,17 +8,23 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from offline_packing.errors import ConfigError, DiskFullError, MismatchError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
+if TYPE_CHECKING:
+    from launch.config import LaunchConfig
+
+#: Major compute capability from which on GPUs need no order of kernels.
+_BLACKWELL: Final = 10
 #: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 #: torch's text for a loader's process that died, which it raises at any place in the trainer.
@@ -49,9 +55,40 @@ def cli(
     start_logging()
     with failing_in_one_line(debug=debug):
         from launch.config import load_config
+
+        loaded = load_config(config, overrides)
+        order_kernels(loaded)
         from launch.loop.setup import run
 
-        sys.exit(run(load_config(config, overrides), accept_mismatch))
+        sys.exit(run(loaded, accept_mismatch))
+
+
+def order_kernels(config: "LaunchConfig") -> None:
+    """Have CUDA start kernels in the order in which they are launched, where ranks share layers or
+    rows: otherwise work would delay the communication that is to overlap with it. Megatron-LM's
+    `validate_args` asks for the same variable on GPUs before Blackwell, and forbids it under FSDP.
+    Call it before anything starts CUDA; a value that is set stays.
+
+    Raises:
+        ManifestError: the packs' manifest cannot be read.
+    """
+    from launch.data.packed_data import slot_ranks_of
+
+    sizes = config.parallel.tensor, config.parallel.context, slot_ranks_of(config.data.path)
+    if max(sizes) > 1 and _compute_capability() < _BLACKWELL:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _compute_capability() -> int:
+    """Major compute capability of this node's first GPU; 0: unknown, or there is none. torch would
+    start CUDA to tell."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:  # no driver
+        return 0
+    found = re.match(r"(\d+)\.\d", said)
+    return int(found[1]) if found else 0
 
 
 @contextmanager

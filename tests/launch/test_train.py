@@ -1,13 +1,21 @@
-"""Messages of a run."""
+"""The command: its messages, and what it sets before CUDA starts."""
 
+import os
+import subprocess
 import warnings
+from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from megatron.energon.errors import FatalSampleError
 from torch.utils.data import DataLoader, Dataset
 
-from launch.train import failing_in_one_line, start_logging
+from launch.loop import setup
+from launch.train import cli, failing_in_one_line, start_logging
+from launch.train_transformers import main
 from offline_packing.errors import DiskFullError, StageError
+from tests.helpers.packed_runs import slots_folder
 
 
 class Moved(Dataset[int]):
@@ -71,3 +79,60 @@ def test_names_that_libraries_will_replace_are_not_told() -> None:
         for name in [*deprecated, "is_gradient_checkpointing", "an_option"]:
             warnings.warn(f"`{name}` is deprecated", FutureWarning, stacklevel=1)
     assert [str(each.message) for each in shown] == ["`an_option` is deprecated"]
+
+
+ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize(
+    ("command", "capability", "overrides", "given", "expected"),
+    [
+        (cli, "9.0", ["parallel.tensor=2"], None, "1"),
+        (cli, "8.0", ["parallel.context=2"], None, "1"),
+        (cli, "9.0", ["data.path=slots"], None, "1"),
+        (cli, "9.0", [], None, None),
+        (cli, "10.0", ["parallel.tensor=2"], None, None),
+        (cli, "12.0", ["parallel.context=2"], None, None),
+        (cli, "9.0", ["parallel.tensor=2"], "32", "32"),
+        (main, "9.0", ["model.fsdp=true"], None, None),
+    ],
+)
+def test_kernels_start_in_order_where_ranks_share_layers_or_rows(
+    command: click.Command,
+    capability: str,
+    overrides: list[str],
+    given: str | None,
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs before Blackwell, unless a value is set; nvidia-smi tells the kind."""
+    monkeypatch.chdir(tmp_path)
+    stub = tmp_path / "bin" / "nvidia-smi"
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/sh\necho {capability}\necho {capability}\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv(ORDER, "")  # so that it is as before in the end
+    monkeypatch.delenv(ORDER)
+    if given is not None:
+        monkeypatch.setenv(ORDER, given)
+    if "data.path=slots" in overrides:
+        slots_folder(tmp_path, 2).rename("slots")
+    seen = []
+    monkeypatch.setattr(setup, "run", lambda *_: seen.append(os.environ.get(ORDER)) or 0)
+    Path("run.yaml").write_text(
+        "data: {path: packs}\noutput: {path: out}\nbatch: {global_batch_packs: 4}\n"
+    )
+    result = CliRunner().invoke(command, ["run.yaml", *overrides], catch_exceptions=False)
+    assert (result.exit_code, seen) == (0, [expected]), result.output
+
+
+def test_the_script_leaves_the_order_of_kernels_to_the_command() -> None:
+    """FSDP must not have it."""
+    script = Path(__file__).parents[2] / "launch" / "run_training.sh"
+    source = f"exec() {{ env; }}; CONFIG=a OFFLINE_PACKED_DATA=1; . {script}"
+    own = {name: value for name, value in os.environ.items() if name != ORDER}
+    ran = subprocess.run(["bash", "-c", source], env=own, capture_output=True, text=True)
+    assert "OFFLINE_PACKED_DATA=1" in ran.stdout, ran.stderr
+    assert ORDER not in ran.stdout
