@@ -59,6 +59,7 @@ class Llava15Encoder(FamilyEncoder):
     """One row of pixel_values per image, which is the whole of it: (3, image_size, image_size)."""
 
     LENGTHS_OF = "llava_1_5"
+    TEMPLATE_VERSION = 2  # 1: the blank before an answer carried no loss
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "squares"
     MEDIA_TOKENS: ClassVar = {"image_token_id": IMAGE_PLACEHOLDER}
@@ -107,8 +108,9 @@ class Llava15Encoder(FamilyEncoder):
                     text = ""
                 else:
                     text += part
-            header = f"{text} ASSISTANT: "
-            yield Answer(header, turn.answer, weight) if weight else Text(header + turn.answer)
+            # A prompt ends in the colon: the blank, in "▁5" a token of its own, is the model's.
+            header, answer = f"{text} ASSISTANT:", f" {turn.answer}"
+            yield Answer(header, answer, weight) if weight else Text(header + answer)
             yield Control(_END.token, weight)
             text = ""
 

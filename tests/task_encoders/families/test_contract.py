@@ -19,10 +19,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
+from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
@@ -33,6 +35,7 @@ from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_T
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened, wrong_files
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video, odd_clips
 
@@ -183,6 +186,38 @@ def test_fuzzed_conversations_with_images(reference: Reference, tmp_path: Path) 
         )
         sample = SourceSample(sample.key, sample.task, turns, sample.images, system)
         assert differences(reference, sample, tmp_path, files, []) == []
+
+
+@pytest.mark.parametrize("family", ["llava_1_5", "gemma4"])
+def test_all_that_follows_the_prompt_of_generation_is_trained(family: str, tmp_path: Path) -> None:
+    """Of vocabularies as SentencePiece's, in which a blank before an answer is often a token."""
+    save_tokenizer(family, tmp_path)
+    encoder = build_sample_encoder(family, str(tmp_path), **encoder_options(family))
+    tokenizer = checkpoint_tokenizer(str(tmp_path))
+    if family == "llava_1_5":  # its checkpoints' template ends in this
+        prompt = f"<s>{DEFAULT_SYSTEM} USER: What? ASSISTANT:"
+    else:
+        question = [{"role": "user", "content": "What?"}]
+        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    begin = tokenizer.encode(prompt, add_special_tokens=False)
+    for answer in (
+        "It is.",
+        "5 of",
+        "3.14",
+        "图中",
+        "🙂",
+        "½",
+        "(a)",
+        "- a",
+        "¥1",
+        "é",
+        " a",
+        "한",
+    ):
+        encoded = encoder.encode(SourceSample("a", "vqa", (Turn("What?", answer),)), [])
+        assert encoded.tokens[: len(begin)].tolist() == begin
+        is_trained = encoded.labels != IGNORE_INDEX
+        assert is_trained.tolist() == [i >= len(begin) for i in range(len(is_trained))], answer
 
 
 def _think(rng: np.random.Generator) -> str:

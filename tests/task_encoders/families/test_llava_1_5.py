@@ -28,6 +28,7 @@ from tests.helpers.texts_and_images import (
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer
 
 SIZE = 56
+IMAGE = -200  # LLaVA's number in place of an image
 
 
 @pytest.fixture(scope="module")
@@ -45,35 +46,60 @@ def processor_of(folder: Path, *, pad: bool) -> Any:
     return LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="full")
 
 
-def pieces(sample: SourceSample, template: str) -> list[tuple[str, bool]]:
-    """LLaVA's conversations of style plain and v1, images moved to the front of their question:
-    texts, and whether they carry loss."""
+def written(sample: SourceSample, template: str) -> tuple[str, str]:
+    """Text after the <s> in LLaVA's styles, images moved to the front of their question: images and
+    caption of plain; of v1 the whole conversation, and no more."""
     if template == "plain":
-        return [
-            ("<s>" + "<image>" * len(sample.images), False),
-            (sample.turns[0].answer + "\n", True),
-        ]
-    found = [(f"<s>{sample.system or DEFAULT_SYSTEM} ", False)]
+        return "<image>" * len(sample.images), sample.turns[0].answer + "\n"
+    text = f"{sample.system or DEFAULT_SYSTEM} "
     in_front = not any("<image>" in turn.prompt for turn in sample.turns)
     for i, turn in enumerate(sample.turns):
         count = turn.prompt.count("<image>") + (len(sample.images) if in_front and i == 0 else 0)
-        question = turn.prompt.replace("<image>", "").strip()
-        found.append(("USER: " + "<image>\n" * count + f"{question} ASSISTANT: ", False))
-        found.append((turn.answer + "</s>", True))
-    return found
+        question = "<image>\n" * count + turn.prompt.replace("<image>", "").strip()
+        text += f"USER: {question} ASSISTANT: {turn.answer}</s>"
+    return text, ""
 
 
-def labels_of(tokenizer: Any, parts: list[tuple[str, bool]]) -> list[int]:
-    """The ids of all tokens that overlap a part with loss."""
-    expanded = [
-        (text.replace("<image>", "<image>" * (SIZE // 14) ** 2), has) for text, has in parts
-    ]
-    has_loss = np.concatenate([np.full(len(text), has) for text, has in expanded])
-    encoded = tokenizer(
-        "".join(text for text, _ in expanded), add_special_tokens=False, return_offsets_mapping=True
-    )
-    tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    return [id_ if has_loss[start:end].any() else IGNORE_INDEX for id_, (start, end) in tokens]
+# Restated from LLaVA, commit c121f04 (https://github.com/haotian-liu/LLaVA, Apache-2.0).
+
+
+def tokenizer_image_token(tokenizer: Any, text: str) -> list[int]:
+    """Of llava/mm_utils.py: <s>, then each stretch between images tokenized by itself."""
+    chunks = [tokenizer.encode(part, add_special_tokens=False) for part in text.split("<image>")]
+    ids = [tokenizer.bos_token_id, *chunks[0]]
+    for chunk in chunks[1:]:
+        ids += [IMAGE, *chunk]
+    return ids
+
+
+def preprocess_v1(tokenizer: Any, conversation: str) -> tuple[list[int], list[int]]:
+    """Of llava/train/train.py: what is masked is counted by tokenizing each round by itself, with
+    and without its answer. Two off each instruction: its own <s>, and the blank that it ends in."""
+    ids = tokenizer_image_token(tokenizer, conversation)
+    labels, end = [IGNORE_INDEX, *ids[1:]], 1
+    for text in conversation.removesuffix("</s>").split("</s>"):
+        instruction, separator, _ = text.partition(" ASSISTANT: ")
+        num_masked = len(tokenizer_image_token(tokenizer, instruction + separator)) - 2
+        labels[end : end + num_masked] = [IGNORE_INDEX] * num_masked
+        end += len(tokenizer_image_token(tokenizer, text))
+    assert end == len(ids)  # else LLaVA masks the whole sample
+    return ids, labels
+
+
+def preprocess_plain(tokenizer: Any, images: str, caption: str) -> tuple[list[int], list[int]]:
+    """Of llava/train/train.py: everything but <s> and the image carries loss."""
+    ids = tokenizer_image_token(tokenizer, images + caption)
+    num_masked = len(tokenizer_image_token(tokenizer, images))
+    return ids, [IGNORE_INDEX] * num_masked + ids[num_masked:]
+
+
+def collapsed(tokenizer: Any, encoded: Any) -> tuple[list[int], list[int]]:
+    """Our ids and labels, with one IMAGE for the tokens of each image."""
+    image, num_tokens = tokenizer.convert_tokens_to_ids("<image>"), (SIZE // 14) ** 2
+    is_image = encoded.tokens == image
+    keeps = ~is_image | (np.cumsum(is_image) % num_tokens == 1)
+    ids = np.where(is_image, IMAGE, encoded.tokens)[keeps]
+    return ids.tolist(), encoded.labels[keeps].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +123,7 @@ def test_every_array_equals_the_processors(
     options = {"image_size": SIZE, "image_aspect": aspect, "template": template}
     encoder = build_sample_encoder("llava_1_5", str(folder), **options)
     rng = np.random.default_rng(3)
+    num_blanks = 0
     for index in range(count):
         kind = KINDS[index % len(KINDS)]
         chosen = rng.integers(len(files), size={"text_only": 0, "multi_image": 3}.get(kind, 1))
@@ -107,15 +134,21 @@ def test_every_array_equals_the_processors(
         if template == "plain":
             turns = (replace(turns[0], prompt=""),)
         sample = SourceSample(str(index), "bmr", turns, names, system)
-        parts = pieces(sample, template)
+        text, caption = written(sample, template)
         expected = processor(
-            text=["".join(text for text, _ in parts)],
+            text=[f"<s>{text}{caption}"],
             images=[Image.open(io.BytesIO(data)) for data in images] or None,
             return_tensors="np",
         )
         encoded = encoder.encode(sample, images)
         assert encoded.tokens.tolist() == expected["input_ids"][0].tolist()
-        assert encoded.labels.tolist() == labels_of(processor.tokenizer, parts)
+        if template == "plain":
+            theirs = preprocess_plain(processor.tokenizer, text, caption)
+        else:
+            theirs = preprocess_v1(processor.tokenizer, text)
+        assert collapsed(processor.tokenizer, encoded) == theirs
+        trained = encoded.tokens[encoded.labels != IGNORE_INDEX]
+        num_blanks += processor.tokenizer.convert_ids_to_tokens(int(trained[0])) == "▁"
         if images:
             found = encoded.pixel_values.reshape(-1, 3, SIZE, SIZE)
             np.testing.assert_array_equal(found, expected["pixel_values"])
@@ -124,6 +157,7 @@ def test_every_array_equals_the_processors(
         assert measured.num_tokens == len(encoded.tokens)
         assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
         assert encoded.position_ids.tolist() == [list(range(len(encoded.tokens)))]
+    assert num_blanks > 20  # answers that begin with a blank of its own
 
 
 def test_only_trained_answers_carry_loss_and_tools_are_refused(folder: Path) -> None:
