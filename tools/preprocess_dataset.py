@@ -9,6 +9,7 @@ is in docs/coming_from_neva.md.
 """
 
 import json
+import operator
 import os
 import re
 import shlex
@@ -33,6 +34,16 @@ _SUPPORTED: Final[Mapping[str, Any]] = {
     "model.data.media_type": "image",
     "model.data.sep_image_conv_front": False,
     "model.mm_cfg.use_im_start_end": False,
+}
+#: Fields of a SentencePiece model that decide its ids, and LLaMA's values, which can be converted.
+_LLAMA_MODEL: Final[Mapping[str, Any]] = {
+    "trainer_spec.model_type": 2,  # BPE
+    "trainer_spec.byte_fallback": True,
+    "trainer_spec.treat_whitespace_as_suffix": False,
+    "normalizer_spec.precompiled_charsmap": b"",  # normalization_rule_name=identity
+    "normalizer_spec.remove_extra_whitespaces": False,
+    "normalizer_spec.add_dummy_prefix": True,
+    "normalizer_spec.escape_whitespaces": True,
 }
 #: `model.template` by --conv_template.
 _TEMPLATES: Final = {"plain": "plain", "v1": "neva"}
@@ -221,8 +232,8 @@ def prepare_tokenizer(path: str, folder: Path) -> str:
     except (ImportError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
         raise click.ClickException(
-            f"--tokenizer_path {path} cannot be read (a .model needs pip install sentencepiece): "
-            f"{text}"
+            f"--tokenizer_path {path} cannot be used: {text}"
+            + "; pip install sentencepiece protobuf" * isinstance(error, ImportError)
         ) from error
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.save_pretrained(folder)
@@ -230,17 +241,38 @@ def prepare_tokenizer(path: str, folder: Path) -> str:
 
 
 def convert_sentencepiece(path: str) -> Any:
-    """LLaMA's kind of tokenizer, with the ids of the model; a blank goes in front of every text."""
+    """LLaMA's kind of tokenizer, with the ids of the model; a blank goes in front of every text.
+    Raises ValueError where transformers' tokenizer would give other ids."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import normalizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(Path(path).read_bytes())
+    except DecodeError as error:
+        raise ValueError("it is not a SentencePiece model, or damaged; copy it again") from error
+    for field, value in _LLAMA_MODEL.items():
+        if (given := operator.attrgetter(field)(proto)) != value:
+            if isinstance(given, bytes):
+                field, given, value = "normalizer_spec.name", proto.normalizer_spec.name, "identity"
+            raise ValueError(
+                f"{field}={given}: only {value}, LLaMA's, keeps the ids of the model; give a "
+                "checkpoint folder with its tokenizer.json"
+            )
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     settings = {"tokenizer_class": "LlamaTokenizer", "legacy": True, **special}
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(path, Path(folder, "tokenizer.model"))
         Path(folder, "tokenizer_config.json").write_text(json.dumps(settings))
-        converted = AutoTokenizer.from_pretrained(folder)
-    # LlamaTokenizer itself forgets `legacy` when it is saved (transformers 5.23).
-    return PreTrainedTokenizerFast(tokenizer_object=converted.backend_tokenizer, **special)
+        backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    # LlamaTokenizer's own (transformers 5.23) puts no blank in front of a text that begins with
+    # one, which SentencePiece does.
+    blanks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer, backend.pre_tokenizer = normalizers.Sequence(blanks), None
+    # LlamaTokenizer itself forgets `legacy` when it is saved.
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def how_to_train(output_dir: Path, side: int) -> str:

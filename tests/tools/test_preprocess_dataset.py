@@ -20,7 +20,10 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
+from task_encoders.families import build_sample_encoder
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.packs.tokenized import IMAGE_ID
+from task_encoders.samples import SourceSample, Turn
 from tests.helpers.datasets import image_bytes, pack_all, write_json
 from tests.helpers.markdown import blocks
 from tests.helpers.texts_and_images import random_text
@@ -60,25 +63,25 @@ def llava_json(path: Path, images: Path, count: int = 30) -> None:
     write_json(path, records)
 
 
-def sentencepiece_model(path: Path) -> None:
-    """Built as LLaMA's with NeVA's special tokens."""
+def sentencepiece_model(path: Path, **changes: Any) -> None:
+    """Built as LLaMA's with NeVA's special tokens, but for `changes` of the trainer's options."""
     trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
     rng = np.random.default_rng(0)
     texts = [random_text(rng, 30, chinese=i % 3 == 0).replace("\n", " ") for i in range(200)]
     path.parent.mkdir(parents=True)
-    trainer.train(
-        sentence_iterator=iter(texts),
-        model_prefix=str(path.with_suffix("")),
-        vocab_size=700,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        split_digits=True,
-        user_defined_symbols=[f"<extra_id_{i}>" for i in range(8)],
-        minloglevel=2,
-    )
+    options = {
+        "vocab_size": 700,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "split_digits": True,
+        "user_defined_symbols": [f"<extra_id_{i}>" for i in range(8)],
+        "minloglevel": 2,
+    }
+    prefix = str(path.with_suffix(""))
+    trainer.train(sentence_iterator=iter(texts), model_prefix=prefix, **{**options, **changes})
 
 
 def open_run(output: Path) -> Run:
@@ -131,9 +134,55 @@ def test_a_converted_tokenizer_gives_the_ids_of_sentencepiece(tmp_path: Path) ->
     rng = np.random.default_rng(1)
     for i in range(500):
         text = random_text(rng, 20, chinese=i % 3 == 0)
+        text = " " * (i % 4 == 0) + text
         assert ours(text, add_special_tokens=False)["input_ids"] == theirs.encode(text)
     assert ours.convert_tokens_to_ids("<image>") == theirs.get_piece_size()
     assert prepare_tokenizer(folder, tmp_path / "again") == folder
+
+
+def test_text_after_a_picture_has_one_blank_more_than_nevas(tmp_path: Path) -> None:
+    """As the document says: to NeVA's model, a picture is a symbol inside one text."""
+    path = tmp_path / "model/tokenizer.model"
+    sentencepiece_model(path)
+    theirs = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(path))
+    folder = prepare_tokenizer(str(path), tmp_path / "tokenizer")
+    encoder = build_sample_encoder("llava_1_5", folder, template="neva")
+    for words in ("\nWhat?", " What?", "5 of"):
+        sample = SourceSample("a", "bmr", (Turn(f"<image>{words}", "It."),), ("a",))
+        ids = encoder.tokenize(sample).ids
+        ours = ids[ids.index(IMAGE_ID) + 1 : -1]  # without </s>
+        whole = theirs.encode(f"<extra_id_3>{words} ASSISTANT: It.")
+        other = whole[whole.index(theirs.piece_to_id("<extra_id_3>")) + 1 :]
+        assert "".join(theirs.id_to_piece(ours)) == "▁" + "".join(theirs.id_to_piece(other))
+    assert "one `▁` more than NeVA's own" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"normalization_rule_name": "nmt_nfkc"}, r"normalizer_spec\.name=nmt_nfkc: only identity"),
+        ({"remove_extra_whitespaces": True}, r"remove_extra_whitespaces=True: only False"),
+        ({"add_dummy_prefix": False}, r"add_dummy_prefix=False: only True"),
+        ({"byte_fallback": False}, r"byte_fallback=False: only True"),
+        ({"model_type": "unigram", "vocab_size": 450}, r"model_type=1: only 2"),
+    ],
+)
+def test_a_model_whose_ids_a_conversion_would_change_is_refused(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    path = tmp_path / "model/tokenizer.model"
+    sentencepiece_model(path, **changes)
+    with pytest.raises(ClickException, match=f"{path} cannot be used: .*{told}.*give a checkpoint"):
+        prepare_tokenizer(str(path), tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer").exists()
+
+
+def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"\x0a\xff")
+    with pytest.raises(ClickException, match=f"{path} cannot be used: it is not a Sentence"):
+        prepare_tokenizer(str(path), tmp_path / "tokenizer")
 
 
 def test_packs_of_half_the_data_are_no_success(
