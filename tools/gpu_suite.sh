@@ -44,7 +44,7 @@ for LAYOUT in energon indexed; do
     cat > "$DATA/$LAYOUT.yaml" <<YAML
 source: {format: json, path: $DATA/llava/llava.json, task: bmr, image_root: $DATA/llava/images}
 model: {max_pixels: 1003520}
-pack: {seq_length: $SEQ_LENGTH, strategy: first_fit_shuffle, sample_order: composed}
+pack: {seq_length: $SEQ_LENGTH, strategy: first_fit_shuffle}
 output: {path: $DATA/llava_$LAYOUT, layout: $LAYOUT}
 YAML
     "$PYTHON" -m offline_packing run "$DATA/$LAYOUT.yaml" --quiet

@@ -132,7 +132,6 @@ def configuration(
             "seq_length": max_seq_length,
             "strategy": packing_algorithm,
             "seed": seed,
-            "sample_order": "composed",
         },
         "output": {"path": absolute(str(output_dir)), "layout": "indexed"},
     }

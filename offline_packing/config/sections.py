@@ -48,9 +48,6 @@ class ContextParallelConfig(Section):
     #: ranks that every pack goes over: samples are padded to what they cut, and stand so that a
     #: split of the pictures by their number gives even tower work
     size: Count | None = None
-    #: beside size: a pack with any pictures (images, and steps of videos) has so many at least,
-    #: where samples of equal length can be exchanged for it; size gives every rank one
-    min_vision_units: NonNegative = 0
     #: ranks that share out each slot of packs, a power of two; leave out size
     ranks: Count | None = None
     #: tokens of a pack on each of its ranks; pack.seq_length is the longest pack
@@ -59,8 +56,7 @@ class ContextParallelConfig(Section):
     @model_validator(mode="after")
     def _check_form(self) -> "ContextParallelConfig":
         given = [name for name, value in self if value]
-        forms = [["size"], ["size", "min_vision_units"], ["ranks", "tokens_per_rank"]]
-        if given not in forms:
+        if given not in (["size"], ["ranks", "tokens_per_rank"]):
             raise ValueError(
                 "write {size: 4} for packs that all go over 4 ranks, or {ranks: 32, "
                 "tokens_per_rank: 8192} for packs that go over as many of 32 as they need"
@@ -97,8 +93,6 @@ class PackConfig(PlanOptions, Section):
     on_overlong: Literal["set_aside", "error", "split_turns"] = "set_aside"
     #: the parts that on_overlong split_turns makes
     split_turns: SplitTurnsConfig = SplitTurnsConfig()
-    #: what the weights of sources are shares of
-    weight_by: Literal["tokens", "samples"] = "tokens"
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
     #: context parallelism: {size: 4} for packs over 4 ranks each, or {ranks: 32, tokens_per_rank:
@@ -106,7 +100,7 @@ class PackConfig(PlanOptions, Section):
     context_parallel: ContextParallelConfig | None = None
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
     budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
-    #: plans so many epochs, each with other packs of the train split
+    #: plans this many epochs, each with other packs of the train split; layout references only
     epochs: Count = 1
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
@@ -152,24 +146,11 @@ class PackConfig(PlanOptions, Section):
                 f"split_turns changes nothing under on_overlong {self.on_overlong}; set it to "
                 "split_turns, or leave out the options"
             )
-        dissolves = self.min_fill > 0 or self.min_samples > 1
-        if self.epochs > 1 and (dissolves or "balance" in self.assignment):
-            raise ValueError(
-                f"epochs {self.epochs} exchanges samples between packs; min_fill and min_samples "
-                "would set others aside each time, and assignment balance is undone: leave these "
-                "out"
-            )
-        if self.homogeneous and "mix" in self.assignment:
-            raise ValueError(
-                "homogeneous groups samples by their media, assignment mix by their source; leave "
-                "out one of the two"
-            )
         self.check_limits(
             self.budgets,
             has_order=self.order is not None,
             context_parallel=self.slots,
-            exchanges=self.epochs > 1,
-            splits_pictures=self.cp_size > 1,
+            mixed=self.epochs > 1,
         )
         if self.padding > self.seq_length:
             raise ValueError(

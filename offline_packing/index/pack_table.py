@@ -34,26 +34,14 @@ def units_of_samples(samples: Index) -> npt.NDArray[np.integer]:
     return sum_over_grids(samples, lambda grids: grids[:, 0])
 
 
-def count_pictures(samples: Index, packs: PackPlan) -> str:
-    """Return how many packs have `pack.context_parallel.min_vision_units`; '' if not asked for.
-    Where few samples have equal length, some packs with pictures stay below it."""
-    least = packs.info.settings.get("picture_split", {}).get("min_units", 0)
-    if least < 2:
-        return ""
-    units = np.add.reduceat(units_of_samples(samples)[packs.sample_ids], packs.pack_offsets[:-1])
-    enough = np.count_nonzero(units >= least)
-    few = np.count_nonzero(units) - enough
-    return f"{enough:,} packs have {least} or more, {few:,} have fewer"
-
-
 def split_of_packs(samples: Index, packs: PackPlan, cost: ModelCost) -> "SplitFigures | None":
     """Figures of the split of pictures that a plan was made for; None: it was made for none."""
-    asked = packs.info.settings.get("picture_split")
-    if asked is None or packs.num_packs == 0:
+    size = packs.info.settings.get("picture_ranks")
+    if size is None or packs.num_packs == 0:
         return None
-    from offline_packing.planner.ranks.picture_split import PictureSplit, split_figures  # compiled
+    from offline_packing.planner.ranks.picture_split import split_figures  # compiled
     from offline_packing.planner.strategies.strategy import Packs
 
     tower, units = sample_flops(samples, cost).tower, units_of_samples(samples)
     own = Packs(np.asarray(packs.sample_ids), np.asarray(packs.pack_offsets))
-    return split_figures(own, units, tower, PictureSplit(**asked))
+    return split_figures(own, units, tower, size)

@@ -1,8 +1,8 @@
 """The planner for other pipelines: samples of which only names and lengths are known.
 
 Further columns of a table are read under the names that they have in an index: `num_images`,
-`num_videos` and `num_vision_patches` for budgets; `source` for assignment mix. A sample takes less
-than 64 bytes of memory, whatever its name: see length_files.py.
+`num_videos` and `num_vision_patches` for budgets. A sample takes less than 64 bytes of memory,
+whatever its name: see length_files.py.
 """
 
 from collections import Counter
@@ -23,7 +23,12 @@ from offline_packing.index.rows import SampleIds, TablePart, name_copies, take_r
 from offline_packing.index.set_aside import find_duplicates
 from offline_packing.index.table import INDEX_SCHEMA, Index, table_writer
 from offline_packing.plan.length_files import SCHEMA, Lengths, read_lengths
-from offline_packing.plan.make_plan import join_plans, pack_arguments, set_aside_reason
+from offline_packing.plan.make_plan import (
+    join_plans,
+    pack_arguments,
+    plan_epochs,
+    set_aside_reason,
+)
 from offline_packing.plan.summary import render_figures
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import listed
@@ -79,27 +84,19 @@ def plan_lengths(
 
 def _plan(pack: PackConfig, samples: Lengths, left_out: SampleIds) -> PackPlan:
     """The plan of all rows but some, epoch after epoch; its ids are rows of the file."""
-    from offline_packing.planner.plan_packs import plan_packs
-
     kept = np.arange(len(samples), dtype=np.int32)
     if len(left_out):
         kept = np.delete(kept, left_out)
 
     def column(name: str) -> npt.NDArray[Any]:
-        values = samples.columns.get("source" if name == "source_id" else name)
+        values = samples.columns.get(name)
         if values is None:
             return np.zeros(len(kept), np.int32)
         return values[kept] if len(left_out) else values
 
     try:
         arguments = pack_arguments(pack, column, kept)
-        plans = [
-            plan_packs(
-                column("num_tokens"),
-                **(arguments | {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}),
-            )
-            for epoch in range(pack.epochs)
-        ]
+        plans = plan_epochs(pack.epochs, column("num_tokens"), **arguments)
     except (TypeError, ValueError) as error:
         raise StageError(f"plan: {explain_value_error(error)}") from error
     plan = plans[0] if pack.epochs == 1 else join_plans({"": plans})
@@ -173,7 +170,6 @@ def _check_columns(pack: PackConfig, samples: Lengths) -> None:
     needs_media = pack.homogeneous or (pack.order is not None and pack.order.uniform)
     needed = [f"num_{name}" for name in pack.budgets]
     needed += ["num_vision_patches"] if "balance" in pack.assignment else []
-    needed += ["source"] if "mix" in pack.assignment else []
     needed += ["num_images"] if needs_media and not {*media} & {*found} else []
     missing = next((name for name in needed if name not in found), None)
     if missing is not None:

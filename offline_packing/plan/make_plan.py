@@ -67,9 +67,6 @@ def _pack_uses(
     run: Run, samples: Index, num_tokens: npt.NDArray[np.integer], uses: Uses
 ) -> PackPlan:
     """The plan of all uses, split after split, over the ids of the index."""
-    # Its compiled parts take time to import.
-    from offline_packing.planner.plan_packs import plan_packs
-
     pack = run.config.pack
     plans: dict[str, list[PackPlan]] = {}
     apart = _kept_apart(run.config, samples, uses)
@@ -79,18 +76,29 @@ def _pack_uses(
             is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
             lengths = num_tokens if is_all else num_tokens[ids]
             arguments = plan_arguments(run.config, samples, ids)
-            for epoch in range(1 if plans else pack.epochs):
-                other = {"seed": pack.seed + epoch, "exchange": pack.epochs > 1}
-                plan = plan_packs(lengths, copy_of=copy_of, **(arguments | other))
-                if not is_all:
-                    aside_ids = ids[plan.set_aside_ids]
-                    plan = replace(plan, sample_ids=ids[plan.sample_ids], set_aside_ids=aside_ids)
-                plans.setdefault(name, []).append(plan)
+            for plan in plan_epochs(
+                1 if plans else pack.epochs, lengths, copy_of=copy_of, **arguments
+            ):
+                plans.setdefault(name, []).append(plan if is_all else plan.of(ids))
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if pack.epochs == 1 and list(plans) == [""] and not uses.repeated:
         return plans[""][0]
     return join_plans(plans)
+
+
+def plan_epochs(
+    epochs: int, num_tokens: npt.NDArray[np.integer], **arguments: Any
+) -> list[PackPlan]:
+    """A plan for each epoch, all samples in each: several are mixed at random, with a seed each."""
+    # Its compiled parts take time to import.
+    from offline_packing.planner.plan_packs import plan_packs
+
+    seed = arguments.pop("seed")
+    return [
+        plan_packs(num_tokens, seed=seed + epoch, mixed=epochs > 1, **arguments)
+        for epoch in range(epochs)
+    ]
 
 
 def _kept_apart(config: PackingConfig, samples: Index, uses: Uses) -> SampleIds | None:
@@ -199,16 +207,12 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
     arguments = pack_arguments(config.pack, column, kept)
     arguments["window_packs"] = config.output.packs_per_shard
     if LAYOUTS[config.output.layout].ONE_MEDIUM and not config.pack.homogeneous:
-        groups = _media_groups(config, column("num_images"), column("num_videos"))
+        groups = _media_groups(column("num_images"), column("num_videos"))
         if groups is not None:
             arguments |= {"homogeneous": True, "groups": groups}
     if config.pack.cp_size > 1:
-        from offline_packing.planner.ranks.picture_split import PictureSplit  # compiled
-
-        ranks = config.pack.context_parallel
-        assert ranks is not None
         arguments |= {
-            "picture_split": PictureSplit(config.pack.cp_size, ranks.min_vision_units),
+            "picture_ranks": config.pack.cp_size,
             "units": units_of_samples(samples)[kept],
             "tower_cost": sample_flops(samples, model_cost(config.model)).tower[kept],
         }
@@ -237,9 +241,7 @@ def pack_arguments(
     if pack.homogeneous:
         with_media = column("num_images") + column("num_videos") > 0
         arguments |= {"homogeneous": True, "groups": with_media.astype(np.int32)}
-    if "mix" in pack.assignment:
-        arguments["groups"] = column("source_id")  # repeats make their sizes follow the weights
-    if "locality" in pack.assignment:
+    if pack.has_locality:
         arguments["source_order"] = source_order
     if "balance" in pack.assignment:
         arguments["balance_by"] = column("num_vision_patches")
@@ -261,19 +263,11 @@ def _features(column: Callable[[str], npt.NDArray[Any]]) -> list[npt.NDArray[Any
 
 
 def _media_groups(
-    config: PackingConfig, num_images: npt.NDArray[np.integer], num_videos: npt.NDArray[np.integer]
+    num_images: npt.NDArray[np.integer], num_videos: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int32] | None:
-    """Samples that may share a pack of one type of media have one number; None: all may. Raises
-    StageError if packs shall be mixed from sources, and cannot be."""
+    """Samples that may share a pack of one type of media have one number; None: all may."""
     groups = (num_images + num_videos > 0).astype(np.int32) + (num_videos > 0)
-    if len(np.unique(groups)) < 2:
-        return None
-    if "mix" in config.pack.assignment:
-        raise StageError(
-            f"layout {config.output.layout} holds packs of one type of media, and assignment mix "
-            "would mix them; leave it out, or pack images, videos and text by themselves"
-        )
-    return groups
+    return groups if len(np.unique(groups)) > 1 else None
 
 
 def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str, str]:
@@ -282,10 +276,6 @@ def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str,
     if name.startswith("over_budget:"):
         budget = name.partition(":")[2]
         return "over_budget", f"it alone exceeds the limit of {budget} {pack.budgets[budget]}"  # type: ignore[index]
-    if name == "below_min_fill":
-        return "poor_pack", f"its pack is filled to less than min_fill {pack.min_fill:g}"
-    if name == "below_min_samples":
-        return "poor_pack", f"its pack has fewer samples than min_samples {pack.min_samples}"
     limit = f"seq_length {pack.seq_length}"
     if pack.padding > 1:
         limit += f" (in multiples of {pack.padding})"

@@ -84,7 +84,7 @@ def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tup
     info, tokens, num_samples = packs.info, found["tokens"], len(packs.sample_ids)
     span = "in all epochs" if info.epochs else "per epoch"
     return [
-        *([("epochs", f"{len(info.epochs)}, all counted below")] if info.epochs else []),
+        *([("epochs", _epochs(packs))] if info.epochs else []),
         ("packed samples", f"{num_samples:,}"),
         ("tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"),
         ("packs", f"{packs.num_packs:,} of {info.seq_length:,} tokens, strategy {info.strategy}"),
@@ -104,6 +104,11 @@ def _plan_figures(packs: PackPlan, found: Mapping[str, int | float]) -> list[tup
             "step)".format_map({**found, "span": span}),
         ),
     ]
+
+
+def _epochs(packs: PackPlan) -> str:
+    again = f"{packs.pairs_again():.2%} of the pairs of samples in a pack meet again in the next"
+    return f"{len(packs.info.epochs)}, all counted below; {again}"
 
 
 def _slot_figures(packs: PackPlan) -> list[tuple[str, str]]:
@@ -137,14 +142,10 @@ def render_split(config: PackingConfig, samples: Index, packs: PackPlan) -> list
     texts = [f"{found.idle:.2%} if ranks of a pack take equally many pictures each"]
     if found.num_unequal:
         texts.append(f"in {found.num_unequal:,} packs one is larger than an even share")
-    lines = [
+    return [
         ("ranks of a pack", f"{pack.cp_size}, samples padded to multiples of {pack.padding}"),
         ("idle of the tower", "; ".join(texts)),
     ]
-    least = pack.context_parallel.min_vision_units if pack.context_parallel else 0
-    if least > 1:
-        lines.append((f"1 to {least - 1} pictures", f"{found.num_few:,} packs"))
-    return lines
 
 
 def render_content(samples: Index, packs: PackPlan) -> list[tuple[str, str]]:
@@ -194,14 +195,10 @@ def render_ranks(config: PackingConfig, samples: Index, packs: PackPlan) -> list
     one, two = idle_of_order((tower + language)[:size], tower[:size], layout)
     mixed = mixed_steps(media[:size], layout)
     done = packs.info.settings.get("uniform")
-    regrouped = (
-        "; {regrouped:,} packs became {remade:,}, {repeated:,} are repeated".format_map(done)
-        if done
-        else ""
-    )
+    changed = "; {halved:,} packs halved, {repeated:,} repeated".format_map(done) if done else ""
     return [
         (f"idle of {layout.num_ranks} ranks", f"{one:.2%}, waiting after the tower too {two:.2%}"),
-        ("mixed steps", f"{mixed:,} of {-(-size // layout.num_ranks):,}{regrouped}"),
+        ("mixed steps", f"{mixed:,} of {-(-size // layout.num_ranks):,}{changed}"),
     ]
 
 

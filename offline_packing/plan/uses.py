@@ -2,9 +2,8 @@
 
 `repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
 one; which ones, depends only on key and seed. Parts of a conversation are used equally often.
-`weight` says which share of all tokens (of all samples with `pack.weight_by: samples`) a source is
-to have; nothing is left out for it: the source with the most data relative to its weight is used
-once, the others are repeated.
+`weight` says which share of all tokens a source is to have; nothing is left out for it: the source
+with the most tokens relative to its weight is used once, the others are repeated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import split_packs
 from offline_packing.plan.splits import deal_groups, find_groups
-from offline_packing.sources.options import MAX_REPEAT
+from offline_packing.sources.options import MAX_REPEAT, SourceOptions
 
 #: Salts of the numbers that are drawn from a key.
 _USE, _SPLIT = 0, 1
@@ -45,9 +44,8 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     """All uses of the samples that can be packed, and their splits. A split holds whole samples:
     where one is used several times, all its uses are in one split. Raises StageError if the weights
     ask for too many copies of a sample."""
-    repeats = [source.repeat for source in config.source]
     is_split = len(config.output.split) > 1
-    are_once = not any(source.weight for source in config.source) and set(repeats) == {1}
+    are_once = all(source.repeat == 1 and not source.weight for source in config.source)
     pack = config.pack
     in_order = pack.order is not None or pack.slots is not None
     groups = find_groups(config, samples, kept)
@@ -56,14 +54,13 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
         return Uses({"": kept}, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
     hashes = record_hashes(samples)[kept]
-    if config.source[0].weight:
-        repeats = _repeats_of_weights(config, samples.array("num_tokens")[kept], source_ids)
-    uses = count_uses(hashes, np.array(repeats)[source_ids], config.pack.seed)
+    num_tokens = samples.array("num_tokens")[kept]
+    uses = count_uses(config.source, hashes, source_ids, num_tokens, pack.longest_sample, pack.seed)
     unused = uses == 0
     not_drawn = [
-        AsideSamples.of(kept[unused & (source_ids == i)], "not_drawn", f"repeat {repeat:g}")
-        for i, repeat in enumerate(repeats)
-        if repeat < 1
+        AsideSamples.of(kept[unused & (source_ids == i)], "not_drawn", f"repeat {source.repeat:g}")
+        for i, source in enumerate(config.source)
+        if source.repeat < 1
     ]
     repeated = int(uses.max(initial=0)) > 1
     parts: dict[str, SampleIds] = {"": np.flatnonzero(~unused)}
@@ -80,41 +77,36 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     return Uses(ids, repeated, AsideSamples.merge(not_drawn), counts)
 
 
-def _repeats_of_weights(
-    config: PackingConfig, num_tokens: npt.NDArray[np.integer], source_ids: npt.NDArray[np.integer]
-) -> list[float]:
-    pack = config.pack
-    fits = num_tokens <= pack.longest_sample
-    amounts = num_tokens[fits] if pack.weight_by == "tokens" else None
-    totals = np.bincount(source_ids[fits], amounts, minlength=len(config.source)).tolist()
-    repeats = repeats_of_weights([source.weight or 0 for source in config.source], totals)
-    for source, repeat in zip(config.source, repeats, strict=True):
-        if repeat > MAX_REPEAT:
-            raise StageError(
-                f"the weights ask for {repeat:,.0f} copies of each sample of {source.path}, at "
-                f"most {MAX_REPEAT:,} are made; lower its weight"
-            )
-    return repeats
-
-
-def repeats_of_weights(weights: Sequence[float], amounts: Sequence[float]) -> list[float]:
-    """Repeats that give sources of these many tokens or samples shares in proportion to weights.
-
-    [1, 3] for amounts [100, 100] -> [1.0, 3.0]; the smallest repeat is 1. An empty source gets 1.
-    """
-    wanted = [
-        weight / amount if amount else 0.0 for weight, amount in zip(weights, amounts, strict=True)
-    ]
-    smallest = min((ratio for ratio in wanted if ratio), default=1.0)
-    return [ratio / smallest if ratio else 1.0 for ratio in wanted]
-
-
 def count_uses(
-    hashes: npt.NDArray[np.uint64], repeats: npt.NDArray[np.float64], seed: int
+    sources: Sequence[SourceOptions],
+    hashes: npt.NDArray[np.uint64],
+    source_ids: npt.NDArray[np.integer],
+    num_tokens: npt.NDArray[np.integer],
+    longest: int,
+    seed: int,
 ) -> npt.NDArray[np.int64]:
-    """(num_samples,) how often each is used: 2 or 3 times for repeat 2.3, as its hash decides."""
-    whole = np.floor(repeats)
-    return (whole + (_drawn(hashes, seed, _USE) < repeats - whole)).astype(np.int64)
+    """Uses of each sample, (num_samples,): 2 or 3 for repeat 2.3, as its hash decides.
+
+    With weights, sources of [100, 100] tokens and weights [1, 3] have repeats [1, 3]; samples above
+    ``longest`` tokens fit no pack and do not count. Raises StageError if the weights ask for too
+    many copies of a sample.
+    """
+    repeats = np.array([source.repeat for source in sources], float)
+    if sources[0].weight:
+        fits = num_tokens <= longest
+        tokens = np.bincount(source_ids[fits], num_tokens[fits], minlength=len(sources))
+        weights = np.array([source.weight for source in sources], float)
+        wanted = np.divide(weights, tokens, out=np.zeros(len(sources)), where=tokens > 0)
+        repeats = np.where(tokens > 0, wanted / wanted[tokens > 0].min(initial=np.inf), 1.0)
+        if repeats.max() > MAX_REPEAT:
+            most = int(repeats.argmax())
+            raise StageError(
+                f"the weights ask for {repeats[most]:,.0f} copies of each sample of "
+                f"{sources[most].path}, at most {MAX_REPEAT:,} are made; lower its weight"
+            )
+    each = repeats[source_ids]
+    whole = np.floor(each)
+    return (whole + (_drawn(hashes, seed, _USE) < each - whole)).astype(np.int64)
 
 
 def in_rounds(ids: SampleIds, uses: npt.NDArray[np.int64]) -> SampleIds:

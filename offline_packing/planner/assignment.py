@@ -1,11 +1,9 @@
-"""Assignment of samples to slots: reading in source order, mixing of datasets, even load.
+"""Assignment of samples to slots: reading in source order, even load.
 
-*Locality* and *mix* both fix an order of the samples and pack it window by window, with the
-unfilled rest of a window carried into the next; *balance* exchanges samples, or a few, of equal
-tokens, so it changes nothing about the fill.
+*Locality* packs the samples window by window as they stand in the source, with the unfilled rest of
+a window carried into the next; *balance* exchanges samples, or a few, of equal tokens, so it
+changes nothing about the fill.
 """
-
-from collections.abc import Mapping
 
 import numpy as np
 from numba import njit
@@ -22,31 +20,6 @@ _SWEEPS = 40  # offers to swap per sample; later ones gain next to nothing
 _GROUP_ROUNDS = 6  # times that new groups are drawn, at most
 _GROUP_SWEEPS = 4  # offers per group, and per sample after them
 _WORTH = 0.99  # a round that leaves a larger share of the variation is the last
-
-
-def interleaved_order(
-    groups: np.ndarray, order: np.ndarray, *, weights: Mapping[int, float] | None = None
-) -> np.ndarray:
-    """Samples of several datasets, interleaved by weight: a permutation, int64 (num_samples,).
-
-    Any prefix holds the datasets in proportion to ``weights`` (group number -> weight; default:
-    their sizes) until one of them is used up. Inside a dataset the samples follow
-    ``order``, a permutation.
-    """
-    by_group = order[np.argsort(groups[order], kind="stable")]
-    numbers, starts, sizes = np.unique(groups[by_group], return_index=True, return_counts=True)
-    rates = sizes.astype(float)
-    if weights is not None:
-        rates = np.array([weights.get(number, 0) for number in numbers.tolist()], float)
-        if not (rates > 0).all():
-            number = int(numbers[np.argmin(rates > 0)])
-            raise ValueError(
-                f"weights[{number}] is {weights.get(number)}; every group needs a weight above 0 "
-                "(a plan holds every sample: to leave a dataset out, leave out its samples)"
-            )
-    rank = np.arange(len(groups)) - np.repeat(starts, sizes)
-    due = (rank + 0.5) / np.repeat(rates, sizes)
-    return by_group[np.argsort(due, kind="stable")]
 
 
 def pack_in_order(

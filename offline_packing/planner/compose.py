@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from offline_packing.planner.assignment import balance_packs, interleaved_order, pack_in_order
+from offline_packing.planner.assignment import balance_packs, pack_in_order
 from offline_packing.planner.copies import deal_out_copies, rounds_of_copies, separate_copies
 from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.request import PlanRequest
 from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
+from offline_packing.planner.strategies.auto import mixed
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import expand_composition
 from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
@@ -40,11 +41,11 @@ def _pack(request: PlanRequest) -> tuple[Packs, int]:
         return _compose(request)
     most_copies = int(np.bincount(request.copy_of).max(initial=0))  # of one sample
     bound = max(packs_bound(request), most_copies)
-    if request.options.windowed:
+    if request.options.has_locality:
         packs, _ = _compose(request)
     else:
         packs = _compose_apart(request, min(most_copies, bound // _PART_PACKS))
-    reach = request.window_packs if request.options.windowed else None
+    reach = request.window_packs if request.options.has_locality else None
     sizes, limits = limited(request)
     seed = request.options.seed
     return separate_copies(packs, sizes, limits, request.copy_of, reach, seed), bound
@@ -107,13 +108,15 @@ def _compose(request: PlanRequest) -> tuple[Packs, int]:
         return packs, packs_bound(request)
     counts = count_lengths(lengths, seq_length)
     bound = lower_bound(counts)
-    window_packs = request.window_packs if options.windowed else None
+    window_packs = request.window_packs if options.has_locality else None
     if window_packs is not None:
-        order = _sample_order(request)
+        order = _source_order(request)
         packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=seed)
     elif options.strategy in COMPOSERS:
-        even = options.strategy == "auto" and "balance" in options.assignment
-        composer = COMPOSERS["mixed" if even else options.strategy]
+        at_random = request.mixed or (
+            options.strategy == "auto" and "balance" in options.assignment
+        )
+        composer = mixed if at_random else COMPOSERS[options.strategy]
         composition = composer(counts, seed=seed)
         bound = max(bound, composition.lower_bound)
         choice = seed if "shuffle" in options.assignment else None
@@ -126,21 +129,13 @@ def _compose(request: PlanRequest) -> tuple[Packs, int]:
     return packs, bound
 
 
-def _sample_order(request: PlanRequest) -> np.ndarray:
-    """The order in which locality or mix packs the samples."""
-    options = request.options
-    if "locality" in options.assignment:
-        assert request.source_order is not None
-        order = np.argsort(request.source_order, kind="stable")
-    else:
-        rng = np.random.default_rng(options.seed)
-        order = np.argsort(rng.permutation(len(request.lengths)))
-    if request.copy_of is not None:
-        order = order[np.argsort(rounds_of_copies(request.copy_of)[order], kind="stable")]
-    if "mix" in options.assignment:
-        assert request.groups is not None
-        order = interleaved_order(request.groups, order, weights=request.weights)
-    return order
+def _source_order(request: PlanRequest) -> np.ndarray:
+    """Samples as they stand in the source; all first uses, then all second ones, and so on."""
+    assert request.source_order is not None
+    order = np.argsort(request.source_order, kind="stable")
+    if request.copy_of is None:
+        return order
+    return order[np.argsort(rounds_of_copies(request.copy_of)[order], kind="stable")]
 
 
 def packs_bound(request: PlanRequest) -> int:

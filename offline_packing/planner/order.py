@@ -156,14 +156,8 @@ def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
     return reordered
 
 
-def order_samples(packs: Packs, lengths: np.ndarray, how: str, seed: int) -> Packs:
-    """The same packs, the samples in each in random order, longest first, or as they were composed.
-    ``lengths`` integers (num_samples,); equal ones keep their order under longest_first."""
-    if how == "composed":
-        return packs
-    if how == "longest_first":
-        order = np.lexsort((-lengths[packs.sample_ids], packs.pack_of_slot()))
-        return Packs(packs.sample_ids[order], packs.pack_offsets)
+def shuffle_samples(packs: Packs, seed: int) -> Packs:
+    """The same packs, the samples in each in random order."""
     sample_ids = packs.sample_ids.copy()
     shuffle_between(sample_ids, packs.pack_offsets, random_state([seed, _SAMPLE_ORDER_STREAM]))
     return Packs(sample_ids, packs.pack_offsets)

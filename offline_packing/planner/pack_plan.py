@@ -8,8 +8,9 @@ plan/cp_sizes.npy            int32 (num_packs,), if packs go over 1, 2, 4 … ra
 plan/plan.json               everything else; written last, so its presence means complete
 """
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -144,6 +145,10 @@ class PackPlan:
         """Sample ids of one pack, a view."""
         return self.sample_ids[self.pack_offsets[index] : self.pack_offsets[index + 1]]
 
+    def of(self, ids: np.ndarray) -> "PackPlan":
+        """The same plan, with ``ids`` in place of the samples' numbers."""
+        return replace(self, sample_ids=ids[self.sample_ids], set_aside_ids=ids[self.set_aside_ids])
+
     def copy_numbers(self) -> np.ndarray | None:
         """Number of earlier uses of each of ``sample_ids`` in its epoch, int32 (num_packed,): 0 for
         the first use of a sample. None where none is used twice."""
@@ -154,6 +159,26 @@ class PackPlan:
         ends = self.pack_offsets[np.cumsum(self.info.epochs, dtype=np.int64)]
         numbers = [rounds_of_copies(some) for some in np.split(self.sample_ids, ends)]
         return np.concatenate(numbers) if any(some.any() for some in numbers) else None
+
+    def pairs_again(self) -> float:
+        """Share of the pairs of samples in a pack that shared one in the epoch before; a pair that
+        met twice counts twice. 0.0 where there is one epoch."""
+        pack_of_slot = np.repeat(np.arange(self.num_packs), np.diff(self.pack_offsets))
+        ends = np.cumsum([0, *self.info.epochs])
+        slots = [slice(a, b) for a, b in itertools.pairwise(self.pack_offsets[ends])]
+        num_pairs, num_again = 0, 0
+        for before, now in itertools.pairwise(slots):
+            order = np.argsort(self.sample_ids[before], kind="stable")
+            known, packs = self.sample_ids[before][order], pack_of_slot[before][order]
+            first = np.searchsorted(known, self.sample_ids[now])
+            uses = np.searchsorted(known, self.sample_ids[now], "right") - first
+            places = np.arange(uses.sum()) + np.repeat(first - np.cumsum(uses) + uses, uses)
+            both = np.repeat(pack_of_slot[now], uses) * self.num_packs + packs[places]
+            together = np.unique(both, return_counts=True)[1]
+            alone = np.unique(pack_of_slot[now], return_counts=True)[1]
+            num_again += int((together * (together - 1)).sum())
+            num_pairs += int((alone * (alone - 1)).sum())
+        return num_again / max(num_pairs, 1)
 
     def set_aside_counts(self) -> dict[str, int]:
         """Number of samples set aside for each reason."""

@@ -1,42 +1,35 @@
 """The plan: which samples form which pack, in which order, and which are set aside."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from offline_packing.planner.compose import limited, pack_request, packs_bound
+from offline_packing.planner.compose import pack_request
 from offline_packing.planner.context_parallel import ContextParallel
-from offline_packing.planner.epochs import exchange_samples
 from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
     fill_slots,
-    order_samples,
     reorder_packs,
+    shuffle_samples,
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
-from offline_packing.planner.ranks.picture_split import (
-    PictureSplit,
-    even_samples,
-    exchange_pictures,
-)
-from offline_packing.planner.ranks.uniform import Limits, kinds_of, make_uniform
+from offline_packing.planner.ranks.picture_split import even_samples
+from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
 from offline_packing.planner.request import (
     Admission,
     Budgets,
     PlanRequest,
     admit_samples,
 )
+from offline_packing.planner.strategies import COMPOSERS
 from offline_packing.planner.strategies.histogram import announce_compilation
 from offline_packing.planner.strategies.strategy import Packs
-from task_encoders.field_types import Count, Integer, Number, checked, checked_model
+from task_encoders.field_types import Count, Integer, checked, checked_model
 from task_encoders.packs.pack_format import cut_multiple
-
-#: reasons of samples whose pack was dissolved, after those of the admission
-_DISSOLVED = ("below_min_fill", "below_min_samples")
 
 
 @checked
@@ -46,7 +39,6 @@ def plan_packs(
     *,
     budgets: Budgets | None = None,
     groups: np.ndarray | None = None,
-    weights: Mapping[Integer, Number] | None = None,
     cost: np.ndarray | None = None,
     tower_cost: np.ndarray | None = None,
     media: np.ndarray | None = None,
@@ -56,10 +48,10 @@ def plan_packs(
     copy_of: np.ndarray | None = None,
     order: RankLayout | None = None,
     context_parallel: ContextParallel | None = None,
-    picture_split: PictureSplit | None = None,
+    picture_ranks: Count | None = None,
     units: np.ndarray | None = None,
     window_packs: Count = 1000,
-    exchange: bool = False,
+    mixed: bool = False,
     **options: Any,
 ) -> PackPlan:
     """Pack samples into sequences of ``seq_length`` tokens. Samples that fit no pack are set aside,
@@ -72,13 +64,12 @@ def plan_packs(
         seq_length: tokens that a pack may hold.
         budgets: further limits per pack, name -> (integer array, limit). Any strategy but those
             that decide on the histogram of lengths: ``COMPOSERS`` but auto, and hash_bucket.
-        groups: integer array, the dataset or kind of media of each sample, for assignment mix; with
-            ``homogeneous``, packs hold samples of one group only.
-        weights: group -> weight for assignment mix; default: the sizes of the groups.
+        groups: integer array, for example the kind of media of each sample: with ``homogeneous``,
+            packs hold samples of one group only.
         cost: what training on each sample costs (``families.model_cost``); default: its length
             squared. Used by ``order`` and ``context_parallel``.
         tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases, and
-            ``picture_split`` evens it out.
+            ``picture_ranks`` evens it out.
         media: 1 for samples with images, 2 with videos, 3 with both, 0 with neither; see
             ``order.uniform``.
         features: further quantities, such as tokens with loss, of which optimizer steps of eight
@@ -87,22 +78,22 @@ def plan_packs(
             locality.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
-            two, and locality and mix take first copies first, then all second ones, and so on.
+            two, and locality takes first copies first, then all second ones, and so on.
         order: write the packs so that the ranks of this layout get similar cost at each step; with
-            ``uniform`` packs of one kind, for which some may be repacked or repeated.
+            ``uniform`` packs of one kind, for which some may be halved or repeated.
         context_parallel: packs go over 1, 2, 4 … ranks, in slots of all ranks with nearly equal
             cost; ``seq_length`` is the longest pack. Each sample counts as its length rounded up to
             ``cut_multiple`` of its pack's ranks. The lower bound is one of slots.
-        picture_split: place samples so that a split of each pack's pictures by their number gives
-            context-parallel ranks even tower work. Needs ``units`` and ``tower_cost``. Samples
-            stay in their packs under assignment locality, mix and balance.
+        picture_ranks: context-parallel ranks that each pack goes over; its samples stand so that a
+            split of its pictures by their number gives these even tower work. Needs ``units`` and
+            ``tower_cost``.
         units: images, and steps of videos' grids, of each sample.
-        window_packs: packs that locality and mix compose at a time; best the packs of a shard.
-        exchange: regroup the packs at random, as full as they are, for a further epoch (see
-            epochs.py); this undoes assignment balance.
+        window_packs: packs that locality composes at a time; best the packs of a shard.
+        mixed: compose random lengths, so that hardly two samples of a pack share one again under
+            another seed: for several epochs. Needs strategy auto.
         options: further fields of ``PlanOptions``: strategy, strategy_options, seed, pad_multiple,
-            assignment, sample_order, homogeneous, max_samples, min_samples, min_fill. The same
-            input and seed give the same plan.
+            assignment, homogeneous, max_samples. The same input and seed give the same plan.
+            Samples stand in random order in their packs, unless the strategy is another packer's.
     """
     announce_compilation()
     given = {name: value for name, value in options.items() if value is not None}
@@ -118,7 +109,6 @@ def plan_packs(
         lengths=num_tokens,
         sizes=limits,
         groups=groups,
-        weights=weights,
         cost=cost,
         tower_cost=tower_cost,
         media=media,
@@ -128,10 +118,10 @@ def plan_packs(
         copy_of=copy_of,
         order=order,
         context_parallel=context_parallel,
-        picture_split=picture_split,
+        picture_ranks=picture_ranks,
         units=units,
         unit=unit,
-        exchange=exchange,
+        mixed=mixed,
     ).admitted(admission)
     request.check()
     return _plan(request, admission)
@@ -141,21 +131,20 @@ def _plan(request: PlanRequest, admission: Admission) -> PackPlan:
     """The plan of a request that was checked, in terms of all samples."""
     options, slots, cp_sizes = request.options, request.context_parallel, None
     packs, bound = pack_request(request)
-    packs, dissolved, reasons = _dissolve_poor(packs, request)
-    if len(dissolved):
-        bound = packs_bound(request.subset(packs.sample_ids))
-    if request.exchange:
-        packs = _exchange(packs, request)
-    packs = _exchange_pictures(packs, request)
-    regrouped: dict[str, Any] = {}
+    done: dict[str, Any] = {}
     if request.order is not None:
-        packs, regrouped = _order_for_ranks(packs, request)
+        packs, done = _order_for_ranks(packs, request)
     elif slots is not None:
         packs, cp_sizes = _fill_slots(packs, request)
-    elif "shuffle" in options.assignment and not options.windowed:
+    elif "shuffle" in options.assignment and not options.has_locality:
         shuffled = np.random.default_rng(options.seed).permutation(packs.num_packs)
         packs = reorder_packs(packs, shuffled)
-    packs = _order_samples(packs, request)
+    if options.strategy in COMPOSERS:
+        packs = shuffle_samples(packs, options.seed)
+    if request.picture_ranks is not None and packs.num_packs:
+        assert request.units is not None
+        assert request.tower_cost is not None
+        packs = even_samples(packs, request.units, request.tower_cost, request.picture_ranks)
     kept = request.lengths[packs.sample_ids]
     num_tokens = int(kept.sum(dtype=np.int64))
     if slots is not None and cp_sizes is not None:
@@ -169,60 +158,14 @@ def _plan(request: PlanRequest, admission: Admission) -> PackPlan:
         pad_multiple=options.pad_multiple,
         num_tokens=num_tokens,
         lower_bound=bound,
-        reason_names=(*admission.reason_names, *_DISSOLVED),
-        num_copies=len(packs.sample_ids) + len(dissolved) - len(request.lengths),
-        settings=_settings(request) | regrouped,
+        reason_names=admission.reason_names,
+        num_copies=len(packs.sample_ids) - len(request.lengths),
+        settings=_settings(request) | done,
         context_parallel=slots,
     )
-    return replace(_make_plan(packs, dissolved, reasons, admission, info), cp_sizes=cp_sizes)
-
-
-def _dissolve_poor(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray, np.ndarray]:
-    """Packs that meet min_fill and min_samples; samples of the others; 0 or 1 for the reason."""
-    none, options = np.zeros(0, packs.sample_ids.dtype), request.options
-    if (options.min_fill == 0 and options.min_samples <= 1) or packs.num_packs == 0:
-        return packs, none, none.astype(np.uint8)
-    empty = packs.sums(request.lengths) < options.min_fill * options.seq_length
-    sizes = np.diff(packs.pack_offsets)
-    poor = empty | (sizes < options.min_samples)
-    in_poor = np.repeat(poor, sizes)
-    reasons = np.repeat(np.where(empty, 0, 1), sizes)[in_poor].astype(np.uint8)
-    return reorder_packs(packs, np.flatnonzero(~poor)), packs.sample_ids[in_poor], reasons
-
-
-def _exchange(packs: Packs, request: PlanRequest) -> Packs:
-    """Packs of another epoch, under the same limits."""
-    (sizes, limits), options = limited(request), request.options
-    return exchange_samples(
-        packs,
-        sizes,
-        limits,
-        seed=options.seed,
-        groups=request.groups if options.homogeneous else None,
-        copy_of=request.copy_of,
-        min_samples=options.min_samples,
-        window=request.window_packs if options.windowed else None,
-    )
-
-
-def _exchange_pictures(packs: Packs, request: PlanRequest) -> Packs:
-    """Packs whose pictures divide evenly among ranks, if that is asked for and samples are not to
-    stay in their packs."""
-    stays = {"locality", "mix", "balance"}.intersection(request.options.assignment)
-    if request.picture_split is None or stays or not packs.num_packs:
-        return packs
-    limits = Limits(*limited(request), request.copy_of)
-    groups = request.groups if request.options.homogeneous else None
-    return exchange_pictures(packs, *request.pictures, limits, groups, request.options.seed)
-
-
-def _order_samples(packs: Packs, request: PlanRequest) -> Packs:
-    """The same packs, the samples of each in the order that is asked for."""
-    options = request.options
-    packs = order_samples(packs, request.lengths, options.sample_order, options.seed)
-    if request.picture_split is None or not packs.num_packs:
-        return packs
-    return even_samples(packs, *request.pictures)
+    if admission.sample_ids is not None:
+        packs = packs.of(admission.sample_ids)
+    return PackPlan(*packs, admission.set_aside_ids, admission.set_aside_reasons, info, cp_sizes)
 
 
 def _order_for_ranks(packs: Packs, request: PlanRequest) -> tuple[Packs, dict[str, Any]]:
@@ -231,14 +174,9 @@ def _order_for_ranks(packs: Packs, request: PlanRequest) -> tuple[Packs, dict[st
     assert order is not None
     if order.uniform and packs.num_packs:
         assert request.media is not None
-        sizes, limits = limited(request)
-        least = request.options.min_samples, request.options.min_fill * request.options.seq_length
-        bounds = Limits(sizes, limits, request.copy_of, *least)
-        made = make_uniform(
-            packs, request.media, order, bounds, may_mix=not request.options.homogeneous
-        )
-        packs, kinds = made.packs, kinds_of(request.media, made.packs)
-        done = {"uniform": dict(zip(made._fields[1:], made[1:], strict=True))}
+        packs, halved, repeated = make_uniform(packs, request.media, request.lengths, order)
+        kinds = kinds_of(request.media, packs)
+        done = {"uniform": {"halved": halved, "repeated": repeated}}
 
     def sums(values: np.ndarray) -> np.ndarray:
         of_slots = values[packs.sample_ids]
@@ -274,25 +212,10 @@ def _sample_costs(request: PlanRequest) -> np.ndarray:
 def _settings(request: PlanRequest) -> dict[str, Any]:
     """Requested settings besides the fields of PlanInfo, as JSON values."""
     order, options = request.order, request.options
-    names = {"homogeneous", "min_fill", "min_samples", "sample_order"}
     return {
-        **options.model_dump(include=names),
+        "homogeneous": options.homogeneous,
         "assignment": sorted(set(options.assignment)),
         "budgets": {name: int(limit) for name, (_, limit) in request.sizes.items()},
         "order": None if order is None else asdict(order),
-        **({"picture_split": asdict(request.picture_split)} if request.picture_split else {}),
+        **({"picture_ranks": request.picture_ranks} if request.picture_ranks else {}),
     }
-
-
-def _make_plan(
-    packs: Packs, dissolved: np.ndarray, reasons: np.ndarray, admission: Admission, info: PlanInfo
-) -> PackPlan:
-    """Packs of admitted samples, named by their index in the input."""
-    ids = admission.sample_ids
-    if ids is not None:
-        packs, dissolved = packs.of(ids), ids[dissolved]
-    aside = np.append(admission.set_aside_ids, dissolved)
-    later = (reasons + len(admission.reason_names)).astype(np.uint8)
-    reasons = np.append(admission.set_aside_reasons, later)
-    order = np.argsort(aside, kind="stable")
-    return PackPlan(*packs, aside[order], reasons[order], info)

@@ -11,7 +11,6 @@ from offline_packing.planner.options import PlanOptions
 
 if TYPE_CHECKING:
     from offline_packing.planner.order import RankLayout
-    from offline_packing.planner.ranks.picture_split import PictureSplit
 
 #: (size of each sample, limit per pack): vision patches, images, …
 Budgets = Mapping[str, tuple[np.ndarray, int]]
@@ -44,7 +43,6 @@ class PlanRequest:
     lengths: np.ndarray
     sizes: Budgets = field(default_factory=dict)
     groups: np.ndarray | None = None
-    weights: Mapping[int, float] | None = None
     cost: np.ndarray | None = None
     tower_cost: np.ndarray | None = None
     media: np.ndarray | None = None
@@ -54,11 +52,11 @@ class PlanRequest:
     copy_of: np.ndarray | None = None
     order: "RankLayout | None" = None
     context_parallel: ContextParallel | None = None
-    picture_split: "PictureSplit | None" = None
+    picture_ranks: int | None = None
     units: np.ndarray | None = None
     #: the multiple that lengths are padded to
     unit: int = 1
-    exchange: bool = False
+    mixed: bool = False
 
     def admitted(self, admission: Admission) -> "PlanRequest":
         """The same request for the samples that can be packed, with the lengths that count. Raises
@@ -91,25 +89,15 @@ class PlanRequest:
         names = "lengths groups cost tower_cost media units source_order balance_by copy_of".split()
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    @property
-    def pictures(self) -> "tuple[np.ndarray, np.ndarray, PictureSplit]":
-        """Number of each sample's pictures, the tower's operations, and the split of them."""
-        assert self.units is not None
-        assert self.tower_cost is not None
-        assert self.picture_split is not None
-        return self.units, self.tower_cost, self.picture_split
-
     def check(self) -> None:
         """Raise ValueError for an array that is missing, and options that do not go together."""
-        asked = self.options.assignment
         for what, needs, name in (
-            ("assignment locality", "locality" in asked, "source_order"),
-            ("assignment mix", "mix" in asked, "groups"),
-            ("assignment balance", "balance" in asked, "balance_by"),
+            ("assignment locality", self.options.has_locality, "source_order"),
+            ("assignment balance", "balance" in self.options.assignment, "balance_by"),
             ("homogeneous", self.options.homogeneous, "groups"),
             ("order.uniform", self.order is not None and self.order.uniform, "media"),
-            ("picture_split", self.picture_split is not None, "units"),
-            ("picture_split", self.picture_split is not None, "tower_cost"),
+            ("picture_ranks", self.picture_ranks is not None, "units"),
+            ("picture_ranks", self.picture_ranks is not None, "tower_cost"),
         ):
             if needs and getattr(self, name) is None:
                 raise ValueError(f"{what} needs {name}, an array with one entry per sample")
@@ -117,8 +105,7 @@ class PlanRequest:
             self.sizes,
             has_order=self.order is not None,
             context_parallel=self.context_parallel,
-            exchanges=self.exchange,
-            splits_pictures=self.picture_split is not None,
+            mixed=self.mixed,
         )
 
 

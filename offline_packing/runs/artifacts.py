@@ -144,7 +144,7 @@ def plan_fingerprint(run: Run) -> Fingerprint:
     """Settings that a plan depends on."""
     config, info = run.config, IndexInfo.load(run.workspace.index_info)
     assert info is not None
-    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", "weight_by"})
+    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
         for name, value in pack.items()
@@ -165,7 +165,6 @@ def _uses_fingerprint(config: PackingConfig, info: IndexInfo) -> dict[str, str |
             fields[f"source.{i}.repeat"] = str(source.repeat)
         if source.weight:
             fields[f"source.{i}.weight"] = str(source.weight)
-            fields["pack.weight_by"] = config.pack.weight_by
     if (together := split_by(config, info)) != "sample":
         fields["output.split_by"] = together
     if (fields or config.pack.epochs > 1) and len(config.output.split) > 1:

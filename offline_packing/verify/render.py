@@ -24,7 +24,6 @@ def render_result(
             if result.records
             else []
         ),
-        *([f"{'pictures':<16}{result.pictures}"] if result.pictures else []),
         *([f"{'splits':<16}{result.apart}"] if result.apart else []),
         *([f"{'steps':<16}{result.num_steps:,}, each of one kind"] if result.num_steps else []),
         *(deep_lines if deep else []),

@@ -50,8 +50,6 @@ class VerifyResult:
     media_hashes: list[tuple[str, npt.NDArray[np.uint64]]] = field(
         default_factory=list, compare=False
     )
-    #: packs that have pack.context_parallel.min_vision_units
-    pictures: str = ""
     #: what was found to stand in one split only
     apart: str = ""
     #: of all shards: read, packed and set aside, if samples were made of several

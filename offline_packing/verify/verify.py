@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.info import IndexInfo
-from offline_packing.index.pack_table import count_pictures, pack_table
+from offline_packing.index.pack_table import pack_table
 from offline_packing.index.records import count_packed, record_counts, record_hashes
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
@@ -95,7 +95,6 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
         for report in run_tasks(run, verify_shard, tasks, bar.update):
             total.add(report)
     _check_each_once(samples, stored.packs, own, total)
-    total.pictures = count_pictures(samples, stored.packs)
     _check_splits(samples, stored.packs, run, total)
     _check_records(samples, manifest, stored.packs, total)
     _check_columns(

@@ -57,7 +57,6 @@ REASONS: Final[Mapping[str, str]] = {
     "over_budget": "the sample alone is over a budget of its pack (vision patches, images, videos)",
     "too_costly": "reading it would take more than one sample may: text, messages, media, headers",
     "unexpected_error": "reading it raised an error that no other reason covers (the detail is it)",
-    "poor_pack": "its pack has fewer samples or tokens than min_samples or min_fill ask for",
 }
 
 

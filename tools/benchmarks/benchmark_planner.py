@@ -53,9 +53,7 @@ def _measure_here(
     if method in PEERS:
         run, given = lambda x: PEERS[method].function(x, seq_length), lengths.tolist()
     else:
-        run = lambda x: plan_packs(  # noqa: E731
-            x, seq_length, strategy=method, assignment=(), sample_order="composed"
-        )
+        run = lambda x: plan_packs(x, seq_length, strategy=method, assignment=())  # noqa: E731
         given = lengths
     run(given[:WARM_UP_SAMPLES])
     if method == "auto":

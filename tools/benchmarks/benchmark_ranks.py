@@ -93,7 +93,7 @@ def uniform(samples: int) -> None:
     tokens, tower, language = draw_costs(samples)
     lengths = np.asarray(tokens)
     click.echo(
-        "| with images | ranks | mixed before | mixed | packs | regrouped | repeated | fill lost |"
+        "| with images | ranks | mixed before | mixed | packs | halved | repeated | fill lost |"
     )
     click.echo("|---|---|---|---|---|---|---|---|")
     plain = plan_packs(lengths, 8192)
@@ -111,7 +111,7 @@ def uniform(samples: int) -> None:
             done = plan.info.settings["uniform"]
             click.echo(
                 f"| {share:.0%} | {num_ranks} | {found[0]} | {found[1]} | {plan.num_packs:,} | "
-                f"{done['regrouped']} | {done['repeated']} | "
+                f"{done['halved']} | {done['repeated']} | "
                 f"{100 * (plain.fill - plan.fill):.3f}% |"
             )
 

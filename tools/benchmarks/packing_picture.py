@@ -42,7 +42,7 @@ def packed(lengths: np.ndarray, strategy: str) -> list[np.ndarray]:
 def packed_online(lengths: np.ndarray) -> list[np.ndarray]:
     """Each buffer by itself, with the greedy knapsack."""
     buffers = lengths.reshape(-1, BUFFER)
-    return list(itertools.chain(*(packed(one, "greedy_knapsack") for one in buffers)))
+    return list(itertools.chain(*(packed(one, "first_fit_decreasing") for one in buffers)))
 
 
 def draw(axis: plt.Axes, title: str, rows: list[np.ndarray], room: np.ndarray) -> None:

@@ -10,17 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from offline_packing.planner.strategies.auto import auto, mixed, tilted_sampling
+from offline_packing.planner.strategies.auto import auto
 from offline_packing.planner.strategies.budgets import pack_budgets
 from offline_packing.planner.strategies.composition import Composer
-from offline_packing.planner.strategies.exact_fill import exact_fill
-from offline_packing.planner.strategies.histogram import (
-    best_fit_decreasing,
-    greedy_knapsack,
-    pack_with,
-)
-from offline_packing.planner.strategies.linear_program.pattern_lp import pattern_lp
-from offline_packing.planner.strategies.narrow_fill import narrow_fill
+from offline_packing.planner.strategies.histogram import best_fit_decreasing, pack_with
 from offline_packing.planner.strategies.peers.first_fit import (
     first_fit_decreasing,
     first_fit_shuffle,
@@ -34,18 +27,12 @@ from offline_packing.planner.strategies.strategy import Strategy
 COMPOSERS: dict[str, Composer] = {
     "auto": auto,
     "best_fit_decreasing": best_fit_decreasing,
-    "exact_fill": exact_fill,
-    "narrow_fill": narrow_fill,
-    "tilted_sampling": tilted_sampling,
-    "pattern_lp": pattern_lp,
-    "mixed": mixed,
-    "greedy_knapsack": greedy_knapsack,
 }
 
 
 STRATEGIES: dict[str, Strategy] = {
-    **{name: Strategy(partial(pack_with, compose)) for name, compose in COMPOSERS.items()},
     "auto": Strategy(partial(pack_with, auto), under_limits=pack_budgets),
+    "best_fit_decreasing": Strategy(partial(pack_with, best_fit_decreasing)),
     "hash_bucket": hash_bucket,
     "first_fit_decreasing": first_fit_decreasing,
     "first_fit_shuffle": first_fit_shuffle,

@@ -130,8 +130,8 @@ def test_frozen(tmp_path: Path) -> None:
         ("pack.seed=99999999999999999999", r"pack\.seed=9+: .*less than or equal to 9223372036"),
         ("pack.seq_length=3000000000", r"pack\.seq_length=3000000000: .*equal to 2147483647"),
         ("pack.pad_multiple=8193", r"pad_multiple 8193 > seq_length 8192"),
-        ("pack.min_fill=nan", r"pack\.min_fill='nan': .*finite"),
-        ("pack.assignment=random", r"choose 'shuffle', 'locality', 'mix' or 'balance'"),
+        ("pack.max_set_aside=nan", r"pack\.max_set_aside='nan': .*finite"),
+        ("pack.assignment=random", r"choose 'shuffle', 'locality' or 'balance'"),
         ("pack.assignment=3", r"pack\.assignment=3 is not a list"),
         ("pack.order=8", r"pack\.order=8 is not a mapping; .*fields among: num_ranks, num_workers"),
         ("pack.budgets={pixels: 3}", r"pack\.budgets\.pixels.*'images'"),
@@ -173,10 +173,8 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
             "chunk_size: Input should be greater than or equal to 1",
         ),
         ({"strategy": "knapsack", "strategy_options": {"num_images": [1]}}, "no option 'num_im"),
-        ({"homogeneous": True, "assignment": "mix"}, "leave out one of the two"),
         ({"order": {"num_ranks": 2}, "assignment": "locality"}, "choose one of them"),
-        ({"max_samples": 2, "min_samples": 3}, "no pack can be both"),
-        ({"max_samples": 2, "strategy": "pattern_lp"}, "cannot honour budget 'samples'; choose "),
+        ({"max_samples": 2, "strategy": "hash_bucket"}, "cannot honour budget 'samples'; choose "),
         ({"budgets": {"images": 2}, "strategy": "hash_bucket"}, "cannot honour budget 'images'"),
         ({"budgets": {"images": 2}, "assignment": ["balance"]}, "may break a budget"),
     ],
@@ -191,7 +189,8 @@ def test_settings_that_cannot_work_are_refused_before_measuring(
 
 
 def test_one_assignment_needs_no_list(tmp_path: Path) -> None:
-    assert load(tmp_path, EXAMPLE, "pack.assignment=mix").pack.assignment == ("mix",)
+    one = load(tmp_path, EXAMPLE, "pack.assignment=balance")
+    assert one.pack.assignment == ("balance",)
     both = load(tmp_path, EXAMPLE, "pack.assignment=[shuffle, balance]")
     assert both.pack.assignment == ("shuffle", "balance")
 

@@ -21,7 +21,7 @@ def rows(*numbers: int) -> np.ndarray:
 
 def merged() -> AsideSamples:
     left_out = AsideSamples(
-        rows(2, 7), np.array([1, 0], np.int32), (("overlong", "9 tokens"), ("poor_pack", "few"))
+        rows(2, 7), np.array([1, 0], np.int32), (("overlong", "9 tokens"), ("over_budget", "few"))
     )
     return AsideSamples.merge(
         [
@@ -38,7 +38,7 @@ def test_the_first_reason_counts() -> None:
     assert aside.ids.tolist() == [1, 2, 5, 7, 9]
     assert [aside.texts[code] for code in aside.codes] == [
         ("not_in_layout", "no image"),
-        ("poor_pack", "few"),
+        ("over_budget", "few"),
         ("duplicate_key", "again"),
         ("overlong", "9 tokens"),
         ("duplicate_key", "again"),
@@ -47,10 +47,10 @@ def test_the_first_reason_counts() -> None:
         "duplicate_key": 2,
         "not_in_layout": 1,
         "overlong": 1,
-        "poor_pack": 1,
+        "over_budget": 1,
     }
     assert aside.first("duplicate_key") == (5, "again")
-    assert aside.first("over_budget") is None
+    assert aside.first("not_drawn") is None
 
 
 def test_nothing() -> None:

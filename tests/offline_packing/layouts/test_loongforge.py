@@ -12,7 +12,6 @@ import pytest
 import yaml
 from megatron.energon import WorkerConfig, get_loader
 
-from offline_packing.errors import StageError
 from offline_packing.layouts.loongforge import _room_of_images
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
@@ -113,12 +112,6 @@ def test_a_pack_holds_media_of_one_type_in_all_its_samples(tmp_path: Path) -> No
     assert set(seen) == {"image", "video", "text"}
     assert len(seen) < 30
     assert verify(run, deep=True).ok
-
-
-def test_sources_are_not_mixed_where_media_must_not_be(tmp_path: Path) -> None:
-    run = run_of(mixed_media(tmp_path), tmp_path / "out", assignment=["mix"])
-    with pytest.raises(StageError, match="holds packs of one type of media, and assignment mix"):
-        pack_all(run)
 
 
 def test_packs_leave_room_for_the_newline_behind_each_sample(tmp_path: Path) -> None:

@@ -83,8 +83,7 @@ ONE, ZERO = "it must be at least 1", "it must be at least 0"
         (planned, "seq_length", "8", INTEGER),
         (planned, "seq_length", 8.5, INTEGER),
         (planned, "max_samples", 0, ONE),
-        (planned, "min_fill", float("nan"), "it must be a finite number"),
-        (planned, "exchange", "yes", BOOLEAN),
+        (planned, "mixed", "yes", BOOLEAN),
         (planned, "window_packs", 0, ONE),
     ],
 )

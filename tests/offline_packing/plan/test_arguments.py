@@ -9,7 +9,6 @@ import pytest
 from offline_packing.config.packing import parse_config
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.engines.local import LocalEngine
-from offline_packing.errors import ConfigError
 from offline_packing.index.rows import sample_flops
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
@@ -77,16 +76,12 @@ def test_homogeneous_packs_hold_one_kind_of_media(data: Path, engine: LocalEngin
     assert set(np.unique(with_image / sizes)) == {0.0, 1.0}
 
 
-def test_limits_on_samples_and_fill(data: Path, engine: LocalEngine) -> None:
-    samples, plan = planned(data, engine, max_samples=4, min_samples=2, min_fill=0.5)
-    sizes = np.diff(plan.packs.pack_offsets)
-    assert sizes.max() <= 4
-    assert sizes.min() >= 2
-    assert pack_sums(plan, samples.array("num_tokens")).min() >= 1024
-    assert plan.set_aside.reasons["poor_pack"] > 0
+def test_a_limit_on_samples(data: Path, engine: LocalEngine) -> None:
+    _, plan = planned(data, engine, max_samples=4)
+    assert np.diff(plan.packs.pack_offsets).max() == 4
 
 
-@pytest.mark.parametrize("assignment", [["locality"], ["mix"], ["shuffle", "balance"], []])
+@pytest.mark.parametrize("assignment", [["locality"], ["shuffle", "balance"], []])
 def test_assignments_keep_every_sample(
     assignment: list[str], data: Path, engine: LocalEngine
 ) -> None:
@@ -104,8 +99,3 @@ def test_an_order_for_ranks_evens_out_their_steps(data: Path, engine: LocalEngin
         cost = sample_flops(samples, QWEN2_VL.cost).total
         idle[name] = idle_share(pack_sums(plan, cost), layout)
     assert idle["grouped"] < idle["shuffled"]
-
-
-def test_two_groupings_at_once_are_refused(data: Path, engine: LocalEngine) -> None:
-    with pytest.raises(ConfigError, match="leave out one"):
-        planned(data, engine, homogeneous=True, assignment=["mix"])

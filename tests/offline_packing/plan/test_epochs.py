@@ -79,7 +79,8 @@ def test_each_epoch_has_every_sample_once(packed: Run) -> None:
     assert len(keys[0]) + len(held_out) == COUNT
     assert epochs[0] != epochs[1] != epochs[2]
     assert verify(packed, deep=True).problems == []
-    assert "epochs                  3, all counted below" in plan_summary(packed)
+    again = f"{plan.pairs_again():.2%} of the pairs of samples in a pack meet again in the next"
+    assert f"epochs                  3, all counted below; {again}" in plan_summary(packed)
     assert read_packed_data(packed.workspace.root).num_packs == plan.info.epochs[0]
 
 
@@ -158,8 +159,8 @@ def test_copies_are_numbered_within_an_epoch(tmp_path: Path) -> None:
     [
         ({"output": {"layout": "energon"}}, r"pack\.epochs=2 .* would copy all data for each"),
         ({"output": {"layout": "indexed"}}, r"pack\.epochs=2 .* would copy all data for each"),
-        ({"pack": {"epochs": 2, "min_fill": 0.5}}, "epochs 2 exchanges samples"),
-        ({"pack": {"epochs": 2, "assignment": "balance"}}, "epochs 2 exchanges samples"),
+        ({"pack": {"epochs": 2, "strategy": "sequential"}}, "strategy 'sequential' makes the same"),
+        ({"pack": {"epochs": 2, "assignment": "locality"}}, "assignment locality makes the same"),
     ],
 )
 def test_what_does_not_go_together(tmp_path: Path, sections: dict[str, Any], message: str) -> None:

@@ -149,17 +149,6 @@ def test_every_epoch_has_all_samples_in_other_packs(tmp_path: Path) -> None:
     assert len(packs[0] & packs[1]) < len(packs[0]) / 10
 
 
-def test_packs_are_mixed_from_the_sources(tmp_path: Path) -> None:
-    rows = "".join(f"{name}{i},10,{name}\n" for name in "ab" for i in range(40))
-    (tmp_path / "l.csv").write_text(f"key,tokens,source\n{rows}")
-    config = write_config(tmp_path, seq_length=80, assignment="mix")
-    plan_lengths(config, (), tmp_path / "l.csv", tmp_path / "out.parquet")
-    packs: dict[int, str] = {}
-    for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
-        packs[row["pack"]] = packs.get(row["pack"], "") + row["key"][0]
-    assert {"".join(sorted(pack)) for pack in packs.values()} == {"aaaabbbb"}
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -188,7 +177,6 @@ def test_bad_lengths(tmp_path: Path, name: str, text: str, message: str) -> None
         ({"budgets": {"images": 3}}, "num_images"),
         ({"homogeneous": True}, "num_images"),
         ({"assignment": "balance"}, "num_vision_patches"),
-        ({"assignment": "mix"}, "source"),
     ],
 )
 def test_what_packs_depend_on_must_be_known(

@@ -16,7 +16,6 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
-from offline_packing.verify.render import render_result
 from offline_packing.verify.verify import verify
 from task_encoders import PackedTaskEncoder, required_pad_multiple
 from task_encoders.families import model_cost
@@ -25,7 +24,7 @@ from tests.helpers.datasets import make_config, make_run, mixed_pairs, pack_all,
 SIZE = 2
 PACK: dict[str, Any] = {
     "seq_length": 400,
-    "context_parallel": {"size": SIZE, "min_vision_units": SIZE},
+    "context_parallel": {"size": SIZE},
 }
 
 
@@ -75,7 +74,6 @@ def test_artifacts_say_what_was_planned(run: Run) -> None:
     assert manifest.config["pack"]["context_parallel"]["size"] == SIZE
     found = split_of_packs(open_index(run), plan, model_cost(run.config.model))
     assert found is not None
-    assert found.num_few < 0.2 * plan.num_packs
     report(run)
     document = json.loads((run.workspace.report / "report.json").read_bytes())
     assert document["pad_multiple"] == 2 * SIZE
@@ -83,11 +81,6 @@ def test_artifacts_say_what_was_planned(run: Run) -> None:
     summary = plan_summary(run)
     assert f"ranks of a pack         {SIZE}, samples padded to multiples of {2 * SIZE}" in summary
     assert f"{found.idle:.2%} if ranks of a pack take equally many pictures each" in summary
-    assert f"1 to 1 pictures         {found.num_few} packs" in summary
-    media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
-    enough = np.count_nonzero(media) - found.num_few
-    shown = f"{'pictures':<16}{enough} packs have 2 or more, {found.num_few} have fewer"
-    assert shown in render_result(result, deep=True)
 
 
 def test_pictures_of_rows_divide_evenly(source: dict[str, str], run: Run, tmp_path: Path) -> None:
@@ -101,9 +94,9 @@ def test_pictures_of_rows_divide_evenly(source: dict[str, str], run: Run, tmp_pa
             shares = shares_of_rows(rows_of(folder))
             idle[name, layout] = 1 - shares.sum() / (SIZE * shares.max(1).sum())
     assert idle["even", "energon"] == idle["even", "indexed"]
-    assert idle["plain", "energon"] > 1.5 * idle["even", "energon"]
+    assert idle["plain", "energon"] > 1.3 * idle["even", "energon"]
     shares = shares_of_rows(rows_of(run.workspace.root))
-    assert 1 - shares.sum() / (SIZE * shares.max(1).sum()) < 0.7 * idle["plain", "energon"]
+    assert 1 - shares.sum() / (SIZE * shares.max(1).sum()) < 0.8 * idle["plain", "energon"]
 
 
 def test_packs_have_room_for_as_many_ranks(run: Run) -> None:
@@ -127,8 +120,7 @@ def test_padding_is_what_ranks_cut(size: int, multiple: int, padding: int) -> No
 @pytest.mark.parametrize(
     ("pack", "message"),
     [
-        ({"context_parallel": {"min_vision_units": 2}}, "write {size: 4}"),
-        ({"context_parallel": {"size": 2}, "sample_order": "composed"}, "sample_order composed"),
+        ({"context_parallel": {"size": 2, "ranks": 2}}, "write {size: 4}"),
         ({"context_parallel": {"size": 512}}, "multiples of 1024 > seq_length 512"),
     ],
 )

@@ -72,7 +72,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Index]:
 
 PACKS = [
     *({"strategy": name} for name in STRATEGIES),
-    {"assignment": "mix"},
     {"assignment": "balance"},
     {"assignment": "locality"},
     {"budgets": {"images": 3}},

@@ -51,7 +51,7 @@ def folder(source: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     assert result.ok, result.problems
     summary = (folder / "_packing" / "plan" / "summary.txt").read_text()
     assert "waiting after the tower too" in summary
-    assert re.search(r"mixed steps +0 of \d+; \d+ packs became \d+, \d+ are repeated", summary)
+    assert re.search(r"mixed steps +0 of \d+; \d+ packs halved, \d+ repeated", summary)
     counts = read_packed_data(folder).num_packs, read_packed_data(folder).num_val_packs
     assert all(count > 0 and count % 8 == 0 for count in counts)
     assert f"steps           {sum(counts) // 4}, each of one kind" in render_result(

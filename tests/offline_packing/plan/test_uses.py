@@ -13,10 +13,11 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
-from offline_packing.plan.uses import assign_splits, count_uses, in_rounds, repeats_of_weights
+from offline_packing.plan.uses import assign_splits, count_uses, in_rounds
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
+from offline_packing.sources import parse_options
 from offline_packing.sources.options import MAX_REPEAT
 from offline_packing.verify.verify import verify
 from tests.helpers import formats
@@ -34,32 +35,49 @@ HASHES = np.array([key_hash(0, f"key{i}") for i in range(4000)], np.uint64)
 SPLIT = {"split": {"train": 0.8, "val": 0.2}}
 
 
-@given(
-    sizes=st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 10**6)), min_size=1, max_size=6)
-)
-def test_weights_are_shares_and_nothing_is_left_out(sizes: list[tuple[float, int]]) -> None:
-    weights, counts = zip(*sizes, strict=True)
-    repeats = repeats_of_weights(weights, counts)
-    assert min(repeats) == pytest.approx(1)
-    used = [repeat * count for repeat, count in zip(repeats, counts, strict=True)]
-    shares = [weight / sum(weights) for weight in weights]
-    assert [one / sum(used) for one in used] == pytest.approx(shares)
+def uses_of(
+    options: list[dict[str, float]],
+    sizes: list[int],
+    hashes: np.ndarray = HASHES,
+    *,
+    tokens: int = 10,
+    seed: int = 1,
+) -> np.ndarray:
+    """Uses of samples of equal length, so many of each source."""
+    named = [
+        parse_options({"format": "pairs", "path": str(i), "task": "vqa", **option})
+        for i, option in enumerate(options)
+    ]
+    ids = np.repeat(np.arange(len(sizes)), sizes)
+    return count_uses(named, hashes[: len(ids)], ids, np.full(len(ids), tokens), 10, seed)
+
+
+@given(sources=st.lists(st.tuples(st.floats(1, 9), st.integers(200, 600)), min_size=1, max_size=6))
+def test_weights_are_shares_and_nothing_is_left_out(sources: list[tuple[float, int]]) -> None:
+    weights, sizes = map(list, zip(*sources, strict=True))
+    uses = uses_of([{"weight": weight} for weight in weights], sizes)
+    assert uses.min() == 1
+    used = np.bincount(np.repeat(np.arange(len(sizes)), sizes), uses)
+    shares = np.array(weights) / sum(weights)
+    assert used / used.sum() == pytest.approx(shares, rel=0.1)
 
 
 def test_weights_example() -> None:
-    assert repeats_of_weights([1, 3], [100, 100]) == [1, 3]
-    assert repeats_of_weights([1, 1], [0, 10]) == [1, 1]
+    assert uses_of([{"weight": 1}, {"weight": 3}], [2, 2]).tolist() == [1, 1, 3, 3]
+    assert uses_of([{"weight": 1}, {"weight": 1}], [0, 3]).tolist() == [1, 1, 1]
+    too_long = uses_of([{"weight": 1}, {"weight": 3}], [2, 1], tokens=11)
+    assert too_long.tolist() == [1, 1, 1]  # they fit no pack
 
 
 @pytest.mark.parametrize("repeat", [0.25, 1, 1.5, 3])
 def test_uses_follow_from_key_and_seed(repeat: float) -> None:
-    repeats = np.full(len(HASHES), repeat)
-    uses = count_uses(HASHES, repeats, seed=1)
+    arguments = [{"repeat": repeat}], [len(HASHES)]
+    uses = uses_of(*arguments)
     assert set(uses.tolist()) <= {int(repeat), int(repeat) + 1}
     assert uses.mean() == pytest.approx(repeat, abs=0.04)
-    assert np.array_equal(uses[::-1], count_uses(HASHES[::-1], repeats, seed=1))
+    assert np.array_equal(uses[::-1], uses_of(*arguments, HASHES[::-1]))
     if repeat % 1:
-        assert not np.array_equal(uses, count_uses(HASHES, repeats, seed=2))
+        assert not np.array_equal(uses, uses_of(*arguments, seed=2))
 
 
 def test_rounds() -> None:
@@ -125,8 +143,7 @@ def shares(run: Run, what: str) -> list[float]:
     return (totals / totals.sum()).tolist()
 
 
-@pytest.mark.parametrize("weight_by", ["tokens", "samples"])
-def test_weights_are_changed_without_measuring_again(tmp_path: Path, weight_by: str) -> None:
+def test_weights_are_changed_without_measuring_again(tmp_path: Path) -> None:
     """Pictures of one size with long captions, and many small ones with short captions."""
     captioning_pairs(tmp_path / "a", 20)
     captioning_pairs(tmp_path / "b", 60, seed=1)
@@ -138,7 +155,7 @@ def test_weights_are_changed_without_measuring_again(tmp_path: Path, weight_by: 
             {"format": "pairs", "path": str(tmp_path / name), "task": "captioning", "weight": w}
             for name, w in (("a", weight), ("b", 1))
         ]
-        return make_run(blend, tmp_path / "out", pack={"seq_length": 512, "weight_by": weight_by})
+        return make_run(blend, tmp_path / "out", pack={"seq_length": 512})
 
     measure(run_for(1))
     written = run_for(1).workspace.index_info.stat().st_mtime_ns
@@ -146,7 +163,7 @@ def test_weights_are_changed_without_measuring_again(tmp_path: Path, weight_by: 
         run = run_for(weight)
         measure(run)
         plan_index(run)
-        assert shares(run, weight_by) == pytest.approx(
+        assert shares(run, "tokens") == pytest.approx(
             [weight / (weight + 1), 1 / (weight + 1)], abs=0.04
         )
     assert run.workspace.index_info.stat().st_mtime_ns == written
@@ -201,9 +218,8 @@ def test_weights_that_ask_for_too_many_copies(tmp_path: Path) -> None:
     "pack",
     [
         {},
-        {"assignment": ["mix"]},
         {"assignment": ["balance"]},
-        {"assignment": ["mix", "locality", "balance"]},
+        {"assignment": ["locality", "balance"]},
         {"strategy": "sequential"},
         {"strategy": "hash_bucket"},
         {"order": {"num_ranks": 2}},

@@ -1,10 +1,10 @@
-"""Locality, mix and balance: what they promise, at the same fill."""
+"""Locality and balance: what they promise, at the same fill."""
 
 import numpy as np
 import pytest
 
 from offline_packing import plan_packs
-from offline_packing.planner.assignment import balance_packs, interleaved_order
+from offline_packing.planner.assignment import balance_packs
 from offline_packing.planner.strategies.strategy import Packs
 
 
@@ -122,31 +122,3 @@ def test_locality_with_balance_stays_within_windows() -> None:
             plain.pack_offsets[start], plain.pack_offsets[min(start + 300, plain.num_packs)]
         )
         assert set(plain.sample_ids[stretch]) == set(even.sample_ids[stretch])
-
-
-def test_interleaving_follows_weights_until_a_dataset_ends() -> None:
-    groups = np.repeat([0, 1], [900, 100])
-    even = groups[interleaved_order(groups, np.arange(1000))]
-    assert (np.abs(np.cumsum(even) - np.arange(1, 1001) / 10) <= 1).all()
-    weighted = groups[interleaved_order(groups, np.arange(1000), weights={0: 1, 1: 1})]
-    assert weighted[:200].sum() == 100
-    order = interleaved_order(groups, np.arange(1000)[::-1])
-    assert (np.diff(order[groups[order] == 0]) < 0).all()
-
-
-@pytest.mark.parametrize("assignment", ["mix", ["mix", "locality"]])
-def test_mix_holds_proportions_in_every_stretch_of_packs(assignment) -> None:
-    tokens, _ = caption_lengths(30_000)
-    groups = np.repeat([0, 1, 2], [18_000, 9_000, 3_000])
-    plan = plan_packs(
-        tokens,
-        8192,
-        assignment=assignment,
-        groups=groups,
-        source_order=np.arange(30_000),
-        window_packs=100,
-    )
-    assert plan.num_packs <= 1.005 * plan.info.lower_bound
-    stretches = np.array_split(groups[plan.sample_ids], 12)
-    shares = np.array([np.bincount(stretch, minlength=3) / len(stretch) for stretch in stretches])
-    assert np.abs(shares - [0.6, 0.3, 0.1]).max() < 0.05

@@ -193,13 +193,12 @@ def test_groups_share_no_pack() -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"strategy": "exact_fill"}, "strategy 'exact_fill'"),
+        ({"strategy": "sequential"}, "strategy 'sequential'"),
         ({"assignment": "locality", "source_order": np.arange(9)}, "assignment locality"),
         ({"max_samples": 4}, "a limit of samples"),
         ({"budgets": {"images": (np.ones(9, int), 4)}}, "a limit of images"),
         ({"order": RankLayout(8)}, "order"),
-        ({"min_fill": 0.5}, "min_fill or min_samples"),
-        ({"exchange": True}, "packs of other epochs"),
+        ({"mixed": True}, "several epochs"),
     ],
 )
 def test_what_slots_cannot_keep_is_refused(given: dict[str, Any], named: str) -> None:

@@ -49,7 +49,7 @@ def test_every_strategy_keeps_copies_apart(strategy: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("assignment", ["mix", "locality", "balance"])
+@pytest.mark.parametrize("assignment", ["locality", "balance"])
 def test_every_assignment_keeps_copies_apart(assignment: str, seed: int) -> None:
     lengths, copy_of = draw(600, seed)
     plan = plan_packs(
@@ -58,7 +58,6 @@ def test_every_assignment_keeps_copies_apart(assignment: str, seed: int) -> None
         seed=seed,
         copy_of=copy_of,
         assignment=assignment,
-        groups=copy_of % 3,
         source_order=copy_of,
         balance_by=lengths,
         window_packs=20,
@@ -140,15 +139,15 @@ def test_without_copies_nothing_changes() -> None:
     assert np.array_equal(plain.pack_offsets, same.pack_offsets)
 
 
-def test_mix_takes_copies_round_by_round() -> None:
+def test_locality_takes_copies_round_by_round() -> None:
     copy_of = used(np.full(1000, 3))
     assert rounds_of_copies(copy_of).tolist() == np.repeat([0, 1, 2], 1000).tolist()
     plan = plan_packs(
         np.full(3000, 100),
         1000,
         copy_of=copy_of,
-        assignment="mix",
-        groups=copy_of * 0,
+        assignment="locality",
+        source_order=copy_of,
         window_packs=10,
     )
     rounds = np.argsort(plan.sample_ids) // 1000

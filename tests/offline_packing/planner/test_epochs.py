@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from offline_packing import plan_packs
+from offline_packing.plan.make_plan import join_plans, plan_epochs
 from offline_packing.planner.pack_plan import PackPlan
 
 SEQ_LENGTH = 8192
@@ -25,16 +26,28 @@ def pairs(plan: PackPlan) -> set[tuple[int, int]]:
 def test_pairs_do_not_meet_again() -> None:
     lengths = draw(6000)
     one_plan = plan_packs(lengths, SEQ_LENGTH, seed=0)
-    plans = [plan_packs(lengths, SEQ_LENGTH, seed=e, exchange=True) for e in range(3)]
+    plans = plan_epochs(3, lengths, seq_length=SEQ_LENGTH, seed=0)
     for plan in plans:
         assert np.array_equal(np.sort(plan.sample_ids), np.arange(len(lengths)))
         assert max(int(lengths[pack].sum()) for pack in plan) <= SEQ_LENGTH
-        assert abs(plan.fill - one_plan.fill) < 0.001
-    for one, other in itertools.pairwise(plans):
-        assert len(pairs(one) & pairs(other)) <= 0.01 * len(pairs(one))
+        assert plan.num_packs <= one_plan.num_packs
+    shares = [len(pairs(a) & pairs(b)) / len(pairs(b)) for a, b in itertools.pairwise(plans)]
+    assert max(shares) < 0.02
+    assert join_plans({"": plans}).pairs_again() == pytest.approx(np.mean(shares), rel=0.01)
     # which another seed alone does not do
     same = plan_packs(lengths, SEQ_LENGTH, seed=1)
     assert len(pairs(one_plan) & pairs(same)) > 0.1 * len(pairs(same))
+
+
+def test_pairs_of_copies_are_counted() -> None:
+    """Packs of two samples, each used twice: a pair that met twice counts twice."""
+    lengths, copy_of = np.full(8, 40), np.arange(8) // 2
+    plans = plan_epochs(2, lengths, seq_length=80, seed=0, copy_of=copy_of)
+    plan = join_plans({"": [plan.of(copy_of) for plan in plans]})
+    before, now = (
+        [{*pack.tolist()} for pack in packs] for packs in (list(plan)[:4], list(plan)[4:])
+    )
+    assert plan.pairs_again() == sum(before.count(pack) for pack in now) / 4 > 0
 
 
 @pytest.mark.parametrize(
@@ -44,7 +57,7 @@ def test_pairs_do_not_meet_again() -> None:
         {"pad_multiple": 64},
         {"homogeneous": True},
         {"copy_of": np.arange(2000) // 2},
-        {"assignment": "locality", "source_order": np.arange(2000), "window_packs": 20},
+        {"assignment": ["shuffle", "balance"]},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
@@ -53,14 +66,13 @@ def test_limits_are_kept(arguments: dict[str, Any]) -> None:
     patches = np.random.default_rng(1).integers(0, 2000, 2000)
     if "homogeneous" in arguments:
         arguments = {**arguments, "groups": kinds}
-    if "assignment" not in arguments:
+    if "assignment" in arguments:
+        arguments = {**arguments, "balance_by": patches}
+    else:
         arguments = {**arguments, "budgets": {"patches": (patches, 20_000)}}
-    plans = [
-        plan_packs(lengths, SEQ_LENGTH, seed=0, exchange=exchange, **arguments)
-        for exchange in (False, True)
-    ]
-    assert plans[0].num_packs == plans[1].num_packs
-    assert len(pairs(plans[0]) & pairs(plans[1])) < 0.5 * len(pairs(plans[0]))
+    plans = plan_epochs(2, lengths, seq_length=SEQ_LENGTH, seed=0, **arguments)
+    assert abs(plans[0].num_packs - plans[1].num_packs) <= 1
+    assert join_plans({"": plans}).pairs_again() < 0.03
     multiple = arguments.get("pad_multiple", 1)
     for pack in plans[1]:
         assert (-(-lengths[pack] // multiple) * multiple).sum() <= SEQ_LENGTH
@@ -68,14 +80,11 @@ def test_limits_are_kept(arguments: dict[str, Any]) -> None:
         assert len(pack) <= arguments.get("max_samples", 2000)
         assert "homogeneous" not in arguments or len(set(kinds[pack].tolist())) == 1
         assert "copy_of" not in arguments or len(set((pack // 2).tolist())) == len(pack)
-    if "assignment" in arguments:
-        spread = [np.ptp(pack) for pack in plans[1]]
-        assert np.mean(spread) < 1000  # of 2000, as windows hold a fifth of the packs
     assert np.array_equal(np.sort(plans[1].sample_ids), np.arange(2000))
 
 
 def test_the_same_seed_gives_the_same_packs() -> None:
     lengths = draw(500)
-    plans = [plan_packs(lengths, SEQ_LENGTH, seed=3, exchange=True) for _ in range(2)]
+    plans = [plan_packs(lengths, SEQ_LENGTH, seed=3, mixed=True) for _ in range(2)]
     assert np.array_equal(plans[0].sample_ids, plans[1].sample_ids)
     assert np.array_equal(plans[0].pack_offsets, plans[1].pack_offsets)

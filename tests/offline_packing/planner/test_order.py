@@ -77,21 +77,11 @@ def test_impossible_layout(arguments) -> None:
 
 
 def test_samples_inside_packs() -> None:
+    """In random order, and as another packer put them."""
     lengths = np.random.default_rng(0).integers(10, 900, 2000)
-    plans = {
-        how: plan_packs(lengths, 1000, sample_order=how)
-        for how in ("random", "longest_first", "composed")
-    }
-    contents = {
-        how: [sorted(plan.pack(i).tolist()) for i in range(plan.num_packs)]
-        for how, plan in plans.items()
-    }
-    assert contents["random"] == contents["longest_first"] == contents["composed"]
-    for i in range(plans["random"].num_packs):
-        assert (np.diff(lengths[plans["longest_first"].pack(i)]) <= 0).all()
-    again = plan_packs(lengths, 1000, sample_order="random")
-    assert np.array_equal(plans["random"].sample_ids, again.sample_ids)
-    longest_at = [lengths[again.pack(i)].argmax() for i in range(again.num_packs)]
-    assert np.mean(np.array(longest_at) > 0) > 0.3
-    with pytest.raises(ValueError, match="sample_order is 'sorted'; it must be 'random'"):
-        plan_packs(lengths, 1000, sample_order="sorted")
+    plan, again = plan_packs(lengths, 1000), plan_packs(lengths, 1000)
+    assert np.array_equal(plan.sample_ids, again.sample_ids)
+    assert np.mean([lengths[pack].argmax() > 0 for pack in plan]) > 0.3
+    for strategy in ("first_fit_decreasing", "to_constant_volume"):
+        longest_first = plan_packs(lengths, 1000, strategy=strategy)
+        assert all((np.diff(lengths[pack]) <= 0).all() for pack in longest_first)

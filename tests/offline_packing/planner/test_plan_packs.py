@@ -123,17 +123,6 @@ assert offline_packing.plan_packs(np.array([3, 4, 5]), 8).num_packs == 2
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_short_packs_are_dissolved_with_a_reason() -> None:
-    num_tokens = np.array([90, 5, 60, 60, 40])
-    plan = plan_packs(num_tokens, 100, min_fill=0.7, min_samples=2)
-    assert sorted(plan.sample_ids.tolist()) in ([0, 1, 2, 4], [0, 1, 3, 4])
-    assert plan.set_aside_counts() == {"below_min_fill": 1}
-    assert plan.info.lower_bound == plan.num_packs == 2
-    lonely = plan_packs(np.array([90, 60, 40]), 100, min_samples=2)
-    assert lonely.set_aside_ids.tolist() == [0]
-    assert lonely.set_aside_counts() == {"below_min_samples": 1}
-
-
 def test_homogeneous_packs_hold_one_group() -> None:
     rng = np.random.default_rng(2)
     num_tokens = rng.integers(1, 500, 2000)
@@ -174,20 +163,13 @@ def test_no_budget_is_exceeded(rows, limit, max_samples, seed) -> None:
         ({"pad_multiple": 0}, "pad_multiple is 0; it must be at least 1"),
         ({"pad_multiple": 64}, "pad_multiple 64 > seq_length 10; no sample would fit a pack"),
         ({"assignment": "locality"}, "assignment locality needs source_order"),
-        ({"assignment": ["mix"]}, "assignment mix needs groups"),
         ({"assignment": "balance"}, "assignment balance needs balance_by"),
         ({"homogeneous": True}, "homogeneous needs groups"),
         ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 3 samples"),
-        ({"min_fill": 1.5}, "min_fill is 1.5; it must be at most 1"),
         ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
-        ({"max_samples": 2, "min_samples": 3}, "min_samples is 3 > max_samples 2"),
         ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot honour budget 'samples'"),
         (
-            {"assignment": "mix", "groups": np.zeros(3, int), "weights": {1: 2.0}},
-            r"weights\[0\] is None",
-        ),
-        (
-            {"assignment": "mix", "groups": np.zeros(3, int), "order": RankLayout(2)},
+            {"assignment": "locality", "source_order": np.arange(3), "order": RankLayout(2)},
             "choose one of them",
         ),
     ],
@@ -207,11 +189,11 @@ def test_options_are_said_once() -> None:
     for name, field in PlanOptions.model_fields.items():
         assert PackConfig.model_fields[name].default == field.default
         assert name in (plan_packs.__doc__ or "")
-    config = PackConfig(strategy="best_fit_decreasing", pad_multiple=4, min_fill=0.5)
+    config = PackConfig(strategy="best_fit_decreasing", pad_multiple=4, homogeneous=True)
     options = config.model_dump(include=set(PlanOptions.model_fields))
-    plan = plan_packs(np.array([3, 4, 5]), **options)
+    plan = plan_packs(np.array([3, 4, 5]), groups=np.zeros(3, int), **options)
     assert (plan.info.strategy, plan.info.pad_multiple) == ("best_fit_decreasing", 4)
-    assert plan.info.settings["min_fill"] == 0.5
+    assert plan.info.settings["homogeneous"]
 
 
 def test_first_run_says_once_that_it_compiles(tmp_path, monkeypatch, caplog) -> None:
@@ -255,10 +237,10 @@ def test_number_of_threads_does_not_change_the_plan() -> None:
     code = """
 import hashlib
 import numpy as np
-from offline_packing import plan_packs
+from offline_packing.planner.strategies.linear_program.pattern_lp import pattern_lp
 lengths = 596 + np.random.default_rng(0).geometric(0.015, 5000)
-plan = plan_packs(lengths, 8192, strategy="pattern_lp")
-print(hashlib.sha256(plan.sample_ids.tobytes() + plan.pack_offsets.tobytes()).hexdigest())
+found = pattern_lp(np.bincount(lengths, minlength=8193))
+print(hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest())
 """
     hashes = {
         subprocess.run(

@@ -11,17 +11,23 @@ def test_values_are_shown_on_one_line_as_they_are_written() -> None:
     def encoded(value: object) -> str | int:
         return to_json(value).decode()
 
-    found = {"seed": 1, "order": encoded(None), "min_fill": encoded(0.0), "text": "a", "old": 3}
+    found = {
+        "seed": 1,
+        "order": encoded(None),
+        "fill": encoded(0.0),
+        "text": "a",
+        "old": 3,
+    }
     wanted = {
         "seed": 1,
         "order": encoded({"num_ranks": 2}),
-        "min_fill": encoded(0.5),
+        "fill": encoded(0.5),
         "text": "b",
     }
     with pytest.raises(StageError) as error:
         check_fingerprint(found, wanted, artifact="the shards in out", remedy="write again")
     assert str(error.value) == (
-        "the shards in out cannot be used: min_fill was 0.0, is 0.5; old was 3, is not set; "
+        "the shards in out cannot be used: fill was 0.0, is 0.5; old was 3, is not set; "
         "order was null, is {\"num_ranks\": 2}; text was 'a', is 'b'; write again"
     )
 

@@ -61,14 +61,20 @@ def test_every_step_is_of_one_kind(
     times = np.bincount(plan.sample_ids, minlength=len(lengths))
     assert times.min() >= 1
     assert times.sum() - len(lengths) == plan.info.num_copies
-    assert (plan.info.num_copies > 0) == (plan.info.settings["uniform"]["repeated"] > 0)
+    done = plan.info.settings["uniform"]
+    assert (plan.info.num_copies > 0) == (done["repeated"] > 0)
     packs = [sorted(pack.tolist()) for pack in plan]
     assert all(lengths[pack].sum() <= 100 for pack in packs)
     assert max_samples is None or max(map(len, packs)) <= max_samples
     assert not copies or all(len({i // 2 for i in pack}) == len(pack) for pack in packs)
     assert not homogeneous or all(len(set(media[pack].tolist())) == 1 for pack in packs)
     repeated = len(packs) - len({tuple(pack) for pack in packs})
-    assert repeated == plan.info.settings["uniform"]["repeated"]
+    assert repeated == done["repeated"]
+    in_order = RankLayout(num_ranks, num_workers)
+    fewest = plan_packs(
+        lengths, 100, order=in_order, max_samples=max_samples, homogeneous=homogeneous, **options
+    )
+    assert plan.num_packs == fewest.num_packs + done["halved"] + done["repeated"]
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
@@ -97,10 +103,10 @@ def test_little_room_is_lost(share: float, num_ranks: int) -> None:
 
 
 def test_samples_as_long_as_a_pack_are_repeated() -> None:
-    """Nothing can be put together anew."""
+    """None can be halved."""
     lengths, media = np.full(10, 100), np.array([1] * 7 + [0] * 3)
     plan = plan_packs(lengths, 100, order=RankLayout(4, 1, uniform=True), media=media)
-    assert plan.info.settings["uniform"] == {"regrouped": 0, "remade": 0, "repeated": 2}
+    assert plan.info.settings["uniform"] == {"halved": 0, "repeated": 2}
     assert plan.info.num_copies == 2
     assert mixed_steps(kinds_in(plan, media), RankLayout(4)) == 0
 
@@ -108,7 +114,7 @@ def test_samples_as_long_as_a_pack_are_repeated() -> None:
 def test_what_divides_already_stays_as_it_is() -> None:
     lengths, media = np.full(24, 100), np.array([1] * 8 + [0] * 16)
     plan = plan_packs(lengths, 100, order=RankLayout(4, 2, uniform=True), media=media)
-    assert plan.info.settings["uniform"] == {"regrouped": 0, "remade": 0, "repeated": 0}
+    assert plan.info.settings["uniform"] == {"halved": 0, "repeated": 0}
 
 
 def test_media_are_needed() -> None:
