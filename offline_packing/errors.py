@@ -1,7 +1,15 @@
 """Errors that end a stage. Their text is one line: the thing, its value, the limit, the remedy."""
 
+from typing import Final
+
 from task_encoders.samples import SampleError
 from task_encoders.storage.remote_requests import RemoteError
+
+#: C0 and C1 but tab and line ends, and what turns the direction of writing.
+_CONTROLS: Final = {
+    code: ascii(chr(code))[1:-1]
+    for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0x202A, 0x202F))
+}
 
 
 class StageError(RuntimeError):
@@ -53,3 +61,9 @@ def as_sample_error(error: Exception) -> SampleError:
         raise error
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return SampleError("unexpected_error", text[:200])
+
+
+def show_controls(text: str) -> str:
+    """A text from the data with its control characters escaped, which a terminal would obey; white
+    space stays."""
+    return text.translate(_CONTROLS)

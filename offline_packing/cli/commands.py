@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
-from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli
+from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
 from offline_packing.storage.paths import is_remote
 from task_encoders.samples import TASKS
 from task_encoders.text.qwen_vocabulary import BUILTIN
@@ -47,9 +47,9 @@ def init(path: str, to: Path, task: str | None, output: str, processor: str, for
         config = render_config(found, output, processor)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(render_examples(found))
+    echo(render_examples(found))
     write_atomically(to, config.encode())
-    click.echo(f"wrote {to}; next: offline-packing run --deep {to}")
+    echo(f"wrote {to}; next: offline-packing run --deep {to}")
 
 
 @cli.command()
@@ -61,7 +61,7 @@ def index(folder: Path, task: str | None) -> None:
     """Give a FOLDER of tars with packs, written by others, the metadata that Energon needs."""
     from offline_packing.layouts.energon_metadata import index_pack_folder
 
-    click.echo(f"indexed {index_pack_folder(folder, task):,} packs in {folder}")
+    echo(f"indexed {index_pack_folder(folder, task):,} packs in {folder}")
 
 
 @cli.command("plan-lengths")
@@ -83,7 +83,7 @@ def plan_lengths(
     """
     from offline_packing.plan.lengths import plan_lengths as plan
 
-    click.echo(plan(config, overrides, lengths, output), nl=False)
+    echo(plan(config, overrides, lengths, output), nl=False)
 
 
 @cli.command()
@@ -97,7 +97,7 @@ def blend(folders: tuple[Path, ...], epochs: bool) -> None:
     """Print the YAML with which Energon reads several outputs as one dataset."""
     from offline_packing.upkeep import blend as blending
 
-    click.echo(blending.blend(folders, epochs=epochs), nl=False)
+    echo(blending.blend(folders, epochs=epochs), nl=False)
 
 
 def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
@@ -137,13 +137,13 @@ def launch(script: str | None, arguments: tuple[str, ...], only_path: bool) -> N
     }
     if script is None:
         for name, found in scripts.items():
-            click.echo(f"{name:<20} {found.read_text().splitlines()[1].removeprefix('# ')}")
+            echo(f"{name:<20} {found.read_text().splitlines()[1].removeprefix('# ')}")
         return
     path = scripts.get(script) or files.get(script)
     if path is None:
         raise click.ClickException(f"no script {script!r}; there are {', '.join(scripts)}")
     if only_path:
-        click.echo(path)
+        echo(path)
         return
     if path not in scripts.values():
         raise click.ClickException(f"{path.name} is not run with bash; --print says where it is")

@@ -95,7 +95,7 @@ def _run(arguments: Sequence[str]) -> None:
     import click
 
     from offline_packing.cli.commands import cli
-    from offline_packing.errors import ConfigError, ShareDoneError, StageError
+    from offline_packing.errors import ConfigError, ShareDoneError, StageError, show_controls
     from task_encoders.storage.paths import StorageError
     from task_encoders.storage.remote_requests import RemoteError
     from task_encoders.versions import UnsupportedVersionError
@@ -119,5 +119,5 @@ def _run(arguments: Sequence[str]) -> None:
         )
         cause = error.__cause__ if isinstance(error, click.Abort) else error  # of an EOFError
         text = str(error) if is_known else f"{type(cause).__name__}: {cause} (--debug shows where)"
-        click.echo(f"error: {' '.join(text.split())}", err=True)
+        click.echo(f"error: {show_controls(' '.join(text.split()))}", err=True)
         sys.exit(2 if is_usage else 1)

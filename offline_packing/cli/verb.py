@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from offline_packing.errors import ConfigError
+from offline_packing.errors import ConfigError, show_controls
 from task_encoders.storage.paths import is_url, path_of
 
 if TYPE_CHECKING:
@@ -107,6 +107,18 @@ class Verb(click.Command):
                 formatter.write_dl(lines)
 
 
+def echo(text: object, *, nl: bool = True) -> None:
+    """Print a text in which names and ids of the data may stand."""
+    click.echo(show_controls(str(text)), nl=nl)
+
+
+class _Formatter(logging.Formatter):
+    """Messages in which names and ids of the data may stand."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return show_controls(super().format(record))
+
+
 def _is_ours(logger: str) -> bool:
     return logger.partition(".")[0] in ("offline_packing", "task_encoders", "launch")
 
@@ -118,7 +130,8 @@ def _start_logging(context: click.Context, _: click.Parameter, quiet: bool) -> N
     shown = logging.StreamHandler(sys.stderr)
     shown.addFilter(lambda record: record.levelno >= logging.WARNING or _is_ours(record.name))
     level = logging.WARNING if quiet else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s", handlers=[shown])
+    shown.setFormatter(_Formatter("%(message)s"))
+    logging.basicConfig(level=level, handlers=[shown])
     logging.captureWarnings(True)
     # Bad pictures are found when they are measured; other warnings would break up the bar.
     warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from offline_packing.cli.verb import FileOrUrl, HelpList, Verb, verb
+from offline_packing.cli.verb import FileOrUrl, HelpList, Verb, echo, verb
 from offline_packing.errors import ConfigError, StageError
 from task_encoders.samples import REASONS
 from task_encoders.storage.remote_requests import RemoteError
@@ -89,18 +89,18 @@ def measure_verb(run: Run, dry_run: bool) -> None:
     from offline_packing.runs.set_aside import aside_while_measuring, render_examples
 
     if dry_run:
-        click.echo(preview_measure(run), nl=False)
+        echo(preview_measure(run), nl=False)
         return
     info = measure(run).info
-    click.echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
+    echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
     for line in info.regrouped.values():
-        click.echo(line)
+        echo(line)
     if info.num_skipped:
-        click.echo(f"left out {info.num_skipped:,} samples already in source.skip")
+        echo(f"left out {info.num_skipped:,} samples already in source.skip")
     if info.num_set_aside:
-        click.echo(f"set aside {info.num_set_aside:,}, for example:")
+        echo(f"set aside {info.num_set_aside:,}, for example:")
         groups = group_set_aside(aside_while_measuring(run.workspace, info))
-        click.echo(render_examples(run.config, groups), nl=False)
+        echo(render_examples(run.config, groups), nl=False)
 
 
 def _strategy_options() -> HelpList:
@@ -124,16 +124,16 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
 
     samples = open_index(run)
     if dry_run:
-        click.echo(preview_plan(run, samples), nl=False)
+        echo(preview_plan(run, samples), nl=False)
         return
     made = plan(run, samples)
     if output is not None:
         write_assignment(samples, made.packs, output)
-    click.echo(summary_text(run, samples, made.packs, made.set_aside), nl=False)
+    echo(summary_text(run, samples, made.packs, made.set_aside), nl=False)
     groups = group_set_aside(aside_while_planning(run.workspace))
     if groups:
-        click.echo("set aside by the plan, for example:")
-        click.echo(render_examples(run.config, groups), nl=False)
+        echo("set aside by the plan, for example:")
+        echo(render_examples(run.config, groups), nl=False)
 
 
 @verb("write", is_shared=True)
@@ -145,14 +145,14 @@ def write_verb(run: Run, dry_run: bool) -> None:
 
     samples, made = open_index(run), open_plan(run)
     if dry_run:
-        click.echo(preview_write(run, samples, made))
+        echo(preview_write(run, samples, made))
         return
     if not run.workspace.manifest.exists():
         check_set_aside(run)
         check_media(run)
     counts = write(run, samples, made).counts
     packs = ", ".join(f"{name} {count:,}" for name, count in counts.packs.items())
-    click.echo(f"wrote {counts.packed:,} samples to {run.workspace.root}; packs: {packs}")
+    echo(f"wrote {counts.packed:,} samples to {run.workspace.root}; packs: {packs}")
 
 
 @verb("verify", params=[_DEEP, *_VERIFY], is_shared=True, needs_output=True)
@@ -170,14 +170,14 @@ def verify_verb(
     from offline_packing.verify.verify import preview_verify, verify
 
     if dry_run:
-        click.echo(preview_verify(run))
+        echo(preview_verify(run))
         return
     if hash_only and (deep or samples):
         raise ConfigError("verify --hash-only opens no pack; leave out --deep and --samples")
     drawn = None if samples is None else Drawn(samples, seed)
     result = verify(run, deep=deep, hash_only=hash_only, drawn=drawn)
     text = render_result(result, deep=deep, hash_only=hash_only, drawn=drawn)
-    click.echo(text, nl=False)
+    echo(text, nl=False)
     if not result.ok:
         raise StageError(f"{run.workspace.root} has {render_verdict(result)}")
 
@@ -189,10 +189,10 @@ def report_verb(run: Run, dry_run: bool) -> None:
 
     page = run.workspace.report / "report.html"
     if dry_run:
-        click.echo(f"would write {page}")
+        echo(f"would write {page}")
         return
-    click.echo(report(run))
-    click.echo(f"report: {page}")
+    echo(report(run))
+    echo(f"report: {page}")
 
 
 @verb("preview", params=[*_PREVIEW], locks=False, is_shared=True)
@@ -210,11 +210,11 @@ def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which
         return
     content = render_packs(list(shown), run.config.task)
     if dry_run:
-        click.echo(f"would write {len(content):,} bytes to {html}")
+        echo(f"would write {len(content):,} bytes to {html}")
         return
     html.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(html, content)
-    click.echo(f"preview: {html}")
+    echo(f"preview: {html}")
 
 
 def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> None:
@@ -242,7 +242,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     )
     for step, needed, options in steps:
         if dry_run and needed is not None and not needed.exists():
-            click.echo(f"the later stages depend on {needed}, which does not exist yet")
+            echo(f"the later stages depend on {needed}, which does not exist yet")
             return
         _do(step, run, dry_run, options)
 
@@ -253,7 +253,7 @@ def set_aside_verb(run: Run, dry_run: bool, **form: Any) -> None:
     from offline_packing.runs.set_aside import list_set_aside
 
     for lines in list_set_aside(run, **form):
-        click.echo(lines, nl=False)
+        echo(lines, nl=False)
 
 
 @verb("status", locks=False, is_shared=True)
@@ -261,7 +261,7 @@ def status_verb(run: Run, dry_run: bool) -> None:
     """Show the progress of an output, also while a run is active."""
     from offline_packing.upkeep.status import status
 
-    click.echo(status(run), nl=False)
+    echo(status(run), nl=False)
 
 
 @verb("retry")
@@ -272,4 +272,4 @@ def retry_verb(run: Run, dry_run: bool) -> None:
     if dry_run:
         status_verb.function(run, dry_run)
         return
-    click.echo(retry(run))
+    echo(retry(run))

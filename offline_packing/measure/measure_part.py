@@ -37,6 +37,7 @@ from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack_format import image_extension, video_extension
+from task_encoders.records.inline_media import is_inline
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.tokenizer import control_pattern
@@ -49,6 +50,8 @@ _ROWS_AT_ONCE: Final = 1024
 #: that is run many times in a row takes less time: with one record, measuring takes a fifth longer.
 _RECORDS_PER_STEP: Final = 32
 _BYTES_PER_STEP: Final = 16 << 20
+#: Characters of the name of a medium in a detail.
+_MAX_NAME: Final = 200
 #: Characters of a reason's detail that are kept: it may quote what a record holds.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
@@ -240,10 +243,14 @@ class Measuring:
         self, record: SourceRecord, name: str, read: Callable[[BinaryIO], Header]
     ) -> tuple[Locator, int, Header]:
         locator, file = self.source.open_media(record, name)
-        with file:
-            media_hash = hash_medium(self.source, locator, file)
-            file.seek(0)
-            return locator, media_hash, read(file)
+        try:
+            with file:
+                media_hash = hash_medium(self.source, locator, file)
+                file.seek(0)
+                return locator, media_hash, read(file)
+        except SampleError as error:
+            where = "in its record" if is_inline(name) else repr(name[:_MAX_NAME])
+            raise SampleError(error.reason, f"{where}: {error.detail}") from error
 
     def _measure(self, found: _Found) -> None:
         found.length = self.encoder.measure(found.sample, found.sizes, found.videos)

@@ -26,11 +26,6 @@ from offline_packing.sources.reading.contents import hint_for
 #: Left out because the configuration says so: not a loss.
 _DELIBERATE: Final = frozenset({"not_drawn", "copy"})
 _DETAIL_LENGTH: Final = 160
-#: C0 and C1 but tab and line ends, and what turns the direction of writing.
-_CONTROLS: Final = {
-    code: ascii(chr(code))[1:-1]
-    for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0x202A, 0x202F))
-}
 
 
 def aside_while_measuring(workspace: Workspace, info: IndexInfo) -> list[Path]:
@@ -141,7 +136,7 @@ def _counts(groups: Iterable[AsideGroup]) -> str:
 
 
 def _example(group: AsideGroup) -> str:
-    detail = show_controls(" ".join(group.detail.split()))
+    detail = " ".join(group.detail.split())
     cut = f"{detail[: _DETAIL_LENGTH - 1]}…" if len(detail) > _DETAIL_LENGTH else detail
     return f"{group.key!r} in {group.source}: {cut}"
 
@@ -165,7 +160,7 @@ def list_set_aside(
     if as_csv:
         yield "key,source,reason,detail\n"
     for table in read_set_aside(paths, reasons):
-        columns = [[show_controls(t) for t in column.to_pylist()] for column in table.columns]
+        columns = [column.to_pylist() for column in table.columns]
         if as_csv:
             buffer = io.BytesIO()
             options = pyarrow.csv.WriteOptions(include_header=False)
@@ -176,9 +171,3 @@ def list_set_aside(
             yield "".join(
                 "\t".join(" ".join(text.split()) for text in line) + "\n" for line in lines
             )
-
-
-def show_controls(text: str) -> str:
-    """A text from the data with its control characters escaped, which a terminal would obey; white
-    space stays."""
-    return text.translate(_CONTROLS)

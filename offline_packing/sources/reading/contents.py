@@ -30,6 +30,7 @@ _FORMATS: Final = {
     ".json": "json or pairs",
 }
 _PACK_NAME: Final = re.compile(r"[A-Za-z0-9_-]*ps_\d+\.")
+_DAMAGED_MEDIA: Final = ("bad_image", "truncated_image", "bad_video", "truncated_video")
 #: Names that are looked at: a source may hold millions.
 _MAX_NAMES: Final = 10_000
 
@@ -46,6 +47,10 @@ def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
         return "all weigh 0 (loss_weight, weight, loss, train): leave such samples out"
     if reason == "bad_roles" and " is none of " in detail:
         return "rename the roles, or map them by the tags of source.format=llama_factory"
+    if reason == "damaged_source":
+        return "restore the file, or move it out of source.path; what else could be read is kept"
+    if reason in _DAMAGED_MEDIA:
+        return "repair or remove it in the source"
     if reason == "overlong":
         return "raise pack.seq_length or lower model.max_pixels"
     return None

@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,45 @@ def test_too_many_of_a_source(
         path.unlink()
     status, out, error = run(monkeypatch, capsys, "run", config, "source.repeat=0.5")
     assert status == 0, error
+
+
+def test_nothing_of_the_data_reaches_a_terminal_raw(tmp_path: Path) -> None:
+    """Ids, names and fields with control characters: in warnings, lists and errors."""
+    evil = "\x1b[2J\x9b\u202e"
+    records = [
+        {"id": f"{evil}{i}", "question": "What?", "answer": f"It is {i}.", f"n{evil}": "Some text."}
+        for i in range(9)
+    ]
+    lost = {"id": evil, "image": f"{evil}.jpg", "question": "What?", "answer": "That."}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in [*records, lost]))
+    config = make(tmp_path, f"{{format: jsonl, path: {path}, task: vqa, text_only: true}}")
+    command = [sys.executable, "-m", "offline_packing"]
+    shown = ""
+    for verb in ("measure", "plan", "write", "set-aside"):
+        done = subprocess.run([*command, verb, config], capture_output=True, text=True)
+        shown += done.stdout + done.stderr
+    assert "measure: warning: field " in shown
+    assert shown.count("x1b[2J") > 4
+    assert not {"\x1b", "\x9b", "\u202e"} & set(shown)
+
+
+def test_a_damaged_picture_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = captioning_pairs(tmp_path / "data", 9)
+    (root / "cut.jpg").write_bytes(image_bytes()[:-40])
+    write_json(root / "cut.json", {"caption": "red", "images": ["cut.jpg"]})
+    (root / "none.png").write_bytes(b"")
+    write_json(root / "none.json", {"caption": "red", "images": ["none.png"]})
+    config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
+    _, out, _ = run(monkeypatch, capsys, "measure", config)
+    for reason, name in (("truncated_image", "cut.jpg"), ("bad_image", "none.png")):
+        stem = name.partition(".")[0]
+        line = (
+            rf"  {reason} +1  '{stem}' in {root}: '{name}': .*\n +repair or remove it in the source"
+        )
+        assert re.search(line, out), out
 
 
 def test_list_of_what_is_set_aside(
