@@ -8,10 +8,10 @@ read_sample, read_media   -> a sample, and the bytes of its media, again from no
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from task_encoders.records.record import check_prompts_are_shown, load_json, to_
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.samples.limits import check_cost
 from task_encoders.storage.paths import is_url
+
+#: Characters of what is said about damage.
+_MAX_DETAIL: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,28 @@ class Source(ABC):
                     "read; unpack it, compress it as .gz or .zst, or move it out of source.path"
                 )
         return found
+
+    def cut_files(
+        self, cut: Callable[[str], tuple[Sequence[SourcePart], str]]
+    ) -> tuple[SourcePart, ...]:
+        """The parts of all files, in order. `cut` gives those of one file and, where none of its
+        records can be used, why (or ""); `records` then yields each record, or else the file, as
+        `damaged`. One such file costs its own records; raises StageError if every file is one."""
+        parts, problems, names = list[SourcePart](), list[str](), [name for name, _ in self.files()]
+        for container in names:
+            own, problem = cut(container)
+            parts += own
+            if problem:
+                problems.append(f"{self.root.path(container)}: {problem}")
+        if len(problems) == len(names):
+            others = f" (and {len(names) - 1:,} other files like it)" if len(names) > 1 else ""
+            raise StageError(f"{problems[0]}{others}")
+        return tuple(parts)
+
+    def damaged(self, key: str, at: Locator, why: object) -> SourceRecord:
+        """A record, or with its container as the key the rest of a file, that is damaged."""
+        detail = " ".join(f"{at.container}: {why}".split())
+        return SourceRecord(key, at, SampleError("damaged_source", detail[:_MAX_DETAIL]))
 
     def unread_parts(self) -> Sequence[SourcePart]:
         """The parts that can be known without reading whole files, for a dry run. A part

@@ -31,7 +31,7 @@ _BLOCK: Final = 1 << 16
 
 
 class DamagedStreamError(ValueError):
-    """The rest of a compressed file or of a tar cannot be read."""
+    """A file cannot be read, or not from some place on; the text says why and how to mend it."""
 
 
 class RangeFile(SeekableFile):

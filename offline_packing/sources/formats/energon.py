@@ -21,7 +21,7 @@ from typing import Any, Final
 import xxhash
 from braceexpand import braceexpand
 
-from offline_packing.errors import StageError
+from offline_packing.errors import ConfigError, StageError
 from offline_packing.sources.base import Scan, SourceRecord
 from offline_packing.sources.formats.webdataset import TarSample, WebDatasetSource, find_part
 from offline_packing.sources.options import SourceOptions, follow
@@ -170,8 +170,8 @@ class EnergonSource(WebDatasetSource):
         container = f".nv-meta/{name}"
         try:
             data = self.root.read(container, MAX_JSON_BYTES)
-            content = parse_yaml(data.decode("utf-8"), self.root.path(container))
-        except (SampleError, UnicodeDecodeError) as error:
+            content = parse_yaml(data.decode("utf-8"), "it")
+        except (SampleError, UnicodeDecodeError, ConfigError) as error:
             remedy = "run energon prepare there"
             if Path(self.options.path).is_file():
                 remedy = "source.path is a folder: give each that a metadataset lists as a source"
@@ -179,7 +179,9 @@ class EnergonSource(WebDatasetSource):
                 f"{self.root.path(container)} cannot be read: {error}; {remedy}"
             ) from error
         if not isinstance(content, dict):
-            raise StageError(f"{self.root.path(container)} holds no mapping")
+            raise StageError(
+                f"{self.root.path(container)} holds no mapping; run energon prepare there"
+            )
         return content
 
     def _media_parts(self, sample: TarSample) -> list[str]:

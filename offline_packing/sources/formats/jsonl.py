@@ -8,18 +8,18 @@ Blank lines are not records.
 """
 
 import io
-import itertools
 import os
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from offline_packing.errors import StageError, as_sample_error
+from offline_packing.errors import as_sample_error
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading.contents import file_names, first_character
@@ -31,7 +31,7 @@ from offline_packing.storage.streams import (
     codec_of,
     open_unpacked,
 )
-from task_encoders.records.record import decode_text, own_key
+from task_encoders.records.record import decode_text, load_json, own_key
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES
 
@@ -40,6 +40,10 @@ _BLOCK: Final = 2 << 20
 _BUFFER: Final = 1 << 16
 _CODECS: Final = ("", *(f".{name}" for name in CODECS))
 _BOM: Final = b"\xef\xbb\xbf"
+_UTF16: Final = (b"\xff\xfe", b"\xfe\xff")
+#: Bytes at the beginning of a file by which its form is known.
+_HEAD: Final = 4096
+_EMPTY: Final = "it is empty; restore it"
 
 #: Takes a file block by block; returns the end offset of each record in the block.
 _Cutter = Callable[[bytes], npt.NDArray[np.intp]]
@@ -51,14 +55,17 @@ def endings(suffix: str, codecs: Iterable[str] = _CODECS) -> tuple[str, ...]:
 
 
 class JsonlSource(Source):
-    """One record per line. A part is (container, begin, end, first number): a byte range; of a
-    compressed file, which can only be read from its beginning, the whole, with no end."""
+    """One record per line. A part is (container, begin, end, first number): a byte range, the last
+    one of a file with no end; of a compressed file, which can only be read from its beginning, the
+    whole."""
 
     Options = FileOptions
     ENDINGS = endings(".jsonl")
     UNREAD = endings(".jsonl", UNREAD_SUFFIXES)
     #: bytes at the end of a record that are not its own
     SEPARATOR: ClassVar[int] = 0
+    #: whether a line break ends a record
+    BY_LINE: ClassVar[bool] = True
     #: bytes of blank records
     BLANK: ClassVar[bytes] = string.whitespace.encode()
 
@@ -66,39 +73,55 @@ class JsonlSource(Source):
         """Cutter of a file from its beginning, or from the end of a record."""
         return lambda block: np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
 
-    def _check_beginning(self, container: str, block: bytes) -> None:
-        """Raise StageError if a file has another format."""
+    def _check_beginning(self, head: bytes) -> None:
+        """Raise DamagedStreamError where a file that begins so is of another form."""
+        odd, even = head[1::2].strip(b"\0"), head[::2].strip(b"\0")
+        if head.startswith(_UTF16) or (len(head) > 3 and bool(odd) != bool(even)):
+            raise DamagedStreamError("it is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
+        if self.BY_LINE and b"\r" in head and b"\n" not in head:
+            raise DamagedStreamError(r"its lines end in CR; convert it: tr '\r' '\n'")
+
+    def _damage(self, cutter: Any, start: int, left: bytes | None) -> tuple[str, bool]:
+        """Why a file that its cutter went through is not whole ("": it is), and whether what is
+        `left` from `start` on, after the last record's end, is a record. None: too long to hold."""
+        return "", True
 
     def scan(self, samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
-        parts: list[SourcePart] = []
-        for container, _ in self.files():
+
+        def cut(container: str) -> tuple[list[SourcePart], str]:
             content = xxhash.xxh3_128()
-            cuts, num_records = self._cut(container, samples_per_part, content)
-            if codec_of(container):
-                parts.append(SourcePart((container, 0, None, 1), None))
-            else:
-                for i, ((start, first), (end, _)) in enumerate(itertools.pairwise(cuts)):
-                    count = min(samples_per_part, num_records - i * samples_per_part)
-                    parts.append(SourcePart((container, start, end, first + 1), count))
+            parts, problem = self._cut(container, samples_per_part, content)
             digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
-        return Scan(tuple(parts), digest.hexdigest())
+            return parts, problem
+
+        return Scan(self.cut_files(cut), digest.hexdigest())
 
     def _cut(
         self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
-    ) -> tuple[list[tuple[int, int]], int]:
-        """(offset, lines or elements before it) at which parts begin, and the end; number of
-        records, at least. What is read, of a compressed file nothing else, is handed to
-        `content`."""
+    ) -> tuple[list[SourcePart], str]:
+        """The parts of a file, see `cut_files`. What is read, of a compressed file nothing else, is
+        handed to `content`."""
+        whole = SourcePart((container, 0, None, 1), None)
+        #: (offset, lines or elements before it) at which parts begin
         cuts, num_records, num_lines, offset, is_open = [(0, 0)], 0, 0, 0, False
         cutter = self._cutter(0)
         with self.open_container(container, sequential=True) as file:
-            while block := file.read(_BLOCK):
+            head = file.read(_HEAD)
+            try:
+                if not head:
+                    raise DamagedStreamError(_EMPTY)
+                if not codec_of(container):
+                    self._check_beginning(head)
+            except DamagedStreamError as error:
+                content.update(head)
+                return [replace(whole, num_records=1)], str(error)
+            if codec_of(container):
+                for block in _blocks(head, file.read, _BLOCK):
+                    content.update(block)
+                return [whole], ""
+            for block in _blocks(head, file.read, _BLOCK):
                 content.update(block)
-                if codec_of(container):
-                    continue
-                if offset == 0:
-                    self._check_beginning(container, block)
                 ends = cutter(block)
                 records = np.flatnonzero(self._have_text(block, ends, is_open))
                 # Record `num_records + j` is line records[j]; every records_per_part-th ends a part
@@ -109,11 +132,19 @@ class JsonlSource(Source):
                 rest = block[ends[-1] :] if len(ends) else block
                 is_open = bool(rest.strip()) or (is_open and not len(ends))
                 offset += len(block)
-        if is_open:  # a last line without its end, or an array that was cut off
-            num_records += 1
-        elif num_records % records_per_part == 0:
-            offset = cuts[-1][0]  # only blank ones are left
-        return (cuts if cuts[-1][0] == offset else [*cuts, (offset, num_lines)]), num_records
+        if not num_records and not is_open:
+            return [replace(whole, num_records=1)], _EMPTY
+        # A last line without its end is a record, and an array that was cut is one more.
+        num_left = is_open + bool(self._damage(cutter, offset, b"")[0])
+        if num_records % records_per_part == 0 and not num_left:
+            cuts.pop()  # only blank ones are left
+        ends_at = [*(end for end, _ in cuts[1:]), None]
+        counts = [records_per_part] * len(cuts)
+        counts[-1] = num_records + num_left - sum(counts[:-1])
+        return [
+            SourcePart((container, start, end, first + 1), count)
+            for (start, first), end, count in zip(cuts, ends_at, counts, strict=True)
+        ], ""
 
     def _have_text(
         self, block: bytes, ends: npt.NDArray[np.intp], is_open: bool
@@ -143,28 +174,35 @@ class JsonlSource(Source):
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         container, begin, end, first = part.items
         stem = container[: container.lower().rfind(self.ENDINGS[0])] or container
-        kind = "stream" if codec_of(container) else "bytes"
+        kind, known = "stream" if codec_of(container) else "bytes", first - 1
         try:
             for number, offset, data, size in self._split(container, begin, end):
                 if data is None or data.strip():
                     at = Locator(kind, container, offset, size)
-                    yield self._record(f"{stem}:{first + number}", at, data)
+                    known = first + number
+                    yield self._record(f"{stem}:{known}", at, data)
         except DamagedStreamError as error:
-            at = Locator(kind, container, 0, 0)
-            yield SourceRecord(container, at, SampleError("damaged_source", str(error)))
+            why = f"{error} (after {stem}:{known})" if known else error
+            yield self.damaged(container, Locator(kind, container, 0, 0), why)
 
     def _split(
         self, container: str, begin: int, end: int | None
     ) -> Iterator[tuple[int, int, bytes | None, int]]:
-        """Number from 0 and offset of each record between two offsets of a file (no end: of all of
-        it), its bytes (None if there are too many), their number. What is left at the end comes as
-        a record; blank ones, of which a small file may unpack to millions, need not come."""
+        """Number from 0 and offset of each record between two offsets of a file (no end: that of
+        the file), its bytes (None if there are too many), their number. What is left at the end
+        comes as a record; blank ones, of which a small file may unpack to millions, need not come.
+        Raises DamagedStreamError after the last one where the file is not whole."""
         cutter = self._cutter(begin)
-        held, start, position, number = list[bytes](), begin, begin, 0
-        with self._open(container) as file:
+        held, start, position, number, is_blank = list[bytes](), begin, begin, 0, True
+        packed = self.open_container(container, sequential=True)
+        with _buffered(open_unpacked(packed, container, self.root.size(packed))) as file:
+            head = b""
             if begin:
                 file.seek(begin)
-            while block := file.read1(_BUFFER if end is None else min(_BUFFER, end - position)):
+            elif head := file.read(_HEAD if end is None else min(_HEAD, end)):
+                self._check_beginning(head)
+            left = None if end is None else end - begin - len(head)
+            for block in _blocks(head, file.read1, _BUFFER, left):
                 ends = cutter(block)
                 begins = np.concatenate([np.zeros(1, np.intp), ends])  # the last one stays open
                 has_text = self._have_text(block, ends, start < position or not position)
@@ -175,7 +213,7 @@ class JsonlSource(Source):
                     size = position + last - offset
                     data = b"".join(held) if size <= MAX_JSON_BYTES else None
                     yield number + i, offset, data, size
-                    held = []
+                    held, is_blank = [], is_blank and data is not None and not data.strip()
                 if len(ends):
                     held, number, start = [], number + len(ends), position + int(ends[-1])
                 held.append(block[begins[-1] :])
@@ -183,8 +221,14 @@ class JsonlSource(Source):
                 if position - start > MAX_JSON_BYTES + self.SEPARATOR:
                     held.clear()
         size = position - start
-        if size:
-            yield number, start, b"".join(held) if size <= MAX_JSON_BYTES else None, size
+        data = b"".join(held) if size <= MAX_JSON_BYTES else None
+        damage, is_record = self._damage(cutter, start, data) if end is None else ("", True)
+        if size and is_record:
+            yield number, start, data, size
+        if not begin and end is None and is_blank and data is not None and not data.strip():
+            damage = _EMPTY
+        if damage:
+            raise DamagedStreamError(damage)
 
     def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
         try:
@@ -196,12 +240,22 @@ class JsonlSource(Source):
         own = own_key(content)
         return SourceRecord(own or key, locator, content, own_id=own != "")
 
-    def _open(self, container: str) -> io.BufferedIOBase:
-        file = self.open_container(container, sequential=True)
-        content = open_unpacked(file, container, self.root.size(file))
-        if isinstance(content, io.BufferedIOBase):
-            return content
-        return io.BufferedReader(content, _BUFFER)  # type: ignore[type-var]  # of fsspec
+
+def _buffered(content: BinaryIO) -> io.BufferedIOBase:
+    if isinstance(content, io.BufferedIOBase):
+        return content
+    return io.BufferedReader(content, _BUFFER)  # type: ignore[type-var]  # of fsspec
+
+
+def _blocks(
+    head: bytes, read: Callable[[int], bytes], size: int, left: int | None = None
+) -> Iterator[bytes]:
+    """The head of a file and what follows it, at most `left` bytes, in blocks of at most `size`."""
+    for start in range(0, len(head), size):
+        yield head[start : start + size]
+    while block := read(size if left is None else min(size, left)):
+        yield block
+        left = None if left is None else left - len(block)
 
 
 class JsonSource(JsonlSource):
@@ -210,6 +264,7 @@ class JsonSource(JsonlSource):
     ENDINGS = endings(".json")
     UNREAD = endings(".json", UNREAD_SUFFIXES)
     SEPARATOR = 1
+    BY_LINE = False
     BLANK = JsonlSource.BLANK + b","
 
     @classmethod
@@ -220,12 +275,25 @@ class JsonSource(JsonlSource):
             return None
         return super().recognise(path)
 
-    def _check_beginning(self, container: str, block: bytes) -> None:
-        if block.removeprefix(_BOM).lstrip().startswith(b"{"):
-            raise StageError(
-                f"{self.root.path(container)} holds no JSON array; use format pairs for one record "
-                "per file, jsonl for one per line"
+    def _check_beginning(self, head: bytes) -> None:
+        super()._check_beginning(head)
+        if head.removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
+            raise DamagedStreamError(
+                "it holds no JSON array; use format pairs for one record per file, jsonl for one "
+                "per line"
             )
+
+    def _damage(self, cutter: "_ArrayCutter", start: int, left: bytes | None) -> tuple[str, bool]:
+        if cutter.is_closed:
+            is_whole = left is not None and not left.strip()
+            return "" if is_whole else "text follows its array; remove it", False
+        if left is not None and not start:
+            left = left.removeprefix(_BOM).lstrip().removeprefix(b"[")
+        try:
+            is_record = left is not None and load_json(left) is not None
+        except SampleError:
+            is_record = False
+        return "its array has no end, as of a file that was cut; restore it", is_record
 
     def _cutter(self, begin: int) -> _Cutter:
         return _ArrayCutter(1 if begin else 0)
@@ -256,7 +324,9 @@ class _ArrayCutter:
     def __init__(self, depth: int) -> None:
         """`depth`: 0 in front of the array, 1 after an element."""
         self._depth = depth
-        self._in_string = self._escaped = self._closed = False
+        self._in_string = self._escaped = False
+        #: whether the bracket that closes the array was seen
+        self.is_closed = False
 
     def __call__(self, block: bytes) -> npt.NDArray[np.intp]:
         """End offset of each element in the block, its separator included."""
@@ -273,10 +343,10 @@ class _ArrayCutter:
         depth = self._depth + np.cumsum(np.where(kinds == 2, 0, kinds))
         self._depth = int(depth[-1]) if len(depth) else self._depth
         ends = np.flatnonzero(((kinds == 2) & (depth == 1)) | ((kinds == -1) & (depth == 0)))
-        if self._closed:  # after the array, nothing is an element's end any more
+        if self.is_closed:  # after the array, nothing is an element's end any more
             ends = ends[:0]
         elif (closing := np.flatnonzero(kinds[ends] == -1)).size:
-            ends, self._closed = ends[: closing[0] + 1], True
+            ends, self.is_closed = ends[: closing[0] + 1], True
         return places[ends] + 1
 
 

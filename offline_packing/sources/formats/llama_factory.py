@@ -137,7 +137,7 @@ class LlamaFactorySource(Source):
         try:
             info = load_json(self.root.read(container, MAX_JSON_BYTES))
         except SampleError as error:
-            raise StageError(f"{path} cannot be read: {error}") from error
+            raise StageError(f"{path} cannot be read: {error}; restore it") from error
         if self.dataset is None or self.dataset not in info:
             raise StageError(
                 f"{path} has no dataset {self.dataset!r}; set source.dataset to one of: "

@@ -30,15 +30,16 @@ from offline_packing.sources.reading.column_types import (
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.roots.listing import hash_files
+from offline_packing.storage.streams import DamagedStreamError
 from task_encoders.field_types import Count
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES, MAX_ROW_BYTES
+from task_encoders.storage.remote_requests import RemoteError
 
 _STATE_NAME: Final = "state.json"
 #: unpacked as a whole, by kind of locator
 _UNPACKED: Final = {"parquet_row": "a page", "arrow_row": "a compressed batch"}
-_DAMAGE: Final = (OSError, ValueError, pa.ArrowException)
 
 
 class TableOptions(FileOptions):
@@ -49,7 +50,7 @@ class TableOptions(FileOptions):
 
 
 class TableSource(Source):
-    """A part is (container, row groups as a range, first row); of a damaged file, the reason."""
+    """A part is (container, row groups as a range, first row); of a damaged file, no groups."""
 
     Options = TableOptions
     options: TableOptions
@@ -57,35 +58,33 @@ class TableSource(Source):
     KIND: ClassVar[str]
 
     def scan(self, samples_per_part: int) -> Scan:
-        files = self.files()
-        parts = [part for name, _ in files for part in self._scan_file(name, samples_per_part)]
-        return Scan(tuple(parts), hash_files(files))
+        def cut(container: str) -> tuple[list[SourcePart], str]:
+            parts, problem, first = list[SourcePart](), "", 0
+            try:
+                rows = RowFile.open(self.open_container(container), self.KIND)
+            except Exception as error:  # noqa: BLE001 - of this file
+                return [SourcePart((container, range(0), 0), 1)], _damage_of(error)
+            try:
+                self._columns(rows.schema)
+            except Exception as error:  # noqa: BLE001 - of this file
+                problem = _damage_of(error)
+            starts = rows.group_starts
+            for end in range(1, len(starts)):
+                if end == len(starts) - 1 or starts[end + 1] - starts[first] > samples_per_part:
+                    items = (container, range(first, end), starts[first])
+                    parts.append(SourcePart(items, starts[end] - starts[first]))
+                    first = end
+            return parts, problem
 
-    def _scan_file(self, container: str, samples_per_part: int) -> Iterator[SourcePart]:
-        try:
-            rows = RowFile.open(self.open_container(container), self.KIND)
-        except _DAMAGE as error:
-            yield SourcePart((container, _one_line(error), 0), 1)
-            return
-        self._columns(rows.schema, container)
-        first = 0
-        starts = rows.group_starts
-        for end in range(1, len(starts)):
-            if end == len(starts) - 1 or starts[end + 1] - starts[first] > samples_per_part:
-                items = (container, range(first, end), starts[first])
-                yield SourcePart(items, starts[end] - starts[first])
-                first = end
+        return Scan(self.cut_files(cut), hash_files(self.files()))
 
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
         container, groups, row = part.items
-        if isinstance(groups, str):
-            yield self._lost(container, container, 0, groups)
-            return
         stem = container.rpartition(".")[0]
         end = row + (part.num_records or 0)
         try:
             rows = RowFile.open(self.open_container(container), self.KIND)
-            columns = self._columns(rows.schema, container)
+            columns = self._columns(rows.schema)
             with_bytes = [field.name for field in rows.schema if holds_bytes(field.type)]
             media = self.fields.media_columns() & set(with_bytes)
             media_columns = [name for name in columns if name in media]
@@ -98,9 +97,11 @@ class TableSource(Source):
                 record = self._record(f"{stem}:{row}", at, values, media_columns)
                 yield replace(record, unread=unread, unread_text=unread_text)
                 row += 1
-        except _DAMAGE as error:
+        except Exception as error:  # noqa: BLE001 - of this file
+            why = _damage_of(error)
             for lost in range(row, end):
-                yield self._lost(container, f"{stem}:{lost}", lost, _one_line(error))
+                key = f"{stem}:{lost}" if groups else container
+                yield self.damaged(key, Locator(self.KIND, container, lost, 0), why)
 
     def _values(
         self, rows: RowFile, groups: range, columns: Sequence[str], media: Sequence[str]
@@ -120,10 +121,6 @@ class TableSource(Source):
                 continue
             for batch in rows.batches(range(group, group + 1), columns):
                 yield from _to_rows(batch, media)
-
-    def _lost(self, container: str, key: str, row: int, detail: str) -> SourceRecord:
-        at = Locator(self.KIND, container, row, 0)
-        return SourceRecord(key, at, SampleError("damaged_source", f"{container}: {detail}"))
 
     def _record(
         self, key: str, at: Locator, values: Mapping[str, Any] | SampleError, columns: Sequence[str]
@@ -145,9 +142,9 @@ class TableSource(Source):
         paired = () if self.task == "captioning" else None
         return SourceRecord(own or key, at, content, paired, embedded, own_id=own != "")
 
-    def _columns(self, schema: pa.Schema, container: str) -> list[str]:
-        """The columns that records are made of. Raises StageError where there are none."""
-        named, path = self.fields.named, self.root.path(container)
+    def _columns(self, schema: pa.Schema) -> list[str]:
+        """The columns that records are made of. Raises DamagedStreamError where there are none."""
+        named = self.fields.named
         # Pictures are not text, whatever the name of their column ("input", "output") means.
         media = {*named.values(), *self.fields.media_columns()}
         pictures = {one.name for one in schema if holds_pictures(one.type)} - media
@@ -155,17 +152,17 @@ class TableSource(Source):
         columns = [name for name in schema.names if name in wanted]
         twice = [name for name in columns if columns.count(name) > 1]
         if twice:
-            problem = f"has {len(twice)} columns named {twice[0]!r}"
-            raise StageError(f"{path} {problem}; write it again with a name for each")
+            problem = f"it has {len(twice)} columns named {twice[0]!r}"
+            raise DamagedStreamError(f"{problem}; write it again with a name for each")
         unread = next((schema.field(c) for c in columns if unread_type(schema.field(c).type)), None)
         if unread:
             problem = f"column {unread.name!r} has the type {unread.type}, which is not read"
-            raise StageError(f"{path}: its {problem}; cast it to a plain one, as list or binary")
+            raise DamagedStreamError(f"its {problem}; cast it to a plain one, as list or binary")
         absent = [f"{name}={at}" for name, at in named.items() if at not in columns]
         if absent or not set(columns) - {"id", named.get("id")}:
             problem = f" (no {absent[0]})" if absent else ""
-            raise StageError(
-                f"{path} has the columns {', '.join(schema.names)}; name those to be used{problem}"
+            raise DamagedStreamError(
+                f"it has the columns {', '.join(schema.names)}; name those to be used{problem}"
                 ", for example source.fields={images: jpg, caption: text}"
             )
         return columns
@@ -194,8 +191,15 @@ def _to_rows(
         return [SampleError("bad_json", str(error))]
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _damage_of(error: Exception) -> str:
+    """Why a table cannot be read: damaged ones raise errors of any kind. Raises the error itself
+    where it is not the file's."""
+    if isinstance(error, DamagedStreamError):
+        return str(error)
+    is_arrow = isinstance(error, pa.ArrowException)  # a damaged size may be more than the memory
+    if isinstance(error, ImportError | MemoryError | StageError | RemoteError) and not is_arrow:
+        raise error
+    return f"it cannot be read: {' '.join(str(error).split())[:200]}; restore it or write it again"
 
 
 class ParquetSource(TableSource):
@@ -296,4 +300,6 @@ class HuggingFaceSource(TableSource):
         try:
             return orjson.loads(self.root.read(container, MAX_JSON_BYTES))
         except (SampleError, ValueError) as error:
-            raise StageError(f"{self.root.path(container)} cannot be read: {error}") from error
+            raise StageError(
+                f"{self.root.path(container)} cannot be read: {error}; save the dataset again"
+            ) from error

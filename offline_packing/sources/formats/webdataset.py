@@ -124,8 +124,7 @@ class WebDatasetSource(Source):
             for sample in group_members(container, file, keep_data=keep_data, most=_MOST_KEPT):
                 key = f"{stem}/{sample.key}" if sample.key else container
                 if sample.damage is not None:
-                    error = SampleError("damaged_source", f"{container}: {sample.damage}")
-                    yield SourceRecord(key, sample.at(), error)
+                    yield self.damaged(key, sample.at(), sample.damage)
                 elif sample.is_unnamed:
                     error = SampleError("bad_record", "the name of a member is not KEY.PART")
                     yield SourceRecord(key, sample.at(), error)

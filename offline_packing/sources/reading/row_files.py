@@ -50,6 +50,10 @@ class RowFile:
             #: rows of each row group or batch; its bytes when decoded, 0 if it is used as it is
             self.group_rows = [group.num_rows for group in groups]
             self.group_bytes = [group.total_byte_size for group in groups]
+            if min(self.group_rows, default=0) < 0 or sum(self.group_rows) != metadata.num_rows:
+                raise pa.ArrowInvalid(
+                    f"its {metadata.num_rows:,} rows are not those of its {len(groups):,} groups"
+                )
             self.schema = self._parquet.schema_arrow
             self._known: dict[tuple[Any, ...], int] = {}
         else:
@@ -131,6 +135,9 @@ class RowFile:
         """Column chunks of a row group, with their columns."""
         assert self._parquet is not None
         metadata, schema = self._parquet.metadata.row_group(group), self._parquet.schema
+        # Of damaged chunks, metadata.column ends the process; readers of no rows raise OSError.
+        for _ in self._parquet.reader.iter_batches(0, [group], range(metadata.num_columns)):
+            raise AssertionError
         chunks = ((metadata.column(i), schema.column(i)) for i in range(metadata.num_columns))
         return [one for one in chunks if one[0].path_in_schema.partition(".")[0] in columns]
 

@@ -42,10 +42,14 @@ def test_jsonl_parts_equal_the_lines(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines) + "\n" * ends_with_newline, "utf-8")
+    data = path.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl_module, "_BLOCK", block)
+        if not data.strip():
+            with pytest.raises(StageError, match=r"a\.jsonl: it is empty"):
+                jsonl(path).scan(samples_per_part)
+            return
         found = records(jsonl(path), samples_per_part)
-    data = path.read_bytes()
     expected = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     texts = [data[r.locator.offset :][: r.locator.size].rstrip(b"\n") for r in found]
     assert texts == [line for _, line in expected]

@@ -3,23 +3,30 @@
 import gzip
 import io
 import json
+import os
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.sources.formats import webdataset
 from offline_packing.storage import streams
+from task_encoders.samples import SampleError
 from tests.helpers import formats
-from tests.helpers.accounting import outcomes
+from tests.helpers.accounting import account, open_one, outcomes
 from tests.helpers.datasets import image_bytes, make_run, pack_all
 from tests.helpers.formats import lines, tar_bytes, tar_members, write_file
 
 SAMPLES = formats.draw_samples(3)
+CONTAINERS = {".parquet", ".arrow", ".json", ".jsonl", ".csv", ".gz", ".tar"}
+#: bits of each footer that are flipped; FUZZED_SAMPLES=2000 takes five CPU minutes
+FLIPS = int(os.environ.get("FUZZED_SAMPLES", "40"))
 MEMBERS = tar_members(SAMPLES)
 TAR = tar_bytes(MEMBERS)
 WEBDATASET = {"format": "webdataset"}
@@ -257,14 +264,84 @@ def test_header_that_claims_an_endless_name(tmp_path: Path) -> None:
     assert found == {**OK_OK, "a.tar": "damaged_source"}
 
 
+#: Damage to a file of a format, which all of its samples are lost by; and what is said of it.
+SPOILED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "parquet_cut": ("parquet", lambda data: data[:-300], "restore it or write it again"),
+    "arrow_cut": ("huggingface", lambda data: data[:-300], "restore it or write it again"),
+    "parquet_empty": ("parquet", lambda data: b"", "restore it or write it again"),
+    "json_object": ("json_array", lambda data: b'{"a": 1}', "no JSON array; use format pairs"),
+    "json_utf16": ("json_array", lambda data: data.decode().encode("utf-16"), "it is UTF-16"),
+    "json_empty": ("json_array", lambda data: b"", "it is empty; restore it"),
+    "jsonl_utf16": ("jsonl", lambda data: data.decode().encode("utf-16-le"), "it is UTF-16"),
+    "jsonl_cr": ("jsonl", lambda data: data.replace(b"\n", b"\r"), "its lines end in CR"),
+    "jsonl_empty": ("jsonl", lambda data: b"", "it is empty; restore it"),
+    "jsonl_blank": ("jsonl", lambda data: b" \n \n", "it is empty; restore it"),
+    "gz_empty": ("jsonl_gz", lambda data: b"", "it is empty; restore it"),
+    "gz_of_nothing": ("jsonl_gz", lambda data: gzip.compress(b""), "it is empty; restore it"),
+    "csv_utf16": ("csv_rows", lambda data: data.decode().encode("utf-16"), "it is UTF-16"),
+    "csv_cr": ("csv_rows", lambda data: data.replace(b"\n", b"\r"), "its lines end in CR"),
+    "csv_empty": ("csv_rows", lambda data: b"", "it is empty; restore it"),
+    "csv_heading": ("csv_rows", lambda data: b"id,id\n1,2\n3,4\n5,6\n", "rename them"),
+    "tsv_heading": ("tsv_gz", lambda data: gzip.compress(b"a\tb\n" * 4), "source.fields="),
+    "tar_empty": ("webdataset", lambda data: b"", "without its end marker"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_one_damaged_file_costs_its_own_samples(tmp_path: Path, name: str) -> None:
+    """It is set aside and named, once or with each record that can be counted; a source without
+    any other file is refused, or gives no sample."""
+    writer, spoil, said = SPOILED[name]
+    sources = [formats.WRITERS[writer](tmp_path / "data" / part, SAMPLES) for part in "xy"]
+    path = container_in(tmp_path / "data" / "x")
+    path.write_bytes(spoil(path.read_bytes()))
+    source = {**sources[0], "path": str(tmp_path / "data")}
+    found = account(open_one(source, tmp_path))
+    lost = [(key, row) for key, reason, row in found if reason == "damaged_source"]
+    assert len(lost) == (3 if "heading" in name else 1)
+    num_ok = sum(reason == "ok" for _, reason, _ in found)
+    assert num_ok == len(found) - len(lost) >= len(SAMPLES)
+    details = [error.detail for error in errors_of(source, tmp_path)]
+    inside = path.relative_to(tmp_path / "data").as_posix()
+    assert len(details) == len(lost)
+    assert all(one.startswith(f"{inside}: ") and said in one for one in details)
+    if writer in ("parquet", "json_array", "csv_rows", "jsonl"):
+        alone = {**source, "path": str(path)}
+        with pytest.raises(StageError, match=f"{path.name}: .*{re.escape(said)}"):
+            account(open_one(alone, tmp_path))
+
+
+def container_in(folder: Path) -> Path:
+    """The file that holds the samples of a source, or the first of them."""
+    files = [path for path in folder.rglob("*.*") if path.suffix in CONTAINERS]
+    return min(files, key=lambda path: (path.suffix == ".json", path))
+
+
+def errors_of(config: dict[str, Any], scratch: Path) -> list[SampleError]:
+    """The errors instead of records of a source."""
+    source = open_one(config, scratch)
+    records = (record for part in source.scan(3).parts for record in source.records(part))
+    return [record.content for record in records if isinstance(record.content, SampleError)]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
-def test_truncated_table(tmp_path: Path, kind: str) -> None:
-    source = formats.WRITERS[kind](tmp_path / "data", SAMPLES)
-    (path,) = [p for p in (tmp_path / "data").rglob("*.*w*") if "test" not in p.parts] or [
-        tmp_path / "data" / "train-00000.parquet"
-    ]
-    path.write_bytes(path.read_bytes()[:-300])
-    assert set(outcomes(source, tmp_path).values()) == {"damaged_source"}
+def test_damaged_footers(tmp_path: Path, kind: str) -> None:
+    """Any bit of them, also those of which pyarrow ends the process, costs one file at most."""
+    config = formats.WRITERS[kind](tmp_path / "data" / "x", SAMPLES)
+    formats.WRITERS[kind](tmp_path / "data" / "y", SAMPLES)
+    path = container_in(tmp_path / "data" / "x")
+    whole, seen = path.read_bytes(), set()
+    size = int.from_bytes(whole[-8:-4], "little") + 8 if kind == "parquet" else len(whole)
+    rng = np.random.default_rng(2)
+    for _ in range(FLIPS):
+        data = bytearray(whole)
+        data[-int(rng.integers(1, size + 1))] ^= 1 << int(rng.integers(8))
+        path.unlink()  # tables of the last case are mapped
+        path.write_bytes(data)
+        found = account(open_one({**config, "path": str(tmp_path / "data")}, tmp_path))
+        assert sum(reason == "ok" for _, reason, _ in found) >= len(SAMPLES)
+        seen |= {reason for _, reason, _ in found}
+    assert {"ok", "damaged_source"} <= seen
 
 
 def test_damaged_row_group_costs_its_rows(tmp_path: Path) -> None:
@@ -286,7 +363,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no_tar": ({"notes.txt": b""}, {"format": "webdataset"}, r"holds no \*\.tar"),
     "no_parquet": ({"notes.txt": b""}, {"format": "parquet"}, r"holds no \*\.parquet"),
     "no_packs": ({"notes.txt": b""}, {"format": "packs"}, r"neither \*\.tar nor ps_\*\.json"),
-    "object_not_array": ({"a.json": b'{"a": 1}'}, {"format": "json"}, "holds no JSON array"),
+    "object_not_array": ({"a.json": b'{"a": 1}'}, {"format": "json"}, "a.json: it holds no JSON"),
     "no_metadata": ({"a.tar": TAR}, {"format": "energon"}, "run energon prepare there"),
     "sample_loader": (
         {

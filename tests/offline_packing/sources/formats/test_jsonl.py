@@ -23,11 +23,14 @@ values = st.recursive(
 
 def read(path: Path, samples_per_part: int = 2) -> list[Any]:
     """Records of the file, each read once more by its locator."""
-    source = open_source({"format": "json", "path": str(path), "task": "bmr"})
+    unpacked = (path if path.is_dir() else path.parent) / ".unpacked"
+    options = {"format": "json", "path": str(path), "task": "bmr"}
+    source = open_source(options, unpack_folder=unpacked)
     found = []
     for part in source.scan(samples_per_part).parts:
         records = list(source.records(part))
-        assert len(records) <= (part.num_records or 0) <= samples_per_part
+        if part.num_records is not None:  # the damage of a file counts, too
+            assert len(records) <= part.num_records <= samples_per_part + 1
         found += records
     for record in found:
         if not isinstance(record.content, SampleError):
@@ -64,22 +67,38 @@ def test_elements(
 @pytest.mark.parametrize(
     ("text", "outcomes"),
     [
-        ('[{"a": 1}, {"a": 2}', ["ok", "ok"]),  # the closing bracket is missing
-        ('[{"a": 1}, {"a": 2', ["ok", "bad_json"]),
+        ('[{"a": 1}, {"a": 2}', ["ok", "ok", "damaged_source"]),  # no closing bracket
+        ('[{"a": 1}, {"a": 2},', ["ok", "ok", "damaged_source"]),
+        ('[{"a": 1}, {"a": 2}, \n', ["ok", "ok", "damaged_source"]),
+        ('[{"a": 1},', ["ok", "damaged_source"]),
+        ('[{"a": 1}, {"a": 2', ["ok", "damaged_source"]),
+        ("[", ["damaged_source"]),
         ('[{"a": 1},, 7, {"a": 2},]', ["ok", "bad_record", "ok"]),
-        ('[{"a": "never closed}, {"a": 2}]', ["bad_json"]),
-        ('[{"a": 1}] {"a": 2}', ["ok", "ok"]),
+        ('[{"a": "never closed}, {"a": 2}]', ["damaged_source"]),
+        ('[{"a": 1}] {"a": 2}', ["ok", "damaged_source"]),
         ("[]", []),
-        ("", []),
-        ("nothing", ["bad_json"]),
+        ("", ["damaged_source"]),
+        ("nothing", ["damaged_source"]),
     ],
 )
-def test_damaged_arrays(tmp_path: Path, text: str, outcomes: list[str]) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    contents = [record.content for record in read(path)]
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_damaged_arrays(tmp_path: Path, name: str, text: str, outcomes: list[str]) -> None:
+    (tmp_path / "whole.json").write_text("[]")  # without it, the source is refused
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if "gz" in name else text.encode())
+    contents = [record.content for record in read(tmp_path)]
     reasons = [c.reason if isinstance(c, SampleError) else "ok" for c in contents]
     assert reasons == outcomes
+
+
+def test_an_array_that_is_cut_says_how_many_records_are_known(tmp_path: Path) -> None:
+    whole = json.dumps([{"a": number} for number in range(1000)])
+    (tmp_path / "a.json").write_text(whole[: whole.index('{"a": 40}')])
+    *records, last = read(tmp_path / "a.json", 40)
+    assert [record.content for record in records] == [{"a": number} for number in range(40)]
+    assert isinstance(last.content, SampleError)
+    assert (last.key, last.content.reason) == ("a.json", "damaged_source")
+    assert "has no end" in last.content.detail
+    assert "(after a:40)" in last.content.detail
 
 
 @pytest.mark.parametrize("block", [1, 7, 1 << 16])
