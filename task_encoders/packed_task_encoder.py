@@ -35,6 +35,7 @@ from task_encoders.energon_samples import (
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.field_types import Count, checked
 from task_encoders.media.patches import PixelTransport
+from task_encoders.packs.manifest import WRITTEN_AGAIN, folder_of
 from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.tokenized import fingerprint_digest
@@ -117,30 +118,37 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         #: whose loss takes no weights but 0 and 1; and the folders that were checked
         self._trainer = ""
         self._folders: list[EPath | Path] = []
+        #: folders of the datasets that are being built, and the generation of their packs
+        self._opened: list[tuple[EPath | Path, str]] = []
 
     @stateless
     def encode_sample(self, sample: Sample) -> PackedRowSample:
         """Encode a pack, or a plain sample, as one row. Bad sub-samples are left out and listed.
 
         Raises:
-            FatalSampleError: the environment contradicts the sample, or lengths differ from those
-                measured; such a run must stop.
+            FatalSampleError: the environment contradicts the sample, lengths differ from those
+                measured, or the output was written again; such a run must stop.
             SampleError, PackFormatError: nothing of it can be used.
         """
         return self.encode_row(sample, self.sub_samples(sample))
 
     def sub_samples(self, sample: Sample) -> list[SubSample]:
-        """Sub-samples of a sample. Raises FatalSampleError, PackFormatError."""
+        """Sub-samples of a sample. Raises PackFormatError; and FatalSampleError, also where a pack
+        is not of the generation of its folder as that was opened, which its subflavors say."""
         if isinstance(sample, CrudeRecord) and is_pack(
             sample.parts.get(JSON_PART), packed=self.settings.packed
         ):
             fields = sample_loader({"__key__": sample.__key__, **sample.parts})
             sample = PackedSample.derive_from(sample, **fields)
         if isinstance(sample, PackedSample):
-            meta_task = (sample.record.get("meta") or {}).get("task")
-            subflavor_task = (sample.__subflavors__ or {}).get("offline_packing")
+            meta, flavors = sample.record.get("meta") or {}, sample.__subflavors__ or {}
+            opened, found = flavors.get("generation"), meta.get("generation")
+            if opened is not None and found != opened:
+                pack_name = f"pack {sample.__key__!r}"
+                raise FatalSampleError(WRITTEN_AGAIN.format(pack_name, found, opened))
+            declared = meta.get("task"), flavors.get("offline_packing")
             try:
-                task = self.settings.resolve_task(meta_task, subflavor_task, blend=self.is_blend)
+                task = self.settings.resolve_task(*declared, blend=self.is_blend)
             except PackingSettingsError as error:
                 raise FatalSampleError(str(error)) from error
             pack = Pack(sample.__key__, sample.record, sample.media)
@@ -211,6 +219,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             dataset,
             self.encode_sample,
             worker_config=worker_config,
+            opened=self._opened,
             stateless_map_fn=get_stateless(self.encode_sample),
             failure_tolerance=get_failure_tolerance(
                 self.encode_sample, self.__default_failure_tolerance__
@@ -255,6 +264,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 f"{type(self).__name__}.decoder is a {type(self.decoder).__name__}: packs take the "
                 "bytes of media, which are decoded as they were measured; remove it"
             )
+        self._opened = []
         for loaded in datasets:
             factory = loaded.dataset
             subflavors = getattr(factory, "subflavors", None) or {}
@@ -269,11 +279,12 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             for path in factory.paths:
                 self.check_manifest(path)
                 refuse_slots(path, "Energon deals packs one by one to its ranks")
+                self._opened.append((folder_of(path), subflavors.get("generation", "")))
 
     def check_manifest(self, folder: EPath | Path) -> None:
         """Compare the settings that a packed folder was made with to these. Raises
         PackingSettingsError if they differ, ManifestError if the manifest cannot be read."""
-        folder = folder.parent if folder.name.endswith(".jsonl") else folder  # of references
+        folder = folder_of(folder)
         check_manifest(
             folder,
             model=self.encoder.fingerprint,

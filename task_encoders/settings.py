@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from task_encoders.packs.manifest import read_manifest
+from task_encoders.packs.manifest import folder_of, read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -166,7 +166,7 @@ def check_trainer(folder: Any, trainer: str) -> None:
 def refuse_slots(folder: Any, why: str) -> None:
     """Raise PackingSettingsError if packs of a folder go over 1, 2, 4 … ranks in slots, which a
     reader does not keep, and says `why`."""
-    folder = folder.parent if folder.name.endswith(".jsonl") else folder  # of references
+    folder = folder_of(folder)
     manifest = read_manifest(folder)
     if manifest is not None and manifest.context_parallel is not None:
         raise PackingSettingsError(

@@ -18,6 +18,7 @@ from launch.loop.parallel import initialize_parallel
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.packs.manifest import read_manifest
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettingsError
 from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
@@ -94,7 +95,10 @@ def test_packs_and_samples_blend(folder: Path, page: dict[str, Any]) -> None:
             assert subflavors["origin"] == "scans"
             assert "Read this.<|im_end|>" in text
         elif origin.endswith("captioning"):
-            assert subflavors == {"origin": "web", "offline_packing": "captioning"}
+            manifest = read_manifest(folder / "out/captioning")
+            assert manifest is not None
+            own = {"offline_packing": "captioning", "generation": manifest.generation}
+            assert subflavors == {"origin": "web", **own}
             assert "<|im_start|>" not in text
         else:
             assert batches[0].cu_lengths.shape[1] > 2

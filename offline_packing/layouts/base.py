@@ -137,10 +137,12 @@ class Layout(ABC):
         names = media_part_names(
             [extension for sample in samples for extension in sample.extensions]
         )
-        return [*zip(names, media, strict=True), (JSON_PART, self.record(task, samples))]
+        return [*zip(names, media, strict=True), (JSON_PART, self.record(task, samples, media))]
 
-    def record(self, task: ShardTask, samples: Sequence[PlannedSample]) -> bytes:
-        """A pack's JSON."""
+    def record(
+        self, task: ShardTask, samples: Sequence[PlannedSample], media: Sequence[bytes] = ()
+    ) -> bytes:
+        """A pack's JSON. `media`: those that lie beside it."""
         read = [task.read_sample(sample) for sample in samples]
         subs = [
             PackedSubSample(content, sample.extensions, sample.num_tokens)
@@ -151,4 +153,11 @@ class Layout(ABC):
             encoder = encoder_of(task.tokenizes)
             digest = fingerprint_digest(encoder.fingerprint)
             tokenized = TokenizedPack([encoder.tokenize(sample) for sample in read], digest)
-        return pack_json(subs, task.task, tokenized, samples[0].cp_size)
+        return pack_json(
+            subs,
+            task.task,
+            tokenized,
+            samples[0].cp_size,
+            generation=task.generation,
+            media=media,
+        )

@@ -64,8 +64,8 @@ class EnergonLayout(Layout):
             splits[shard.split].append(shard.name)
         shards = read_each(folder, ShardFragment.load, fragments)
         packs = ((shard.name, shard.packs) for shard in shards)
-        content_hash = manifest.content_hash
-        write_energon_metadata(folder, manifest.task, splits, packs, content_hash=content_hash)
+        identity = {"content_hash": manifest.content_hash, "generation": manifest.generation}
+        write_energon_metadata(folder, manifest.task, splits, packs, **identity)
 
     def describe_anew(self, folder: Path, dataset: Mapping[str, Any], manifest: Manifest) -> None:
         """Replace dataset.yaml, and write what Energon 5.0 reads instead of .info.json."""

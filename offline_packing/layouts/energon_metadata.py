@@ -123,10 +123,12 @@ def write_energon_metadata(
     packs: Iterable[tuple[str, Sequence[PackEntry]]],
     *,
     content_hash: str,
+    generation: str = "",
 ) -> None:
     """Write .nv-meta into the folder with the shards and their .tar.idx. `splits` holds the file
     names of the shards of each split, `packs` the name and packs of each shard, in order, drawn
-    once; `content_hash` changes when any shard does."""
+    once; `content_hash` changes when any shard does; `generation` is the packs' own, if they have
+    one."""
     meta = folder / ".nv-meta"
     meta.mkdir(exist_ok=True)
     remove_temporaries(meta)  # a database that a killed run left may be large
@@ -136,13 +138,18 @@ def write_energon_metadata(
     counts = _write_sqlite(meta / "index.sqlite", packs)
     info = {"energon_version": ENERGON_VERSION, "shard_counts": counts}
     write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
-    write_atomically(meta / "dataset.yaml", yaml_bytes(_dataset(task)))
+    write_atomically(meta / "dataset.yaml", yaml_bytes(_dataset(task, generation)))
     write_atomically(meta / "split.yaml", yaml_bytes(split))
     write_atomically(meta / "index.uuid", identity.encode())
     write_atomically(meta / ".info.json", to_json(info))
 
 
-def _dataset(task: str) -> dict[str, Any]:
+def subflavors_of(task: str, generation: str) -> dict[str, str]:
+    """What a reader compares with each pack: Energon gives it to every sample of a dataset."""
+    return {"offline_packing": task, **({"generation": generation} if generation else {})}
+
+
+def _dataset(task: str, generation: str) -> dict[str, Any]:
     """Content of dataset.yaml."""
     return {
         "sample_type": {
@@ -151,7 +158,7 @@ def _dataset(task: str) -> dict[str, Any]:
         },
         "part_filter": "sample_loader.py:part_filter",
         "sample_loader": "sample_loader.py:sample_loader",
-        "subflavors": {"offline_packing": task},
+        "subflavors": subflavors_of(task, generation),
     }
 
 

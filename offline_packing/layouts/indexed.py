@@ -101,9 +101,8 @@ class IndexedLayout(Layout):
         with atomic_file(task.folder / _piece(task.shard.name)) as file:
             for key, samples in task.packs(with_media=False):
                 subs = [_sub_sample(task, sample, encoder) for sample in samples]
-                document = make_document(
-                    key, task.task, subs, fingerprint_digest(encoder.fingerprint)
-                )
+                made_with = fingerprint_digest(encoder.fingerprint)
+                document = make_document(key, task.task, subs, made_with, task.generation)
                 ends = itertools.accumulate(map(len, document), initial=size)
                 parts = tuple(
                     Part(name, end, len(data))

@@ -25,6 +25,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import address_of, aux_datasets, check_address, locate
 from offline_packing.layouts.base import Layout
+from offline_packing.layouts.energon_metadata import subflavors_of
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
@@ -101,7 +102,7 @@ class ReferencesLayout(Layout):
             "splits": {
                 split: {
                     "path": f"{split}.jsonl",
-                    "subflavors": {"offline_packing": manifest.task},
+                    "subflavors": subflavors_of(manifest.task, manifest.generation),
                     "aux": dict(aux),  # no anchors in the YAML
                 }
                 for split in dict.fromkeys(shard.split for shard in manifest.shards)

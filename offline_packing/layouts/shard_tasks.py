@@ -88,6 +88,8 @@ class ShardTask:
     seq_length: int
     #: a name in LAYOUTS
     layout: str
+    #: see runs.artifacts.generation_of
+    generation: str
     #: whose token ids the packs hold, if any
     tokenizes: ModelOptions | None = None
     #: whether a file of another modification time is refused

@@ -198,6 +198,15 @@ def shards_fingerprint(run: Run, plan_hash: str) -> Fingerprint:
     return layout_fingerprint(named, plan_hash)
 
 
+def generation_of(fingerprint: Fingerprint) -> str:
+    """16 hexadecimal digits of `shards_fingerprint`, which each pack of these shards holds: a
+    reader that finds others opened an output that was written again in the meantime. In another
+    layout, or in folders, they are the same packs."""
+    same = ("output.layout", "output.shards_per_folder")
+    own = {name: value for name, value in fingerprint.items() if name not in same}
+    return hash_bytes(to_json(own))[:16]
+
+
 def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     """The same of an output's configuration whose key prefix is known."""
     assert output.key_prefix is not None

@@ -23,7 +23,13 @@ from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
-from offline_packing.runs.artifacts import CP_SIZES, StoredPlan, key_prefix
+from offline_packing.runs.artifacts import (
+    CP_SIZES,
+    StoredPlan,
+    generation_of,
+    key_prefix,
+    shards_fingerprint,
+)
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_bytes, load_array, to_json, write_atomically
 from offline_packing.storage.paths import read_each
@@ -171,6 +177,7 @@ def build_manifest(
         ),
         epochs=plan.get("epochs", {}),
         context_parallel=None if slots is None else Slots(**asdict(slots)),
+        generation=generation_of(shards_fingerprint(run, plan["hash"])),
         loss_weights="fractional" if index.num_weighted else None,
         shards=shards,
         fingerprint=index.fingerprint,

@@ -30,6 +30,7 @@ from offline_packing.layouts.shards import (
     splits_of_plan,
 )
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import generation_of
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.storage.files import read_json
 from task_encoders.storage.remote_requests import add_repeats, count_repeats
@@ -127,7 +128,7 @@ def iterate_tasks(
     copies = plan.copy_numbers() if with_samples else None
     output = config.output
     tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
-    prefix = read_json(workspace.started)["output.key_prefix"]
+    started = read_json(workspace.started)
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         yield ShardTask(
             shard=shard,
@@ -138,9 +139,10 @@ def iterate_tasks(
             pack_sizes=np.diff(offsets),
             sources=sources,
             task=config.task,
-            key_prefix=prefix,
+            key_prefix=started["output.key_prefix"],
             seq_length=config.pack.seq_length,
             layout=config.output.layout,
+            generation=generation_of(started),
             tokenizes=config.model if tokenizes else None,
             check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )

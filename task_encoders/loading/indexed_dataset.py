@@ -16,7 +16,12 @@ from task_encoders.loading.folder_shards import ShardRange
 from task_encoders.loading.pack_columns import order_of_steps, read_columns
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
-from task_encoders.packs.manifest import PackColumns, read_manifest
+from task_encoders.packs.manifest import (
+    WRITTEN_AGAIN,
+    PackColumns,
+    read_manifest,
+    written_again,
+)
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.pack_format import PREFIX
 from task_encoders.packs.tokenized import fingerprint_digest
@@ -51,6 +56,9 @@ class IndexedPackDataset(Dataset[PackedBatch]):
         if len(self._file):
             self.task_encoder.settings.resolve_task(self._file[0].task)
         self._digest = fingerprint_digest(self.task_encoder.encoder.fingerprint)
+        manifest = read_manifest(folder)
+        #: of the packs as they were opened; "": nothing beside them says so
+        self._generation = manifest.generation if manifest else ""
 
     def __len__(self) -> int:
         """Packs."""
@@ -58,8 +66,8 @@ class IndexedPackDataset(Dataset[PackedBatch]):
 
     def __getitem__(self, number: int) -> PackedBatch:
         """A row of one pack. Raises PackFormatError if the file of an image has another size or
-        time, or the image other tokens, than when it was packed; SampleError if nothing of it can
-        be used."""
+        time, or the image other tokens, than when it was packed, or the packs were written again;
+        SampleError if nothing of it can be used."""
         if not 0 <= number < len(self):
             raise IndexError(f"pack {number} of {len(self)}")
         return self.batch([number])
@@ -67,11 +75,26 @@ class IndexedPackDataset(Dataset[PackedBatch]):
     def batch(self, packs: Iterable[int]) -> PackedBatch:
         """Packs, by their numbers, in one row with merged cu_lengths. Raises as `[i]`."""
         numbers = self.order[list(packs)].tolist()
-        return self.task_encoder.batch([self._encode(self._file[number]) for number in numbers])
+        return self.task_encoder.batch([self._encode(self._read(number)) for number in numbers])
 
     def columns(self) -> PackColumns | None:
         """Media and operations of each pack; None where the manifest does not record them."""
         return read_columns(self._shards, self.order)
+
+    def _read(self, number: int) -> IndexedPack:
+        """A pack. Raises PackFormatError, also where the files were written again: what is opened
+        here keeps its bytes, but not what another process or a request to a storage opens."""
+        try:
+            pack = self._file[number]
+        except (PackFormatError, LookupError, ValueError, TypeError) as error:
+            line = written_again(self.path.parent, self._generation)
+            if line is None:
+                raise
+            raise PackFormatError(line) from error
+        if self._generation and pack.generation != self._generation:
+            found = f"pack {pack.key!r} of {self.path}"
+            raise PackFormatError(WRITTEN_AGAIN.format(found, pack.generation, self._generation))
+        return pack
 
     def _encode(self, pack: IndexedPack) -> PackedRowSample:
         if pack.made_with != self._digest:

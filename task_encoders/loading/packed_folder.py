@@ -31,8 +31,9 @@ from task_encoders.loading.folder_shards import (
     read_index,
 )
 from task_encoders.loading.pack_columns import order_of_steps, read_columns
-from task_encoders.packs.manifest import PackColumns
+from task_encoders.packs.manifest import WRITTEN_AGAIN, PackColumns, written_again
 from task_encoders.packs.pack import Pack
+from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.settings import refuse_slots
 from task_encoders.storage.paths import path_of, read_range
 from task_encoders.threads import in_threads
@@ -105,7 +106,8 @@ class PackedFolder:
         return len(self.order)
 
     def __getitem__(self, number: SupportsIndex) -> RawPack:
-        """Raises IndexError, and PackedFolderError where a shard is cut or damaged."""
+        """Raises IndexError, and PackedFolderError where a shard is cut, damaged or written
+        again."""
         wanted = index(number)
         if not -len(self) <= wanted < len(self):
             raise IndexError(f"{self.path} has {len(self)} packs, no number {wanted}")
@@ -114,22 +116,13 @@ class PackedFolder:
         shard_number = int(np.searchsorted(self._firsts, place, "right")) - 1
         start, end = self._offsets[place + shard_number :][:2].tolist()
         shard = self.shards[shard_number]
-        where = f"{shard.path}, bytes {start} to {end}"
         try:
-            data = read_range(shard.path, start, end)
-        except OSError as error:
-            raise PackedFolderError(
-                f"{where}: {error.strerror or error}; offline-packing retry restores it"
-            ) from error
-        if len(data) < end - start:
-            raise PackedFolderError(
-                f"{where}: the file ends {end - start - len(data)} bytes early; offline-packing "
-                "verify names the remedy"
-            )
-        if shard.stores is None:
-            pack = _pack_of_tar(data, where)
-        else:
-            pack = _pack_of_line(data, where, shard.stores)
+            pack = _read_pack(shard, start, end)
+        except PackedFolderError as error:
+            line = written_again(shard.root, _generation(shard))
+            if line is None:
+                raise
+            raise PackedFolderError(line) from error
         return RawPack(*pack, wanted, shard.subflavors)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[RawPack]:
@@ -141,7 +134,10 @@ class PackedFolder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Opened again where it is unpickled: Energon's readers of references cannot be pickled."""
-        return partial(type(self), split=self.split), (str(self.path), self.task_encoder)
+        generations = {shard.root: _generation(shard) for shard in self.shards}
+        opened = {str(root): generation for root, generation in generations.items()}
+        again = partial(_open_again, type(self), opened, split=self.split)
+        return again, (str(self.path), self.task_encoder)
 
     def __iter__(self) -> Iterator[RawPack]:
         return map(self.__getitem__, range(len(self)))
@@ -152,7 +148,8 @@ class PackedFolder:
 
     def row(self, number: int) -> "PackedRowSample":
         """A pack encoded; `split_row(row.row)` gives back its sub-samples, whose keys are
-        `row.sub_sample_keys`. Raises SampleError if nothing of it can be used."""
+        `row.sub_sample_keys`. Raises SampleError if nothing of it can be used, and FatalSampleError
+        if it is of another generation than the folder was when it was opened."""
         return self._encode(self[number])
 
     def batch(self, numbers: Sequence[int]) -> "PackedBatch":
@@ -196,6 +193,43 @@ def _check(shards: Sequence[ShardRange], task_encoder: "PackedTaskEncoder") -> N
         task_encoder.check_manifest(folder)
 
 
+def _generation(shard: ShardRange) -> str:
+    """Generation of a shard's packs, as its folder said when it was opened; "": it did not say."""
+    return str(shard.subflavors.get("generation", ""))
+
+
+def _open_again(
+    cls: type[PackedFolder], opened: Mapping[str, str], *args: Any, split: str
+) -> PackedFolder:
+    """The same folder in another process. Raises PackedFolderError if it was written again since
+    it was first opened: its packs have other numbers."""
+    folder = cls(*args, split=split)
+    for shard in folder.shards:
+        before, now = opened.get(str(shard.root), ""), _generation(shard)
+        if now != before:
+            raise PackedFolderError(WRITTEN_AGAIN.format(shard.root, now, before))
+    return folder
+
+
+def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
+    """The pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
+    where = f"{shard.path}, bytes {start} to {end}"
+    try:
+        data = read_range(shard.path, start, end)
+    except OSError as error:
+        raise PackedFolderError(
+            f"{where}: {error.strerror or error}; offline-packing retry restores it"
+        ) from error
+    if len(data) < end - start:
+        raise PackedFolderError(
+            f"{where}: the file ends {end - start - len(data)} bytes early; offline-packing "
+            "verify names the remedy"
+        )
+    if shard.stores is None:
+        return _pack_of_tar(data, where)
+    return _pack_of_line(data, where, shard.stores)
+
+
 def _pack_of_line(data: bytes, where: str, stores: Mapping[str, Any]) -> Pack:
     """A pack whose media its line refers to."""
     from task_encoders.packs.references import is_reference, read_medium
@@ -222,6 +256,9 @@ def _pack_of_tar(data: bytes, where: str) -> Pack:
                     found.setdefault(match[1], {})[match[2]] = content.read()
     except tarfile.TarError as error:
         raise PackedFolderError(f"{where}: damaged ({error}); verify names the remedy") from error
-    if len(found) != 1:
-        raise PackedFolderError(f"{where}: {len(found)} packs instead of one; verify the folder")
-    return Pack.of(*next(iter(found.items())))
+    key, members = next(iter(found.items()), ("", {}))
+    if len(found) != 1 or JSON_PART not in members:
+        raise PackedFolderError(
+            f"{where}: {len(found)} packs instead of one with its JSON; verify the folder"
+        )
+    return Pack.of(key, members)

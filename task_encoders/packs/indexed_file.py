@@ -11,7 +11,8 @@
 
     {"key": "ps_00000000", "images": [["img000.jpg"], []], "videos": [[], []],
      "media": [["files0", "a/17.jpg", null, 81204, 1763766381000000000, 5, 576]],
-     "meta": {"task": "bmr", "keys": [...], "num_tokens": [...], "tokenized_with": ..., "loss": []}}
+     "meta": {"task": "bmr", "keys": [...], "num_tokens": [...], "tokenized_with": ..., "loss": [],
+              "generation": ...}}
 
 `media` says for each image, then for each video, under which root in which file its bytes lie, from
 which offset on (null: it is the whole file), how many bytes, when the file was last written to (in
@@ -79,9 +80,10 @@ class IndexedSubSample(NamedTuple):
 
 
 def make_document(
-    key: str, task: str, subs: Sequence[IndexedSubSample], made_with: str
+    key: str, task: str, subs: Sequence[IndexedSubSample], made_with: str, generation: str
 ) -> list[bytes]:
-    """The bytes of a pack's SEQUENCES. `made_with`: the digest of the encoder's fingerprint."""
+    """The bytes of a pack's SEQUENCES. `made_with`: the digest of the encoder's fingerprint;
+    `generation`: of the output."""
     texts = [sub.expanded for sub in subs]
     ends = np.cumsum([0, *(len(text.tokens) for text in texts)])
     names = iter(media_part_names([e for sub in subs for e in sub.extensions]))
@@ -94,6 +96,7 @@ def make_document(
     meta = {"task": task, "keys": [sub.key for sub in subs], "num_tokens": np.diff(ends).tolist()}
     meta |= TokenizedPack([sub.text for sub in subs], made_with).meta()
     del meta["token_ids"]  # they follow from `tokens`
+    meta["generation"] = generation
     record = {
         "key": key,
         "images": [[name for name in own if not is_video_name(name)] for own in own_names],
@@ -219,6 +222,8 @@ class IndexedPack:
         meta = self._stored["meta"]
         #: the digest of the settings that its token ids were made with
         self.made_with: str = meta["tokenized_with"]
+        #: of the output that it belongs to; "": of an earlier version
+        self.generation: str = meta.get("generation", "")
         #: what the pack is trained as
         self.task: str = meta["task"]
         #: the keys of its sub-samples

@@ -15,6 +15,14 @@ from task_encoders.packs.notebook_html import html_table
 NAME: Final = "manifest.json"
 
 
+#: Error of packs that are not those of the output that a reader opened: what was found, its
+#: generation, and the one opened.
+WRITTEN_AGAIN: Final = (
+    "{} is of generation {}, not {} as when it was opened: the output was written again while it "
+    "was read; start this run again, and write to another output.path while packs are read"
+)
+
+
 class ManifestError(ValueError):
     """A manifest that cannot be read."""
 
@@ -103,6 +111,9 @@ class Manifest(_Model):
     epochs: dict[str, tuple[int, ...]] = {}
     #: ranks of a slot of packs, if packs go over 1, 2, 4 … of them, and the tokens of each rank
     context_parallel: Slots | None = None
+    #: 16 hexadecimal digits, also in each pack; others where packs of another plan, or other shards
+    #: of the same, are written in their place
+    generation: str
     #: set if some answers weigh neither 0 nor 1
     loss_weights: Literal["fractional"] | None = None
     #: what samples were measured with; see offline_packing.runs.artifacts
@@ -162,3 +173,29 @@ def read_manifest(folder: Any) -> Manifest | None:
     except (OSError, ValueError) as error:
         why = str(error)
     raise ManifestError(f"{path} is damaged ({why}); offline-packing verify names the remedy")
+
+
+def folder_of(path: Any) -> Any:
+    """The folder of packs that Energon knows by its path, or by that of its JSONL of references: a
+    Path or EPath."""
+    return path.parent if path.name.endswith(".jsonl") else path
+
+
+def written_again(folder: Any, opened: str) -> str | None:
+    """One line that says so, if the output in a folder is no longer of the generation that a reader
+    opened; asked where reading fails. None: it is, or nobody can tell."""
+    if not opened:
+        return None
+    try:
+        manifest = read_manifest(folder)
+    except (ManifestError, OSError):
+        return None
+    if manifest is None:
+        return (
+            f"{folder} has no manifest.json: the output was removed, or is being written again, "
+            "while it was read; when it is complete, start this run again, and write to another "
+            "output.path while packs are read"
+        )
+    if manifest.generation == opened:
+        return None
+    return WRITTEN_AGAIN.format(folder, manifest.generation or "another version", opened)

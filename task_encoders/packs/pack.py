@@ -4,13 +4,18 @@ Packs of tars, single files, lines of references and token ids all become a `Pac
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import orjson
 
-from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS
+from task_encoders.packs.pack_format import (
+    JSON_PART,
+    MEDIA_EXTENSIONS,
+    checksum,
+    is_video_name,
+)
 from task_encoders.packs.tokenized import TokenizedPack, TokenizedText
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample, make_turn
 
@@ -98,6 +103,8 @@ class RestoredPack:
     tokenized: TokenizedPack | None = None
     #: context-parallel ranks that it goes over, if packs differ in that
     cp_size: int | None = None
+    #: of the bytes of its media, by member name; {}: they lie elsewhere, or others wrote it
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_json(record: bytes | Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
@@ -146,6 +153,9 @@ def restore_pack(
     tools = _column({"tools": [""] * count, **meta}, "tools", key, count)
     details = _column({"turns": [None] * count, **meta}, "turns", key, count)
     num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
+    checksums = meta.get("checksums", {})
+    if not isinstance(checksums, Mapping):
+        raise PackFormatError(f"pack {key!r}: meta.checksums is not an object")
     lengths = keys if num_tokens is None else num_tokens
     if any(len(column) != count for column in (keys, systems, lengths)):
         raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
@@ -157,14 +167,16 @@ def restore_pack(
         meta = {"loss_weights": [[]] * count, **meta}
         texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
         tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
-    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized, meta.get("cp_size"))
+    cp_size = meta.get("cp_size")
+    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized, cp_size, checksums)
 
 
 def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample]:
     """The sub-samples of a pack whose JSON is parsed, in order.
 
     Args:
-        task: what its sub-samples are.
+        task: what its sub-samples are. One whose medium is not the one that was packed, by its
+            checksum, is replaced by the error.
         made_with: digest of the encoder's settings; token ids made with others are not used.
 
     Raises:
@@ -189,8 +201,29 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
             found.append(SubSample(key, SampleError("missing_image", f"no member {missing[0]!r}")))
             continue
         files, clips = (tuple(map(pack.media.__getitem__, own)) for own in (images, sample.videos))
+        damage = find_damage((*images, *sample.videos), (*files, *clips), restored.checksums)
+        if damage is not None:
+            found.append(SubSample(key, damage))
+            continue
         found.append(SubSample(key, sample, files, clips, text, num_tokens))
     return found
+
+
+def find_damage(
+    names: Iterable[str], media: Iterable[bytes], checksums: Mapping[str, str]
+) -> SampleError | None:
+    """The error of the first medium whose bytes are not those that were packed: a picture with some
+    bytes zeroed may decode without an error."""
+    for name, data in zip(names, media, strict=True):
+        expected = checksums.get(name)
+        if expected is not None and checksum(data) != expected:
+            reason = "truncated_video" if is_video_name(name) else "truncated_image"
+            return SampleError(
+                reason,
+                f"{name} has the xxh3_64 {checksum(data)}, was packed with {expected}; "
+                "offline-packing verify names the remedy",
+            )
+    return None
 
 
 def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, str]:

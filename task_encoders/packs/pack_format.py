@@ -22,11 +22,13 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default); if any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
 have besides prompt and answer (`Turn.details`; null: nothing); in packs that are tokenized,
-`token_ids`, `loss` and `loss_weights` (see `TokenizedText`) with `tokenized_with`; in packs that go
-over 1, 2, 4 … context-parallel ranks, `cp_size`, how many. Packs written by
-others are read as well: `prompts` for `prompt`, or neither; `img0` for `img000`; empty or null
-names for sub-samples without such media; no `images` beside `videos`; no `meta`; names of images
-that differ from the members', see `pack.match_images`.
+`token_ids`, `loss` and `loss_weights` (see `TokenizedText`) with `tokenized_with`; in packs that
+go over 1, 2, 4 … context-parallel ranks, `cp_size`, how many; `generation`, that of the output (see
+`Manifest`); and `checksums` of the media that lie in the pack, by member name.
+
+Packs written by others are read as well: `prompts` for `prompt`, or neither; `img0` for `img000`;
+empty or null names for sub-samples without such media; no `images` beside `videos`; no `meta`;
+names of images that differ from the members', see `pack.match_images`.
 """
 
 import itertools
@@ -36,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
+import xxhash
 
 from task_encoders.packs.tokenized import TokenizedPack
 from task_encoders.samples import SourceSample
@@ -114,20 +117,32 @@ def media_part_names(extensions: Sequence[str]) -> list[str]:
     ]
 
 
+#: Checksum of a medium's bytes in a pack: xxh3_64 in 16 hexadecimal digits.
+checksum = xxhash.xxh3_64_hexdigest
+
+
 def pack_json(
     sub_samples: Sequence[PackedSubSample],
     task: str,
     tokenized: TokenizedPack | None = None,
     cp_size: int | None = None,
+    *,
+    generation: str = "",
+    media: Sequence[bytes] = (),
 ) -> bytes:
     """The JSON of a pack. Media are named in the order of `media_part_names` over all sub-samples.
 
     Deterministic: same sub-samples, same bytes.
+
+    Args:
+        generation: of the output that the pack is written for.
+        media: content of all media in that order, for their checksums; none: they lie elsewhere.
     """
-    names = iter(media_part_names([e for sub in sub_samples for e in sub.extensions]))
-    media = [[next(names) for _ in sub.extensions] for sub in sub_samples]
-    images = [[name for name in own if not is_video_name(name)] for own in media]
-    videos = [[name for name in own if is_video_name(name)] for own in media]
+    all_names = media_part_names([e for sub in sub_samples for e in sub.extensions])
+    names = iter(all_names)
+    own_names = [[next(names) for _ in sub.extensions] for sub in sub_samples]
+    images = [[name for name in own if not is_video_name(name)] for own in own_names]
+    videos = [[name for name in own if is_video_name(name)] for own in own_names]
     samples = [sub.sample for sub in sub_samples]
     prompts: list[Any] = [[turn.prompt for turn in sample.turns] for sample in samples]
     captions: list[Any] = [[turn.answer for turn in sample.turns] for sample in samples]
@@ -151,4 +166,8 @@ def pack_json(
         record["meta"] |= tokenized.meta()
     if cp_size is not None:
         record["meta"]["cp_size"] = cp_size
+    if generation:
+        record["meta"]["generation"] = generation
+    if media:
+        record["meta"]["checksums"] = dict(zip(all_names, map(checksum, media), strict=True))
     return orjson.dumps(record)

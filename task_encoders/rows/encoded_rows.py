@@ -19,6 +19,7 @@ from megatron.energon.wrappers import MapDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from task_encoders.energon_samples import PackedRowSample
+from task_encoders.packs.manifest import written_again
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.samples import SampleError
 
@@ -31,17 +32,28 @@ class SetAside(Savable):
     """Samples left out that no row has reported yet: an error handler for Energon's datasets, which
     raise FatalSampleError after 100 consecutive failures."""
 
-    def __init__(self, otherwise: Handler) -> None:
-        """`otherwise` handles errors that are not caused by the sample."""
+    def __init__(self, otherwise: Handler, opened: Iterable[tuple[Any, str]] = ()) -> None:
+        """`otherwise` handles errors that are not caused by the sample; `opened`: the folders that
+        are read, and the generation of their packs."""
+        self._opened = tuple(opened)
         self.lines: list[str] = []
         self._otherwise = otherwise
         self._folders: list[str] = []
 
     def __call__(self, error: Exception, sample: Any, sources: Any) -> None:
+        if not isinstance(error, SampleError):
+            self._check_generation(error)
         if not isinstance(error, SampleError | PackFormatError):
             self._otherwise(error, sample, sources)
         reason = "" if isinstance(error, SampleError) else "bad_record: "
         self.add(f"{_key_of(sample)}: {reason}{error}")
+
+    def _check_generation(self, error: Exception) -> None:
+        """Raise FatalSampleError if reading fails since an output was written again."""
+        for folder, generation in self._opened:
+            line = written_again(folder, generation)
+            if line is not None:
+                raise FatalSampleError(line) from error
 
     def add(self, line: str) -> None:
         """Note a line of the form "key: reason: detail"."""
@@ -62,8 +74,8 @@ class SetAside(Savable):
         """The rows, each with all lines noted since the one before it.
 
         Raises:
-            FatalSampleError: a file is damaged, ends early or cannot be read, and so no more rows
-                come.
+            FatalSampleError: a file is damaged, ends early, cannot be read or was written again,
+                and so no more rows come.
         """
         try:
             for row in rows:
@@ -76,6 +88,7 @@ class SetAside(Savable):
             tar = _read_tar(error)
             if tar is None and not isinstance(error, OSError | EOFError | tarfile.TarError):
                 raise
+            self._check_generation(error)
             raise FatalSampleError(
                 f"{tar or ', '.join(self._folders)}: {error}; the tar or its .idx is damaged or "
                 "gone: offline-packing verify names the remedy; tars of others are to be restored, "
@@ -111,9 +124,15 @@ class EncodedRows(MapDataset[Any, PackedRowSample]):
     _savable_fields = (*MapDataset._savable_fields, "_set_aside")
 
     def __init__(
-        self, dataset: SavableDataset[Any], *args: Any, worker_config: WorkerConfig, **options: Any
+        self,
+        dataset: SavableDataset[Any],
+        *args: Any,
+        worker_config: WorkerConfig,
+        opened: Iterable[tuple[Any, str]],
+        **options: Any,
     ) -> None:
-        self._set_aside = SetAside(worker_config.global_error_handler)
+        """`opened`: see SetAside."""
+        self._set_aside = SetAside(worker_config.global_error_handler, opened)
         super().__init__(dataset, *args, worker_config=worker_config, **options)
         self._set_aside.watch(self)
 

@@ -16,18 +16,18 @@ from tests.helpers.datasets import make_run, pack_all
 
 #: sha256, first 16 digits. What depends on versions of libraries is left out.
 GOLDEN = {
-    ".nv-meta/dataset.yaml": "cd5e8d1399842f89",
-    ".nv-meta/index.uuid": "4968833c562851ba",
+    ".nv-meta/dataset.yaml": "c0a3ba027ab8c00c",
+    ".nv-meta/index.uuid": "4b1675d702a51d27",
     ".nv-meta/split.yaml": "af17d213ca390955",
     "_packing/plan/pack_offsets.npy": "7e44d5222bf07951",
     "_packing/plan/sample_ids.npy": "83966c1fcf8c6f05",
     "_packing/plan/set_aside_ids.npy": "e734dac55ea9fbbe",
     "_packing/plan/set_aside_reasons.npy": "4ca930d4c39dd441",
-    "train-000000.tar": "4494abb2b3b8676f",
+    "train-000000.tar": "405dc5c04b259a2f",
     "train-000000.tar.idx": "7c9a894f52f8711b",
-    "train-000001.tar": "815a141dea752283",
+    "train-000001.tar": "a742ae05b7af2e72",
     "train-000001.tar.idx": "f7c6f270db9cb7dd",
-    "val-000000.tar": "701fccef4123480e",
+    "val-000000.tar": "d563ea2af31b9e7a",
     "val-000000.tar.idx": "20c7d7dc5d6a6bee",
 }
 

@@ -29,6 +29,8 @@ from task_encoders.energon_samples import PackedSample
 from task_encoders.media.image import decode_image
 from task_encoders.media.patches import BACKENDS
 from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.packs.pack import find_damage
+from task_encoders.packs.pack_format import checksum
 from task_encoders.settings import PackingSettings
 from tests.helpers import torchvision_stub  # noqa: F401 - before transformers finds torchvision
 
@@ -201,6 +203,36 @@ def compare(family: str, backends: Sequence[str], files: list[bytes], folder: Pa
         print(line, flush=True)
 
 
+#: (height, width) of pictures whose checksums are compared with decoding them.
+SIZES = ((336, 336), (480, 640), (768, 1024), (1080, 1920))
+
+
+def compare_checksums() -> None:
+    """Print the time of the checksum that readers compare before a picture is decoded."""
+    rng = np.random.default_rng(0)
+    for height, width in SIZES:
+        coarse = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+        image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
+        for image_format, options in (("JPEG", {"quality": 90}), ("PNG", {})):
+            buffer = io.BytesIO()
+            image.save(buffer, image_format, **options)
+            data = buffer.getvalue()
+            names, expected = ["img000.jpg"], {"img000.jpg": checksum(data)}
+            ways: dict[str, Callable[[], object]] = {
+                "checksum": lambda d=data, n=names, e=expected: [
+                    find_damage(n, [d], e) for _ in range(100)
+                ],
+                "decoding": lambda d=data: [decode_image(d) for _ in range(5)],
+            }
+            spent = least_times(ways, time.process_time)
+            checked, decoded = spent["checksum"] / 100, spent["decoding"] / 5
+            print(
+                f"{image_format:4s} {width}x{height}, {len(data):9,} bytes: checksum "
+                f"{1e6 * checked:6.1f} us, decoding {1e3 * decoded:6.2f} ms: "
+                f"{checked / decoded:.2%}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--images", type=int, default=12)
@@ -213,6 +245,7 @@ def main() -> None:
     for family in arguments.families:
         with tempfile.TemporaryDirectory() as folder:
             compare(family, backends, files, Path(folder))
+    compare_checksums()
 
 
 if __name__ == "__main__":
