@@ -128,7 +128,8 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
         return
     made = plan(run, samples)
     if output is not None:
-        write_assignment(samples, made.packs, output)
+        columns = samples.table("key", "source_id", "num_tokens")
+        write_assignment(columns, made.packs, output)
     echo(summary_text(run, samples, made.packs, made.set_aside), nl=False)
     groups = group_set_aside(aside_while_planning(run.workspace))
     if groups:

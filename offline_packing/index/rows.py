@@ -2,14 +2,13 @@
 
 A shard's samples lie all over the index. Those that do not fit in memory are sorted in two
 steps: one pass over the index deals them out to groups of shards, each a scratch file; then
-group after group is read back and put in order. Other tables that come in parts are, too.
+group after group is read back and put in order.
 """
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,9 +30,6 @@ _MAX_INT32: Final = 2**31 - 1
 #: Row numbers of the index, over all parts.
 SampleIds = npt.NDArray[np.integer]
 
-#: Number of rows of a part of a table, and what reads it, or it may be skipped.
-TablePart = tuple[int, Callable[[], pa.Table]]
-
 
 def samples_of_shards(
     samples: Index,
@@ -47,26 +43,9 @@ def samples_of_shards(
     the files in it have no name and vanish with this process. Those of an object storage are among
     the system's temporary files."""
     none = INDEX_SCHEMA.empty_table().select(list(columns))
-    parts = [
-        (rows, partial(samples.part, number, *columns))
-        for number, rows in enumerate(samples.info.part_rows)
-    ]
-    return take_rows(parts, none, ids_of_shards, scratch, samples_in_memory=samples_in_memory)
-
-
-def take_rows(
-    parts: Iterable[TablePart],
-    none: pa.Table,
-    ids_of_lists: Sequence[SampleIds],
-    scratch: Path,
-    *,
-    samples_in_memory: int = SAMPLES_IN_MEMORY,
-) -> Iterator[pa.Table]:
-    """The rows of each list of row numbers, in its order, of a table whose parts are read at most
-    once, in order; `none` is such a table without rows. `scratch` as in `samples_of_shards`."""
-    groups = _group(ids_of_lists, samples_in_memory)
+    groups = _group(ids_of_shards, samples_in_memory)
     sorted_ids = [_sorted(group) for group in groups]
-    picked = _pick(parts, none, sorted_ids, samples_in_memory)
+    picked = _pick(samples, none, sorted_ids, samples_in_memory)
     if len(groups) == 1:
         tables = iter([pa.concat_tables([none, *(table for _, table in picked)])])
     else:
@@ -165,7 +144,7 @@ def _sorted(group: Sequence[SampleIds]) -> SampleIds:
 
 
 def _pick(
-    parts: Iterable[TablePart],
+    samples: Index,
     none: pa.Table,
     sorted_ids: Sequence[SampleIds],
     samples_in_memory: int,
@@ -182,7 +161,7 @@ def _pick(
                 yield group, table.take(pa.array(ids[start:stop] - first))
         held.clear()
 
-    for rows, read in parts:
+    for number, rows in enumerate(samples.info.part_rows):
         bounds = [_places(ids, end, end + rows) for ids in sorted_ids]
         is_wanted = any(start < stop for start, stop in bounds)
         if held and (not is_wanted or sum(map(len, held)) >= samples_in_memory):
@@ -190,7 +169,7 @@ def _pick(
         if not held:
             first = end
         if is_wanted:
-            held.append(read())
+            held.append(samples.part(number, *none.column_names))
         end += rows
     if held:
         yield from give()

@@ -1,28 +1,29 @@
-"""The planner for other pipelines: samples of which only names and lengths are known.
+"""The planner for other pipelines: a table of names and lengths in, a table of places in packs out.
 
-Further columns of a table are read under the names that they have in an index: `num_images`,
-`num_videos` and `num_vision_patches` for budgets. A sample takes less than 64 bytes of memory,
-whatever its name: see length_files.py.
+    name<TAB>tokens, name:tokens     text, a sample a line, perhaps below a heading
+    CSV, Parquet                     columns `key` and `num_tokens`, or one of their other names
+
+Further columns are read under the names that they have in an index: `num_images`, `num_videos` and
+`num_vision_patches`.
 """
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from offline_packing.config.sections import PackConfig, ReportConfig
 from offline_packing.errors import StageError
-from offline_packing.index.rows import SampleIds, TablePart, name_copies, take_rows
-from offline_packing.index.set_aside import find_duplicates
-from offline_packing.index.table import INDEX_SCHEMA, Index, table_writer
-from offline_packing.plan.length_files import SCHEMA, Lengths, read_lengths
+from offline_packing.index.rows import SampleIds, name_copies
+from offline_packing.index.table import table_writer
 from offline_packing.plan.make_plan import (
     join_plans,
     pack_arguments,
@@ -34,7 +35,14 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config
 
-_ROWS_AT_ONCE: Final = 1 << 18
+#: Accepted names of the two columns.
+_NAMES: Final = {
+    "key": ("key", "name", "id", "__key__", "sample"),
+    "num_tokens": ("num_tokens", "tokens", "token_len", "length", "lengths", "len"),
+}
+_COUNTS: Final = ("num_images", "num_videos", "num_vision_patches")
+#: The last separator counts: names may hold colons.
+_LINE: Final = r"^(?P<key>.+)[\t:]\s*(?P<num_tokens>\d+)\s*$"
 
 
 class LengthsConfig(BaseModel):
@@ -59,40 +67,39 @@ def plan_lengths(
     settings = read_config(LengthsConfig, config, overrides)
     pack = settings.pack
     samples = read_lengths(lengths)
-    _check_columns(pack, samples)
-    twice = find_duplicates(samples.key_hashes, samples.name)
-    num_tokens = samples.columns["num_tokens"]
-    plan = _plan(pack, samples, twice)
-    reasons = Counter({"duplicate_key": len(twice)} if len(twice) else {})
+    _check_columns(pack, samples, lengths)
+    rows = pa.table({"key": samples["key"], "row": np.arange(len(samples))})
+    firsts = rows.group_by("key").aggregate([("row", "min")])["row_min"].to_numpy()
+    plan = _plan(pack, samples, np.sort(firsts))
+    num_twice = len(samples) - len(firsts)
+    reasons = Counter({"duplicate_key": num_twice} if num_twice else {})
     for kind, first, count in zip(
         *np.unique(plan.set_aside_reasons, return_index=True, return_counts=True), strict=True
     ):
-        sample = int(plan.set_aside_ids[first])
+        sample = samples.slice(int(plan.set_aside_ids[first]), 1).to_pylist()[0]
         name = plan.info.reason_names[kind]
-        reason, detail = set_aside_reason(name, int(num_tokens[sample]), pack)
+        reason, detail = set_aside_reason(name, sample["num_tokens"], pack)
         reasons[reason] += int(count)
         if reason == "overlong" and pack.on_overlong != "set_aside":  # no turns are known
-            key = samples.name(np.array([sample]))["key"][0].as_py()
-            raise StageError(f"sample {key!r} has {detail}; raise it, or set on_overlong=set_aside")
+            raise StageError(
+                f"sample {sample['key']!r} has {detail}; raise it, or set on_overlong=set_aside"
+            )
     if plan.num_packs == 0:
         raise StageError(f"nothing to pack in {lengths}: {listed(reasons.items())}")
     if output is not None:
-        _write_assignment(samples.parts, len(samples), SCHEMA, plan, output)
-    packed = num_tokens[plan.sample_ids]
+        write_assignment(samples.select(["key", "num_tokens"]), plan, output)
+    packed = samples["num_tokens"].to_numpy()[plan.sample_ids]
     return render_figures(settings.report, len(samples), packed, plan, reasons)
 
 
-def _plan(pack: PackConfig, samples: Lengths, left_out: SampleIds) -> PackPlan:
-    """The plan of all rows but some, epoch after epoch; its ids are rows of the file."""
-    kept = np.arange(len(samples), dtype=np.int32)
-    if len(left_out):
-        kept = np.delete(kept, left_out)
+def _plan(pack: PackConfig, samples: pa.Table, kept: SampleIds) -> PackPlan:
+    """The plan of some rows, epoch after epoch; its ids are rows of the table."""
 
     def column(name: str) -> npt.NDArray[Any]:
-        values = samples.columns.get(name)
-        if values is None:
+        if name not in samples.column_names:
             return np.zeros(len(kept), np.int32)
-        return values[kept] if len(left_out) else values
+        values: npt.NDArray[Any] = samples[name].to_numpy()[kept]
+        return values
 
     try:
         arguments = pack_arguments(pack, column, kept)
@@ -100,73 +107,40 @@ def _plan(pack: PackConfig, samples: Lengths, left_out: SampleIds) -> PackPlan:
     except (TypeError, ValueError) as error:
         raise StageError(f"plan: {explain_value_error(error)}") from error
     plan = plans[0] if pack.epochs == 1 else join_plans({"": plans})
-    if not len(left_out):
-        return plan
-    return replace(plan, sample_ids=kept[plan.sample_ids], set_aside_ids=kept[plan.set_aside_ids])
+    return plan.of(kept)
 
 
-def write_assignment(samples: Index, plan: PackPlan, path: Path) -> None:
-    """A Parquet file with a row per use of a sample, in the order of the packs: key, source_id,
-    pack, position in the pack, cp_size (the pack's ranks) if packs differ in that, num_tokens. Rows
-    at the end, without a pack, are what was set aside."""
-    schema = pa.schema([INDEX_SCHEMA.field(name) for name in ("key", "source_id", "num_tokens")])
-
-    def parts() -> Iterable[TablePart]:
-        for number, rows in enumerate(samples.info.part_rows):
-            yield rows, partial(samples.part, number, *schema.names)
-
-    _write_assignment(parts, samples.info.num_samples, schema, plan, path)
-
-
-def _write_assignment(
-    parts: Callable[[], Iterable[TablePart]],
-    num_samples: int,
-    columns: pa.Schema,
-    plan: PackPlan,
-    path: Path,
-) -> None:
-    """`parts` reads the samples' `columns`, the last of which is num_tokens."""
-    places = ["pack", "position", *([] if plan.cp_sizes is None else ["cp_size"])]
-    ids = [pa.field(name, pa.int64()) for name in places]
-    schema = pa.schema([*list(columns)[:-1], *ids, columns.field("num_tokens")])
-    copies = plan.copy_numbers()
-    is_aside = np.ones(num_samples, bool)
+def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
+    """A Parquet file with a row per use of a sample, in the order of the packs: the columns of
+    `samples`, among them key and at the end num_tokens, and before the last pack, position in the
+    pack, and cp_size (the pack's ranks) if packs differ in that. Rows at the end, without a pack,
+    are what was set aside."""
+    samples = samples.combine_chunks()
+    is_aside = np.ones(len(samples), bool)
     is_aside[plan.sample_ids] = False
     aside = np.flatnonzero(is_aside)
-    num_packed = len(plan.sample_ids)
-    starts = [*range(0, num_packed, _ROWS_AT_ONCE)]
-    wanted = [plan.sample_ids[start : start + _ROWS_AT_ONCE] for start in starts]
-    wanted += [
-        aside[start : start + _ROWS_AT_ONCE] for start in range(0, len(aside), _ROWS_AT_ONCE)
-    ]
+    sizes = np.diff(plan.pack_offsets)
+    places = {
+        "pack": np.repeat(np.arange(plan.num_packs), sizes),
+        "position": np.arange(len(plan.sample_ids)) - np.repeat(plan.pack_offsets[:-1], sizes),
+    }
+    if plan.cp_sizes is not None:
+        places["cp_size"] = np.repeat(plan.cp_sizes, sizes)
+    rows = samples.take(pa.array(np.concatenate([plan.sample_ids, aside])))
+    if (copies := plan.copy_numbers()) is not None:
+        rows = name_copies(rows, np.append(copies, np.zeros(len(aside), copies.dtype)))
+    none = pa.nulls(len(aside), pa.int64())
+    for name, values in places.items():
+        column = pa.chunked_array([pa.array(values, pa.int64()), none])
+        rows = rows.add_column(len(rows.column_names) - 1, name, column)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tables = take_rows(parts(), columns.empty_table(), wanted, path.parent)
-    with table_writer(path, schema) as write:
-        for start, rows in zip(starts, tables, strict=False):
-            slots = np.arange(start, start + len(rows))
-            if copies is not None:
-                rows = name_copies(rows, copies[start : start + len(rows)])
-            pack = np.searchsorted(plan.pack_offsets, slots, side="right") - 1
-            found = [pack, slots - plan.pack_offsets[pack]]
-            if plan.cp_sizes is not None:
-                found.append(plan.cp_sizes[pack])
-            write(_with_columns(rows, dict(zip(places, found, strict=True))).cast(schema))
-        for rows in tables:
-            none = pa.nulls(len(rows), pa.int64())
-            write(_with_columns(rows, dict.fromkeys(places, none)).cast(schema))
+    with table_writer(path, rows.schema) as write:
+        write(rows)
 
 
-def _with_columns(rows: pa.Table, columns: Mapping[str, Any]) -> pa.Table:
-    """The rows with further columns before the last."""
-    for name, values in columns.items():
-        at = len(rows.column_names) - 1
-        rows = rows.add_column(at, name, pa.array(values, pa.int64()))
-    return rows
-
-
-def _check_columns(pack: PackConfig, samples: Lengths) -> None:
+def _check_columns(pack: PackConfig, samples: pa.Table, path: Path) -> None:
     """Raise StageError if packs depend on something that the table does not have."""
-    found, media = samples.columns, ("num_images", "num_videos")
+    found, media = samples.column_names, ("num_images", "num_videos")
     needs_media = pack.homogeneous or (pack.order is not None and pack.order.uniform)
     needed = [f"num_{name}" for name in pack.budgets]
     needed += ["num_vision_patches"] if "balance" in pack.assignment else []
@@ -174,6 +148,76 @@ def _check_columns(pack: PackConfig, samples: Lengths) -> None:
     missing = next((name for name in needed if name not in found), None)
     if missing is not None:
         raise StageError(
-            f"lengths {samples.path}: pack.budgets, pack.homogeneous or pack.assignment needs a "
-            f"column {missing}; add it"
+            f"lengths {path}: pack.budgets, pack.homogeneous or pack.assignment needs a column "
+            f"{missing}; add it"
         )
+
+
+def read_lengths(path: Path) -> pa.Table:
+    """The samples of a file: key, num_tokens, and the further columns that a plan can depend on, by
+    the names and types that they have in an index. Raises StageError if it cannot be read, lacks
+    columns, or a length is not a whole number from 0."""
+    try:
+        return _checked(path, _rows(path))
+    except (OSError, pa.ArrowException) as error:
+        raise StageError(f"lengths {path} cannot be read: {error}") from error
+
+
+def _rows(path: Path) -> pa.Table:
+    """The rows as they are."""
+    if path.suffix == ".parquet":
+        wanted = [*_NAMES["key"], *_NAMES["num_tokens"], *_COUNTS]
+        names = [name for name in pq.read_schema(path).names if name in wanted]
+        return pq.read_table(path, columns=names or None)
+    if path.suffix == ".csv":
+        as_text = dict.fromkeys(_NAMES["key"], pa.string())  # "007" is not 7
+        convert = pa.csv.ConvertOptions(column_types=as_text)
+        return pa.csv.read_csv(path, convert_options=convert)
+    # A sample a line; the file's first line may be a heading, which has no number.
+    lines = pa.csv.read_csv(
+        path,
+        pa.csv.ReadOptions(column_names=["line"]),
+        pa.csv.ParseOptions(delimiter="\x01", quote_char=False),
+        pa.csv.ConvertOptions(column_types={"line": pa.string()}),
+    )["line"].combine_chunks()
+    found = pc.extract_regex(lines, _LINE)
+    bad = np.flatnonzero(found.is_null().to_numpy(zero_copy_only=False))
+    if len(bad) and (bad[-1] > 0 or re.search(r"\d", lines[0].as_py())):
+        raise StageError(
+            f"lengths {path}: {lines[bad[-1]].as_py()[:80]!r} is not name<TAB>tokens nor "
+            "name:tokens; a table with a heading is to be called .csv or .parquet"
+        )
+    return pa.Table.from_struct_array(found.drop_null())
+
+
+def _checked(path: Path, table: pa.Table) -> pa.Table:
+    """The columns that count."""
+    columns = {}
+    for name, others in _NAMES.items():
+        found = next((one for one in others if one in table.column_names), None)
+        if found is None:
+            raise StageError(
+                f"lengths {path} has the columns {', '.join(table.column_names)}; name one of them "
+                f"{name} (or {', '.join(others[1:])})"
+            )
+        columns[name] = table[found]
+    columns["key"] = columns["key"].cast(pa.large_string())
+    has_key = pc.greater(pc.utf8_length(columns["key"]), 0)
+    if not pc.all(pc.fill_null(has_key, False), min_count=0).as_py():
+        raise StageError(f"lengths {path}: a sample has no key; give each one its own")
+    try:
+        lengths = columns["num_tokens"].cast(pa.int32())
+    except pa.ArrowInvalid as error:
+        raise StageError(f"lengths {path}: {error}; num_tokens are whole numbers") from error
+    wrong = pc.fill_null(pc.less(lengths, 0), True)
+    if pc.any(wrong).as_py():
+        row = pc.index(wrong, True).as_py()
+        key = columns["key"][row].as_py()
+        raise StageError(f"lengths {path}: sample {key!r} has {lengths[row].as_py()} tokens")
+    columns["num_tokens"] = lengths
+    for name in _COUNTS:
+        if name in table.column_names:
+            if table[name].null_count:
+                raise StageError(f"lengths {path}: {name} is empty; write 0 where there are none")
+            columns[name] = table[name].cast(pa.int32())
+    return pa.table(columns)

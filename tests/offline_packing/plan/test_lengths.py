@@ -57,18 +57,14 @@ def write_config(folder: Path, **pack: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_plan_is_that_of_the_index(
-    measured: Run, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offline_packing.plan.length_files._BLOCK_BYTES", 500)  # in several blocks
-    for module in ("lengths", "length_files"):
-        monkeypatch.setattr(f"offline_packing.plan.{module}._ROWS_AT_ONCE", 7)
+def test_the_plan_is_that_of_the_index(measured: Run, tmp_path: Path, name: str) -> None:
     samples = open_index(measured)
     FILES[name](samples.table("key", "num_tokens"), tmp_path / name)
     config, output = write_config(tmp_path, seq_length=256), tmp_path / "out.parquet"
     summary = plan_lengths(config, (), tmp_path / name, output)
     planned = make_plan(measured, samples).packs
-    write_assignment(samples, planned, tmp_path / "expected.parquet")
+    columns = samples.table("key", "source_id", "num_tokens")
+    write_assignment(columns, planned, tmp_path / "expected.parquet")
     found, expected = pq.read_table(output), pq.read_table(tmp_path / "expected.parquet")
     assert found.equals(expected.drop_columns("source_id"))
     assert f"packs                   {planned.num_packs} of 256 tokens" in summary
@@ -86,7 +82,8 @@ def test_an_assignment_names_the_uses_of_repeated_samples(tmp_path: Path) -> Non
     run = make_run(source, tmp_path / "out", pack={"seq_length": 256})
     measure(run)
     samples = open_index(run)
-    write_assignment(samples, make_plan(run, samples).packs, tmp_path / "out.parquet")
+    columns = samples.table("key", "source_id", "num_tokens")
+    write_assignment(columns, make_plan(run, samples).packs, tmp_path / "out.parquet")
     keys = samples.table("key")["key"].to_pylist()
     found = pq.read_table(tmp_path / "out.parquet")
     assert found["key"].to_pylist() != keys
