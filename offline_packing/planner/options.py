@@ -88,8 +88,8 @@ class PlanOptions(BaseModel):
         if mixed and (self.strategy != "auto" or self.has_locality):
             given = "assignment locality" if self.has_locality else f"strategy {self.strategy!r}"
             raise ValueError(
-                f"{given} makes the same packs for each of several epochs, which auto mixes anew; "
-                "leave it out, or plan one epoch"
+                f"several epochs are mixed at random by auto, not by {given}; leave it out, or "
+                "plan one epoch"
             )
         if self.has_locality and has_order:
             raise ValueError(
