@@ -62,11 +62,11 @@ def padding_free_collator(
 
     Args:
         samples: mappings with `input_ids` (n,), and what else the model takes: `labels` (not
-            shifted; default: input_ids), M-RoPE's `position_ids` (3, n), `pixel_values` and grids
-            (joined along their first dimension), ...; or packs, which are lists of such samples;
-            or `EncodedSample`. Lists of numbers, or of arrays of one shape, are taken as arrays.
-            `images` that are lists become one list. None, `attention_mask` and `length` are left
-            out, and nothing else.
+            shifted; default: input_ids, if no sample has any), M-RoPE's `position_ids` (3, n),
+            `pixel_values` and grids (joined along their first dimension), ...; or packs, which are
+            lists of such samples; or `EncodedSample`. Lists of numbers, or of arrays of one shape,
+            are taken as arrays. `images` that are lists become one list. None, `attention_mask`
+            and `length` are left out, and nothing else.
         pad_to_length: a last segment of padding fills the joined row up to this length.
 
     Returns:
@@ -74,13 +74,14 @@ def padding_free_collator(
         begins at 0 again; cu_seq_lens_q/k (P + 1,), max_length_q/k; use_cache; the other fields.
 
     Raises:
-        ValueError: there is no sample, one lacks a field that others have, a field cannot be
-            joined, or the row is longer than `pad_to_length`.
+        ValueError: there is no sample, one has no tokens or lacks a field that others have, a
+            field cannot be joined, or the row is longer than `pad_to_length`.
     """
     flat = list(chain.from_iterable(s if isinstance(s, list | tuple) else [s] for s in samples))
     if not flat:
         raise ValueError("a row needs at least one sample")
     rows = [_fields(sample) for sample in flat]
+    _ignore_first_labels(rows)
     lengths = [len(row["input_ids"]) for row in rows]
     if pad_to_length is not None and sum(lengths) > pad_to_length:
         raise ValueError(
@@ -98,11 +99,14 @@ def padding_free_collator(
 
 
 def _fields(sample: Any) -> dict[str, Any]:
-    """A sample's arrays, and its images if they are a list; what has a value per token as (n,), the
-    first label ignored."""
+    """A sample's arrays, and its images if they are a list; what has a value per token as (n,)."""
     if isinstance(sample, EncodedSample):
         sample = _encoded_fields(sample)
-    ids = _as_tensor("input_ids", sample["input_ids"])
+    given = sample.get("input_ids")
+    ids = None if given is None else _as_tensor("input_ids", given)
+    if ids is None or not ids.numel():
+        state = "missing" if ids is None else "empty"
+        raise ValueError(f"input_ids of a sample with {sorted(sample)} is {state}; give its tokens")
     count = ids.shape[-1]
     found: dict[str, Any] = {}
     for name, value in sample.items():
@@ -121,9 +125,22 @@ def _fields(sample: Any) -> dict[str, Any]:
             tensor = tensor.flatten()
         if tensor.numel():
             found[name] = tensor
-    labels = found.get("labels", ids.flatten()).clone()
-    labels[:1] = IGNORE_INDEX  # the model shifts the row: nothing is learned across a boundary
-    return found | {"labels": labels}
+    return found
+
+
+def _ignore_first_labels(rows: Sequence[dict[str, Any]]) -> None:
+    """Give each row its labels, the first ignored: the model shifts the joined row, and nothing is
+    learned across a boundary. Raises ValueError if only some have labels: all tokens of the others
+    would be trained."""
+    missing = sum("labels" not in row for row in rows)
+    if 0 < missing < len(rows):
+        raise ValueError(
+            f"{missing} of {len(rows)} samples of a row have no labels; give labels to all "
+            f"({IGNORE_INDEX} where nothing is learned), or to none"
+        )
+    for row in rows:
+        row["labels"] = row.get("labels", row["input_ids"]).clone()
+        row["labels"][:1] = IGNORE_INDEX
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:

@@ -31,7 +31,8 @@ Yields = Literal["samples", "rows"]
 
 
 class PackedIterableDataset(OnlineDataset):
-    """Packs of at most `seq_length` tokens, made from `buffer_size` samples at a time.
+    """Packs of at most `seq_length` tokens, made from `buffer_size` usable samples at a time
+    (ms-swift's window counts raw samples, also those that it cannot use).
 
     Args:
         dataset: map-style or iterable; an item is a mapping with `input_ids` or `length`, or an

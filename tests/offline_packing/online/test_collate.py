@@ -86,9 +86,9 @@ def test_positions_of_media_restart() -> None:
 
 def test_lists_arrays_and_rows_of_a_processor_are_taken() -> None:
     samples = [
-        {"input_ids": [1, 2, 3], "pixel_values": None},
+        {"input_ids": [1, 2, 3], "labels": (1, 2, 3), "pixel_values": None},
         {"input_ids": np.array([4, 5]), "labels": [IGNORE_INDEX, 5], "length": 2},
-        {"input_ids": torch.tensor([[6]]), "attention_mask": torch.ones(1, 1)},
+        {"input_ids": torch.tensor([[6]]), "labels": [6], "attention_mask": torch.ones(1, 1)},
     ]
     row = padding_free_collator(samples)
     assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
@@ -100,7 +100,7 @@ def test_media_in_lists_are_in_the_row() -> None:
     """As Hugging Face's datasets have them; text has empty ones."""
     picture = {"image_grid_thw": [[1, 2, 2]], "position_ids": [[0, 1], [0, 0], [0, 1]]}
     samples = [
-        {"labels": [1, 2], "input_ids": [1, 2], "pixel_values": [[0.5, 1.0]] * 4, **picture},
+        {"input_ids": [1, 2], "pixel_values": [[0.5, 1.0]] * 4, **picture},
         {"input_ids": [3], "pixel_values": [], "image_grid_thw": []},
         {"input_ids": [4, 5], "pixel_values": [torch.zeros(2)] * 4, **picture},
     ]
@@ -176,6 +176,25 @@ def test_what_makes_no_row_is_refused() -> None:
     first["loss_scale"] = torch.ones(3)
     with pytest.raises(ValueError, match="loss_scale has not one value per token"):
         padding_free_collator([first, second])
+
+
+@pytest.mark.parametrize(
+    "sample", [{"labels": [1]}, {"input_ids": None, "labels": [1]}, {"input_ids": [], "labels": []}]
+)
+def test_a_sample_without_tokens_is_refused(sample) -> None:
+    with pytest.raises(ValueError, match=r"input_ids of a sample with .* is (missing|empty); give"):
+        padding_free_collator([*lettered(3), sample])
+
+
+def test_a_sample_without_labels_beside_others_is_refused() -> None:
+    """All of its tokens would be trained."""
+    first, second = lettered(3, 2)
+    second["labels"] = None
+    with pytest.raises(ValueError, match="1 of 2 samples of a row have no labels; give labels to"):
+        padding_free_collator([first, second])
+    first.pop("labels")
+    labels = padding_free_collator([first, second])["labels"]
+    assert labels.tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5]]
 
 
 def by_boundaries(module, query, key, value, mask, *, cu_seq_lens_q, max_length_q, **kwargs):

@@ -73,6 +73,17 @@ def test_packs_are_those_of_ms_swift(strategy: str) -> None:
     assert sorted(chain(*MS_SWIFT[strategy])) == list(range(len(LENGTHS)))
 
 
+@pytest.mark.parametrize("strategy", ["binpack", "sequential", "auto"])
+def test_windows_count_usable_samples(strategy: str) -> None:
+    """ms-swift's count those too that it cannot use: here these change no pack."""
+    samples = numbered(LENGTHS)
+    options = {"seq_length": 64, "buffer_size": 10, "strategy": strategy}
+    expected = list(PackedIterableDataset(Indexed(samples), **options))
+    for place in (3, 9, 15):
+        samples.insert(place, {"number": -1, "length": 65})
+    assert list(PackedIterableDataset(Indexed(samples), **options)) == expected
+
+
 def published_loop(lengths: Sequence[int], seq_length: int, buffer_size: int) -> Any:
     """Do as the published wrapper does: fill a buffer, pack it, give everything out."""
     for begin in range(0, len(lengths), buffer_size):
