@@ -27,6 +27,8 @@ class ConstantLengthDataset(Prefetched):
         dataset: map-style or iterable; an item is an `EncodedSample`, or a mapping with `input_ids`
             or `length`, and `images` or `image_grid_thw` if it has any.
         max_sample_length: a longer sample is set aside; default: seq_length.
+        separator_tokens: room that each sample takes beside its tokens, in no row but for padding
+            at its end: 1 gives nanoVLM's packs, which have a token after each sample.
         max_images_per_sample: likewise one with more images; default: max_images_per_pack.
         buffer_size: samples packed at a time.
         strategy: "knapsack" makes all packs of a buffer evenly full and gives them all out; any
@@ -46,6 +48,7 @@ class ConstantLengthDataset(Prefetched):
         *,
         seq_length: Count,
         max_sample_length: Count | None = None,
+        separator_tokens: NonNegative = 0,
         max_images_per_sample: NonNegative | None = None,
         max_images_per_pack: Count = 18,
         buffer_size: Count = 1000,
@@ -75,7 +78,7 @@ class ConstantLengthDataset(Prefetched):
         if options.get("lengths") is not None:
             raise ValueError("lengths tell of no images, which count here: leave them out")
         join = as_row if yields == "rows" else list
-        packs = _ImagePacks(dataset, packing, alone, join, seed=seed, **options)
+        packs = _ImagePacks(dataset, packing, alone, separator_tokens, join, seed=seed, **options)
         super().__init__(packs, queue_size=queue_size)
 
     @property
@@ -92,12 +95,14 @@ class _ImagePacks(OnlineDataset):
         dataset: Any,
         packing: WindowOptions,
         alone: tuple[int, int],
+        separator_tokens: int,
         join: Callable[[list[Any]], Any],
         **options: Any,
     ) -> None:
         super().__init__(dataset, **options)
         self._packing = packing
         self._alone = alone
+        self._separator_tokens = separator_tokens
         self._join = join
 
     def settings(self) -> dict[str, Any]:
@@ -107,10 +112,11 @@ class _ImagePacks(OnlineDataset):
             "strategy": [self._packing.strategy, dict(self._packing.strategy_options)],
             "budgets": dict(self._packing.budgets),
             "alone": list(self._alone),
+            "separator_tokens": self._separator_tokens,
         }
 
     def make_pool(self) -> Pool[Any]:
-        return _LimitedPool(self._packing, *self._alone)
+        return _LimitedPool(self._packing, *self._alone, self._separator_tokens)
 
     def collate(self, samples: list[Any]) -> Any:
         return self._join(samples)
@@ -119,10 +125,13 @@ class _ImagePacks(OnlineDataset):
 class _LimitedPool(PackingPool[Any]):
     """A pool that counts images, and takes in no sample over the limits of a single one."""
 
-    def __init__(self, options: WindowOptions, max_tokens: int, max_images: int) -> None:
+    def __init__(
+        self, options: WindowOptions, max_tokens: int, max_images: int, separator_tokens: int
+    ) -> None:
         super().__init__(options)
         self._max_tokens = max_tokens
         self._max_images = max_images
+        self._separator_tokens = separator_tokens
 
     def add(
         self, item: Any, num_tokens: int, amounts: Mapping[str, int] = NO_AMOUNTS
@@ -132,7 +141,10 @@ class _LimitedPool(PackingPool[Any]):
             raise SampleError("overlong", f"{num_tokens} tokens > {self._max_tokens} of a sample")
         if images > self._max_images:
             raise SampleError("over_budget", f"{images} images > {self._max_images} of a sample")
-        return super().add(item, num_tokens, {**amounts, "images": images})
+        if num_tokens < 1:
+            raise SampleError("bad_record", "a sample without tokens")
+        room = num_tokens + self._separator_tokens
+        return super().add(item, room, {**amounts, "images": images})
 
 
 def count_images(sample: Any) -> int:

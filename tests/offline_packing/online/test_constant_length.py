@@ -2,12 +2,15 @@
 
 import gc
 import json
+import os
 import pickle
+import runpy
 import threading
 import time
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,6 +64,60 @@ def test_packs_are_those_that_nanovlm_makes_of_200_random_buffers() -> None:
         )
         expected = sorted(sorted(pack) for pack in buffer["packs"])
         assert sorted(sorted(pack) for pack in numbers(dataset)) == expected
+
+
+def test_packs_with_a_separator_are_those_of_nanovlm() -> None:
+    """It appends a token to each sample before it packs. Without the option many packs differ."""
+    equal = {0: 0, 1: 0}
+    buffers = json.loads(GOLDEN.read_text())["buffers"][::5]
+    buffers = [buffer for buffer in buffers if min(buffer["lengths"]) > 1]
+    for buffer in buffers:
+        expected = sorted(sorted(pack) for pack in buffer["packs"])
+        for separator in equal:
+            dataset = constant_length(
+                Indexed(samples(np.array(buffer["lengths"]) - 1, buffer["images"])),
+                seq_length=buffer["seq_length"],
+                separator_tokens=separator,
+                max_images_per_pack=buffer["max_images"] or 1_000_000,
+                delta=buffer["delta"],
+            )
+            equal[separator] += sorted(sorted(pack) for pack in numbers(dataset)) == expected
+    assert equal[1] == len(buffers) > 30
+    assert equal[0] < 0.8 * len(buffers)
+
+
+@pytest.mark.skipif("NANOVLM" not in os.environ, reason="NANOVLM=DIR names no checkout of nanoVLM")
+def test_packs_are_those_of_nanovlms_whole_dataset() -> None:
+    """A sample of max_sample_length is left out there."""
+    module = runpy.run_path(f"{os.environ['NANOVLM']}/data/advanced_datasets.py")
+    for seed in range(5):
+        given = drawn(400, seed)
+        tensors = [
+            {
+                "input_ids": torch.full((sample["length"],), sample["number"]),
+                "labels": torch.zeros(sample["length"], dtype=torch.long),
+                "attention_mask": torch.ones(sample["length"], dtype=torch.long),
+                "images": sample["images"],
+            }
+            for sample in given
+        ]
+        dataset: Any = Indexed(tensors)
+        dataset.dataset, dataset.mp_image_token_length = tensors, 64
+        dataset.tokenizer = SimpleNamespace(pad_token_id=-1)
+        options = {"max_sample_length": 900, "seq_length": SEQ_LENGTH, "num_of_sequences": 10_000}
+        theirs = module["ConstantLengthDataset"](dataset, **options)
+        expected = [sorted({*row["input_ids"].tolist()} - {-1}) for row in theirs]
+        ours = constant_length(Indexed(given), max_sample_length=899, separator_tokens=1)
+        assert sorted(map(sorted, numbers(ours))) == sorted(expected)
+
+
+def test_the_room_of_separators_is_padding_at_the_end_of_a_row() -> None:
+    given = [{"input_ids": torch.full((length,), length)} for length in (5, 6, 12, 13)]
+    options = {"seq_length": 13, "delta": 0, "yields": "rows", "separator_tokens": 1}
+    dataset = constant_length(Indexed(given), pad_token_id=99, **options)
+    found = sorted(row["input_ids"][0].tolist() for row in dataset)
+    assert [sorted(row) for row in found] == [[*[5] * 5, *[6] * 6, 99, 99], [*[12] * 12, 99]]
+    assert dataset.set_aside == {"overlong": 1}
 
 
 @pytest.mark.parametrize("strategy", ["knapsack", "auto", "first_fit_decreasing"])
