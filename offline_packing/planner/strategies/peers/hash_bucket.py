@@ -5,8 +5,13 @@ lengths that halve the sequence first, then packs around seeds with rules and li
 data, at last whatever is left. The original pops single samples from numpy arrays under a lock, in
 an order that depends on its threads; here the phases run on the histogram of lengths, in one fixed
 order, and only the choice among samples of equal length is random.
+
+As the original's tracker does, each phase says what it made, with its parameters in a form that a
+configuration takes.
 """
 
+import json
+import logging
 from functools import partial
 from math import ceil
 from typing import Annotated, Literal
@@ -23,6 +28,8 @@ from offline_packing.planner.strategies.composition import (
 from offline_packing.planner.strategies.histogram import count_lengths, greedy_knapsack
 from offline_packing.planner.strategies.peers.seed_packing import pack_divisors, pack_seeds
 from offline_packing.planner.strategies.strategy import Packs, Strategy, StrategyOptions
+
+logger = logging.getLogger(__name__)
 
 
 class _Model(BaseModel):
@@ -109,6 +116,10 @@ class PowersOfTwoPhase(_Model):
 
     kind: Literal["powers_of_two"]
 
+    def seeds_of(self, counts: np.ndarray) -> np.ndarray:
+        """No seeds: int64 (0, 2)."""
+        return np.zeros((0, 2), np.int64)
+
     def run(self, counts: np.ndarray) -> Composition:
         """Packs out of ``counts``, int64 (seq_length + 1,)."""
         lengths = [len(counts) - 1]
@@ -134,14 +145,19 @@ class SeedPhase(_Model):
             raise ValueError(f"max_samples {self.max_samples} < min_samples {self.min_samples}")
         return self
 
-    def run(self, counts: np.ndarray) -> Composition:
-        """Packs out of ``counts``, int64 (seq_length + 1,)."""
-        capacity = len(counts) - 1
+    def seeds_of(self, counts: np.ndarray) -> np.ndarray:
+        """Rows [length, number] in the order they are tried: int64 (k, 2)."""
         chosen = select_seeds(self.seeds, counts)
         fillers = counts.copy()
         fillers[chosen] = 0
         chosen = _by_potential(chosen, fillers, self.min_samples)
-        seeds = np.stack([chosen, counts[chosen]], axis=1)
+        return np.stack([chosen, counts[chosen]], axis=1)
+
+    def run(self, counts: np.ndarray) -> Composition:
+        """Packs out of ``counts``, int64 (seq_length + 1,)."""
+        capacity, seeds = len(counts) - 1, self.seeds_of(counts)
+        fillers = counts.copy()
+        fillers[seeds[:, 0]] = 0
         limits = (self.min_samples, self.max_samples or capacity, ceil(self.min_fill * capacity))
         return from_entries(*pack_seeds(seeds, fillers, limits, False))
 
@@ -154,14 +170,16 @@ class FinalPhase(_Model):
     seeds_per_length: int = Field(default=10, ge=0)
     min_fill: float = Field(default=0.95, ge=0, le=1)
 
+    def seeds_of(self, counts: np.ndarray) -> np.ndarray:
+        """Rows [length, number] in the order they are tried: int64 (k, 2)."""
+        chosen = select_seeds(self.seeds, counts)[::-1]
+        return np.stack([chosen, np.minimum(counts[chosen], self.seeds_per_length)], axis=1)
+
     def run(self, counts: np.ndarray) -> Composition:
         """Packs out of ``counts``, int64 (seq_length + 1,)."""
-        capacity = len(counts) - 1
-        chosen = select_seeds(self.seeds, counts)[::-1]
-        number = np.minimum(counts[chosen], self.seeds_per_length)
+        capacity, seeds = len(counts) - 1, self.seeds_of(counts)
         fillers = counts.copy()
-        fillers[chosen] -= number
-        seeds = np.stack([chosen, number], axis=1)
+        fillers[seeds[:, 0]] -= seeds[:, 1]
         limits = (1, capacity, ceil(self.min_fill * capacity))
         return from_entries(*pack_seeds(seeds, fillers, limits, True))
 
@@ -227,7 +245,8 @@ def hash_bucket(
     """Pack in phases, each of which takes full packs out of the buckets of equal length.
 
     ``options.phases`` lists what is done, in a configuration as plain mappings; whatever the last
-    one leaves is packed by a greedy knapsack, so nothing is left over::
+    one leaves is packed by a greedy knapsack, so nothing is left over. A line for each phase is
+    logged::
 
         - {kind: powers_of_two}
         - {kind: seeds, seeds: {rule: auto}, min_samples: 5, min_fill: 0.95}
@@ -241,10 +260,31 @@ def hash_bucket(
     counts = count_lengths(lengths, seq_length)
     left = counts.copy()
     parts = []
-    for phase in options.phases:
+    for number, phase in enumerate(options.phases, 1):
         if not left.any():
             break
+        num_seeds = (
+            int(phase.seeds_of(left)[:, 1].sum()) if logger.isEnabledFor(logging.INFO) else 0
+        )
         parts.append(phase.run(left))
         left -= parts[-1].used_counts(len(left))
+        parameters = json.dumps(phase.model_dump(exclude_none=True))
+        name = f"phase {number} of {len(options.phases)}, {parameters}"
+        _report(name, parts[-1], left, num_seeds)
     parts.append(greedy_knapsack(left))
+    if left.any():
+        _report("rest, greedy knapsack", parts[-1], np.zeros_like(left))
     return expand_composition(join_compositions(parts), lengths, counts, seed=seed)
+
+
+def _report(name: str, made: Composition, left: np.ndarray, num_seeds: int = 0) -> None:
+    """Log the packs that a phase made, their fill, the share of its seeds that became a pack, and
+    the samples that are left."""
+    num_samples, capacity = made.used_counts(len(left)).sum(), len(left) - 1
+    tokens = (made.pattern_tokens() * made.multiplicity).sum()
+    text = f"{name}: {made.num_packs:,} packs of {num_samples:,} samples"
+    if made.num_packs:
+        text += f", {tokens / made.num_packs / capacity:.2%} full"
+    if num_seeds:
+        text += f", from {num_seeds:,} seeds ({made.num_packs / num_seeds:.1%})"
+    logger.info("%s; %s samples left", text, f"{left.sum():,}")

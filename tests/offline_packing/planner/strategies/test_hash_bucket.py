@@ -1,7 +1,11 @@
 """Hash bucket: its phases against literal loops over samples, then the whole strategy."""
 
+import logging
+import re
 from collections import Counter, deque
 from fractions import Fraction
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,13 +17,17 @@ from offline_packing.planner.strategies.composition import Composition
 from offline_packing.planner.strategies.histogram import greedy_knapsack
 from offline_packing.planner.strategies.peers.hash_bucket import (
     FinalPhase,
+    Phase,
     PowersOfTwoPhase,
     SeedPhase,
+    SeedRule,
     hash_bucket,
     select_seeds,
 )
 from offline_packing.planner.strategies.strategy import Packs
+from tests.helpers.markdown import blocks
 
+PAGE = (Path(__file__).parents[4] / "docs/configuration.md").read_text()
 POWERS = PowersOfTwoPhase(kind="powers_of_two")
 
 
@@ -259,6 +267,51 @@ def test_every_sample_once_no_pack_over_capacity_same_seed_same_packs(phases, ca
     again = hash_bucket(lengths, capacity, seed=seed, **options)
     np.testing.assert_array_equal(packs.sample_ids, again.sample_ids)
     np.testing.assert_array_equal(packs.pack_offsets, again.pack_offsets)
+
+
+def documented_phases() -> list[dict[str, Any]]:
+    printed = (block.text for block in blocks(PAGE) if "kind: powers_of_two" in block.text)
+    return yaml.safe_load(next(printed))["pack"]["strategy_options"]["phases"]
+
+
+def test_kinds_rules_and_fields_are_documented():
+    _, section = PAGE.split("### Phases of `hash_bucket`\n")
+    section = section.split("\n## ")[0]
+    rules = get_args(get_args(SeedRule)[0])
+    for model in (*rules, *get_args(get_args(Phase)[0])):
+        for name, field in model.model_fields.items():
+            shown = get_args(field.annotation) if name in ("kind", "rule") else (name,)
+            assert f"`{shown[0]}`" in section, (model, name)
+    hash_bucket.options(phases=documented_phases())
+
+
+def test_each_phase_says_what_it_made(caplog: pytest.LogCaptureFixture):
+    """As the original's tracker: parameters, packs, samples, and seeds that became a pack."""
+    lengths = np.exp(np.random.default_rng(0).normal(6, 1, 3000)).clip(1, 8192).astype(np.int64)
+    lengths[:200] = 4096
+    phases = documented_phases()
+    with caplog.at_level(logging.INFO, "offline_packing"):
+        packs = hash_bucket(lengths, 8192, phases=phases)
+    line = re.compile(
+        r"(?:phase (\d) of 5, (\{.*\})|rest, greedy knapsack): ([\d,]+) packs of ([\d,]+) samples"
+        r"(?:, ([\d.]+)% full)?(?:, from ([\d,]+) seeds \(([\d.]+)%\))?; ([\d,]+) samples left"
+    )
+    found = [line.fullmatch(message) for message in caplog.messages]
+    assert [one[1] for one in found] == ["1", "2", "3", "4", "5", None]
+    given = [yaml.safe_load(one[2]) for one in found[:-1]]
+    assert hash_bucket.options(phases=given) == hash_bucket.options(phases=phases)
+    numbers = np.array([[int(one[i].replace(",", "")) for i in (3, 4, 8)] for one in found])
+    assert numbers[:, :2].sum(axis=0).tolist() == [packs.num_packs, len(lengths)]
+    np.testing.assert_array_equal(numbers[:, 2], len(lengths) - np.cumsum(numbers[:, 1]))
+    # The first phase pairs samples of half the sequence; the second has the longer ones as seeds.
+    assert numbers[0, 0] >= 100
+    assert found[0][5] == "100.00"
+    num_seeds = int(((lengths > 4096) & (lengths < 8192)).sum())
+    assert found[1][6] == str(num_seeds)
+    assert found[1][7] == f"{numbers[1, 0] / num_seeds:.1%}".rstrip("%")
+    tokens = np.add.reduceat(lengths[packs.sample_ids], packs.pack_offsets[:-1])
+    own = tokens[numbers[0, 0] : numbers[:2, 0].sum()]  # packs come out phase by phase
+    assert found[1][5] == f"{own.mean() / 8192:.2%}".rstrip("%")
 
 
 def test_the_seed_chooses_among_equal_lengths_only():
