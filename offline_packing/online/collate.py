@@ -62,11 +62,10 @@ def padding_free_collator(
 
     Args:
         samples: mappings with `input_ids` (n,), and what else the model takes: `labels` (not
-            shifted; default: input_ids, if no sample has any), M-RoPE's `position_ids` (3, n),
-            `pixel_values` and grids (joined along their first dimension), ...; or packs, which are
-            lists of such samples; or `EncodedSample`. Lists of numbers, or of arrays of one shape,
-            are taken as arrays. `images` that are lists become one list. None, `attention_mask`
-            and `length` are left out, and nothing else.
+            shifted; default, if no sample has any: input_ids), M-RoPE's `position_ids` (3, n),
+            `pixel_values` and grids (joined along their first dimension), ...; or `EncodedSample`;
+            or packs: lists of these. Lists of numbers, or of arrays of one shape, are arrays, and
+            `images` that are lists one list. None, `attention_mask` and `length` are left out.
         pad_to_length: a last segment of padding fills the joined row up to this length.
 
     Returns:
