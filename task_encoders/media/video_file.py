@@ -17,7 +17,7 @@ from PIL import Image
 from task_encoders.media.mp4_claims import check_claims
 from task_encoders.media.mp4_header import is_mp4, mp4_rotation, read_mp4_header
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.samples.limits import DECODING_COST, MAX_IMAGE_PIXELS
 
 #: Default limit on the frames in a file: nine hours at 30 per second.
 MAX_VIDEO_FRAMES: Final = 1_000_000
@@ -92,11 +92,11 @@ def read_video_header(
 
 def _check_limits(header: VideoHeader, max_frame_pixels: int, max_frames: int) -> None:
     """Raise SampleError where frames are too large, too many, or none."""
-    if header.height * header.width > max_frame_pixels:
+    if header.height * header.width > _most_pixels(max_frame_pixels):
         raise SampleError(
             "video_too_large",
             f"frames of {header.width}x{header.height} pixels > max_image_pixels "
-            f"{max_frame_pixels}",
+            f"{max_frame_pixels} / {DECODING_COST['video']:g} (video)",
         )
     if header.num_frames > max_frames:
         raise SampleError(
@@ -104,6 +104,11 @@ def _check_limits(header: VideoHeader, max_frame_pixels: int, max_frames: int) -
         )
     if header.num_frames == 0:
         raise SampleError("bad_video", "the video has no frames")
+
+
+def _most_pixels(max_frame_pixels: int) -> int:
+    """Pixels of a frame at most."""
+    return int(max_frame_pixels / DECODING_COST["video"])
 
 
 def decode_frames(
@@ -124,6 +129,8 @@ def decode_frames(
     with _open(BytesIO(data), data[:12], max_frame_pixels) as container:
         stream = _video_stream(container)
         stream.codec_context.thread_count = 1  # loader workers share the cores
+        # The codec's own header may name other sizes than the container's.
+        stream.codec_context.options = {"max_pixels": str(_most_pixels(max_frame_pixels))}
         try:
             for number, frame in enumerate(container.decode(stream)):
                 if number == following:
@@ -248,8 +255,9 @@ def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
         name = "mp4"
     else:
         raise SampleError("bad_video", "not an MP4, MOV, WebM, Matroska or AVI file")
+    pixels = _most_pixels(max_frame_pixels)
     try:
-        return _pyav().open(file, format=name, options={"max_pixels": str(max_frame_pixels)})
+        return _pyav().open(file, format=name, options={"max_pixels": str(pixels)})
     except _av_errors() as error:
         raise SampleError("bad_video", _one_line(error)) from error
 

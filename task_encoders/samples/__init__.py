@@ -45,7 +45,7 @@ REASONS: Final[Mapping[str, str]] = {
     "image_too_large": "an image has more pixels than max_image_pixels",
     "bad_video": "a video is empty, of no supported format, or has too few readable frames",
     "truncated_video": "a video's data ends before the video does, or is corrupt",
-    "video_too_large": "a video's frames have more pixels than max_image_pixels",
+    "video_too_large": "a video's frames have more pixels than a quarter of max_image_pixels",
     "video_too_long": "a video has more frames than max_video_frames",
     "aspect_ratio": "a medium's longer side is more than max_aspect_ratio times the shorter",
     "not_in_template": "the chat template cannot write such a sample (tools, thoughts, roles)",

@@ -36,8 +36,9 @@ MAX_MARKS: Final = 1 << 10
 #: Pixels of an image file: Pillow's threshold for a decompression bomb.
 MAX_IMAGE_PIXELS: Final = 89_478_485
 #: How many times the memory of other images the decoder of a format needs. WebP's holds two
-#: canvases, TIFF's strips, that of progressive JPEGs all coefficients.
-DECODING_COST: Final = {"WEBP": 2.0, "TIFF": 1.5, "progressive": 1.5}
+#: canvases, TIFF's strips, that of progressive JPEGs all coefficients, those of videos up to 17
+#: frames that others refer to (measured: 27 to 42 bytes for each pixel of a frame).
+DECODING_COST: Final = {"WEBP": 2.0, "TIFF": 1.5, "progressive": 1.5, "video": 4.0}
 #: Bytes of an image file: no format takes more for a pixel, and so many for what describes it.
 MAX_PIXEL_BYTES: Final = 16
 MAX_IMAGE_EXTRA: Final = 4 << 20

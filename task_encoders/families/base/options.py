@@ -30,7 +30,8 @@ class ModelOptions(BaseModel):
     family: str
     #: "builtin", a checkpoint folder, or a hub name
     processor: LocalOrRemotePath = "builtin"
-    #: an image with more pixels in its file is set aside (default: Pillow's bomb threshold)
+    #: an image with more pixels in its file, or a video with more than a quarter of them in a
+    #: frame, is set aside (default: Pillow's bomb threshold)
     max_image_pixels: Count | None = None
     #: a video with more frames in its file is set aside
     max_video_frames: Count = MAX_VIDEO_FRAMES

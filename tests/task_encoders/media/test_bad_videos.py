@@ -6,6 +6,7 @@ import math
 import struct
 import sys
 import tracemalloc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -60,6 +61,10 @@ BAD: dict[str, tuple[str, bytes]] = {
     "huge_frames": (
         "video_too_large",
         patched(MP4, b"stsd", 16 + 32, struct.pack(">HH", 65535, 65535)),
+    ),
+    "frames_of_8192": (  # a frame has 67 million pixels, and a decoder holds up to 17
+        "video_too_large",
+        patched(MP4, b"stsd", 16 + 32, struct.pack(">HH", 8192, 8192)),
     ),
     "no_frames_listed": ("bad_video", patched(MP4, b"stsz", 12, struct.pack(">II", 0, 0))),
     "billions_of_frames": (
@@ -128,8 +133,15 @@ def test_fragments_that_claim_many_frames() -> None:
 def test_limits() -> None:
     with pytest.raises(SampleError, match=r"video_too_long: 20 frames > max_video_frames 19"):
         read_video_header(io.BytesIO(MP4), max_frames=19)
-    with pytest.raises(SampleError, match=r"video_too_large: frames of 64x48 pixels"):
-        read_video_header(io.BytesIO(MP4), max_frame_pixels=3071)
+    assert read_video_header(io.BytesIO(MP4), max_frame_pixels=4 * 64 * 48).width == 64
+    with pytest.raises(SampleError, match=r"frames of 64x48 pixels > max_image_pixels 12287 / 4"):
+        read_video_header(io.BytesIO(MP4), max_frame_pixels=4 * 64 * 48 - 1)
+    small = patched(MP4, b"stsd", 16 + 32, struct.pack(">HH", 16, 16))
+    assert header_of(small).width == 16
+    for limit, refused in ((4 * 64 * 48, False), (4 * 64 * 48 - 1, True)):
+        vision_settings = dataclasses.replace(VISION, max_image_pixels=limit)
+        with pytest.raises(SampleError, match="max_pixels") if refused else nullcontext():
+            video_patches(small, small_rule, vision_settings)
     long = make_video(num_frames=2, width=16, height=512, codec="mpeg4")
     with pytest.raises(SampleError, match="aspect_ratio"):
         video_patches(long, build_sample_encoder(max_aspect_ratio=30).sample_video, VISION)
