@@ -32,7 +32,7 @@ from offline_packing.measure.identity import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.dialogues import hash_of_dialogue
-from offline_packing.sources.lost_fields import Lost, control_text, lost_fields
+from offline_packing.sources.lost_fields import Lost, clipped_images, control_text, lost_fields
 from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
@@ -229,6 +229,7 @@ class Measuring:
             found.media_hashes.append(media_hash)
             found.media.append((locator, image_extension(name, header.format)))
             found.sizes.append((header.height, header.width))
+        found.lost += clipped_images({name: header.mode for name, (*_, header) in images.items()})
         videos = {
             name: self._header(record, name, self.encoder.video_header)
             for name in dict.fromkeys(sample.videos)

@@ -37,6 +37,12 @@ _OTHER_MARKS: Final = re.compile(
     re.IGNORECASE,
 )
 _EXAMPLE_LENGTH: Final = 60
+#: Modes of Pillow with more than 8 bits for a value, by their first letter: what becomes of such
+#: images in RGB, in transformers' processors as here.
+_CLIPPED: Final = {
+    "I": "images of 16-bit grey become white wherever a value is above 255, as in transformers",
+    "F": "images of floats are clipped to 0 … 255, as in transformers: values up to 1 become black",
+}
 
 #: (what it is, counted over all samples; an example)
 Lost = tuple[str, str]
@@ -117,6 +123,15 @@ def control_text(sample: SourceSample, control: re.Pattern[str]) -> Iterator[Los
     for token, start in first.items():
         line = f"texts hold {token!r}, trained as text and not as the control token; the chat "
         yield f"{line}template adds those: take it out", _shown(text[start:])
+
+
+def clipped_images(images: Mapping[str, str]) -> Iterator[Lost]:
+    """Images, by name, whose mode has more than 8 bits for a value: most of what they show is
+    lost. Values are not looked at, which would mean decoding."""
+    for letter, line in _CLIPPED.items():
+        names = [name for name, mode in images.items() if mode.startswith(letter)]
+        if names:
+            yield f"{line}; save them with 8 bits", _shown(names)
 
 
 def _holds_media(name: str, value: Any, used: set[str]) -> bool:

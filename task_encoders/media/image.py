@@ -54,6 +54,8 @@ class ImageHeader(NamedTuple):
     height: int
     width: int
     format: str
+    #: Pillow's mode; of a plain JPEG, which Pillow does not open, one of the modes with 8 bits
+    mode: str = "RGB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
         width, height = image.size
         if _orientation(image, tail) >= 5:  # 5 to 8 swap the axes
             width, height = height, width
-        return ImageHeader(height, width, image.format or "")
+        return ImageHeader(height, width, image.format or "", image.mode)
 
 
 def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:

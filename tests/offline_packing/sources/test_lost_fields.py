@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
@@ -14,6 +16,7 @@ from offline_packing.sources.lost_fields import control_text, lost_fields
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.storage.files import read_json
+from task_encoders.media.image import decode_image
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.load_tokenizer import load_tokenizer
@@ -239,3 +242,28 @@ def test_every_control_token_of_a_vocabulary_is_found() -> None:
             assert f" {name!r}, " in found[0]
     plain = SourceSample("k", "vqa", (Turn("<image>", "a <|b|> <tool_call>"),), ("a.jpg",))
     assert not [*control_text(plain, control_pattern(tokenizer))]
+
+
+def test_images_that_are_clipped(tmp_path: Path) -> None:
+    """8 bits are left of each value: above 255 it is white, and between 0 and 1 black."""
+    shades = np.linspace(0.1, 1, 56 * 56, dtype=np.float32).reshape(56, 56)
+    grey = Image.fromarray((shades * 65535).astype(np.uint16))
+    images = {"a.png": grey, "b.tiff": Image.fromarray(shades * 0.9), "c.tiff": grey}
+    images["d.png"] = grey.point(lambda value: value / 256).convert("L")
+    for name, image in images.items():
+        image.save(tmp_path / name)
+    shown = [decode_image((tmp_path / name).read_bytes()).getextrema()[0] for name in images]
+    assert shown[:3] == [(255, 255), (0, 0), (255, 255)]
+    assert shown[3][1] - shown[3][0] > 200
+    records = [{"question": "<image>What?", "answer": name, "image": name} for name in images]
+    write_file(tmp_path / "a.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "vqa"}
+    white, black = measure(make_run(source, tmp_path / "out")).info.warnings
+    assert white.startswith(
+        "images of 16-bit grey become white wherever a value is above 255, as in"
+    )
+    assert white.endswith("; save them with 8 bits (2 samples, such as a:1: 'a.png')")
+    assert black.startswith(
+        "images of floats are clipped to 0 … 255, as in transformers: values up"
+    )
+    assert black.endswith("; save them with 8 bits (1 samples, such as a:2: 'b.tiff')")

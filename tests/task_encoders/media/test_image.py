@@ -44,7 +44,8 @@ def test_size_without_decoding(image_format: str, monkeypatch: pytest.MonkeyPatc
     data = save(picture(), image_format)
     decoded = []
     monkeypatch.setattr(image, "_load", decoded.append)
-    assert header(data) == image.ImageHeader(40, 60, image_format)
+    mode = "P" if image_format == "GIF" else "RGB"
+    assert header(data) == image.ImageHeader(40, 60, image_format, mode)
     # Formats whose end cannot be recognised are decoded; the common ones never.
     assert bool(decoded) == (image_format in ("BMP", "TIFF"))
 
