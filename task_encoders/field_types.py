@@ -22,6 +22,8 @@ from pydantic import (
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from task_encoders.storage.paths import check_url
+
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 ModelT = TypeVar("ModelT", bound=BaseModel)
 #: "user:password@" of a URL, or their like
@@ -89,7 +91,9 @@ def _pairs(values: Any) -> Any:
 Values = Annotated[
     tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(_pairs), PlainSerializer(dict)
 ]
-LocalOrRemotePath = Annotated[str, BeforeValidator(_expand_user), AfterValidator(_without_keys)]
+LocalOrRemotePath = Annotated[
+    str, BeforeValidator(_expand_user), AfterValidator(_without_keys), AfterValidator(check_url)
+]
 Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]

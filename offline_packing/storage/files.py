@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -19,7 +19,7 @@ import orjson
 import xxhash
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
-from offline_packing.storage.paths import is_remote, local_copy, read_each
+from offline_packing.storage.paths import is_remote, local_copy, read_each, temporary_folder
 from task_encoders.storage.paths import as_remote
 
 logger = logging.getLogger(__name__)
@@ -242,9 +242,9 @@ def kept_copy(path: Path, expected_hash: str) -> Path:
 
 @functools.cache
 def _copies() -> Path:
-    folder = tempfile.TemporaryDirectory(prefix="offline-packing-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+    own = ExitStack()
+    atexit.register(own.close)
+    return own.enter_context(temporary_folder())
 
 
 def load_array(path: Path) -> np.ndarray:

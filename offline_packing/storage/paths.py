@@ -1,11 +1,13 @@
 """Local copies of files without random access, scratch folders, and parallel reads, for outputs
 on a disk or in object storage."""
 
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -27,14 +29,67 @@ def is_remote(path: Path) -> bool:
 
 
 def scratch_folder(folder: Path) -> Path:
-    """A local folder for what belongs to a folder of an output: itself, or one below TMPDIR. Those
-    of folders in `_packing` lie in that of `_packing`, and are removed with it."""
+    """A local folder for what belongs to a folder of an output: itself, or one in `private_folder`,
+    the same for all processes. Those of folders in `_packing` lie in that of `_packing`, and are
+    removed with it."""
     if not is_remote(folder):
         return folder
-    own = Path(tempfile.gettempdir()) / f"offline-packing-{os.getuid()}"
     output, _, below = f"{folder}/".rpartition("/_packing/")
     names = [xxhash.xxh3_64_hexdigest(name.encode()) for name in (output, below) if name]
-    return own.joinpath(*names)
+    return private_folder().joinpath(*names)
+
+
+def private_folder() -> Path:
+    """The user's folder below TMPDIR, made if there is none: its name cannot be guessed, so that
+    nobody can make it first, and only the user may enter it."""
+    parent, prefix = Path(tempfile.gettempdir()), f"offline-packing-{os.getuid()}-"
+
+    def find() -> list[Path]:
+        return sorted(path for path in parent.glob(f"{prefix}*") if _is_private(path))
+
+    found = find()
+    if not found:
+        made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        found = find()
+        if found[0] != made:  # another process made one meanwhile
+            made.rmdir()
+    return found[0]
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        return False
+    is_own = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+    return is_own and not stat.S_IMODE(info.st_mode) & 0o077
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder in `private_folder` while the block runs. Folders that killed processes left are
+    removed when the next one is made."""
+    parent = private_folder()
+    with ExitStack() as held:
+        with _locked(parent, fcntl.LOCK_EX):
+            for left in parent.glob("copy-*"):
+                # The lock of a process that died is released.
+                with suppress(BlockingIOError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(left)
+            folder = Path(tempfile.mkdtemp(prefix="copy-", dir=parent))
+            held.enter_context(_locked(folder, fcntl.LOCK_EX))
+        held.callback(remove_folder, folder)
+        yield folder
+
+
+@contextmanager
+def _locked(folder: Path, operation: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, operation)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -44,8 +99,8 @@ def local_copy(path: Path) -> Iterator[Path]:
     if remote is None:
         yield path
         return
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / path.name
+    with temporary_folder() as folder:
+        copy = folder / path.name
         with copy.open("wb") as target:
             remote.download(target)
         yield copy

@@ -73,9 +73,12 @@ def model_options(**options: Any) -> ModelOptions:
         message = f"not a known name; choose one of: {', '.join(FAMILIES)}"
         raise invalid("model", "family", family, message)
     declared = FAMILIES[family].Options
-    for name in given.keys() - declared.model_fields.keys():
+    valid = ", ".join(declared.model_fields)
+    for name in [name for name in given if name not in declared.model_fields]:
         if any(name in other.Options.model_fields for other in FAMILIES.values()):
             raise invalid("model", name, given[name], f"family {family} has no {name}; remove it")
+        message = f"not an option of family {family}; valid: {valid}"
+        raise invalid("model", name, given[name], message, kind="extra_forbidden", valid=valid)
     return declared.model_validate(given)
 
 

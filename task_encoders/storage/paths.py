@@ -19,6 +19,8 @@ PROFILED: Final = ("s3", "gs")
 
 #: A URL that lacks a slash, which would be a folder here.
 _HALF_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
+#: One without a bucket (or host, or profile); the storages named first have none.
+_NO_BUCKET: Final = re.compile(r"(?!file:|local:|memory:)([a-z][a-z0-9+.-]+)://(/.*)?")
 
 
 class StorageError(ValueError):
@@ -30,14 +32,22 @@ def is_url(path: object) -> bool:
     return "://" in str(path)
 
 
-def path_of(path: object) -> Path:
-    """A local path; of a URL one with pathlib's methods, see remote_paths.py. Energon's paths are
-    taken as well. Raises StorageError if there is no such storage, a package is missing, or the URL
-    lacks a slash."""
-    text = str(path)
+def check_url(text: str) -> str:
+    """The same path. Raises StorageError if it is a URL that lacks a slash or a bucket."""
     half = _HALF_URL.match(text)
     if half:
         raise StorageError(f"{text!r} lacks a slash; write {half[1]}://{text[half.end() :]}")
+    if _NO_BUCKET.fullmatch(text):
+        protocol = text.partition(":")[0]
+        raise StorageError(f"{text!r} names no bucket; write {protocol}://BUCKET/FOLDER")
+    return text
+
+
+def path_of(path: object) -> Path:
+    """A local path; of a URL one with pathlib's methods, see remote_paths.py. Energon's paths are
+    taken as well. Raises StorageError as `check_url`, and if there is no such storage or a package
+    is missing."""
+    text = check_url(str(path))
     if not is_url(text):
         return Path(text)
     for protocol in PROFILED:

@@ -1,6 +1,10 @@
 """An output in object storage holds the bytes of a local one."""
 
+import os
 import re
+import stat
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +17,12 @@ from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import to_json
-from offline_packing.storage.paths import scratch_folder
+from offline_packing.storage.paths import local_copy, scratch_folder
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.retry import retry
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
-from task_encoders.storage.paths import path_of
+from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers.command import main
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
 from tests.helpers.long_conversations import mixed_records
@@ -194,3 +198,45 @@ def test_scratch_of_a_killed_run_is_removed(
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
         scratch_folder(workspace.write).mkdir(parents=True)
     assert list(tmp_path.glob("*/*")) == []
+
+
+KILLED = """
+import os, signal, sys, tempfile
+from pathlib import Path
+from offline_packing.storage.paths import local_copy
+from task_encoders.storage.paths import as_remote, path_of
+
+object = path_of("memory://folder/a.npy")
+object.upload(b"content")
+with local_copy(object):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_scratch_of_remote_outputs_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that somebody else made, or may enter, is not taken; and the next copy removes what
+    a killed process left, but not the copies that are in use."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output = path_of("memory://folder/out/_packing")
+    prefix = f"offline-packing-{os.getuid()}"
+    (tmp_path / prefix).mkdir(mode=0o777)
+    (tmp_path / f"{prefix}-0").mkdir(mode=0o755)
+    (tmp_path / f"{prefix}-1").symlink_to(tmp_path)
+    scratch = scratch_folder(output)
+    own = scratch.parent
+    assert own.parent == tmp_path
+    assert re.fullmatch(rf"{prefix}-[a-z0-9_]{{8}}", own.name)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert scratch_folder(output) == scratch
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", KILLED], env=environment).returncode == -9
+    assert [path.name for path in tmp_path.rglob("*.npy")] == ["a.npy"]
+    remote = path_of("memory://folder/b.npy")
+    as_remote(remote).upload(b"content")
+    with local_copy(remote) as first, local_copy(remote) as second:
+        assert first.read_bytes() == second.read_bytes() == b"content"
+        assert sorted(tmp_path.rglob("*.npy")) == sorted([first, second])
+        assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+    assert list(tmp_path.rglob("*.npy")) == []

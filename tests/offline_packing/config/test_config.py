@@ -88,6 +88,7 @@ def test_frozen(tmp_path: Path) -> None:
             r"pack\.seq_len is not a known field; valid: seq_length, strategy, seed",
         ),
         ("packing.seed=1", r"packing is not a known field; valid: source, model, pack, output"),
+        ("model.min_pixel=1", r"model\.min_pixel is not a known field; valid: .*, min_pixels, max"),
         ("source.fmt=x", r"source\.0\.fmt is not a known field; valid: format, path, task"),
         (
             "source.format=tar",
@@ -118,6 +119,8 @@ def test_frozen(tmp_path: Path) -> None:
             "output.path=s3://k:secret@b/x",
             r"output\.path='s3://…@b/x': keys in a URL",
         ),
+        ("output.path=s3://", r"output\.path='s3://': .*no bucket; write s3://BUCKET/FOLDER"),
+        ("source.path=gs:///data", r"source\.0\.path='gs:///data': .*no bucket; write gs://BUCKET"),
         ("source.skip=[ftp://k:secret@b/x]", r"source\.0\.skip\.0='ftp://…@b/x': keys in a URL"),
         ("source.path=ftp://k:secret@b/x", r"source\.0\.path='ftp://…@b/x': keys in a URL"),
         ("output.key_prefix=a.b", r"key_prefix='a\.b': string should match pattern"),

@@ -236,4 +236,7 @@ def test_unknown_storages_are_refused() -> None:
         path_of("nowhere://a")
     with pytest.raises(StorageError, match=r"'s3:/b/x' lacks a slash; write s3://b/x"):
         path_of("s3:/b/x")
+    for url in ("s3://", "s3:///x", "msc:///"):  # they would be local folders
+        with pytest.raises(StorageError, match=r"names no bucket; write (s3|msc)://BUCKET/FOLDER"):
+            path_of(url)
     assert path_of("C:\\packs") == Path("C:\\packs")
