@@ -92,7 +92,8 @@ def test_the_newest_whole_checkpoint_is_used(
     with caplog.at_level(logging.INFO, "launch"):
         trainer.resume()
     assert trainer.iteration == 2
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    own = [record for record in caplog.records if record.name == "launch.loop.checkpoint"]
+    (line,) = [record.getMessage() for record in own]
     assert f"checkpoint {newest} is damaged: {named}" in line
     assert "; training goes on from iter_00000002, and" in line
     assert trainer.run()
