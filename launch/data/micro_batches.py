@@ -25,7 +25,7 @@ from launch.data.packed_data import PackedData, slot_ranks_of
 from launch.data.slot_loader import SlotLoader
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import ModelOptions, model_options
+from task_encoders.families import ModelOptions, change_options
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import (
     PackedLoader,
@@ -75,9 +75,7 @@ def build_task_encoder(
             families; the positions of videos are not.
         pad_multiple: of each sub-sample's tokens; packs have room for it, see `check_room`.
     """
-    instead = {"family": family, "processor": config.processor}
-    changes = {name: value for name, value in instead.items() if value is not None}
-    model = model_options(**{**data.model.model_dump(), **changes})
+    model = change_options(data.model, family=family, processor=config.processor)
     _check_crop_size(config, model)
     kind = PackedTaskEncoder if config.online is None else OnlineTaskEncoder
     if config.task_encoder is not None:

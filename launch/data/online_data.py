@@ -14,7 +14,7 @@ from offline_packing.online.energon import MeasuringTaskEncoder, measure_some
 from offline_packing.online.pools import PackingPool
 from offline_packing.planner.windows import WindowOptions
 from offline_packing.storage.files import hash_bytes
-from task_encoders.families import model_options
+from task_encoders.families import change_options
 from task_encoders.samples import SampleError
 from task_encoders.storage.paths import check_exists, path_of
 
@@ -36,8 +36,7 @@ def _estimate(config: DataConfig) -> PackedData:
     online = config.online
     assert online is not None
     _check_prepared(config.path)
-    own = {} if config.processor is None else {"processor": config.processor}
-    model = model_options(**{**online.model.model_dump(), **own})
+    model = change_options(online.model, processor=config.processor)
     encoder = MeasuringTaskEncoder(seq_length=online.seq_length, model=model)
     try:
         measured, num_samples = measure_some(config.path, encoder)

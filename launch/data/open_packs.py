@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.data.packed_data import read_packed_data
-from task_encoders.families import ModelOptions, family_of_processor, model_options
+from task_encoders.families import ModelOptions, change_options, family_of_processor, model_options
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
@@ -23,8 +23,7 @@ def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, i
     if folder.is_dir() and not (folder / "manifest.json").is_file():
         return model_options(**given), seq_length or 2048
     data = read_packed_data(folder)
-    model = model_options(**{**data.model.model_dump(), **given})
-    return model, seq_length or data.seq_length
+    return change_options(data.model, **given), seq_length or data.seq_length
 
 
 def open_packs(

@@ -82,6 +82,19 @@ def model_options(**options: Any) -> ModelOptions:
     return declared.model_validate(given)
 
 
+def change_options(model: ModelOptions, **changes: Any) -> ModelOptions:
+    """Return the options of a model with some of them changed; None changes nothing.
+
+    Another family may lack options that change no length: those with their default are left out.
+    """
+    kept = {
+        name: value
+        for name, value in model.model_dump().items()
+        if model.changes_lengths(name) or value != type(model).model_fields[name].default
+    }
+    return model_options(**kept | {n: value for n, value in changes.items() if value is not None})
+
+
 #: A field of a configuration that holds the options of a model.
 AnyModelOptions = SerializeAsAny[
     Annotated[
