@@ -1,7 +1,6 @@
 """Packs in trainers made from transformers' Trainer: order, resuming, loss."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,12 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from launch.model.packed_attention import vision_attention
-from task_encoders.concatenate import split_row
-from task_encoders.energon_samples import batch_rows
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.model_inputs import flash_attention_kwargs, to_transformers_kwargs, token_types
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from tests.helpers.datasets import mixed_pairs
-from tests.helpers.peers import (
-    largest_difference,
-    open_packs,
-    pack_dialogues,
-    small_checkpoint,
-    two_losses,
-)
-from tests.helpers.tiny_families import STILL, image_masks
-from tests.helpers.videos import video_pairs
+from task_encoders.model_inputs import flash_attention_kwargs
+from tests.helpers.parity import check_losses
+from tests.helpers.peers import open_packs, pack_dialogues, small_checkpoint
+from tests.helpers.tiny_families import STILL
+from tests.helpers.videos import short_dialogues
 
 #: (output folder, model, folder of packs, arguments) to a trainer
 MakeTrainer = Callable[..., Any]
@@ -99,48 +89,11 @@ def check_resuming(
     return packs, losses
 
 
-def samples_alone(packs: PackedFolder, number: int) -> list[dict[str, Any]]:
-    """Arguments of transformers' models for each sample of a pack, which say nothing of packing:
-    the model finds positions and masks itself."""
-    token_ids = packs.task_encoder.encoder.media_token_ids  # type: ignore[union-attr]
-    row, found = packs.row(number), []
-    for sample in split_row(row.row):
-        kwargs = to_transformers_kwargs(batch_rows([replace(row, row=sample)]))
-        of_packing = {"position_ids", *flash_attention_kwargs(sample.cu_lengths)}
-        kwargs = {name: value for name, value in kwargs.items() if name not in of_packing}
-        found.append(kwargs | {"mm_token_type_ids": token_types(kwargs["input_ids"], token_ids)})
-    return found
-
-
-def losses_alone(
-    packed: Path, checkpoint: Path, pixels: torch.dtype = torch.float32
-) -> list[float]:
-    """Loss per label of the first pack's samples, each alone in transformers' model, and of the
-    second's after a step; with pixels rounded to a type."""
-    packs = open_packs(packed)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
-
-    def loss_of(samples: list[dict[str, Any]]) -> torch.Tensor:
-        counts = [int((sample["labels"][:, 1:] != IGNORE_INDEX).sum()) for sample in samples]
-        for sample in samples:
-            if "pixel_values" in sample:
-                sample["pixel_values"] = sample["pixel_values"].to(pixels).float()
-            if model.config.model_type == "gemma4_unified":
-                tokens, types = sample["input_ids"], sample["mm_token_type_ids"]
-                sample["attention_mask"] = image_masks(model, tokens, types)
-        losses = [model(**sample).loss * n for sample, n in zip(samples, counts, strict=True) if n]
-        assert len(losses) > 1
-        return torch.stack(losses).sum() / sum(counts)
-
-    return two_losses(model, (samples_alone(packs, number) for number in range(2)), loss_of)
-
-
 def several_packs(family: str, root: Path) -> tuple[Path, Path]:
     """A tiny checkpoint, and packs for it of several samples each, with videos where the family
     takes them."""
     checkpoint = small_checkpoint(family, root / "checkpoint")
-    make_pairs = mixed_pairs if family in STILL else video_pairs
-    pairs = make_pairs(root / "source", 24)
+    pairs = short_dialogues(root / "source", 24, videos=family not in STILL)
     return checkpoint, pack_dialogues(pairs, family, checkpoint, root, seq_length=1024)
 
 
@@ -150,7 +103,7 @@ def check_steps_alone(make: MakeTrainer, family: str, root: Path) -> float:
     checkpoint, packed = several_packs(family, root)
     packs, losses, _ = recorded_run(make, checkpoint, packed, root / "output", steps=2)
     assert packs == [0, 1]
-    return largest_difference(losses_alone(packed, checkpoint), losses)
+    return check_losses(packed, checkpoint, losses)
 
 
 def use_segment_attention(model: Any) -> None:

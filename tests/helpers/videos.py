@@ -13,8 +13,9 @@ from typing import Any
 
 import av
 import numpy as np
+from PIL import Image
 
-from tests.helpers.datasets import dialogue, image_bytes, write_json
+from tests.helpers.datasets import WORDS, dialogue, image_bytes, write_json
 
 os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder would print its settings
 
@@ -44,12 +45,14 @@ def make_video(
     times: Sequence[int] | None = None,
     container_options: dict[str, str] | None = None,
     codec_options: dict[str, str] | None = None,
+    tint: int = 0,
 ) -> bytes:
     """A video file.
 
     Args:
         rotation: degrees clockwise by which players are to turn it.
         times: of each frame in thousandths of a second, for a variable rate.
+        tint: 0 to 255, flips bits of all colours.
     """
     with (
         tempfile.NamedTemporaryFile() as file,  # putting the index in front reads the file again
@@ -64,7 +67,8 @@ def make_video(
         if rotation:
             stream.set_display_rotation(-rotation)
         for i in range(num_frames):
-            frame = av.VideoFrame.from_ndarray(draw_frame(i, width, height), format="rgb24")
+            pixels = draw_frame(i, width, height) ^ np.uint8(tint)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             if times is not None:
                 frame.pts, frame.time_base = times[i], Fraction(1, 1000)
             out.mux(stream.encode(frame))
@@ -107,6 +111,29 @@ def video_pairs(root: Path, count: int = 12) -> Path:
             stem = f"{i:04d}"
             (root / f"{stem}.jpg").write_bytes(image_bytes(56, 28 * (i % 5 + 2)))
         write_json(root / f"{stem}.json", record)
+    return root
+
+
+def short_dialogues(root: Path, count: int, *, videos: bool = False) -> Path:
+    """Dialogues of few words, so that packs hold several, with no picture, one, or two, each of
+    colours of its own, or with a video."""
+    root.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        texts = [" ".join(rng.choice(WORDS, rng.integers(1, 8))) for _ in range(2 + 2 * (i % 3))]
+        names = [f"{i}_{j}.png" for j in range(i % 3)]
+        record: dict[str, Any] = {"images": names}
+        for name in names:
+            colours = rng.integers(0, 256, (3, 2 + i % 5, 3), np.uint8)
+            picture = Image.fromarray(colours).resize((28 * (2 + i % 5), 84), Image.Resampling.BOX)
+            picture.save(root / name)
+        if videos and i % 4 == 3:
+            record["videos"] = [f"{i}.mp4"]
+            (root / f"{i}.mp4").write_bytes(make_video(4 + i % 9, tint=int(rng.integers(256))))
+        texts[0] = "<video>\n" * len(record.get("videos", ())) + "<image>\n" * len(names) + texts[0]
+        has_media = names or "videos" in record
+        stem = f"sample{i}" if has_media else f"output_{i:08d}"
+        write_json(root / f"{stem}.json", {"messages": dialogue(*texts), **record})
     return root
 
 

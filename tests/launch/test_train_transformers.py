@@ -26,7 +26,9 @@ from launch.train import cli
 from launch.train_transformers import load_config, main
 from launch.trainers.transformers_setup import run_in
 from launch.trainers.transformers_trainer import PackedTrainer
+from tests.helpers.hf_trainers import several_packs
 from tests.helpers.packed_runs import losses
+from tests.helpers.parity import check_losses
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (
     FAMILIES,
@@ -119,6 +121,16 @@ def test_the_same_packs_as_in_launch_train(name: str, case: Case, tmp_path: Path
     ours, theirs = losses(tmp_path / "transformers"), losses(tmp_path / "megatron")
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert len(ours) == 10
+
+
+def test_steps_are_those_of_the_samples_alone(tmp_path: Path) -> None:
+    """And those of `launch.train`: packs of several samples, with images and videos."""
+    checkpoint, packed = several_packs("qwen3_vl", tmp_path)
+    options = [f"model.checkpoint={checkpoint}", "train.iterations=2", "data.order=written"]
+    options += ["schedule.decay=constant", "schedule.warmup=0", "optimizer.weight_decay=0"]
+    options += ["batch.global_batch_packs=1", "checkpoint={every: 0, export: false}"]
+    train(command(tmp_path, tmp_path / "run", *options, family="qwen3_vl"))
+    check_losses(packed, checkpoint, losses(tmp_path / "run"), tmp_path / "megatron")
 
 
 @pytest.mark.parametrize(

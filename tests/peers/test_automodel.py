@@ -26,13 +26,12 @@ from tests.helpers.automodel import (
     own_batch,
     without_last_newline,
 )
+from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
     check_order,
     check_uniform_steps,
-    largest_difference,
     open_packs,
-    our_losses,
     stored_samples,
 )
 
@@ -150,5 +149,5 @@ def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say)
     checkpoint, packed = case
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
     losses = losses_of_packs(model, packed)
-    difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")

@@ -10,8 +10,9 @@ from transformers import AutoModelForImageTextToText
 
 from launch.trainers.automodel import PacksConfig
 from tests.helpers.automodel import losses_of_packs
-from tests.helpers.hf_trainers import losses_alone, several_packs
-from tests.helpers.peers import largest_difference, small_checkpoint, small_packs
+from tests.helpers.hf_trainers import several_packs
+from tests.helpers.parity import check_losses
+from tests.helpers.peers import small_checkpoint, small_packs
 
 Say = Callable[[str], None]
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
@@ -21,8 +22,8 @@ VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = several_packs(family, tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
-    alone = losses_alone(packed, checkpoint, pixels=torch.bfloat16)
-    difference = largest_difference(alone, losses_of_packs(model, packed))
+    losses = losses_of_packs(model, packed)
+    difference = check_losses(packed, checkpoint, losses, pixels=torch.bfloat16)
     say(
         f"{VERSION}, {family}: loss before and after a step as of the samples alone "
         f"(to {difference:.0e})"

@@ -26,12 +26,11 @@ from tests.helpers.llama_factory import (
     train,
     without_newlines,
 )
+from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
     check_order,
-    largest_difference,
     open_packs,
-    our_losses,
     pack_dialogues,
     stored_samples,
 )
@@ -85,7 +84,7 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     steps = {"max_steps": 6, "save_steps": 3}
     whole = train(*case, tmp_path / "whole", **steps)
     assert whole.numbers == list(range(6))
-    difference = largest_difference(our_losses(case[1], case[0], tmp_path / "ours"), whole.losses)
+    difference = check_losses(case[1], case[0], whole.losses, tmp_path / "ours")
     assert abs(unpacked_loss(*case, 0) - whole.losses[0]) < 1e-4
     saved = str(tmp_path / "whole/checkpoint-3")
     rest = train(*case, tmp_path / "again", **steps, resume_from_checkpoint=saved)

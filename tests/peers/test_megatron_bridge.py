@@ -59,10 +59,9 @@ from tests.helpers.megatron_bridge import (
     qwen25_vl_positions,
     tiny_provider,
 )
+from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
-    largest_difference,
     open_packs,
-    our_losses,
     small_checkpoint,
     small_packs,
     stored_samples,
@@ -261,7 +260,7 @@ def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
 
 

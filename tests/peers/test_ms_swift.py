@@ -28,12 +28,11 @@ from tests.helpers.ms_swift import (
     own_sample,
     packs_of_plugin,
 )
+from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
     check_order,
-    largest_difference,
     open_packs,
-    our_losses,
     stored_samples,
 )
 from tests.helpers.tiny_families import encoder_options
@@ -78,7 +77,7 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 ) -> None:
     packs, losses, weights = recorded_run(*case, tmp_path / "whole")
     assert packs == list(range(6))
-    difference = largest_difference(our_losses(case[1], case[0], tmp_path / "ours"), losses)
+    difference = check_losses(case[1], case[0], losses, tmp_path / "ours")
     resumed = recorded_run(
         *case, tmp_path / "again", resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3")
     )

@@ -20,9 +20,9 @@ from transformers import (
     InternVLVideoProcessor,
 )
 
-from tests.helpers.hf_trainers import losses_alone, several_packs
+from tests.helpers.hf_trainers import several_packs
 from tests.helpers.ms_swift import make_trainer
-from tests.helpers.peers import largest_difference
+from tests.helpers.parity import check_losses
 
 Say = Callable[[str], None]
 VERSION = f"ms-swift {swift.__version__}"
@@ -57,7 +57,7 @@ def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: 
     trainer = make_trainer(checkpoint, packed, tmp_path / "output", **names, max_steps=2)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    difference = largest_difference(losses_alone(packed, checkpoint), losses)
+    difference = check_losses(packed, checkpoint, losses)
     say(
         f"{VERSION}, {family}: loss before and after a step as of the samples alone "
         f"(to {difference:.0e})"

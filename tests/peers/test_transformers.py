@@ -16,8 +16,10 @@ from tests.helpers.hf_trainers import (
     check_steps_alone,
     numbers_read,
     recorded_run,
+    several_packs,
 )
-from tests.helpers.peers import check_order, largest_difference, open_packs, our_losses
+from tests.helpers.parity import check_losses
+from tests.helpers.peers import check_order, open_packs
 from tests.helpers.tiny_families import FURTHER
 
 Say = Callable[[str], None]
@@ -38,21 +40,19 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 ) -> None:
     checkpoint, packed = case
     _, losses = check_resuming(make, checkpoint, packed, tmp_path)
-    difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(
         f"transformers {transformers.__version__}, {family}: loss before and after a step as "
         f"launch.train's (to {difference:.0e}), 6 steps resumed after 3 to the last bit"
     )
 
 
-def test_a_step_on_videos_is_that_of_our_own_trainer(
-    family: str, case: Any, video_packs: Path, tmp_path: Path, say: Say
-) -> None:
-    checkpoint, _ = case
-    assert all(len(open_packs(video_packs).row(number).row.video_grid_thw) for number in (0, 1))
-    packs, losses, _ = recorded_run(make, checkpoint, video_packs, tmp_path / "theirs", steps=2)
+def test_a_step_on_videos_is_that_of_our_own_trainer(family: str, tmp_path: Path, say: Say) -> None:
+    checkpoint, packed = several_packs(family, tmp_path)
+    assert all(len(open_packs(packed).row(number).row.video_grid_thw) for number in (0, 1))
+    packs, losses, _ = recorded_run(make, checkpoint, packed, tmp_path / "theirs", steps=2)
     assert packs == [0, 1]
-    difference = largest_difference(our_losses(video_packs, checkpoint, tmp_path / "ours"), losses)
+    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(
         f"transformers {transformers.__version__}, {family}, videos: loss before and after a step "
         f"as launch.train's (to {difference:.0e})"

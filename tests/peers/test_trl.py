@@ -24,12 +24,11 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.hf_trainers import QUIET, check_resuming, check_steps_alone, numbers_read
 from tests.helpers.hf_videos import processor_of, video_files
+from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
     check_order,
-    largest_difference,
     open_packs,
-    our_losses,
     stored_samples,
 )
 from tests.helpers.tiny_families import FURTHER
@@ -180,7 +179,7 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 ) -> None:
     checkpoint, packed = case
     _, losses = check_resuming(make, checkpoint, packed, tmp_path)
-    difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(
         f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}), "
         "6 steps resumed after 3 to the last bit"

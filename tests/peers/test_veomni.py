@@ -23,13 +23,12 @@ from launch.loop.parallel import initialize_parallel
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.hf_trainers import number_of, use_segment_attention
+from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
     check_order,
     check_uniform_steps,
-    largest_difference,
     open_packs,
-    our_losses,
     stored_samples,
     two_losses,
 )
@@ -139,5 +138,5 @@ def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say)
     losses = two_losses(
         model, make_loader(packed), lambda rows: model(**rows[0], use_cache=False).loss
     )
-    difference = largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")

@@ -23,13 +23,8 @@ from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder
-from tests.helpers.peers import (
-    largest_difference,
-    our_losses,
-    small_checkpoint,
-    small_packs,
-    two_losses,
-)
+from tests.helpers.parity import check_losses
+from tests.helpers.peers import small_checkpoint, small_packs, two_losses
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,
@@ -155,7 +150,9 @@ def test_the_example_trains_on_packs(
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_steps_are_those_of_launch(tmp_path: Path, dialogues: None) -> None:
+def test_steps_are_those_of_launch_and_of_the_samples_alone(
+    tmp_path: Path, dialogues: None
+) -> None:
     checkpoint = small_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
     packed = small_packs("qwen2_5_vl", checkpoint, tmp_path)
     OwnTaskEncoder.seen.clear()
@@ -174,5 +171,5 @@ def test_steps_are_those_of_launch(tmp_path: Path, dialogues: None) -> None:
 
     assert data_iterator is not None
     losses = two_losses(model.train(), data_iterator, loss_of)
-    largest_difference(our_losses(packed, checkpoint, tmp_path / "ours"), losses)
+    check_losses(packed, checkpoint, losses, tmp_path / "ours")
     assert len(OwnTaskEncoder.seen) == 2
