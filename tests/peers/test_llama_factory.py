@@ -69,7 +69,7 @@ def unpacked_loss(checkpoint: Path, packed: Path, number: int) -> float:
             loss = model(
                 input_ids=row["input_ids"][None],
                 labels=row["labels"][None],
-                position_ids=row["position_ids"],
+                position_ids=row["position_ids"][1:],  # without the first, which is time
                 use_cache=False,
                 **media,
             ).loss
