@@ -13,7 +13,6 @@ from tests.helpers.tools import run_benchmark
             ["captions | binpack, carry", "captions | auto, carry", "sft | dynamic, buffer 200"],
         ),
         (["planning", "--samples", "200"], ["captions | auto |  |", "captions | knapsack | 18 |"]),
-        (["ranks", "--samples", "500"], ["Σ l² | 8 |", "operations | 64 |"]),
         (["buffers", "--samples", "300"], ["1 | 300 | 50 |", "128 | 2 | 5000 |"]),
     ],
 )

@@ -10,7 +10,6 @@ from tests.helpers.tools import run_benchmark
     [
         (["idle", "--samples", "2000", "--many", "500"], ["8192 x 32 |", "8192 x 128 |"]),
         (["uniform", "--samples", "3000"], ["30% | 8 |", "95% | 128 |"]),
-        (["learning", "--samples", "3000"], ["8 | balanced |", "32 | with features |"]),
     ],
 )
 def test_it_prints_a_table(arguments: list[str], rows: list[str]) -> None:

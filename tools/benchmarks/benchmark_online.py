@@ -1,6 +1,5 @@
 """Fill and cost of packing while training, and of dealing packs to ranks.
 
-python tools/benchmarks/benchmark_online.py ranks
 python tools/benchmarks/benchmark_online.py loaders
 python tools/benchmarks/benchmark_online.py planning
 python tools/benchmarks/benchmark_online.py buffers
@@ -19,11 +18,8 @@ from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.pools import PackingPool
-from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
-from offline_packing.planner.order import RankLayout, idle_share
 from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
 from offline_packing.planner.windows import WindowOptions
-from task_encoders.families import FAMILIES
 
 SEQ_LENGTH = 8192
 
@@ -39,45 +35,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 @click.group()
 def main() -> None:
     """Measure packing while training."""
-
-
-@main.command()
-@click.option("--samples", default=100_000, show_default=True)
-def ranks(samples: int) -> None:
-    """Idle share of ranks with a `RankSchedule`: one packed folder, and samples under a budget."""
-    tokens, patches = draw_sft(samples)
-    rows, model = [], FAMILIES["qwen2_vl"].cost
-    for distribution, cost in (
-        ("Σ l²", tokens.astype(np.float64) ** 2),
-        ("operations", model.language_flops(tokens) + model.tower_flops(patches)),
-    ):
-        plan = plan_packs(tokens, SEQ_LENGTH, order=RankLayout(8, 2), cost=cost)
-        packs = np.add.reduceat(cost[plan.sample_ids], plan.pack_offsets[:-1])
-        for num_ranks in (4, 8, 16, 64):
-            written = idle_share(packs, RankLayout(num_ranks, 2))
-            folder = RankSchedule(np.full(len(packs), SEQ_LENGTH), packs, num_ranks)
-            start = time.perf_counter()
-            online = RankSchedule(tokens, cost, num_ranks, SEQ_LENGTH).epoch(0)
-            seconds = time.perf_counter() - start
-            rows.append(
-                {
-                    "cost": distribution,
-                    "ranks": num_ranks,
-                    "written for 8 x 2, idle %": f"{100 * written:.2f}",
-                    "the same packs scheduled": _describe(folder.epoch(0)),
-                    "samples scheduled": _describe(online),
-                    "seconds": f"{seconds:.2f}",
-                }
-            )
-    print_table(rows)
-
-
-def _describe(epoch: EpochSchedule) -> str:
-    ratio = epoch.cost.max(axis=1) / epoch.cost.mean(axis=1)
-    return (
-        f"{100 * epoch.idle_share:.2f}; max/mean {ratio.mean():.4f}, "
-        f"{(ratio > 1.05).sum()} of {len(ratio)} steps above 1.05, worst {ratio.max():.2f}"
-    )
 
 
 @main.command()

@@ -1,8 +1,7 @@
-"""Idle time of ranks in both phases, steps of one kind, and what balancing does to learning.
+"""Idle time of ranks in both phases, and steps of one kind.
 
     python tools/benchmarks/benchmark_ranks.py idle       tower and language model; 10^6 samples
     python tools/benchmarks/benchmark_ranks.py uniform    steps that mix packs with and without
-    python tools/benchmarks/benchmark_ranks.py learning   spread of 8 micro batches' sums
 
 Samples have the SFT length distribution, costs are those of Qwen2-VL-7B with the tower scaled to
 22% of the operations. Time that communication takes is in none of these figures.
@@ -114,53 +113,6 @@ def uniform(samples: int) -> None:
                 f"{done['halved']} | {done['repeated']} | "
                 f"{100 * (plain.fill - plan.fill):.3f}% |"
             )
-
-
-@main.command()
-@click.option("--samples", default=60_000, show_default=True)
-@click.option("--seq-length", default=8192, show_default=True)
-def learning(samples: int, seq_length: int) -> None:
-    """Spread of sums over optimizer steps of 8 micro batches, over that of packs at random; and
-    what it costs: idle shares of both phases and of the sum."""
-    tokens, tower, language = draw_costs(samples)
-    rng = np.random.default_rng(1234)
-    source = np.digitize(rng.random(samples), [0.3, 0.7, 0.9])  # as draw_sft draws them
-    loss = (tokens * rng.uniform(0.1, 0.6, samples)).astype(np.int64)
-    plan = plan_packs(tokens, seq_length)
-    of_tower, of_language = sums(plan, tower), sums(plan, language)
-    quantities = {"tokens": sums(plan, tokens), "loss tokens": sums(plan, loss)}
-    names = ("texts", "pictures", "talks", "long")
-    quantities |= {name: sums(plan, tokens * (source == i)) for i, name in enumerate(names)}
-    features = np.stack([*quantities.values()], axis=1)
-
-    def spread(steps: np.ndarray) -> np.ndarray:
-        whole = steps[: len(steps) // 8 * 8]
-        return np.array(
-            [q[whole].reshape(-1, 8 * steps.shape[1]).sum(1).std() for q in quantities.values()]
-        )
-
-    click.echo("| ranks | order | " + " | ".join(quantities) + " | idle | the sum's |")
-    click.echo("|---|---|" + "---|" * (len(quantities) + 2))
-    for num_ranks in (8, 32, 128):
-        random = np.mean(
-            [spread(at_random(plan.num_packs, num_ranks, i)) for i in range(20)], axis=0
-        )
-        for name, given in (("balanced", None), ("with features", features)):
-            made = [
-                RankSchedule(
-                    quantities["tokens"],
-                    of_tower + of_language,
-                    num_ranks,
-                    seed=seed,
-                    tower_cost=of_tower,
-                    features=given,
-                ).epoch(0)
-                for seed in range(5)
-            ]
-            ratios = np.mean([spread(epoch.table) for epoch in made], axis=0) / random
-            idles = [(epoch.two_phase_idle_share, epoch.idle_share) for epoch in made]
-            cells = [f"{r:.2f}" for r in ratios] + [f"{i:.2%}" for i in np.mean(idles, axis=0)]
-            click.echo(f"| {num_ranks} | {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
