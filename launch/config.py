@@ -58,10 +58,6 @@ class DataConfig(_Config):
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape
     pad_to_seq_length: bool = False
-    #: a row takes as many packs as fit micro_batch_size × seq_length tokens
-    dyn_bsz: bool = False
-    #: packs among which those of a row are chosen
-    dyn_bsz_buffer_size: Count = 16
     #: pad every merged row to micro_batch_size × seq_length
     pad_to_length: bool = False
     #: uint8: pixels leave the loader as bytes and become values on the device; float32: in it
@@ -108,11 +104,6 @@ class DataConfig(_Config):
                 f"online packs data that are not packed, and {self.data_prefix} holds packs as "
                 "token ids; remove one of the two"
             )
-        if not self.dyn_bsz and "dyn_bsz_buffer_size" in self.model_fields_set:
-            raise ValueError("dyn_bsz_buffer_size has no effect without dyn_bsz=true; set both")
-        given = self.order if self.data_prefix is None else "that of packs as token ids"
-        if self.dyn_bsz and given != "written":
-            raise ValueError(f"dyn_bsz takes packs in the order written, and order is {given}")
         return self
 
 

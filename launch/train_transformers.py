@@ -30,7 +30,7 @@ class TransformersDataConfig(DataConfig):
     @classmethod
     def _interleave(cls, given: Any) -> Any:
         is_open = isinstance(given, Mapping) and not {"order", "online"} & given.keys()
-        return {**given, "order": "interleaved"} if is_open and not given.get("dyn_bsz") else given
+        return {**given, "order": "interleaved"} if is_open else given
 
 
 class TransformersConfig(LaunchConfig):
@@ -59,20 +59,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Transformers
 @CONFIG
 @OVERRIDES
 @ACCEPT
-@click.option(
-    "--trainer",
-    type=click.Choice(["launch", "transformers", "trl"]),
-    default="launch",
-    show_default=True,
-    help="Our own loop, transformers' Trainer, or TRL's SFTTrainer.",
-)
 @click.option("--lora", is_flag=True, help="Train adapters, as model.lora.rank=16 does.")
 @DEBUG
 def main(
     config: str,
     overrides: tuple[str, ...],
     accept_mismatch: tuple[str, ...],
-    trainer: str,
     lora: bool,
     debug: bool,
 ) -> None:
@@ -81,13 +73,9 @@ def main(
     with failing_in_one_line(debug=debug):
         loaded = load_config(config, (*(["model.lora={}"] if lora else []), *overrides))
         refuse_slots(path_of(loaded.data.path), "only launch.train trains packs on several ranks")
-        if trainer == "launch":
-            from launch.loop.setup import run
+        from launch.loop.setup import run
 
-            sys.exit(run(loaded, accept_mismatch))
-        from launch.trainers.transformers_setup import run_in
-
-        sys.exit(run_in(trainer, loaded, accept_mismatch))
+        sys.exit(run(loaded, accept_mismatch))
 
 
 if __name__ == "__main__":

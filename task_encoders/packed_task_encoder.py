@@ -29,7 +29,6 @@ from task_encoders.energon_samples import (
     PackedSample,
     TextDecoder,
     batch_rows,
-    merge_row_samples,
     sample_loader,
 )
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
@@ -42,7 +41,7 @@ from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
-from task_encoders.rows.unpacked import cook, first_fit_decreasing, is_pack, unpacked_sub_sample
+from task_encoders.rows.unpacked import cook, is_pack, unpacked_sub_sample
 from task_encoders.settings import (
     FRACTIONS,
     NO_PACKS,
@@ -180,15 +179,6 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     #: Energon's hook: k packs to one row with merged cu_lengths; nothing is padded.
     batch = staticmethod(stateless(batch_rows))
 
-    def select_samples_to_pack(self, samples: list[PackedRowSample]) -> list[list[PackedRowSample]]:
-        """Energon's hook for `packing_buffer_size`: first-fit-decreasing over a buffer of rows."""
-        lengths = [len(sample.row.tokens) for sample in samples]
-        packs = first_fit_decreasing(lengths, self.seq_length)
-        return [[samples[number] for number in pack] for pack in packs]
-
-    #: Energon's hook for `packing_buffer_size`: the rows of a pack as one.
-    pack_selected_samples = staticmethod(stateless(merge_row_samples))
-
     def build_train_datasets(
         self, *, datasets: Sequence[Any], repeat: bool = True, **kwargs: Any
     ) -> SavableDataset[PackedBatch]:
@@ -233,20 +223,13 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         packing_buffer_size: int | None = None,
         **kwargs: Any,
     ) -> SavableDataset[PackedBatch]:
-        """Energon's hook."""
-        if packing_buffer_size is not None and self.settings.packed and not self.is_blend:
+        """Energon's hook. Raises ValueError for Energon's own packing."""
+        if packing_buffer_size is not None:
             raise ValueError(
-                f"packing_buffer_size {packing_buffer_size}: the data are packed already; leave it "
-                "out"
+                f"packing_buffer_size {packing_buffer_size}: packs are packed already, and samples "
+                "are packed by offline_packing.online.energon; leave it out"
             )
-        if packing_buffer_size is not None and (
-            self._rows.pad_to_seq_length or self._rows.cross_sample_attention
-        ):
-            raise ValueError(
-                "packing_buffer_size joins rows that are encoded, without pad_to_seq_length and "
-                "cross_sample_attention; offline_packing.online.energon packs with them"
-            )
-        return super().build_batch(dataset, packing_buffer_size=packing_buffer_size, **kwargs)
+        return super().build_batch(dataset, **kwargs)
 
     def _load_dataset(
         self, dataset: LoadedDataset, worker_rotation_offset: int, worker_config: WorkerConfig

@@ -183,7 +183,7 @@ def captions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"packing_buffer_size": 100}, "packing_buffer_size 100: the data are packed already"),
+        ({"packing_buffer_size": 100}, "packing_buffer_size 100: packs are packed already"),
         ({"image_decode": "pil"}, "already has a decoder"),
         ({"seq_length": 256}, "seq_length 512 tokens > the task encoder's seq_length 256"),
         ({"max_pixels": 100352}, "measured with max_pixels 4014080, the task encoder has 100352"),

@@ -18,7 +18,6 @@ from megatron.energon import WorkerConfig
 from launch.config import DataConfig
 from launch.data.balanced_loader import BalancedLoader
 from launch.data.broadcast import broadcast_batch
-from launch.data.dynamic_rows import DynamicRows
 from launch.data.indexed_loader import FolderRows, IndexedLoader, leave_group
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData, slot_ranks_of
@@ -238,13 +237,8 @@ def _energon_loader(
     if config.online is not None:
         windows = config.online.model_dump(include={"buffer", "strategy", "budgets"})
         get_dataset = partial(get_online_train_dataset, seed=seed, **windows)
-    if not config.dyn_bsz:
-        options["micro_batch_size"] = config.micro_batch_size
-        return _open_loader(get_dataset, config.path, task_encoder, **options)
-    options["micro_batch_size"] = None
-    one_by_one = partial(_open_loader, get_dataset, config.path, task_encoder, **options)
-    budget = config.micro_batch_size * task_encoder.seq_length
-    return DynamicRows(one_by_one, budget, config.dyn_bsz_buffer_size)
+    options["micro_batch_size"] = config.micro_batch_size
+    return _open_loader(get_dataset, config.path, task_encoder, **options)
 
 
 def _open_loader(

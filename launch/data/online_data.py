@@ -66,7 +66,6 @@ def _estimate(config: DataConfig) -> PackedData:
         seq_length=online.seq_length,
         model=online.model,
         content_hash=hash_bytes(repr((num_samples, measured)).encode()),
-        fill=sum(map(sum, packs)) / (len(packs) * online.seq_length),
     )
 
 

@@ -44,8 +44,6 @@ class PackedData:
     content_hash: str
     #: packs in the val split
     num_val_packs: int = 0
-    #: tokens per pack as drawn, as a share of seq_length
-    fill: float = 1.0
     #: of each dataset
     tasks: tuple[str, ...] = ()
     #: the datasets of a blend: folder, packs, share of the packs drawn
@@ -89,18 +87,14 @@ def read_packed_data(path: str | Path) -> PackedData:
     weights = [weight for _, weight in folders]
     per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
     drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
-    tokens = [one.of_an_epoch("tokens") / n for one, n in zip(manifests, packs, strict=True)]
-    drawn_tokens = sum(w * n for w, n in zip(weights, tokens, strict=True)) / sum(weights)
-    seq_length = max(manifest.seq_length for manifest in manifests)
     return PackedData(
         num_packs=sum(packs),
         num_samples=sum(samples),
         samples_per_pack=drawn,
-        seq_length=seq_length,
+        seq_length=max(manifest.seq_length for manifest in manifests),
         model=models[0],
         content_hash=_common_hash([manifest.content_hash for manifest in manifests]),
         num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
-        fill=drawn_tokens / seq_length,
         tasks=tuple(manifest.task for manifest in manifests),
         blended=tuple(
             (folder, own, weight / sum(weights))

@@ -87,7 +87,6 @@ def check_slots(config: LaunchConfig, data: PackedData) -> None:
     for section, name in (
         (config.parallel, "context"),
         (config.data, "micro_batch_size"),
-        (config.data, "dyn_bsz"),
         (config.data, "pad_to_seq_length"),
         (config.data, "pad_to_length"),
     ):

@@ -39,8 +39,8 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
     """Steps and batch of a run.
 
     A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
-    divides evenly among the ranks. One given in packs must already be such a multiple. With
-    `data.dyn_bsz` the packs of a step follow from their mean length, in slots from their number.
+    divides evenly among the ranks. One given in packs must already be such a multiple. In
+    slots the packs of a step follow from their mean number.
 
     Raises:
         ValueError: `global_batch_packs` does not divide evenly, or nothing would be trained.
@@ -89,12 +89,9 @@ def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tupl
     """Micro batches per rank, and packs in all, that a step takes."""
     size = config.data.micro_batch_size
     packs = config.batch.global_batch_packs
-    if config.data.dyn_bsz or data.slots is not None:
+    if data.slots is not None:
         wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
-        if data.slots is not None:
-            per_round = data_parallel // data.slots.ranks * data.num_packs / data.num_slots
-        else:  # about as many packs to a micro batch as their mean length allows
-            per_round = data_parallel * max(size, size / data.fill)
+        per_round = data_parallel // data.slots.ranks * data.num_packs / data.num_slots
         accumulation = max(1, round(wanted / per_round))
         return accumulation, round(accumulation * per_round)
     multiple = data_parallel * size

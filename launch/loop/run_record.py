@@ -31,8 +31,6 @@ _FREE: Final = (
     "validation",
 )
 _FIXED: Final = (
-    "data.dyn_bsz",
-    "data.dyn_bsz_buffer_size",
     "data.micro_batch_size",
     "data.online",
     "data.order",

@@ -92,17 +92,6 @@ class OnlineTaskEncoder(PackedTaskEncoder):
             return RepeatDataset(packs, worker_config=worker_config)
         return OnlinePacks(dataset, self, worker_config=worker_config)
 
-    def build_batch(
-        self, *args: Any, packing_buffer_size: int | None = None, **kwargs: Any
-    ) -> SavableDataset[PackedBatch]:
-        """Energon's hook."""
-        if packing_buffer_size is not None:
-            raise ValueError(
-                f"packing_buffer_size {packing_buffer_size}: these are packs already; set the "
-                "buffer of get_online_train_dataset"
-            )
-        return super().build_batch(*args, **kwargs)
-
 
 @checked
 def get_online_train_dataset(

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import orjson
 from megatron.energon import CrudeSample, Sample, basic_sample_keys, stateless
 from megatron.energon.cache import FileStore
@@ -49,17 +48,6 @@ def cook(sample: CrudeSample, **stores: FileStore[bytes]) -> CrudeRecord:
     if is_reference(line):
         parts, key = read_parts(line, stores, sample), {"__key__": line["key"]}
     return CrudeRecord(**(basic_sample_keys(sample) | key), parts=parts)
-
-
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs of samples, by their numbers: the longest first, each into the first pack with room."""
-    rooms = np.full(len(lengths), capacity)
-    packs: list[list[int]] = [[] for _ in lengths]
-    for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        first = int(np.argmax(rooms >= lengths[number]))
-        rooms[first] -= lengths[number]
-        packs[first].append(number)
-    return [pack for pack in packs if pack]
 
 
 def is_pack(record: Any, *, packed: bool) -> bool:

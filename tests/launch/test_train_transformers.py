@@ -3,12 +3,12 @@ in bfloat16; and what it refuses."""
 
 import json
 import os
+import runpy
 import shutil
 import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,15 +17,12 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    TrainingArguments,
 )
 
 from launch.loop.setup import run
 from launch.loop.trainer import Trainer
 from launch.train import cli
 from launch.train_transformers import load_config, main
-from launch.trainers.transformers_setup import run_in
-from launch.trainers.transformers_trainer import PackedTrainer
 from tests.helpers.hf_trainers import several_packs
 from tests.helpers.packed_runs import losses
 from tests.helpers.parity import check_losses
@@ -41,6 +38,8 @@ from tests.helpers.transformers_runs import (
     train,
     weights,
 )
+
+EXAMPLE = Path(__file__).parents[2] / "examples/transformers_trainer.py"
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -264,56 +263,30 @@ def _masters(output: Path, step: int) -> torch.Tensor:
     return torch.cat([master.flatten() for master in state["optimizer"]["masters"]])
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_transformers_own_trainer(
-    ranks: int, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped by a signal and resumed, it ends with the weights of an undisturbed run, and those
-    of ours to rounding."""
-    constant = ["schedule.decay=constant", "schedule.warmup=0"]
-    make = partial(command, case("qwen2_vl"))
-    train(make(tmp_path / "ours", *constant))
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    own = [*constant, "--trainer", "transformers"]
-    for output, stops in ((whole, False), (stopped, True)):
-        arguments = make(output, *own)
-        if ranks == 2:
-            folder = tmp_path / f"ranks_{output.name}"
-            assert run_ranks(2, folder, _run_in_transformers, arguments, stops) == [0, 0]
-        else:
-            with monkeypatch.context() as patch:
-                patch.setenv("MASTER_ADDR", "localhost")
-                if stops:
-                    at = Interrupted(3, partial(signal.raise_signal, signal.SIGINT), PackedTrainer)
-                    patch.setattr(PackedTrainer, "training_step", at)
-                    train(arguments, 130)
-            train(arguments)
-    first, second, ours = (weights(tmp_path / name) for name in ("whole", "stopped", "ours"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert max(float((first[name] - ours[name]).abs().max()) for name in first) < 1e-4
-    assert "schedule.learning_rate was" in train(
-        [*make(stopped, *own), "schedule.learning_rate=0.1"], 1
+def run_example(folder: Path, output: Path, *options: str) -> None:
+    """Run examples/transformers_trainer.py on a case."""
+    with pytest.MonkeyPatch.context() as patch:
+        names = [folder / "packed", folder / "model", output]
+        own = ["--use_cpu", "--report_to", "none", "--max_steps", "2", *options]
+        patch.setattr("sys.argv", ["transformers_trainer.py", *map(str, names), *own])
+        patch.setenv("MASTER_ADDR", "localhost")
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def test_the_example_trains_and_saves(case: Case, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run_example(case("qwen2_vl"), output, "--learning_rate", "1e-3")
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (case("qwen2_vl") / "model", output)
     )
+    assert sum(not torch.equal(before[name], after[name]) for name in before) > 10
 
 
-def _run_in_transformers(arguments: list[str], stops: bool) -> int:
-    own = [argument for argument in arguments if argument not in ("--trainer", "transformers")]
-    config = load_config(own[0], own[1:])
-    if stops:
-        step = PackedTrainer.training_step
-        act = partial(os.kill, os.getpid(), signal.SIGTERM)
-        PackedTrainer.training_step = Interrupted(3, act, PackedTrainer)  # type: ignore
-        assert run_in("transformers", config) == 143
-        PackedTrainer.training_step = step  # type: ignore[method-assign]
-    return run_in("transformers", config)
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-def test_attention_is_chosen_for_the_dtype_that_is_computed_with(
-    adapters: bool, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_example_chooses_attention_for_the_dtype_that_is_computed_with(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, which only the choice takes for there: weights in float32, but those under
-    adapters, and autocast in bfloat16."""
+    """On a GPU, which is only pretended: weights in float32, and autocast in bfloat16."""
     asked: dict[str, object] = {}
 
     def load(_: object, **options: object) -> None:
@@ -321,15 +294,10 @@ def test_attention_is_chosen_for_the_dtype_that_is_computed_with(
         raise RuntimeError("the model would be loaded here")
 
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", load)
-    monkeypatch.setattr("launch.model.transformers_model.find_spec", lambda package: package)
-    own: Any = TrainingArguments.device  # which also joins the process group
-    on_cuda = property(lambda args: own.fget(args) and torch.device("cuda"))
-    monkeypatch.setattr(TrainingArguments, "device", on_cuda)
-    options = ["--trainer", "transformers", "model.dtype=bfloat16", *["--lora"] * adapters]
-    arguments = command(case("qwen2_vl"), tmp_path / "run", *options)
-    assert "the model would be loaded here" in train(arguments, 1)
-    dtype = torch.bfloat16 if adapters else torch.float32
-    assert asked == {"dtype": dtype, "attn_implementation": "flash_attention_2"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="the model would be loaded here"):
+        run_example(case("qwen2_vl"), tmp_path / "run")
+    assert asked == {"dtype": torch.float32, "attn_implementation": "flash_attention_2"}
 
 
 @pytest.mark.parametrize(
@@ -339,8 +307,6 @@ def test_attention_is_chosen_for_the_dtype_that_is_computed_with(
         (["model.family=qwen3_vl"], "set model.family=qwen2_vl"),
         (["parallel.tensor=2"], "only launch.train has it"),
         (["model.attention=torch_varlen"], "model.attention"),
-        (["--trainer", "trl", "train.normalization=sample"], "--trainer trl has no train.normal"),
-        (["--trainer", "trl"], "--trainer trl needs the trl package: pip install trl"),
         (["model.lora={}", "model.freeze=[vision]"], "lora freezes all weights but its own"),
         (["model.lora.targets=[nothing]"], "name no matrix of the language model"),
         (["model.lora.targets=[q_proj, vproj]"], "['vproj'] name no matrix of the language model;"),
@@ -357,7 +323,6 @@ def test_attention_is_chosen_for_the_dtype_that_is_computed_with(
 def test_what_cannot_be_trained_is_said_in_one_line(
     overrides: list[str], line: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.trainers.transformers_setup.find_spec", lambda _: None)
     arguments = command(case("qwen2_vl"), tmp_path / "run", *overrides)
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code in (1, 2)

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer on packs, and against what its own collator makes of the same samples."""
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 import trl
-from click.testing import CliRunner
 from datasets import Dataset, Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from launch.train_transformers import main
 from launch.trainers.transformers_trainer import collate_packed
 from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
@@ -34,6 +33,7 @@ from tests.helpers.peers import (
 from tests.helpers.tiny_families import FURTHER
 
 Say = Callable[[str], None]
+EXAMPLE = Path(__file__).parents[2] / "examples/trl_sft_trainer.py"
 VERSION = f"TRL {trl.__version__}"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TEMPLATE = (TEMPLATES / "qwen2_5_vl_training.jinja").read_text()
@@ -201,14 +201,12 @@ def test_order(case: Any, tmp_path: Path, say: Say) -> None:
     say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
 
 
-def test_the_command_trains_and_saves(case: Any, tmp_path: Path) -> None:
+def test_the_example_trains_and_saves(
+    case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint, packed = case
-    config = tmp_path / "run.yaml"
-    config.write_text("batch: {global_batch_packs: 2}\ntrain: {iterations: 2}\n")
-    fields = {"model.checkpoint": checkpoint, "data.path": packed, "output.path": tmp_path / "run"}
-    overrides = [f"{name}={value}" for name, value in fields.items()]
-    family = AutoConfig.from_pretrained(checkpoint).model_type
-    arguments = [str(config), *overrides, f"model.family={family}", "--trainer", "trl"]
-    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
+    output = tmp_path / "run"
+    options = ["--use_cpu", "--bf16", "false", "--report_to", "none", "--max_steps", "2"]
+    monkeypatch.setattr("sys.argv", ["x", str(packed), str(checkpoint), str(output), *options])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    AutoModelForImageTextToText.from_pretrained(output)

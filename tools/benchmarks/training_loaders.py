@@ -22,10 +22,16 @@ from torch.nn import functional as F
 
 from launch.data.indexed_loader import IndexedLoader
 from offline_packing.layouts.energon_metadata import index_pack_folder
+from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.storage.tars import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow
-from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
+from task_encoders.energon_samples import (
+    PackedBatch,
+    PackedRowSample,
+    batch_rows,
+    merge_row_samples,
+)
 from task_encoders.families import model_options
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
@@ -123,7 +129,17 @@ def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
 
 
 class JoiningEncoder(PackedTaskEncoder):
-    """Joins packs of one sample each by Energon's own hooks, where packs are refused otherwise."""
+    """Joins packs of one sample each by Energon's own packing hooks, first-fit-decreasing."""
+
+    def select_samples_to_pack(self, samples: list[PackedRowSample]) -> list[list[PackedRowSample]]:
+        lengths = np.array([len(sample.row.tokens) for sample in samples])
+        packs = first_fit_decreasing(lengths, self.seq_length)
+        cut = np.split(packs.sample_ids, packs.pack_offsets[1:-1])
+        return [[samples[number] for number in pack] for pack in cut]
+
+    @stateless
+    def pack_selected_samples(self, samples: list[PackedRowSample]) -> PackedRowSample:
+        return merge_row_samples(samples)
 
     def build_batch(self, dataset: Any, **options: Any) -> Any:
         return DefaultTaskEncoder.build_batch(self, dataset, **options)

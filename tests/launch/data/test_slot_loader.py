@@ -30,7 +30,6 @@ def test_other_numbers_of_ranks_are_refused() -> None:
     ("sections", "message"),
     [
         ({"data": {"micro_batch_size": 2}}, "data.micro_batch_size=2: packs .* set 1"),
-        ({"data": {"dyn_bsz": True}}, "data.dyn_bsz=True: .* set False"),
         ({"data": {"pad_to_length": True}}, "data.pad_to_length=True: "),
         ({"data": {"order": "balanced"}}, "equal cost already; set written"),
         ({"parallel": {"context": 2}}, "parallel.context=2: packs .* set 1"),

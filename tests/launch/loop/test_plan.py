@@ -54,18 +54,9 @@ def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> A
     return plan_training(config, packed, data_parallel)
 
 
-def data_of(num_packs: int, num_samples: int, fill: float = 1.0) -> PackedData:
+def data_of(num_packs: int, num_samples: int) -> PackedData:
     per_pack = num_samples / num_packs
-    return PackedData(num_packs, num_samples, per_pack, 8192, {}, "0", fill=fill)
-
-
-def test_dynamic_rows_are_counted_by_the_mean_pack() -> None:
-    """Packs half full: four to a row of two, so that sixteen are two rows on each of two ranks."""
-    data = {"path": "x", "dyn_bsz": True, "micro_batch_size": 2}
-    half_full = data_of(1_000, 8_000, fill=0.5)
-    for batch in ({"global_batch_packs": 16}, {"global_batch_size": 128}):
-        plan = plan_of(half_full, 2, data=data, batch=batch)
-        assert (plan.accumulation, plan.packs_per_step, plan.iterations) == (2, 16, 63)
+    return PackedData(num_packs, num_samples, per_pack, 8192, {}, "0")
 
 
 def test_steps_are_counted_in_slots() -> None:
@@ -83,8 +74,6 @@ def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
     data = read_packed_data(captions)
     assert data.num_packs == manifest["counts"]["packs"]["train"]
     assert manifest["counts"]["packs"]["val"] > 0
-    tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
-    assert data.fill == tokens / data.num_packs / SEQ_LENGTH
     assert data.num_samples < manifest["counts"]["packed"]
     assert data.samples_per_pack == data.num_samples / data.num_packs
     assert data.seq_length == SEQ_LENGTH

@@ -116,28 +116,6 @@ def test_micro_batches_do_not_change_a_step(
     assert runs[4][0] == pytest.approx(runs[1][0], abs=1e-5)
 
 
-def test_dynamic_rows_train_on_every_pack_once(folder: Path, tmp_path: Path) -> None:
-    """Padding after merging changes no loss."""
-    packs, samples, tokens = train_counts(folder)
-    found = {}
-    for pad_to_length in (False, True):
-        data = {"dyn_bsz": True, "micro_batch_size": 2, "repeat": False}
-        config = make_config(
-            folder,
-            tmp_path / str(pad_to_length),
-            data=data | {"pad_to_length": pad_to_length},
-            train={"iterations": 1000},
-            batch={"global_batch_packs": 2},
-        )
-        keys, _ = train(config)
-        assert len(keys) == len(set(keys)) == packs
-        lines = step_lines(tmp_path / str(pad_to_length))
-        assert sum(line["sub_samples"] for line in lines) == samples
-        assert sum(line["tokens"] for line in lines) == tokens
-        found[pad_to_length] = [line["loss"] for line in lines]
-    assert found[True] == pytest.approx(found[False], abs=1e-5)
-
-
 def test_normalizations_differ(folder: Path, tmp_path: Path) -> None:
     first = {}
     for normalization in ("token", "sample"):

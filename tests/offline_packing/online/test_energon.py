@@ -291,7 +291,7 @@ def test_one_row_can_be_restored_by_its_key(texts: Path) -> None:
 
 
 def test_energons_own_buffer_is_refused(texts: Path) -> None:
-    with pytest.raises(ValueError, match="packing_buffer_size 8: these are packs already"):
+    with pytest.raises(ValueError, match="packing_buffer_size 8: packs are packed already"):
         get_online_train_dataset(texts, task_encoder(), packing_buffer_size=8)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.energon import VQASample, WorkerConfig, get_train_dataset
+from megatron.energon import VQASample, WorkerConfig
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord, MultiMixQASample, PackedBatch
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.rows.unpacked import first_fit_decreasing, unpacked_sub_sample
+from task_encoders.rows.unpacked import unpacked_sub_sample
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.settings import PACKED, PackingSettings, PackingSettingsError
@@ -245,57 +245,3 @@ def test_a_pack_that_cannot_be_parsed_is_listed_too(yaml: str, tmp_path: Path) -
     assert [row.__key__ for row in rows] == [["ps_00000000"], ["ps_00000002"]]
     (line,) = rows[1].dropped
     assert line.startswith("ps_00000001: bad_record: pack 'ps_00000001': JSON cannot be parsed")
-
-
-def test_first_fit_decreasing_takes_the_first_pack_with_room() -> None:
-    assert first_fit_decreasing([2, 7, 5, 3, 1, 6], 10) == [[1, 3], [5, 0, 4], [2]]
-    assert first_fit_decreasing([], 10) == []
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_energons_packing_buffer(num_workers: int, tmp_path: Path) -> None:
-    folder = crude_folder(tmp_path / "crude", 30)
-    config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
-
-    def open_loader() -> Any:
-        options: dict[str, Any] = {"packing_buffer_size": 8, "repeat": False}
-        dataset = get_packed_train_dataset(folder, task_encoder(), worker_config=config, **options)
-        return get_packed_loader(dataset)
-
-    loader = open_loader()
-    iterator = iter(loader)
-    first = [next(iterator), next(iterator)]
-    state = loader.save_state_rank()
-    rest = list(iterator)
-    loader.close()
-    packs = first + rest
-    assert sorted(key for pack in packs for key in pack.sub_sample_keys) == [
-        f"{number:05d}" for number in range(30)
-    ]
-    alone = {batch.sub_sample_keys[0]: batch for batch in batches(folder)}
-    for pack in packs:
-        rows = [alone[key] for key in pack.sub_sample_keys]
-        assert torch.equal(pack.tokens, torch.cat([row.tokens for row in rows], dim=1))
-        assert pack.tokens.shape[1] <= SEQ_LENGTH
-        assert pack.cu_lengths.shape[1] == len(rows) + 1
-    assert len(packs) < 30
-    again = open_loader()
-    again.restore_state_rank(state)
-    assert [row.sub_sample_keys for row in again] == [row.sub_sample_keys for row in rest]
-    again.close()
-
-
-@pytest.mark.parametrize("option", ["pad_to_seq_length", "cross_sample_attention"])
-def test_a_packing_buffer_cannot_change_encoded_rows(option: str, tmp_path: Path) -> None:
-    folder = crude_folder(tmp_path / "crude", 2, shards=1)
-    options: dict[str, Any] = {option: True}
-    with pytest.raises(ValueError, match="packing_buffer_size joins rows that are encoded"):
-        get_train_dataset(
-            folder,
-            task_encoder=task_encoder(**options),
-            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-            batch_size=1,
-            shuffle_buffer_size=None,
-            max_samples_per_sequence=None,
-            packing_buffer_size=2,
-        )
