@@ -85,7 +85,7 @@ def test_the_longest_pack_is_what_all_ranks_hold(tmp_path: Path) -> None:
         ({"pack": {"context_parallel": {**RANKS, "size": 4}}}, "write {size: 4}"),
         ({"pack": {"context_parallel": {**RANKS, "ranks": 6}}}, "power of two"),
         ({"pack": {"context_parallel": RANKS, "seq_length": 2048}}, "seq_length 2048 > 4 ranks"),
-        ({"pack": {"context_parallel": RANKS, "epochs": 2}}, "cannot keep packs of other epochs"),
+        ({"pack": {"context_parallel": RANKS, "epochs": 2}}, "cannot keep several epochs"),
         ({"pack": {"context_parallel": RANKS, "order": {"num_ranks": 4}}}, "cannot keep order"),
         ({"pack": {"context_parallel": RANKS, "budgets": {"images": 4}}}, "a limit of images"),
         (
