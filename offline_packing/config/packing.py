@@ -103,17 +103,6 @@ class PackingConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_groups(self) -> "PackingConfig":
-        if self.output.split_by == "group":
-            for source in self.source:
-                if not isinstance(source, FieldOptions) or "group" not in source.field_map().named:
-                    raise ValueError(
-                        f"output.split_by=group needs the field that names the group of each "
-                        f"record of {source.path!r}; set source.fields: {{group: FIELD}}"
-                    )
-        return self
-
-    @model_validator(mode="after")
     def _check_merging(self) -> "PackingConfig":
         if self.merges and getattr(self.model, "loss_on", "all") == "last":
             raise ValueError(
@@ -154,6 +143,14 @@ class PackingConfig(Section):
                 "another layout"
             )
         return self
+
+    @property
+    def names_groups(self) -> bool:
+        """Whether records of some source name their group, which decides their split."""
+        return any(
+            isinstance(source, FieldOptions) and "group" in source.field_map().named
+            for source in self.source
+        )
 
     @property
     def merges(self) -> bool:

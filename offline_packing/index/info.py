@@ -48,12 +48,12 @@ class IndexInfo:
     split: dict[str, int] = field(default_factory=dict)
     #: images, tokens and bytes of media that these samples lack, which their records have
     saved: dict[str, int] = field(default_factory=dict)
-    #: different images and videos that several samples show
-    shared_media: int = 0
     #: samples left out by source.skip; neither in the index nor set aside
     num_skipped: int = 0
     #: samples with loss weights other than 0 and 1
     num_weighted: int = 0
+    #: images and videos of samples of whose bytes only the first count for their hash
+    num_part_hashed: int = 0
     #: what the sources' listings warn of
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files

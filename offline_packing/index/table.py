@@ -51,7 +51,8 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
         # 0 where the key is an identity, see measure/identity.py
         pa.field("content_hash", pa.uint64()),
-        pa.field("sample_hash", pa.uint64()),  # of its texts and media
+        # of its texts and media; of a part of a conversation, those of its record
+        pa.field("sample_hash", pa.uint64()),
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
         pa.field("num_tokens", pa.int32()),

@@ -17,7 +17,7 @@ from typing import Final
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.info import INDEX_VERSION, IndexInfo
-from offline_packing.index.shared import shared_media
+from offline_packing.index.shared import most_shown
 from offline_packing.index.table import Index
 from offline_packing.measure.answers import most_frequent
 from offline_packing.measure.copies import mark_repeated
@@ -113,6 +113,7 @@ def _complete(
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
         num_weighted=sum(result.num_weighted for result in results),
+        num_part_hashed=sum(result.num_part_hashed for result in results),
         source_warnings=[line for scan in scans for line in scan.warnings],
     )
     records = Index(workspace.records if run.config.regroups else workspace.index, info)
@@ -125,11 +126,11 @@ def _complete(
     copies = mark_repeated(run, records)
     if run.config.regroups:
         info = _regroup(run, records, tasks)
-    shared, most_shown = shared_media(Index(workspace.index, info))
+    shown = most_shown(Index(workspace.index, info))
     answers = most_frequent(result.frequent_answers for result in results)
-    common = {"copies": copies, "media": most_shown, "answers": answers}
+    common = {"copies": copies, "media": shown, "answers": answers}
     common = {what: some for what, some in common.items() if some[0]}
-    info = replace(info, shared_media=shared, common=common)
+    info = replace(info, common=common)
     folders = workspace.index, workspace.set_aside, workspace.files
     hashes = {folder.name: hash_files(folder, "*.parquet") for folder in folders}
     info = replace(info, hashes=hashes, num_unused_images=num_unused)

@@ -21,7 +21,6 @@ from offline_packing.config.sections import SplitTurnsConfig
 from offline_packing.errors import ChangedError
 from offline_packing.index.measured import MeasuredSample, sample_stamp, sample_traits
 from offline_packing.layouts.shard_tasks import COLUMNS, read_planned
-from offline_packing.measure.hashes import hash_sample
 from offline_packing.sources import Source
 from offline_packing.sources.dialogues import RecordPart, TurnRange, take_turns
 from task_encoders.media.video_file import VideoHeader
@@ -82,7 +81,9 @@ class Conversation:
         """Read it again. Raises StageError if it changed after it was measured. `row` is its row
         of the records' table, `limits` are tokens and whatever else a pack is limited in."""
         (record,) = read_planned(row.select(COLUMNS))
-        (self.row,) = row.select(["content_hash", "group_hash", "key_hash"]).to_pylist()
+        (self.row,) = row.select(
+            ["content_hash", "sample_hash", "group_hash", "key_hash"]
+        ).to_pylist()
         self.record, self.hashes = record, row["media_hash"][0].as_py()
         self.source, self.encoder, self.options, self.limits = source, encoder, options, limits
         places = tuple(range(len(record.media)))
@@ -266,7 +267,7 @@ class Conversation:
             sample_traits(sample, sizes),
             len(sample.videos),
             self.row["content_hash"],
-            hash_sample(sample, hashes),
+            self.row["sample_hash"],  # of the whole conversation, which stays in one split
             hashes,
             self.row["group_hash"],
             self.row["key_hash"],

@@ -13,15 +13,14 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index.pack_table import media_of_samples, units_of_samples
+from offline_packing.index.records import record_hashes
 from offline_packing.index.rows import SampleIds, name_samples, sample_flops
 from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
 from offline_packing.index.table import DUPLICATE_KEY, LEFT_OUT, Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.plan.splits import groups_by_conversation
 from offline_packing.plan.uses import Uses, choose_uses
 from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.artifacts import split_by
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
 from task_encoders.families import model_cost
@@ -53,10 +52,6 @@ def make_plan(run: Run, samples: Index) -> Planned:
         kept = np.delete(kept, aside.ids)
     uses = choose_uses(run.config, samples, kept)
     packs = _pack_uses(run, samples, num_tokens, uses)
-    if uses.groups:
-        together = {"by": split_by(run.config, samples.info), "groups": dict(uses.groups)}
-        settings = {**packs.info.settings, "splits": together}
-        packs = replace(packs, info=replace(packs.info, settings=settings))
     left_out = _left_out(run, packs, num_tokens[packs.set_aside_ids])
     planned = Planned(packs, AsideSamples.merge([aside, uses.not_drawn, left_out]))
     _check_planned(run, samples, planned)
@@ -82,8 +77,8 @@ def _pack_uses(
                 plans.setdefault(name, []).append(plan if is_all else plan.of(ids))
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
-    if pack.epochs == 1 and list(plans) == [""] and not uses.repeated:
-        return plans[""][0]
+    if pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
+        return next(iter(plans.values()))[0]
     return join_plans(plans)
 
 
@@ -107,8 +102,10 @@ def _kept_apart(config: PackingConfig, samples: Index, uses: Uses) -> SampleIds 
     is_cut = samples.info.split and not config.pack.split_turns.share_packs
     if not is_cut and not uses.repeated:
         return None
-    ids = np.arange(samples.info.num_samples)
-    return groups_by_conversation(samples, ids) if is_cut else ids
+    if not is_cut:
+        return np.arange(samples.info.num_samples)
+    # Parts stand in the index one after the other.
+    return np.cumsum(np.diff(record_hashes(samples), prepend=np.uint64(0)) != 0) - 1
 
 
 def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:

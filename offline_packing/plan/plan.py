@@ -21,11 +21,11 @@ from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
 from offline_packing.plan.summary import (
     render_content,
-    render_groups,
     render_idle,
     render_ranks,
     render_sources,
     render_split,
+    render_splits,
     render_summary,
 )
 from offline_packing.planner.pack_plan import PackPlan
@@ -157,7 +157,7 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
         *([("records", samples.info.saving)] if samples.info.saving else []),
         *([("conversations", samples.info.splitting)] if samples.info.split else []),
         *render_content(samples, packs),
-        *render_groups(run.config, packs),
+        *render_splits(run.config, packs),
         *render_idle(run.config, samples, packs),
         *render_ranks(run.config, samples, packs),
         *render_split(run.config, samples, packs),

@@ -132,18 +132,9 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
     return StoredPlan(packs, info)
 
 
-def split_by(config: PackingConfig, info: IndexInfo) -> str:
-    """Return the samples that one split keeps together: as configured, else the default."""
-    if len(config.output.split) == 1:
-        return "sample"
-    by = config.output.split_by or ("media" if info.shared_media else "sample")
-    return "conversation" if by == "sample" and info.split else by
-
-
 def plan_fingerprint(run: Run) -> Fingerprint:
     """Settings that a plan depends on."""
-    config, info = run.config, IndexInfo.load(run.workspace.index_info)
-    assert info is not None
+    config = run.config
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
@@ -153,22 +144,23 @@ def plan_fingerprint(run: Run) -> Fingerprint:
         "index": hash_file(run.workspace.index_info),
         "output.layout": config.output.layout,
         **{f"pack.{name}": value for name, value in fields.items()},
-        **_uses_fingerprint(config, info),
+        **_uses_fingerprint(config),
     }
 
 
-def _uses_fingerprint(config: PackingConfig, info: IndexInfo) -> dict[str, str | int]:
-    """Settings that the uses of samples depend on besides the seed; empty if each is used once."""
+def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
+    """Settings that uses and splits depend on besides the seed; empty if each sample is used once,
+    in the only split."""
     fields: dict[str, str | int] = {}
     for i, source in enumerate(config.source):
         if source.repeat != 1:
             fields[f"source.{i}.repeat"] = str(source.repeat)
         if source.weight:
             fields[f"source.{i}.weight"] = str(source.weight)
-    if (together := split_by(config, info)) != "sample":
-        fields["output.split_by"] = together
-    if (fields or config.pack.epochs > 1) and len(config.output.split) > 1:
-        fields["output.split"] = to_json(config.output.split).decode()
+    if len(config.output.split) > 1:
+        shares = config.output.split.items()
+        fields["output.split"] = ", ".join(f"{name} {share}" for name, share in shares)
+        fields["output.split_seed"] = config.output.split_seed
     return fields
 
 

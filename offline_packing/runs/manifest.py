@@ -174,6 +174,7 @@ def build_manifest(
             tokens=sum(shard.tokens for shard in shards),
             packs=packs,
             records=record_counts(samples, stored.packs.sample_ids),
+            media_hashed_in_part=index.num_part_hashed,
         ),
         epochs=plan.get("epochs", {}),
         context_parallel=None if slots is None else Slots(**asdict(slots)),

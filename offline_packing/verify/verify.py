@@ -17,8 +17,9 @@ import numpy.typing as npt
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.info import IndexInfo
 from offline_packing.index.pack_table import pack_table
-from offline_packing.index.records import count_packed, record_counts, record_hashes
+from offline_packing.index.records import count_packed, record_counts
 from offline_packing.index.rows import hash_keys
+from offline_packing.index.shared import shared_contents
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard, splits_of_plan
@@ -28,7 +29,6 @@ from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import columns_match, require_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
-from offline_packing.runs.warnings import hashes_of
 from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
 from offline_packing.verify.part import Drawn, verify_part
 from offline_packing.verify.shard import (
@@ -132,37 +132,32 @@ def _check_columns(run: Run, manifest: Manifest, table: PackColumns, total: Veri
 
 
 def _check_splits(samples: Index, plan: PackPlan, run: Run, total: VerifyResult) -> None:
-    """Check that splits share no group, and if deep no image or video, by all of their bytes."""
-    together = plan.info.settings.get("splits")
-    if not together:
+    """Check that splits share nothing that keeps samples together; if deep, and if nothing else
+    than images and videos does, no image or video by all of its bytes."""
+    shares = run.config.output.split
+    if len(shares) == 1:
         return
-    found = {"group": "groups", "media": "images and videos"}.get(together["by"], "conversations")
-    total.apart = f"no {found} stand in two of them"
-    column = {"media": "media_hash", "group": "group_hash"}.get(together["by"])
-    records = record_hashes(samples)
+    total.apart = "no groups, images or videos stand in two of them"
     hashes: dict[str, list[npt.NDArray[np.uint64]]] = {}
-    conversations: dict[str, list[npt.NDArray[np.uint64]]] = {}
-    for split, packs in splits_of_plan(plan, run.config.output.split).items():
+    for split, packs in splits_of_plan(plan, shares).items():
         chosen = np.zeros(samples.info.num_samples, bool)
         chosen[plan.sample_ids[plan.pack_offsets[packs.start] : plan.pack_offsets[packs.stop]]] = 1
-        conversations[split] = [records[chosen]]
-        hashes[split] = list(hashes_of(samples, column, chosen)) if column else []
-    _check_apart(hashes, found, total)
-    _check_apart(conversations, "conversations", total)
-    if total.media_hashes and together["by"] == "media":
+        hashes[split] = [own[chosen[some][rows]] for some, rows, own in shared_contents(samples)]
+    _check_apart(hashes, "groups, images, videos or samples", total)
+    if total.media_hashes and not run.config.names_groups:
         stored: dict[str, list[npt.NDArray[np.uint64]]] = {}
         for split, own in total.media_hashes:
             stored.setdefault(split, []).append(own)
         total.apart += ", by all bytes"
-        _check_apart(stored, f"stored {found}", total)
+        _check_apart(stored, "stored images and videos", total)
 
 
 def _check_apart(
     hashes: Mapping[str, Sequence[npt.NDArray[np.uint64]]], found: str, total: VerifyResult
 ) -> None:
-    """Check that no hash but 0, which stands for none, is in two splits."""
-    none = np.zeros(1, np.uint64)
-    different = {name: np.unique(np.concatenate([none, *own]))[1:] for name, own in hashes.items()}
+    """Check that no hash is in two splits."""
+    none = np.empty(0, np.uint64)
+    different = {name: np.unique(np.concatenate([none, *own])) for name, own in hashes.items()}
     for (one, own), (other, others) in itertools.combinations(different.items(), 2):
         count = len(np.intersect1d(own, others, assume_unique=True))
         if count:

@@ -95,6 +95,9 @@ class Counts(_Model):
     packs: dict[str, int]
     #: records read, packed and set aside, if samples were made of several
     records: dict[str, int] = {}
+    #: images and videos that splits know by size and first bytes only, since these were not all
+    #: read; each as often as samples show it
+    media_hashed_in_part: int = 0
 
 
 class Manifest(_Model):

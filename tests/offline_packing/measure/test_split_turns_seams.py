@@ -82,15 +82,15 @@ def test_with_dialogues_of_one_picture(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("by", [None, "sample", "media", "group"])
+@pytest.mark.parametrize("group", [None, "doc"])
 @pytest.mark.parametrize("more", [{}, {"epochs": 2}])
-def test_parts_stand_in_one_split(by: str | None, more: dict[str, Any], tmp_path: Path) -> None:
+def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_path: Path) -> None:
     records = [record(f"c{i}", 12) for i in range(10)]
     records += [record(f"p{i}", 9, f"{i}.jpg", doc="d") for i in range(2)]
-    output = {"split": {"train": 0.7, "val": 0.3}, **({"split_by": by} if by else {})}
+    output: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}}
     if more:
         output["layout"] = "references"
-    source = {"fields": {"group": "doc"}} if by == "group" else {}
+    source = {"fields": {"group": group}} if group else {}
     run = run_of(tmp_path, records, source=source, output=output, pack=more)
     packed_well(run)
     samples, plan = open_index(run), open_plan(run).packs

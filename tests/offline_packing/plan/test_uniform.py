@@ -43,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def folder(source: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packs in two splits, each in order for itself."""
     folder = tmp_path_factory.mktemp("packed") / "packed"
-    output = {"split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 5, "split_by": "sample"}
+    output = {"split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 5}
     pack = {"seq_length": 200, "order": ORDER}
     run = make_run(source, folder, pack=pack, output=output)
     pack_all(run)

@@ -54,7 +54,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     else:
         with_faults(root)
     source = {"format": "pairs", "path": str(root), "task": request.param}
-    output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_", "split_by": "sample"}
+    output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
     run = make_run(source, folder / "out", output=output, report={"padded_batch_size": 4})
     pack_all(run)
     return run
