@@ -106,7 +106,7 @@ def escape(text: str) -> str:
 class Trait(IntFlag):
     """Properties of a sample that some layout cannot store: the index column `traits`. Measuring
     records it, since only then is the sample's text at hand; a layout names what it cannot store in
-    `Layout.find_unfit`, and planning sets such samples aside. Stored: a flag's value never changes
+    `Layout.admit`, and planning sets such samples aside. Stored: a flag's value never changes
     its meaning."""
 
     #: a conversation's system message is not the chat template's default one

@@ -22,10 +22,9 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import media_roots, time_of_medium
-from offline_packing.layouts.base import Layout, encoder_of
+from offline_packing.layouts.base import Admission, Layout, encoder_of
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
@@ -79,8 +78,8 @@ class IndexedLayout(Layout):
     def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         return to_json(dict(media_roots(sources)))
 
-    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        """None; raises StageError where media do not lie in a file that could be named."""
+    def admit(self, samples: Index) -> Admission:
+        """All; raises StageError where media do not lie in a file that could be named."""
         for part in samples.parts("media"):
             media = part["media"].combine_chunks().flatten()
             is_kept = pc.is_in(media.field("kind"), pa.array(["file", "bytes"]))
@@ -92,7 +91,7 @@ class IndexedLayout(Layout):
                     f"{first['container']} are in a {first['kind']}; set output.layout=energon, or "
                     "give the media as files or in uncompressed tars"
                 )
-        yield from ()
+        return Admission()
 
     def write(self, task: ShardTask) -> ShardFragment:
         assert task.tokenizes is not None  # TOKEN_IDS

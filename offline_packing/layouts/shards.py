@@ -8,7 +8,6 @@ With output.shards_per_folder the name of a shard, and so of its files, is train
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
-from offline_packing.storage.tars import FilePart, PackEntry, Part, member_size, tar_size
+from offline_packing.storage.tars import PackEntry, Part, member_size, tar_size
 
 #: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
@@ -150,7 +149,7 @@ class ShardFragment:
             raise StageError(f"{path} is missing; run write again")
         try:
             packs = [
-                PackEntry(**{**pack, "parts": tuple(map(_part, pack["parts"]))})
+                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
                 for pack in content["packs"]
             ]
             return cls(**{**content, "packs": packs})
@@ -164,7 +163,3 @@ class ShardFragment:
             return cls.load(path).content_hash == content_hash
         except StageError:
             return False
-
-
-def _part(content: Mapping[str, Any]) -> Part:
-    return FilePart(**content) if "xxh3_128" in content else Part(**content)

@@ -120,7 +120,7 @@ def _tasks(
     sources, pack = tuple(open_sources(run.config)), run.config.pack
     merges, encoder = [source.merge for source in sources], open_encoder(run.config.model)
     ids, sizes, parts = find_dialogues(records, merges, encoder)
-    added = LAYOUTS[run.config.output.layout].added_tokens(records)
+    added = LAYOUTS[run.config.output.layout].admit(records).added_tokens
     rooms = np.broadcast_to(np.int64(pack.longest_sample) - added, len(ids))
     bounds = np.searchsorted(parts, np.arange(len(paths) + 1))
     wanted = [slice(bounds[number], bounds[number + 1]) for number in numbers]

@@ -18,6 +18,7 @@ from offline_packing.index.rows import SampleIds, name_samples, sample_flops
 from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
 from offline_packing.index.table import DUPLICATE_KEY, LEFT_OUT, Index
 from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.base import Admission
 from offline_packing.plan.uses import Uses, choose_uses
 from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.pack_plan import PackPlan
@@ -40,11 +41,11 @@ class Planned:
 def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
     under on_overlong: error, or an option that the strategy does not have."""
-    layout = LAYOUTS[run.config.output.layout]
-    num_tokens, added = samples.array("num_tokens"), layout.added_tokens(samples)
-    if np.any(added):
-        num_tokens = num_tokens + added
-    aside = _find_set_aside(run, samples)
+    admission = LAYOUTS[run.config.output.layout].admit(samples)
+    num_tokens = samples.array("num_tokens")
+    if np.any(admission.added_tokens):
+        num_tokens = num_tokens + admission.added_tokens
+    aside = _find_set_aside(run, samples, admission)
     kept: SampleIds = np.arange(
         len(num_tokens), dtype=np.int32 if len(num_tokens) < 2**31 else np.int64
     )
@@ -141,14 +142,14 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     return PackPlan(*packs, aside[lost], reasons, info, cp_sizes)
 
 
-def _find_set_aside(run: Run, samples: Index) -> AsideSamples:
+def _find_set_aside(run: Run, samples: Index, admission: Admission) -> AsideSamples:
     """Samples that are not planned."""
     layout = run.config.output.layout
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
     left_out = samples.array("left_out")
     found = [(duplicates, *LEFT_OUT[DUPLICATE_KEY])]
     found += [(np.flatnonzero(left_out == code), *why) for code, why in LEFT_OUT.items()]
-    for what, ids in LAYOUTS[layout].find_unfit(samples):
+    for what, ids in admission.unfit:
         found.append((ids, "not_in_layout", f"layout {layout} holds no {what}"))
     return AsideSamples.merge([AsideSamples.of(ids, *reason) for ids, *reason in found])
 

@@ -47,13 +47,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart(Part):
-    """One member that is a file of its own, and its hash; offsets are as if all stood in a row."""
-
-    xxh3_128: str
-
-
-@dataclass(frozen=True, slots=True)
 class PackEntry:
     """One pack in a tar: from the header of its first member, padding of its last included."""
 

@@ -194,7 +194,7 @@ def test_moved_source_is_the_same(planned: Run, data: Path) -> None:
         ("pack", "strategy", "best_fit_decreasing", (plan_index, write_planned)),
         ("output", "packs_per_shard", 3, (write_planned,)),
         ("output", "key_prefix", "x", (write_planned,)),
-        ("output", "layout", "raw_packing", (plan_index, write_planned)),
+        ("output", "layout", "references", (plan_index, write_planned)),
     ],
 )
 def test_changed_config_is_named(

@@ -75,7 +75,7 @@ def test_the_bytes_are_the_same(tmp_path: Path, layout: str) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", ["references", "indexed", "raw_packing"])
+@pytest.mark.parametrize("layout", ["references", "indexed"])
 def test_other_layouts_refuse_them(tmp_path: Path, layout: str) -> None:
     with pytest.raises(ConfigError, match=f"layout {layout} has no file per shard"):
         make_run(tmp_path, tmp_path / "out", output={"layout": layout, "shards_per_folder": 2})

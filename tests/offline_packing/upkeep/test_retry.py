@@ -16,7 +16,7 @@ from offline_packing.write.write import write
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tools.kill_test import content
 
-LAYOUTS = ("energon", "indexed", "raw_packing", "references")
+LAYOUTS = ("energon", "indexed", "references")
 #: Read while an index is unfinished only, and not made again.
 UNCHECKED = ("lock", "_started.json")
 
@@ -81,7 +81,7 @@ def check_restored(run: Run, before: dict[str, str], damaged: object) -> None:
     "finished",
     [
         *("energon", "references"),
-        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("indexed", "raw_packing")),
+        pytest.param("indexed", marks=pytest.mark.exhaustive),
     ],
     indirect=True,
 )

@@ -34,7 +34,7 @@ UNCHECKED = {
     r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
     r"_packing/index/_started\.json": "read while the index is not complete only",
 }
-LAYOUTS = ("energon", "references", "indexed", "llava_onevision", "raw_packing")
+LAYOUTS = ("energon", "references", "indexed", "llava_onevision")
 #: Repairs that `make test` tries, of all files.
 REPAIRED = (("references", "deleted"),)
 
@@ -258,7 +258,7 @@ def test_no_source_is_needed(finished: Run, tmp_path: Path) -> None:
         path.unlink()
     retry(copy)
     assert verify(copy).ok
-    patterns = ("*.tar", "*.bin", "raw_packing_data/*.json", "train.jsonl")
+    patterns = ("*.tar", "*.bin", "train.jsonl")
     next(path for pattern in patterns for path in out.glob(pattern)).unlink()
     with pytest.raises(StageError, match="gone"):
         retry(copy)
