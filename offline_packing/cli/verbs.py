@@ -93,8 +93,8 @@ def measure_verb(run: Run, dry_run: bool) -> None:
         return
     info = measure(run).info
     echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
-    for line in info.regrouped.values():
-        echo(line)
+    if info.split:
+        echo(info.splitting)
     if info.num_skipped:
         echo(f"left out {info.num_skipped:,} samples already in source.skip")
     if info.num_set_aside:

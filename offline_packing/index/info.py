@@ -42,12 +42,10 @@ class IndexInfo:
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: int = 0
-    #: records of the samples, if some were made of several
+    #: records of the samples, if some were cut into several
     num_records: int = 0
     #: conversations that were cut, the samples they became, and how many answers were truncated
     split: dict[str, int] = field(default_factory=dict)
-    #: images, tokens and bytes of media that these samples lack, which their records have
-    saved: dict[str, int] = field(default_factory=dict)
     #: samples left out by source.skip; neither in the index nor set aside
     num_skipped: int = 0
     #: samples with loss weights other than 0 and 1
@@ -76,17 +74,6 @@ class IndexInfo:
         return (self.num_records or self.num_samples) + self.num_set_aside
 
     @property
-    def saving(self) -> str:
-        """Line that says what merging records saved; empty if there was none."""
-        if not self.saved:
-            return ""
-        tokens, images, size = (self.saved[k] for k in ("num_tokens", "num_images", "bytes"))
-        return (
-            f"{self.num_records:,} records became {self.num_samples:,} samples: {tokens:,} tokens, "
-            f"{images:,} images and {size:,} bytes saved"
-        )
-
-    @property
     def splitting(self) -> str:
         """Line that says how many conversations were cut; empty if none was."""
         if not self.split:
@@ -95,12 +82,6 @@ class IndexInfo:
         if self.split["truncated"]:
             line += "; {truncated:,} answers were truncated"
         return line.format_map(self.split)
-
-    @property
-    def regrouped(self) -> dict[str, str]:
-        """Lines about records that were merged or cut, by the name of what was done."""
-        lines = {"merged": self.saving, "split_turns": self.splitting}
-        return {name: line for name, line in lines.items() if line}
 
     @property
     def warnings(self) -> list[str]:

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.index.records import are_parts
 from offline_packing.index.table import Index
 
 Rows = npt.NDArray[np.int64]
@@ -54,7 +53,7 @@ def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
     """
     columns = ["group_hash", "media_hash", "sample_hash"]
     if samples.info.split:
-        columns.append("parts")
+        columns.append("part")
     start = 0
     for part in samples.parts(*columns):
         groups = part["group_hash"].to_numpy()
@@ -63,7 +62,7 @@ def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
         by_media = groups[rows] == 0
         by_itself = pc.list_value_length(media).to_numpy() == 0
         if samples.info.split:
-            by_itself |= are_parts(part)
+            by_itself |= part["part"].is_valid().to_numpy()
         alone = np.flatnonzero(by_itself & (groups == 0))
         others = np.concatenate([groups[grouped], pc.list_flatten(media).to_numpy()[by_media]])
         own = part["sample_hash"].to_numpy()[alone]

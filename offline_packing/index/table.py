@@ -33,17 +33,13 @@ LOCATOR_FIELDS: Final = [
     pa.field("column", pa.string()),
 ]
 _MEDIA_FIELDS: Final = [*LOCATOR_FIELDS, pa.field("extension", pa.string())]
-_TURN_FIELDS: Final = [
-    *(pa.field(name, pa.int32()) for name in ("begin", "first", "end")),
-    pa.field("answer_length", pa.int64()),
-]
 _PART_FIELDS: Final = [
     pa.field("key", pa.large_string()),
-    pa.field("content_hash", pa.uint64()),
     pa.field("json", pa.struct(LOCATOR_FIELDS)),
     pa.field("media", pa.list_(pa.int32())),  # places among the sample's; -1: not shown
     pa.field("num_videos", pa.int32()),
-    pa.field("turns", pa.struct(_TURN_FIELDS)),  # None: all of them
+    *(pa.field(name, pa.int32()) for name in ("begin", "first", "end")),
+    pa.field("answer_length", pa.int64()),
 ]
 INDEX_SCHEMA: Final = pa.schema(
     [
@@ -69,12 +65,9 @@ INDEX_SCHEMA: Final = pa.schema(
         # of the bytes of each medium; columns from here on lack in older indexes
         pa.field("media_hash", pa.large_list(pa.uint64())),
         pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: there is none
-        # 0, or shared by records that may become one dialogue, see sources/dialogues.py; of a part
-        # of a conversation the key_hash of its record
-        pa.field("dialogue_hash", pa.uint64()),
-        # the records of a dialogue, or the one that this is a part of; then json is the first, with
-        # the size of all that the sample has of them. None: the record at json
-        pa.field("parts", pa.large_list(pa.struct(_PART_FIELDS))),
+        # the record that this is a part of; then json has the size of the turns that the sample has
+        # of it. None: the whole record at json
+        pa.field("part", pa.struct(_PART_FIELDS)),
         pa.field("left_out", pa.uint8()),  # 0, or why the sample is not planned, see LEFT_OUT
     ]
 )

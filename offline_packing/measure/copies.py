@@ -47,8 +47,8 @@ class DigestTask:
 
 
 def mark_repeated(run: Run, samples: Index) -> tuple[int, str]:
-    """Mark copies in sources with `drop_copies`; and, where dialogues or parts will hide the key of
-    an earlier record, the records that have it again. Returns how many other samples are copies, by
+    """Mark copies in sources with `drop_copies`; and, where parts will hide the key of an
+    earlier record, the records that have it again. Returns how many other samples are copies, by
     their hashes, and the key of the first."""
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
     others = np.delete(np.arange(samples.info.num_samples), duplicates)
@@ -56,7 +56,7 @@ def mark_repeated(run: Run, samples: Index) -> tuple[int, str]:
     drops = np.array([source.drop_copies for source in run.config.source])
     is_dropped = is_later & drops[samples.array("source_id")[others[order]]]
     codes = np.zeros(samples.info.num_samples, np.uint8)
-    if run.config.regroups:
+    if run.config.splits:
         codes[duplicates] = DUPLICATE_KEY
     if is_dropped.any():
         group = np.cumsum(~is_later)

@@ -80,7 +80,7 @@ def measure(run: Run) -> Index:
         return Index(workspace.index, info)
     set_known_keys(run, sources, workspace.skip)
     folders = [workspace.index, workspace.set_aside, workspace.files]
-    for folder in (*folders, *([workspace.records] if run.config.regroups else [])):
+    for folder in (*folders, *([workspace.records] if run.config.splits else [])):
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
     save_files(workspace.files, sources, scans)
@@ -116,7 +116,7 @@ def _complete(
         num_part_hashed=sum(result.num_part_hashed for result in results),
         source_warnings=[line for scan in scans for line in scan.warnings],
     )
-    records = Index(workspace.records if run.config.regroups else workspace.index, info)
+    records = Index(workspace.records if run.config.splits else workspace.index, info)
     num_renamed = rename_repeated(records)
     if num_renamed:
         logger.info(
@@ -124,7 +124,7 @@ def _complete(
         )
     num_unused = count_unused_media(records, scans)
     copies = mark_repeated(run, records)
-    if run.config.regroups:
+    if run.config.splits:
         info = _regroup(run, records, tasks)
     shown = most_shown(Index(workspace.index, info))
     answers = most_frequent(result.frequent_answers for result in results)
@@ -175,10 +175,6 @@ def preview_measure(run: Run) -> str:
                     text = f"{counts.count(None):,} files of {source.path}"
             if source.options.drop_copies:
                 text += ", set copies aside"
-            merge = source.merge
-            if merge is not None:
-                what = f"with one {merge.by}" if merge.by else "of one picture"
-                text += f", and merge those {what} to dialogues of {merge.max_tokens:,} tokens"
             if run.config.splits:
                 text += ", and cut conversations that fit no pack between turns"
             lines.append(f"would measure {text}\n")
@@ -258,7 +254,7 @@ def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> st
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
     at = run.workspace
-    folders = (at.records if run.config.regroups else at.index, at.set_aside)
+    folders = (at.records if run.config.splits else at.index, at.set_aside)
     parts = [(i, source, part) for i, source in enumerate(sources) for part in scans[i].parts]
     return [
         MeasureTask(

@@ -37,7 +37,6 @@ from offline_packing.measure.hashes import (
 from offline_packing.measure.identity import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
-from offline_packing.sources.dialogues import hash_of_dialogue
 from offline_packing.sources.lost_fields import Lost, clipped_images, control_text, lost_fields
 from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
@@ -284,14 +283,13 @@ class Measuring:
             found.length,
             record.locator,
             tuple(media),
-            sample_stamp(self.source, [record.locator], locators),
+            sample_stamp(self.source, record.locator, locators),
             sample_traits(sample, found.sizes),
             len(found.videos),
             hash_content(sample, embedded) if record.own_id else 0,
             hash_sample(sample, found.media_hashes),
             tuple(found.media_hashes),
             hash_group(self.source, record.content),
-            hash_of_dialogue(self.source, record.content, sample, found.media_hashes),
         )
         self._answers.add("\n".join([turn.answer for turn in sample.turns]))
         for what, shown in found.lost:

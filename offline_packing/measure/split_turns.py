@@ -22,7 +22,7 @@ from offline_packing.errors import ChangedError
 from offline_packing.index.measured import MeasuredSample, sample_stamp, sample_traits
 from offline_packing.layouts.shard_tasks import COLUMNS, read_planned
 from offline_packing.sources import Source
-from offline_packing.sources.dialogues import RecordPart, TurnRange, take_turns
+from offline_packing.sources.conversation_part import ConversationPart
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import (
@@ -62,8 +62,7 @@ class _Cut(NamedTuple):
 class _Part(NamedTuple):
     cut: _Cut
     sample: SourceSample
-    #: see RecordPart.media
-    places: tuple[int, ...]
+    part: ConversationPart
     length: SampleLength
 
 
@@ -81,16 +80,11 @@ class Conversation:
         """Read it again. Raises StageError if it changed after it was measured. `row` is its row
         of the records' table, `limits` are tokens and whatever else a pack is limited in."""
         (record,) = read_planned(row.select(COLUMNS))
-        (self.row,) = row.select(
-            ["content_hash", "sample_hash", "group_hash", "key_hash"]
-        ).to_pylist()
+        (self.row,) = row.select(["content_hash", "sample_hash", "group_hash"]).to_pylist()
         self.record, self.hashes = record, row["media_hash"][0].as_py()
         self.source, self.encoder, self.options, self.limits = source, encoder, options, limits
-        places = tuple(range(len(record.media)))
-        self.whole = RecordPart(
-            record.key, self.row["content_hash"], record.json, places, record.num_videos
-        )
-        self.sample = self.whole.read(source)
+        num_images = len(record.media) - record.num_videos
+        self.sample = source.read_sample(record.key, record.json, num_images, record.num_videos)
         self.sizes, self.videos = self._headers()
         turns = place_media(self.sample)
         starts = [i for i, turn in enumerate(turns) if i == 0 or not _answers_a_tool(turn)]
@@ -140,15 +134,20 @@ class Conversation:
         places = [-1] * len(self.hashes)
         for place, medium in enumerate(kept):
             places[medium] = place
-        taken = self._turns(cut)
-        key = f"{self.record.key}[{taken.first}:{taken.end}]"
-        sample = take_turns(key, self.sample, taken, places)
+        begin, first, end = (self.bounds[at] for at in (cut.begin, cut.first, cut.end))
+        part = ConversationPart(
+            self.record.key,
+            self.record.json,
+            tuple(places),
+            self.record.num_videos,
+            begin,
+            first,
+            end,
+            cut.answer_length,
+        )
+        sample = replace(part.take(self.sample), key=f"{self.record.key}[{first}:{end}]")
         sizes, videos = [self.sizes[i] for i in shown], [self.videos[i] for i in clips]
-        return _Part(cut, sample, tuple(places), self.encoder.measure(sample, sizes, videos))
-
-    def _turns(self, cut: _Cut) -> TurnRange:
-        begin, first, end = (self.bounds[at] for at in cut[:3])
-        return TurnRange(begin, first, end, cut.answer_length)
+        return _Part(cut, sample, part, self.encoder.measure(sample, sizes, videos))
 
     def _fits(self, part: _Part) -> bool:
         sample, length = part.sample, part.length
@@ -250,7 +249,7 @@ class Conversation:
     def _row(self, part: _Part) -> MeasuredSample:
         """A part as a row of the index."""
         record, sample = self.record, part.sample
-        kept = [i for i, place in enumerate(part.places) if place >= 0]
+        kept = [i for i, place in enumerate(part.part.media) if place >= 0]
         media = tuple((record.media[i], record.extensions[i]) for i in kept)
         hashes = tuple(self.hashes[i] for i in kept)
         turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
@@ -263,15 +262,14 @@ class Conversation:
             part.length,
             replace(record.json, size=len(orjson.dumps([sample.system, sample.tools, turns]))),
             media,
-            sample_stamp(self.source, [record.json], [at for at, _ in media]),
+            sample_stamp(self.source, record.json, [at for at, _ in media]),
             sample_traits(sample, sizes),
             len(sample.videos),
             self.row["content_hash"],
             self.row["sample_hash"],  # of the whole conversation, which stays in one split
             hashes,
             self.row["group_hash"],
-            self.row["key_hash"],
-            (replace(self.whole, media=part.places, turns=self._turns(part.cut)),),
+            part.part,
         )
 
 

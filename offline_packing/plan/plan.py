@@ -154,7 +154,6 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     lengths = samples.array("num_tokens")[packs.sample_ids]
     sources = render_sources(run.config, samples, packs)
     content = [
-        *([("records", samples.info.saving)] if samples.info.saving else []),
         *([("conversations", samples.info.splitting)] if samples.info.split else []),
         *render_content(samples, packs),
         *render_splits(run.config, packs),

@@ -86,7 +86,7 @@ def _document(stages: CompleteStages) -> Document:
         "made_from": _made_from(run.workspace, manifest),
         "samples": {"found": found, "packed": packed if plan else None, "set_aside": aside},
         "unused_images": info.num_unused_images,
-        **info.regrouped,
+        **({"split_turns": info.splitting} if info.split else {}),
         "warnings": run_warnings(run.config, stages.samples, plan),
         "plan": _plan(stages, plan, tokens) if plan else None,
         "saving": saving_figures(stages, plan) if plan else None,
@@ -126,8 +126,7 @@ def _verdict(document: Document) -> str:
         f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs{slots}, "
         f"{above:,} above the lower bound; {plan['fill']:.2%} full"
     )
-    for name in ("merged", "split_turns"):
-        line += f"; {document[name]}" if name in document else ""
+    line += f"; {document['split_turns']}" if "split_turns" in document else ""
     return line if document["stages"]["write"] else f"{line}; not written yet: run write"
 
 

@@ -23,7 +23,7 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
     several splits. Reads the index part by part."""
     lines, total = samples.info.warnings, samples.info.num_samples
     several = 0
-    if config.task == "vqa" and not config.merges:
+    if config.task == "vqa":
         several = int(np.count_nonzero(samples.array("num_turns") > 1))
     if several:
         lines.append(

@@ -143,8 +143,8 @@ def text_of(turn: Turn) -> str:
 
 
 def regrouped(folder: Path, name: str, **more: Any) -> Run:
-    """A run whose records become dialogues and parts of conversations, without copies."""
-    source = {"merge_same_image": {"max_tokens": 200}, "drop_copies": True}
+    """A run whose long conversations are cut, without copies."""
     pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
     output = {"packs_per_shard": 4}
+    source = {"drop_copies": True}
     return run_of(folder, mixed_records(), name, source=source, pack=pack, output=output, **more)

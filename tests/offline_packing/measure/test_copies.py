@@ -17,7 +17,6 @@ from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
-    index_rows,
     make_run,
     pack_all,
     plan_summary,
@@ -182,22 +181,6 @@ def test_of_several_sources(drops: tuple[bool, bool], expected: set[str], tmp_pa
     assert set(aside(run)) == expected
     warnings = [line for line in plan_summary(run).splitlines() if "stand in source s0" in line]
     assert len(warnings) == (not drops[1])
-
-
-def test_before_records_are_merged(tmp_path: Path) -> None:
-    records = [record("a"), record("b", text="B?"), record("A"), record("B", "same.jpg", "B?")]
-    merge = {"merge_same_image": {"max_tokens": 300}}
-    run = run_of(tmp_path, records, source=merge)
-    manifest = pack_all(run)
-    rows = index_rows(run)
-    assert [[part["key"] for part in row["parts"] or [row]] for row in rows] == [
-        ["a", "b"],
-        ["A"],
-        ["B"],
-    ]
-    assert aside(run) == {"A": "copy", "B": "copy"}
-    assert manifest.counts.records == {"read": 4, "packed": 2, "set_aside": 2}
-    assert verify(run, deep=True).ok
 
 
 def test_in_no_epoch_and_not_again_as_new_data(tmp_path: Path) -> None:

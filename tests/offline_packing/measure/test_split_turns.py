@@ -88,8 +88,8 @@ def test_parts_share_no_pack_unless_that_is_asked_for(packed: Run) -> None:
 
 def test_what_is_said_of_it(packed: Run) -> None:
     info = open_index(packed).info
-    rows = [row for row in index_rows(packed) if row["parts"]]
-    cut = len({row["parts"][0]["key"] for row in rows})
+    rows = [row for row in index_rows(packed) if row["part"]]
+    cut = len({row["part"]["key"] for row in rows})
     assert info.split == {"conversations": cut, "samples": len(rows), "truncated": 0}
     line = f"{cut} were cut between turns into {len(rows)} samples"
     assert f"conversations           {line}\n" in plan_summary(packed)

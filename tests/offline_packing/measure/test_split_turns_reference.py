@@ -87,13 +87,12 @@ def check_against_reference(run: Run, records: list[Record]) -> int:
     rows = index_rows(run)
     by_record: dict[str, list[Any]] = {}
     for row in rows:
-        if row["parts"]:
-            (part,) = row["parts"]
-            turns = tuple(part["turns"][name] for name in ("begin", "first", "end"))
+        if part := row["part"]:
+            turns = tuple(part[name] for name in ("begin", "first", "end"))
             assert row["key"] == f"{part['key']}[{turns[1]}:{turns[2]}]"
             names = tuple(medium["container"] for medium in row["media"])
             by_record.setdefault(part["key"], []).append((turns, names, row["num_tokens"]))
-    keys = [row["parts"][0]["key"] if row["parts"] else row["key"] for row in rows]
+    keys = [(row["part"] or row)["key"] for row in rows]
     assert list(dict.fromkeys(keys)) == [one["id"] for one in records]
     for key, whole in whole_samples(records).items():
         assert by_record.get(key) == slow_parts(run, whole), key

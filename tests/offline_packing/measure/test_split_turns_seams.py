@@ -11,11 +11,11 @@ import pytest
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index.records import record_hashes
-from offline_packing.measure import split_turns
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
+from offline_packing.sources.conversation_part import ConversationPart
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (
@@ -59,27 +59,6 @@ def packed_well(run: Run) -> list[tuple[str, list[str]]]:
 
 def names(keys: list[str]) -> list[str]:
     return [key.partition("[")[0].partition("#")[0] for key in keys]
-
-
-def test_with_dialogues_of_one_picture(tmp_path: Path) -> None:
-    """Short records are merged, long ones cut; both are counted by record."""
-    records = [record(f"q{i}", 1, "0.jpg") for i in range(6)]
-    records += [record("long", 12, "0.jpg"), record("other", 11)]
-    source = {"merge_same_image": {"max_tokens": 200}}
-    run = run_of(tmp_path, records, source=source)
-    packed_well(run)
-    info = open_index(run).info
-    assert (info.num_records, info.split["conversations"]) == (8, 2)
-    merged = [row for row in index_rows(run) if row["parts"] and len(row["parts"]) > 1]
-    assert info.saved["num_images"] == 6 - len(merged)
-    asked = Counter(
-        turn.prompt.replace("<image>", "") for _, one, _ in samples_of(run) for turn in one.turns
-    )
-    assert asked == Counter(
-        message["content"].replace("<image>", "")
-        for one in records
-        for message in one["messages"][::2]
-    )
 
 
 @pytest.mark.parametrize("group", [None, "doc"])
@@ -140,14 +119,14 @@ def test_conversations_whose_parts_no_template_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They are set aside whole, and why is said."""
-    take_turns = split_turns.take_turns
+    take = ConversationPart.take
 
-    def refuse(key: str, *arguments: Any) -> SourceSample:
-        if key.startswith("no["):
+    def refuse(part: ConversationPart, sample: SourceSample) -> SourceSample:
+        if part.key == "no":
             raise SampleError("not_in_template", "no such turns")
-        return take_turns(key, *arguments)
+        return take(part, sample)
 
-    monkeypatch.setattr(split_turns, "take_turns", refuse)
+    monkeypatch.setattr(ConversationPart, "take", refuse)
     records = [record("no", 9), record("yes", 9), record("short", 1)]
     run = run_of(tmp_path, records, pack={"max_set_aside": 1})
     manifest = pack_all(run)
