@@ -149,7 +149,7 @@ class PackingConfig(Section):
         return {
             "output.layout": self.output.layout,
             "pack.on_overlong": pack.on_overlong,
-            "pack.split_turns": str(pack.split_turns.model_dump(exclude={"share_packs"})),
+            "pack.split_turns": str(pack.split_turns.model_dump()),
             "pack.seq_length": pack.longest_sample,
             "pack.budgets": str(dict(sorted(pack.budgets.items()))),
         }

@@ -78,12 +78,6 @@ class SplitTurnsConfig(Section):
     #: earlier turns that a part shows first, without loss, as far as they fit; not in the layouts
     #: loongforge and llava_onevision
     context_turns: NonNegative = 0
-    #: a part shows all earlier images first, as far as they fit
-    context_images: bool = False
-    #: a turn that is too long by itself keeps the beginning of its answer, without an end token
-    truncate_answer: bool = False
-    #: a pack may hold several parts of a conversation
-    share_packs: bool = False
 
 
 class PackConfig(PlanOptions, Section):

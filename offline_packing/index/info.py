@@ -14,7 +14,7 @@ INDEX_VERSION: Final = 1
 #: and the warning.
 _COMMON: Final = MappingProxyType(
     {
-        "copies": (1, 0, "samples repeat an earlier one, such as {!r}; see source.drop_copies"),
+        "copies": (1, 0, "samples repeat an earlier one, such as {!r}"),
         "media": (100, 0.01, "samples show 1 image or video, such as {!r}"),
         "answers": (100, 0.1, "answers are {}"),
     }
@@ -44,7 +44,7 @@ class IndexInfo:
     num_tokens: int = 0
     #: records of the samples, if some were cut into several
     num_records: int = 0
-    #: conversations that were cut, the samples they became, and how many answers were truncated
+    #: conversations that were cut, and the samples they became
     split: dict[str, int] = field(default_factory=dict)
     #: samples left out by source.skip; neither in the index nor set aside
     num_skipped: int = 0
@@ -78,10 +78,9 @@ class IndexInfo:
         """Line that says how many conversations were cut; empty if none was."""
         if not self.split:
             return ""
-        line = "{conversations:,} were cut between turns into {samples:,} samples"
-        if self.split["truncated"]:
-            line += "; {truncated:,} answers were truncated"
-        return line.format_map(self.split)
+        return "{conversations:,} were cut between turns into {samples:,} samples".format_map(
+            self.split
+        )
 
     @property
     def warnings(self) -> list[str]:

@@ -17,16 +17,6 @@ _HASHES_AT_ONCE: Final = 1 << 20
 _OWN: Final = np.uint64(1 << 63)
 
 
-def sort_equal(*columns: npt.NDArray[np.uint64]) -> tuple[Rows, npt.NDArray[np.bool_]]:
-    """Order that brings equal rows of the columns together, (num_rows,), the first one first; and
-    whether the row before, in that order, is equal."""
-    order = np.lexsort(columns)
-    equal = np.ones(max(len(order) - 1, 0), bool)
-    for column in columns:
-        equal &= column[order[1:]] == column[order[:-1]]
-    return order, np.append(False, equal)[: len(order)]
-
-
 def places_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """Places of the hashes that stand in several, ascending. Sorted without their places, they take
     a quarter of the memory, and few are looked for again."""

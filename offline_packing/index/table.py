@@ -39,7 +39,6 @@ _PART_FIELDS: Final = [
     pa.field("media", pa.list_(pa.int32())),  # places among the sample's; -1: not shown
     pa.field("num_videos", pa.int32()),
     *(pa.field(name, pa.int32()) for name in ("begin", "first", "end")),
-    pa.field("answer_length", pa.int64()),
 ]
 INDEX_SCHEMA: Final = pa.schema(
     [
@@ -72,12 +71,11 @@ INDEX_SCHEMA: Final = pa.schema(
     ]
 )
 #: Values of the column left_out of samples that are not planned; 0: it is.
-DUPLICATE_KEY, COPY, UNCUT = 1, 2, 3
+DUPLICATE_KEY, UNCUT = 1, 2
 #: Reason and detail of each.
 LEFT_OUT: Final = MappingProxyType(
     {
         DUPLICATE_KEY: ("duplicate_key", "an earlier sample has this key"),
-        COPY: ("copy", "an earlier sample has the same texts and media"),
         UNCUT: ("not_in_template", "it fits no pack, and the chat template writes no part of it"),
     }
 )
@@ -106,15 +104,6 @@ def table_writer(
         yield writer.write_table
         if notes:
             writer.add_key_value_metadata(dict(notes))
-
-
-def with_left_out(
-    codes: npt.NDArray[np.uint8], rows: pa.Table, places: slice = slice(None)
-) -> pa.Table:
-    """Rows of the index with their codes in the column `left_out`; `codes` are of many rows, of
-    which these are at `places`."""
-    place = rows.schema.get_field_index("left_out")
-    return rows.set_column(place, rows.schema.field(place), pa.array(codes[places]))
 
 
 def rewrite_part(path: Path, change: Callable[[pa.Table, slice], pa.Table]) -> None:

@@ -14,15 +14,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.info import INDEX_VERSION, IndexInfo
-from offline_packing.index.shared import most_shown
+from offline_packing.index.rows import name_samples
+from offline_packing.index.set_aside import find_duplicates
+from offline_packing.index.shared import most_shown, places_of_equal
 from offline_packing.index.table import Index
 from offline_packing.measure.answers import most_frequent
-from offline_packing.measure.copies import mark_repeated
 from offline_packing.measure.identity import (
     NewRecords,
+    first_of_equal,
     rename_repeated,
     set_known_keys,
     skip_fingerprint,
@@ -123,7 +127,7 @@ def _complete(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
     num_unused = count_unused_media(records, scans)
-    copies = mark_repeated(run, records)
+    copies = _count_copies(records)
     if run.config.splits:
         info = _regroup(run, records, tasks)
     shown = most_shown(Index(workspace.index, info))
@@ -137,6 +141,18 @@ def _complete(
     for line in info.warnings:
         logger.warning("measure: warning: %s", line)
     return info
+
+
+def _count_copies(samples: Index) -> tuple[int, str]:
+    """How many samples repeat the texts and media of an earlier one, by their hashes, and the key
+    of the first. Those with the key of an earlier one are set aside, and not counted."""
+    duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
+    others = np.delete(np.arange(samples.info.num_samples), duplicates)
+    hashes = samples.array("sample_hash")[others]
+    several = places_of_equal(hashes)
+    firsts = first_of_equal(hashes[several])
+    copies = others[several[firsts != np.arange(len(several))]]
+    return len(copies), name_samples(samples, copies[:1])["key"][0].as_py() if len(copies) else ""
 
 
 def _regroup(run: Run, records: Index, tasks: Sequence[MeasureTask]) -> IndexInfo:
@@ -173,8 +189,6 @@ def preview_measure(run: Run) -> str:
                 text = f"{sum(filter(None, counts)):,} records of {source.path}"
                 if None in counts:  # parts of unknown size are one file each
                     text = f"{counts.count(None):,} files of {source.path}"
-            if source.options.drop_copies:
-                text += ", set copies aside"
             if run.config.splits:
                 text += ", and cut conversations that fit no pack between turns"
             lines.append(f"would measure {text}\n")

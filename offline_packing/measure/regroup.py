@@ -7,6 +7,7 @@ become several samples.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from offline_packing.engines.local import advance
 from offline_packing.index import table as index
 from offline_packing.index.info import IndexInfo
 from offline_packing.index.measured import MeasuredSample, index_table
-from offline_packing.index.table import INDEX_SCHEMA, UNCUT, Index, count_rows, with_left_out
+from offline_packing.index.rows import name_samples
+from offline_packing.index.set_aside import find_duplicates
+from offline_packing.index.table import DUPLICATE_KEY, INDEX_SCHEMA, UNCUT, Index, count_rows
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import wanted_table_rows
 from offline_packing.measure.split_turns import Conversation, fits
@@ -41,6 +44,8 @@ class RegroupTask:
     model: ModelOptions
     rows: pa.Table
     split: SplitTurnsConfig
+    #: (num_rows,) whether an earlier record has the key, which its parts would hide
+    is_duplicate: npt.NDArray[np.bool_]
     #: (num_rows,) tokens that a sample of each record may have; and what else a pack may hold
     rooms: npt.NDArray[np.int64]
     budgets: Mapping[str, int]
@@ -56,7 +61,11 @@ def regroup_records(
     num_records, pack = records.info.num_samples, run.config.pack
     added = LAYOUTS[run.config.output.layout].admit(records).added_tokens if left else 0
     rooms = np.broadcast_to(np.int64(pack.longest_sample) - added, num_records)
+    is_duplicate = np.zeros(num_records, bool)
+    is_duplicate[find_duplicates(records.array("key_hash"), partial(name_samples, records))] = True
     ends = np.cumsum(records.info.part_rows)
+    starts = ends - records.info.part_rows
+    places = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
     sources = tuple(open_sources(run.config))
     tasks = (
         RegroupTask(
@@ -65,7 +74,8 @@ def regroup_records(
             run.config.model,
             records.part(number, *INDEX_SCHEMA.names),
             pack.split_turns,
-            rooms[ends[number] - records.info.part_rows[number] : ends[number]],
+            is_duplicate[places[number]],
+            rooms[places[number]],
             {str(name): limit for name, limit in pack.budgets.items()},
             paths[number],
             run.workspace.unpacked,
@@ -85,21 +95,20 @@ def regroup_records(
 
 def _count_parts(samples: Index) -> dict[str, int]:
     """Return `IndexInfo.split` of an index."""
-    counts = {"conversations": 0, "samples": 0, "truncated": 0}
+    counts = {"conversations": 0, "samples": 0}
     for rows in samples.parts("source_id", "part"):
         own = rows.filter(rows["part"].is_valid())
-        keys, lengths = (pc.struct_field(own["part"], name) for name in ("key", "answer_length"))
+        keys = pc.struct_field(own["part"], "key")
         records = pa.table([own["source_id"], keys], ["source_id", "key"])
         counts["conversations"] += len(records.group_by(["source_id", "key"]).aggregate([]))
         counts["samples"] += len(own)
-        counts["truncated"] += len(own) - lengths.null_count
     return counts if counts["samples"] else {}
 
 
 def regroup_part(task: RegroupTask) -> None:
     """Write one part of the index."""
-    left_out = pc.fill_null(task.rows["left_out"], 0).to_numpy().copy()
-    is_cut = ~fits(task.rows, task.rooms, task.budgets) & (left_out == 0)
+    left_out = np.where(task.is_duplicate, DUPLICATE_KEY, 0).astype(np.uint8)
+    is_cut = ~fits(task.rows, task.rooms, task.budgets) & ~task.is_duplicate
     made: list[MeasuredSample] = []
     owners: list[int] = []  # the row of each
     files = wanted_table_rows(task.rows.filter(pa.array(is_cut)), task.sources)
@@ -112,8 +121,11 @@ def regroup_part(task: RegroupTask) -> None:
             owners += [row] * len(own or [])
             advance()
     kept = np.setdiff1d(np.arange(len(task.rows)), owners)
-    stay = with_left_out(left_out, task.rows).take(pa.array(kept))
-    rows = pa.concat_tables([stay.select(INDEX_SCHEMA.names), index_table(made)])
+    place = INDEX_SCHEMA.get_field_index("left_out")
+    stay = task.rows.set_column(place, INDEX_SCHEMA.field(place), pa.array(left_out)).take(
+        pa.array(kept)
+    )
+    rows = pa.concat_tables([stay, index_table(made)])
     order = np.argsort(np.concatenate([kept, np.array(owners, np.int64)]), kind="stable")
     with index.table_writer(task.index_path, INDEX_SCHEMA) as write:
         write(rows.take(pa.array(order)))

@@ -65,7 +65,7 @@ def _pack_uses(
     """The plan of all uses, split after split, over the ids of the index."""
     pack = run.config.pack
     plans: dict[str, list[PackPlan]] = {}
-    apart = _kept_apart(run.config, samples, uses)
+    apart = _kept_apart(samples, uses)
     try:
         for name, ids in uses.ids.items():
             copy_of = None if apart is None else apart[ids]
@@ -97,13 +97,12 @@ def plan_epochs(
     ]
 
 
-def _kept_apart(config: PackingConfig, samples: Index, uses: Uses) -> SampleIds | None:
+def _kept_apart(samples: Index, uses: Uses) -> SampleIds | None:
     """(num_samples,) samples with one number share no pack: copies, and parts of a conversation.
     None: any may."""
-    is_cut = samples.info.split and not config.pack.split_turns.share_packs
-    if not is_cut and not uses.repeated:
+    if not samples.info.split and not uses.repeated:
         return None
-    if not is_cut:
+    if not samples.info.split:
         return np.arange(samples.info.num_samples)
     # Parts stand in the index one after the other.
     return np.cumsum(np.diff(record_hashes(samples), prepend=np.uint64(0)) != 0) - 1

@@ -1,21 +1,15 @@
 """Parts of one conversation, which `pack.on_overlong: split_turns` cuts between turns.
 
-A part may show earlier turns in front of its own, without loss, and earlier images:
+A part may show earlier turns in front of its own, without loss:
 
-    <image>A? B. C? D. | E? F. | G? H.      conversation[2:3] = <image>C? D. E? F.  with loss on F.
+    <image>A? B. C? D. | E? F. | G? H.      conversation[2:3] = C? D. E? F.  with loss on F.
 """
 
 from dataclasses import dataclass, replace
 
 from offline_packing.sources.base import Source
 from offline_packing.sources.reading.locators import Locator
-from task_encoders.samples import (
-    IMAGE_PLACEHOLDER,
-    SourceSample,
-    Turn,
-    count_placeholders,
-    place_media,
-)
+from task_encoders.samples import SourceSample, place_media
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +26,6 @@ class ConversationPart:
     begin: int
     first: int
     end: int
-    #: characters of the last answer, if it is truncated
-    answer_length: int | None = None
 
     def read(self, source: Source, key: str) -> SourceSample:
         """The sample of this part. Raises StageError if its record changed after it was
@@ -42,26 +34,11 @@ class ConversationPart:
         return self.take(source.read_sample(key, self.json, num_images, self.num_videos))
 
     def take(self, sample: SourceSample) -> SourceSample:
-        """The part of a whole sample, with its system message and tools. Images of turns before the
-        first one stand in front."""
+        """The part of a whole sample, with its system message and tools."""
         turns = list(place_media(sample)[self.begin : self.end])
         for i in range(self.first - self.begin):
             turns[i] = replace(turns[i], weight=0.0)
-        if self.answer_length is not None:
-            answer = turns[-1].answer[: self.answer_length]
-            turns[-1] = replace(turns[-1], answer=answer, truncated=True)
         shown = [name for name, at in zip(sample.media, self.media, strict=True) if at >= 0]
         num_images = sum(at >= 0 for at in self.media[: len(sample.images)])
-        front = IMAGE_PLACEHOLDER * (num_images - count_placeholders(turns, IMAGE_PLACEHOLDER))
-        turns[0] = _put_in_front(turns[0], front) if front else turns[0]
         images, videos = tuple(shown[:num_images]), tuple(shown[num_images:])
         return replace(sample, turns=tuple(turns), images=images, videos=videos)
-
-
-def _put_in_front(turn: Turn, front: str) -> Turn:
-    """The turn with marks before its first message of a user, or the first that has marks."""
-    for i, (role, text) in enumerate(turn.before):
-        if role == "user" or IMAGE_PLACEHOLDER in text:
-            before = (*turn.before[:i], (role, front + text), *turn.before[i + 1 :])
-            return replace(turn, before=before)
-    return replace(turn, prompt=front + turn.prompt)

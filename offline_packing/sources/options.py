@@ -161,8 +161,6 @@ class SourceOptions(BaseModel):
     ignore_prompts: bool = False
     #: without images and videos on purpose; captioning and vqa refuse such a source otherwise
     text_only: bool = False
-    #: copies of earlier samples, of this source or one above it, are set aside
-    drop_copies: bool = False
     #: a sample with more characters in its texts is set aside
     max_text_length: Count = MAX_TEXT_LENGTH
     #: a conversation with more messages is set aside

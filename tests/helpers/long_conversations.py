@@ -143,8 +143,7 @@ def text_of(turn: Turn) -> str:
 
 
 def regrouped(folder: Path, name: str, **more: Any) -> Run:
-    """A run whose long conversations are cut, without copies."""
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
+    """A run whose long conversations are cut."""
+    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
     output = {"packs_per_shard": 4}
-    source = {"drop_copies": True}
-    return run_of(folder, mixed_records(), name, source=source, pack=pack, output=output, **more)
+    return run_of(folder, mixed_records(), name, pack=pack, output=output, **more)

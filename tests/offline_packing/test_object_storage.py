@@ -39,7 +39,6 @@ REFERENCES: dict[str, Any] = {"layout": "references", "packs_per_shard": 4}
 #: Options that add stages, or files, to a run.
 OPTIONS: dict[str, dict[str, Any]] = {
     "regroup": {
-        "source": {"drop_copies": True},
         "pack": {"seq_length": 256, "split_turns": {"context_turns": 1}},
     },
     "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},

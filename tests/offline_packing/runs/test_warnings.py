@@ -74,7 +74,7 @@ def test_what_stands_in_two_splits_of_groups(tmp_path: Path) -> None:
 def test_data_of_which_all_are_alike(tmp_path: Path) -> None:
     found = told(run_of(tmp_path, [asked(i, 3, "Yes.") for i in range(6)]))
     assert found == [
-        "5 of 6 samples repeat an earlier one, such as 'a:2'; see source.drop_copies",
+        "5 of 6 samples repeat an earlier one, such as 'a:2'",
         "6 of 6 samples show 1 image or video, such as 'a:1'",
         "6 of 6 answers are 'Yes.'",
     ]
