@@ -67,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     }
     source, made = {"format": "pairs", "path": str(root / "source"), "task": "bmr"}, {}
     for name, output in outputs.items():
-        output["split"] = {"train": 0.7, "val": 0.3}
+        output |= {"split": {"train": 0.7, "val": 0.3}, "split_seed": 3}
         limits = {"seq_length": SEQ_LENGTH}
         made[name] = make_run(source, root / name, pack=limits, output=output)
         assert pack_all(made[name]).loss_weights == "fractional"
