@@ -1,1 +1,1 @@
-"""Operations on an existing output."""
+"""Operations on an existing output: status and repair."""

@@ -1,1 +1,0 @@
-"""Export: finished packs in the forms of other tools."""
