@@ -7,6 +7,7 @@ from typing import Final
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.storage.files import read_json, seal, to_json, write_atomically
+from task_encoders.storage.paths import REMEDY
 
 INDEX_VERSION: Final = 1
 
@@ -138,7 +139,7 @@ class IndexInfo:
         try:
             info = cls(**content)
         except TypeError as error:
-            raise DamagedError(f"{path} is damaged: {error}; retry measures again") from error
+            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
         if not isinstance(info.hashes, dict) or not isinstance(info.part_rows, list):
-            raise DamagedError(f"{path} is damaged; retry measures again")
+            raise DamagedError(f"{path} is damaged; {REMEDY}")
         return info

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError
 from offline_packing.index.measured import escape
 from offline_packing.index.records import name_parts
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.shared import places_of_equal
 from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, open_table
+from task_encoders.storage.paths import REMEDY
 
 #: Samples whose keys are in memory at a time.
 _NAMED_AT_ONCE: Final = 1 << 17
@@ -137,7 +138,7 @@ def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iter
                     rows = pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
                     yield rows.filter(pc.is_in(rows["reason"], wanted)) if reasons else rows
         except (OSError, pa.ArrowException) as error:
-            raise StageError(f"{path} cannot be read: {error}; retry measures again") from error
+            raise DamagedError(f"{path} cannot be read: {error}; {REMEDY}") from error
 
 
 def group_set_aside(paths: Iterable[Path], unwritten: Iterable[pa.Table] = ()) -> list[AsideGroup]:

@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError
 from offline_packing.index.info import IndexInfo
 from offline_packing.storage.files import atomic_file, kept_copy
 from offline_packing.storage.paths import is_remote, read_each
+from task_encoders.storage.paths import REMEDY
 
 LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -185,13 +186,10 @@ class Index:
                 # Without threads: handing a part to them takes longer than reading it.
                 table = file.read(list(columns), use_threads=False)
         except (OSError, pa.ArrowException) as error:
-            raise StageError(
-                f"index part {path} cannot be read: {error}; retry measures it again"
-            ) from error
+            raise DamagedError(f"index part {path} cannot be read: {error}; {REMEDY}") from error
         if len(table) != rows:
-            raise StageError(
-                f"index part {path} has {len(table)} rows, {rows} were written; retry "
-                "measures it again"
+            raise DamagedError(
+                f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
         for place, name in enumerate(columns):
             if name not in table.column_names:

@@ -1,7 +1,7 @@
 """Interface of every layout: writing one shard, the metadata of all, and reading both again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -97,8 +97,13 @@ class Layout(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
-        """Damage to a shard as a whole: it is missing, or is not what was written."""
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        """Whether a written shard is among the files of an output, given by their names."""
+
+    @abstractmethod
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
+        """Damage to a shard as a whole: files, relative to the output, and what is wrong: it is
+        missing, or is not what was written."""
 
     @abstractmethod
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:

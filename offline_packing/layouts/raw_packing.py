@@ -8,7 +8,7 @@ A shard is then only the task that writes its packs; the manifest records the sp
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -56,19 +56,25 @@ class RawPackingLayout(Layout):
         name = self.shard_file(task.shard.name)
         return self.fragment(task, name, offset, digest.hexdigest(), entries)
 
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        return True  # find_damage names the fragment as well
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
         fragment = ShardFragment.load(task.fragment_path)
-        found = []
+        found: list[tuple[str, str]] = []
         for key, part in ((entry.key, part) for entry in fragment.packs for part in entry.parts):
             assert isinstance(part, FilePart)
             path = task.folder / FOLDER / f"{key}.{part.name}"
             try:
                 data = path.read_bytes()
             except FileNotFoundError:
-                found.append(f"{FOLDER}/{path.name} is missing")
+                found.append((f"{FOLDER}/{path.name}", "is missing"))
                 continue
             if hash_bytes(data) != part.xxh3_128:
-                found.append(f"{FOLDER}/{path.name} is not what was written: its hash differs")
+                found.append((f"{FOLDER}/{path.name}", "is not what was written"))
+        if found:
+            name = str(task.fragment_path.relative_to(task.folder))
+            found.append((name, "describes packs that are damaged"))
         return found
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:

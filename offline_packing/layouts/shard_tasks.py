@@ -94,6 +94,10 @@ class ShardTask:
     tokenizes: ModelOptions | None = None
     #: whether a file of another modification time is refused
     check_times: bool = True
+    #: xxh3_128 that the shard must have; None: nothing is recorded of it
+    recorded: str | None = None
+    #: its begin and size in bytes in the file that shards are joined to, if its layout does so
+    span: tuple[int, int] = (0, 0)
 
     @property
     def number(self) -> int:
@@ -155,13 +159,16 @@ class ShardTask:
         source = self.sources[sample.source_id]
         return [source.read_media(locator) for locator in sample.media]
 
+    def changed_files(self, sample: PlannedSample) -> list[str]:
+        """The files of a sample, if any has another modification time than when it was measured."""
+        source = self.sources[sample.source_id]
+        if sample_stamp(source, sample.records, sample.media) == sample.stamp:
+            return []
+        return sorted({locator.container for locator in (*sample.records, *sample.media)})
+
     def check_unchanged(self, sample: PlannedSample) -> None:
         """Raise StageError if a file of the sample was written to since it was measured."""
-        if not self.check_times:
-            return
-        source, places = self.sources[sample.source_id], (*sample.records, *sample.media)
-        if sample_stamp(source, sample.records, sample.media) != sample.stamp:
-            paths = sorted({locator.container for locator in places})
+        if self.check_times and (paths := self.changed_files(sample)):
             raise StageError(
                 f"sample {sample.key!r} changed since it was measured: {' or '.join(paths)} has "
                 "another modification time; restore it; if it was copied without its times, "

@@ -15,11 +15,12 @@ import numpy.typing as npt
 import orjson
 import pyarrow.compute as pc
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
 from offline_packing.storage.tars import FilePart, PackEntry, Part, member_size, tar_size
+from task_encoders.storage.paths import REMEDY
 
 #: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
@@ -161,7 +162,7 @@ class ShardFragment:
             ]
             return cls(**{**content, "packs": packs})
         except (KeyError, TypeError) as error:
-            raise StageError(f"{path} is damaged: {error}; retry rewrites it") from error
+            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
 
     @classmethod
     def is_whole(cls, path: Path, content_hash: str) -> bool:

@@ -14,12 +14,13 @@ from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import OutputConfig
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.index.info import IndexInfo
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
+from task_encoders.storage.paths import REMEDY
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ _PLAN_FILES: Final = (
 CP_SIZES: Final = "cp_sizes.npy"
 #: Files that say which samples form which pack.
 _PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
-
-_PLAN_REMEDY: Final = "retry makes the plan again"
 
 
 @dataclass(frozen=True)
@@ -121,14 +120,14 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
         packs = PackPlan.load(folder)
         found = plan_identity({name: hash_file(folder / name) for name in _PACKS})
     except (FileNotFoundError, ValueError, StageError) as error:
-        raise StageError(f"{error}; {_PLAN_REMEDY}") from error
+        raise DamagedError(f"{str(error).removesuffix('; plan again')}; {REMEDY}") from error
     if found != info["hash"]:
         names = " or ".join(
             str(folder / name)
             for name, one in zip(_PACKS, found.split("-"), strict=True)
             if one not in info["hash"].split("-")
         )
-        raise StageError(f"{names} differs from what was planned; {_PLAN_REMEDY}")
+        raise DamagedError(f"{names} differs from what was planned; {REMEDY}")
     return StoredPlan(packs, info)
 
 
@@ -222,10 +221,10 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     }
 
 
-def check_layout(run: Run, plan_hash: str) -> None:
+def check_layout(run: Run, plan_hash: str, found: Fingerprint | None = None) -> None:
     """Raise StageError if the shards are of another plan or layout."""
     check_fingerprint(
-        read_json(run.workspace.started) or {},
+        found or read_json(run.workspace.started) or {},
         shards_fingerprint(run, plan_hash),
         artifact=f"the shards in {run.workspace.root}",
         remedy="give the settings that they were written with, write again with "

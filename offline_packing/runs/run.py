@@ -82,8 +82,8 @@ class Workspace:
         self.index_info = self.packing / "index.json"
         #: folder of the keys that source.skip leaves out, while samples are measured
         self.skip = self.packing / "skip"
-        #: folder of what `retry` is rebuilding
-        self.damaged = self.packing / "damaged"
+        #: folder of damaged files, and of what is made in their place; see runs/repair.py
+        self.damaged, self.again = self.packing / "damaged", self.scratch / "again"
         self.plan = self.packing / "plan"
         #: present when the plan is complete
         self.plan_info = self.plan / "stage.json"
@@ -203,6 +203,7 @@ class Run:
     def discard_shards(self) -> None:
         """Remove the shards; the manifest, which says that they are complete, goes first."""
         self.workspace.manifest.unlink(missing_ok=True)
+        remove_folder(self.workspace.damaged)
         if self.workspace.write.exists():
             # Not of other layouts: a file whose name it would use is the user's own.
             started = read_json(self.workspace.started)

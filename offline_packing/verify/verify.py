@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.pack_table import pack_table
 from offline_packing.index.records import count_packed, record_counts, record_hashes
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
@@ -25,7 +23,7 @@ from offline_packing.layouts.shards import PlannedShard, splits_of_plan
 from offline_packing.planner.context_parallel import slot_offsets
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import columns_match, require_manifest
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
 from offline_packing.runs.warnings import hashes_of
@@ -36,8 +34,7 @@ from offline_packing.verify.shard import (
     verify_shard,
     verify_tasks,
 )
-from task_encoders.families import model_cost
-from task_encoders.packs.manifest import Manifest, PackColumns
+from task_encoders.packs.manifest import Manifest
 
 
 def verify(
@@ -75,7 +72,7 @@ def verify(
             verify_part(run, manifest, deep, drawn, total)
         else:
             _verify_shards(run, manifest, deep, total)
-    _check_manifest(run, manifest, total)
+    _check_manifest(manifest, total)
     return total
 
 
@@ -97,21 +94,12 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
     _check_each_once(samples, stored.packs, own, total)
     _check_splits(samples, stored.packs, run, total)
     _check_records(samples, manifest, stored.packs, total)
-    _check_columns(
-        run, manifest, pack_table(samples, stored.packs, model_cost(run.config.model)), total
-    )
+    _check_steps(run, manifest, total)
     total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())
 
 
-def _check_columns(run: Run, manifest: Manifest, table: PackColumns, total: VerifyResult) -> None:
-    """Media and operations of the packs, as the manifest records them, are those of the plan; and
-    what `pack.order.uniform` promises of each step follows from the manifest alone."""
-    if not columns_match(manifest, table):
-        total.problem(
-            "manifest.json is not what was written: media or flops of a shard are not those of the "
-            "plan; retry makes it again",
-            repairable=True,
-        )
+def _check_steps(run: Run, manifest: Manifest, total: VerifyResult) -> None:
+    """What `pack.order.uniform` promises of each step follows from the manifest alone."""
     order = run.config.pack.order
     if order is None or not order.uniform:
         return
@@ -199,15 +187,8 @@ def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> Non
             total.problem(f"manifest.json, split {split}: {error}")
 
 
-def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:
-    """Check the manifest's counts, and what its own hash does not cover."""
-    index = IndexInfo.load(run.workspace.index_info)
-    if index is None or manifest.library_versions != index.versions:
-        total.problem(
-            "manifest.json is not what was written: its library_versions are not those of the "
-            "index; retry makes it again",
-            repairable=True,
-        )
+def _check_manifest(manifest: Manifest, total: VerifyResult) -> None:
+    """Check the manifest's counts."""
     counts = manifest.counts
     if counts.samples != counts.packed + total.num_set_aside:
         total.problem(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from task_encoders.packs.notebook_html import html_table
+from task_encoders.storage.paths import REMEDY
 
 NAME: Final = "manifest.json"
 
@@ -172,7 +173,7 @@ def read_manifest(folder: Any) -> Manifest | None:
         why = ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])
     except (OSError, ValueError) as error:
         why = str(error)
-    raise ManifestError(f"{path} is damaged ({why}); offline-packing verify names the remedy")
+    raise ManifestError(f"{path} is damaged ({why}); {REMEDY}")
 
 
 def folder_of(path: Any) -> Any:

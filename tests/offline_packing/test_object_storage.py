@@ -15,7 +15,6 @@ from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import to_json
 from offline_packing.storage.paths import scratch_folder
 from offline_packing.upkeep.blend import blend
-from offline_packing.upkeep.retry import retry
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import path_of
@@ -24,6 +23,7 @@ from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack
 from tests.helpers.long_conversations import mixed_records
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
+from tests.helpers.repairs import repair
 
 #: Sources by task; and options of layouts that have some.
 SOURCES = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
@@ -130,7 +130,7 @@ def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
     object_store.client.delete_object(Bucket=name, Key="out/val-000000.tar.idx")
     assert not verify(run).ok
     with run.workspace.lock():
-        assert tar in retry(run)
+        assert tar in repair(run)
     assert object_store.objects(f"{bucket}/out") == before
 
 

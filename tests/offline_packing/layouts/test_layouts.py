@@ -19,7 +19,6 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
 from offline_packing.runs.run import Run
 from offline_packing.storage.tars import scan_tar
-from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -35,6 +34,7 @@ from tests.helpers.datasets import (
     write_planned,
 )
 from tests.helpers.outputs import flip_byte
+from tests.helpers.repairs import repair
 
 
 def questions(root: Path, count: int = 12) -> Path:
@@ -95,7 +95,7 @@ def test_damaged_raw_pack(raw: Run) -> None:
     image = next(iter(sorted(folder.glob("*.jpg"))))
     image.unlink()
     assert f"raw_packing_data/{image.name} is missing" in verify(raw).problems[0]
-    retry(raw)
+    repair(raw)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert verify(raw, deep=True).ok
 

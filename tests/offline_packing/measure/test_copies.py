@@ -12,7 +12,6 @@ from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import list_set_aside
 from offline_packing.storage.files import read_json
-from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     dialogue,
@@ -26,6 +25,7 @@ from tests.helpers.datasets import (
 from tests.helpers.faults import KilledError, killing
 from tests.helpers.formats import WRITERS, lines, write_file
 from tests.helpers.outputs import packs_of, set_aside_in_plan, shard_files
+from tests.helpers.repairs import repair
 
 WHY = "an earlier sample has the same texts and media"
 
@@ -140,10 +140,10 @@ def test_the_same_bytes_after_a_kill_and_on_workers(
     index = killed.workspace.index / part_name(2)
     whole = index.read_bytes()
     index.write_bytes(whole[:100])
-    retry(killed)
+    repair(killed)
     assert index.read_bytes() == whole
     (killed.workspace.plan / "set_aside.parquet").unlink()
-    retry(killed)
+    repair(killed)
     assert aside(killed) == aside(dropped)
     assert shard_files(killed) == expected
 

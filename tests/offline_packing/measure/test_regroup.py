@@ -6,10 +6,10 @@ from offline_packing.index.table import part_name
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
-from offline_packing.upkeep.retry import retry
 from tests.helpers.datasets import pack_all
 from tests.helpers.long_conversations import regrouped
 from tests.helpers.outputs import set_aside_in_plan, shard_files
+from tests.helpers.repairs import repair
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_the_same_bytes_on_workers_and_after_damage(packed: Run) -> None:
     part = spread.workspace.index / part_name(1)
     whole = part.read_bytes()
     part.write_bytes(whole[:100])
-    retry(spread)
+    repair(spread)
     assert part.read_bytes() == whole
     assert shard_files(spread) == expected
 
