@@ -71,7 +71,7 @@ class RawPackingLayout(Layout):
                 found.append((f"{FOLDER}/{path.name}", "is missing"))
                 continue
             if hash_bytes(data) != part.xxh3_128:
-                found.append((f"{FOLDER}/{path.name}", "is not what was written"))
+                found.append((f"{FOLDER}/{path.name}", "is not what was written: its hash differs"))
         if found:
             name = str(task.fragment_path.relative_to(task.folder))
             found.append((name, "describes packs that are damaged"))
