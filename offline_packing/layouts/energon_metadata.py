@@ -145,7 +145,7 @@ def write_energon_metadata(
 
 
 def subflavors_of(task: str, generation: str) -> dict[str, str]:
-    """What a reader compares with each pack: Energon gives it to every sample of a dataset."""
+    """Return what readers compare with each pack: Energon gives it to every sample of a dataset."""
     return {"offline_packing": task, **({"generation": generation} if generation else {})}
 
 

@@ -182,7 +182,7 @@ def folder_of(path: Any) -> Any:
 
 
 def written_again(folder: Any, opened: str) -> str | None:
-    """One line that says so, if the output in a folder is no longer of the generation that a reader
+    """Return a line that says that the output in a folder is not of the generation that a reader
     opened; asked where reading fails. None: it is, or nobody can tell."""
     if not opened:
         return None
