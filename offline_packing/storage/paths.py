@@ -73,8 +73,12 @@ def temporary_folder() -> Iterator[Path]:
     with ExitStack() as held:
         with _locked(parent, fcntl.LOCK_EX):
             for left in parent.glob("copy-*"):
-                # The lock of a process that died is released.
-                with suppress(BlockingIOError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                # The lock of a process that died is released. A folder that is in use may be
+                # removed meanwhile: whoever made it removes it without the parent's lock.
+                with (
+                    suppress(BlockingIOError, FileNotFoundError),
+                    _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                ):
                     shutil.rmtree(left)
             folder = Path(tempfile.mkdtemp(prefix="copy-", dir=parent))
             held.enter_context(_locked(folder, fcntl.LOCK_EX))

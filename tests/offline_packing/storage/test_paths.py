@@ -1,12 +1,13 @@
 """What lies in object storage is read by several requests at a time."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from offline_packing.storage.files import write_atomically
-from offline_packing.storage.paths import read_each
+from offline_packing.storage.paths import read_each, temporary_folder
 from task_encoders.storage.paths import path_of
 
 NAMES = [str(number) for number in range(40)]
@@ -45,3 +46,15 @@ def test_a_missing_object_is_an_error(tmp_path: Path) -> None:
     assert next(found) == b"0"
     with pytest.raises(FileNotFoundError):
         next(found)
+
+
+def test_temporary_folders_of_others_vanish_while_one_is_made() -> None:
+    """Threads and processes share the folder they lie in, and each removes its own."""
+
+    def use(number: int) -> None:
+        for _ in range(200):
+            with temporary_folder() as folder:
+                (folder / str(number)).touch()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(use, range(4))) == [None] * 4
