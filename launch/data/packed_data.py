@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import longest_pack
@@ -22,9 +22,6 @@ from task_encoders.packs.pack_format import METADATASET
 from task_encoders.storage.paths import check_exists, path_of
 
 logger = logging.getLogger(__name__)
-
-#: Layouts that are not for the trainers here.
-_ELSEWHERE: Final = ("raw_packing", "llava_onevision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +224,7 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} has no manifest.json; write it with offline-packing, or wait until that is "
             "finished"
         )
-    if manifest.layout in _ELSEWHERE:
+    if manifest.layout == "llava_onevision":
         raise StageError(
             f"{folder} has output.layout={manifest.layout}, which other trainers read; pack it "
             "with output.layout=energon"

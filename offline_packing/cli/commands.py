@@ -102,8 +102,34 @@ def blend(folders: tuple[Path, ...], epochs: bool) -> None:
 
 def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
     if is_remote(folder):
-        raise click.BadParameter("the demo needs a local folder")
+        raise click.BadParameter(f"{context.command.name} needs a local folder")
     return folder
+
+
+@cli.command()
+@click.argument("output", metavar="OUT", type=FileOrUrl(dir_okay=True, file_okay=False))
+@click.argument(
+    "folder",
+    metavar="OTHER",
+    type=FileOrUrl(dir_okay=True, file_okay=False),
+    callback=_check_local,
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done; write nothing.")
+@click.pass_obj
+def export(quiet: bool, output: Path, folder: Path, dry_run: bool) -> None:
+    """Write the packs of an output OUT as single files into a folder OTHER, raw_packing_data.
+
+    Called again, it goes on where it was killed. If OTHER is complete, every file is compared with
+    its hash. `prompts` holds what `prompt` does: converters to tars read either.
+    """
+    from offline_packing.export import raw_packs
+
+    if dry_run:
+        echo(raw_packs.preview_export(output, folder))
+        return
+    done = raw_packs.export(output, folder, progress=not quiet)
+    verb = "checked" if done.was_complete else "exported"
+    echo(f"{verb} {done.num_packs:,} packs in {done.num_files:,} files: {folder}")
 
 
 @cli.command()

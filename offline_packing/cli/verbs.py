@@ -28,6 +28,11 @@ _DEEP: Final = click.Option(
 )
 _VERIFY: Final = (
     click.Option(
+        ["--discard"],
+        is_flag=True,
+        help="Move files that are damaged to _packing/damaged; run makes them again.",
+    ),
+    click.Option(
         ["--hash-only"],
         is_flag=True,
         help="Compare the bytes of all files with their hashes, and open no pack.",
@@ -93,8 +98,8 @@ def measure_verb(run: Run, dry_run: bool) -> None:
         return
     info = measure(run).info
     echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
-    for line in info.regrouped.values():
-        echo(line)
+    if info.split:
+        echo(info.splitting)
     if info.num_skipped:
         echo(f"left out {info.num_skipped:,} samples already in source.skip")
     if info.num_set_aside:
@@ -161,15 +166,25 @@ def verify_verb(
     run: Run,
     dry_run: bool,
     deep: bool = False,
+    discard: bool = False,
     hash_only: bool = False,
     samples: float | None = None,
     seed: int = 0,
 ) -> None:
     """Re-read everything that was written, and check it."""
+    from offline_packing.verify.discard import discard as discard_damaged
     from offline_packing.verify.part import Drawn
     from offline_packing.verify.render import render_result, render_verdict
     from offline_packing.verify.verify import preview_verify, verify
 
+    if discard:
+        if run.engine.IS_SHARED or deep or hash_only or samples:
+            raise ConfigError(
+                "verify --discard goes alone, on an output that no rank works on: leave out "
+                "--deep, --hash-only and --samples, and set engine.name=local"
+            )
+        echo(discard_damaged(run, dry_run=dry_run))
+        return
     if dry_run:
         echo(preview_verify(run))
         return
@@ -263,14 +278,3 @@ def status_verb(run: Run, dry_run: bool) -> None:
     from offline_packing.upkeep.status import status
 
     echo(status(run), nl=False)
-
-
-@verb("retry")
-def retry_verb(run: Run, dry_run: bool) -> None:
-    """Continue where a run ended; in a complete output, rewrite what is missing or damaged."""
-    from offline_packing.upkeep.retry import retry
-
-    if dry_run:
-        status_verb.function(run, dry_run)
-        return
-    echo(retry(run))

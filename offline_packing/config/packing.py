@@ -102,33 +102,6 @@ class PackingConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_groups(self) -> "PackingConfig":
-        if self.output.split_by == "group":
-            for source in self.source:
-                if not isinstance(source, FieldOptions) or "group" not in source.field_map().named:
-                    raise ValueError(
-                        f"output.split_by=group needs the field that names the group of each "
-                        f"record of {source.path!r}; set source.fields: {{group: FIELD}}"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _check_merging(self) -> "PackingConfig":
-        if self.merges and getattr(self.model, "loss_on", "all") == "last":
-            raise ValueError(
-                "model.loss_on=last trains one answer of each dialogue, and merge_same_image makes "
-                "one of many records; leave out one of the two"
-            )
-        for source in self.source:
-            merge = source.merge_same_image
-            if merge is not None and merge.max_tokens > self.pack.seq_length:
-                raise ValueError(
-                    f"merge_same_image.max_tokens={merge.max_tokens} > "
-                    f"pack.seq_length={self.pack.seq_length}; such dialogues fit no pack: lower it"
-                )
-        return self
-
     @property
     def task(self) -> str:
         """Task that the packs are trained as."""
@@ -156,9 +129,11 @@ class PackingConfig(Section):
         return self
 
     @property
-    def merges(self) -> bool:
-        """Whether records of some source become dialogues."""
-        return any(source.merge_same_image is not None for source in self.source)
+    def names_groups(self) -> bool:
+        """Whether records of some source name their group, which decides their split."""
+        return any(
+            isinstance(source, FieldOptions) and "group" in source.fields for source in self.source
+        )
 
     @property
     def splits(self) -> bool:
@@ -174,15 +149,10 @@ class PackingConfig(Section):
         return {
             "output.layout": self.output.layout,
             "pack.on_overlong": pack.on_overlong,
-            "pack.split_turns": str(pack.split_turns.model_dump(exclude={"share_packs"})),
+            "pack.split_turns": str(pack.split_turns.model_dump()),
             "pack.seq_length": pack.longest_sample,
             "pack.budgets": str(dict(sorted(pack.budgets.items()))),
         }
-
-    @property
-    def regroups(self) -> bool:
-        """Whether there are samples that are not one whole record."""
-        return self.merges or self.splits
 
     def key_prefixes(self) -> list[str]:
         """Prefix of each source's keys; empty for a single source."""

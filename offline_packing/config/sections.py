@@ -78,12 +78,6 @@ class SplitTurnsConfig(Section):
     #: earlier turns that a part shows first, without loss, as far as they fit; not in the layouts
     #: loongforge and llava_onevision
     context_turns: NonNegative = 0
-    #: a part shows all earlier images first, as far as they fit
-    context_images: bool = False
-    #: a turn that is too long by itself keeps the beginning of its answer, without an end token
-    truncate_answer: bool = False
-    #: a pack may hold several parts of a conversation
-    share_packs: bool = False
 
 
 class PackConfig(PlanOptions, Section):
@@ -173,12 +167,11 @@ class OutputConfig(Section):
     max_shard_bytes: Count | None = None
     #: shards in each of several folders, train-0000 …; layouts of tars only (default: no folders)
     shards_per_folder: Count | None = None
-    #: share of the packs per split
+    #: share of the samples per split; samples stay together that have one value of
+    #: source.fields.group, or else lead from one to another by an image or video
     split: dict[str, float] = {"train": 1.0}
-    #: what stands in one split only: each sample; each image and video, with all samples that lead
-    #: from one to another; or samples with one value of source.fields.group (default: media if
-    #: samples share any, else sample)
-    split_by: Literal["sample", "media", "group"] | None = None
+    #: which samples are in which split: another number deals them out differently
+    split_seed: NonNegative = 0
     #: put before every pack's key, without a dot (default: 8 digits from the source's files and
     #: the plan)
     key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] | None = None

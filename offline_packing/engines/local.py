@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from offline_packing.errors import StageError
+from offline_packing.storage.memory import machine_memory
 from task_encoders.threads import ENDING, MAX_HOLD, finish, held_signals, result_of
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ SECONDS_BETWEEN_REPORTS: Final = 1.0
 
 #: Tasks handed out per worker: one at work, one waiting.
 TASKS_PER_WORKER = 2
+#: A task may take at least this: one sample costs up to 1 GiB, and libraries reserve stacks.
+_LEAST_TASK_BYTES: Final = 4 << 30
 #: Spawned, not forked: the parent has threads (progress bar, arrow) that a fork breaks.
 _SPAWN: Final = multiprocessing.get_context("spawn")
 
@@ -101,7 +105,12 @@ class Engine(AbstractContextManager["Engine"]):
 class LocalEngine(Engine):
     """A process pool, started with the first tasks and kept for later stages. A lone task runs here
     unless there is a pool: a process would start for longer than most of them take. 0 workers: no
-    pool."""
+    pool.
+
+    The memory of a worker is bounded (RLIMIT_DATA: what files map does not count) by its share of
+    the machine's, so that a task that takes more raises MemoryError, and the machine goes on. The
+    calling process is not bounded.
+    """
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
@@ -175,8 +184,12 @@ class LocalEngine(Engine):
             _start_quiet_tracker()
             self._others = set(multiprocessing.active_children())
             self._advanced, self._reported = _SPAWN.Value(ctypes.c_int64, 0), 0
+            task_bytes = max(_LEAST_TASK_BYTES, machine_memory() // self.workers)
             self._pool = ProcessPoolExecutor(
-                self.workers, _SPAWN, initializer=_start_worker, initargs=(self._advanced,)
+                self.workers,
+                _SPAWN,
+                initializer=_start_worker,
+                initargs=(self._advanced, task_bytes),
             )
         return self._pool
 
@@ -193,6 +206,12 @@ def _run_task(function: Callable[[Task], Result], task: Task) -> Result:
     """Run a task. An error that cannot be sent to the parent is replaced by one that can."""
     try:
         return function(task)
+    except MemoryError as error:
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        raise StageError(
+            f"a task takes more memory than its share of {limit:,} bytes ({error or 'MemoryError'})"
+            "; run again with fewer engine.workers"
+        ) from error
     except BaseException as error:
         try:
             pickle.loads(pickle.dumps(error))
@@ -212,9 +231,12 @@ def _start_quiet_tracker() -> None:
         sys.warnoptions.pop()
 
 
-def _start_worker(advanced: "Synchronized[int]") -> None:
+def _start_worker(advanced: "Synchronized[int]", task_bytes: int) -> None:
     """Leave Ctrl-C and a closed terminal to the parent, which then ends its workers; no worker
-    outlives a killed parent."""
+    outlives a killed parent, or takes more memory than this."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = task_bytes if hard == resource.RLIM_INFINITY else min(task_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

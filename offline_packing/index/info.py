@@ -7,6 +7,7 @@ from typing import Final
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.storage.files import read_json, seal, to_json, write_atomically
+from task_encoders.storage.paths import REMEDY
 
 INDEX_VERSION: Final = 1
 
@@ -14,7 +15,7 @@ INDEX_VERSION: Final = 1
 #: and the warning.
 _COMMON: Final = MappingProxyType(
     {
-        "copies": (1, 0, "samples repeat an earlier one, such as {!r}; see source.drop_copies"),
+        "copies": (1, 0, "samples repeat an earlier one, such as {!r}"),
         "media": (100, 0.01, "samples show 1 image or video, such as {!r}"),
         "answers": (100, 0.1, "answers are {}"),
     }
@@ -42,18 +43,16 @@ class IndexInfo:
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: int = 0
-    #: records of the samples, if some were made of several
+    #: records of the samples, if some were cut into several
     num_records: int = 0
-    #: conversations that were cut, the samples they became, and how many answers were truncated
+    #: conversations that were cut, and the samples they became
     split: dict[str, int] = field(default_factory=dict)
-    #: images, tokens and bytes of media that these samples lack, which their records have
-    saved: dict[str, int] = field(default_factory=dict)
-    #: different images and videos that several samples show
-    shared_media: int = 0
     #: samples left out by source.skip; neither in the index nor set aside
     num_skipped: int = 0
     #: samples with loss weights other than 0 and 1
     num_weighted: int = 0
+    #: images and videos of samples of whose bytes only the first count for their hash
+    num_part_hashed: int = 0
     #: what the sources' listings warn of
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
@@ -76,31 +75,13 @@ class IndexInfo:
         return (self.num_records or self.num_samples) + self.num_set_aside
 
     @property
-    def saving(self) -> str:
-        """Line that says what merging records saved; empty if there was none."""
-        if not self.saved:
-            return ""
-        tokens, images, size = (self.saved[k] for k in ("num_tokens", "num_images", "bytes"))
-        return (
-            f"{self.num_records:,} records became {self.num_samples:,} samples: {tokens:,} tokens, "
-            f"{images:,} images and {size:,} bytes saved"
-        )
-
-    @property
     def splitting(self) -> str:
         """Line that says how many conversations were cut; empty if none was."""
         if not self.split:
             return ""
-        line = "{conversations:,} were cut between turns into {samples:,} samples"
-        if self.split["truncated"]:
-            line += "; {truncated:,} answers were truncated"
-        return line.format_map(self.split)
-
-    @property
-    def regrouped(self) -> dict[str, str]:
-        """Lines about records that were merged or cut, by the name of what was done."""
-        lines = {"merged": self.saving, "split_turns": self.splitting}
-        return {name: line for name, line in lines.items() if line}
+        return "{conversations:,} were cut between turns into {samples:,} samples".format_map(
+            self.split
+        )
 
     @property
     def warnings(self) -> list[str]:
@@ -138,7 +119,7 @@ class IndexInfo:
         try:
             info = cls(**content)
         except TypeError as error:
-            raise DamagedError(f"{path} is damaged: {error}; retry measures again") from error
+            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
         if not isinstance(info.hashes, dict) or not isinstance(info.part_rows, list):
-            raise DamagedError(f"{path} is damaged; retry measures again")
+            raise DamagedError(f"{path} is damaged; {REMEDY}")
         return info

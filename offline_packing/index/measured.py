@@ -15,7 +15,7 @@ import xxhash
 
 from offline_packing.index.table import INDEX_SCHEMA, LOCATOR_FIELDS, SET_ASIDE_SCHEMA, key_hash
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.dialogues import RecordPart
+from offline_packing.sources.conversation_part import ConversationPart
 from offline_packing.sources.roots.local import MediaRoot
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSample
@@ -52,9 +52,8 @@ class MeasuredSample(NamedTuple):
     #: of each of the media
     media_hashes: tuple[int, ...] = ()
     group_hash: int = 0
-    dialogue_hash: int = 0
-    #: records of a dialogue; none: the record at `json`
-    parts: tuple[RecordPart, ...] = ()
+    #: None: the whole record at `json`
+    part: ConversationPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,7 @@ def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
         "json": [_locator_values(sample.json) for sample in samples],
         "media": [[(*_locator_values(at), ext) for at, ext in s.media] for s in samples],
         "media_hash": [sample.media_hashes for sample in samples],
-        "dialogue_hash": [sample.dialogue_hash for sample in samples],
-        "parts": [list(map(asdict, sample.parts)) or None for sample in samples],
+        "part": [sample.part and asdict(sample.part) for sample in samples],
         "left_out": [0] * len(samples),
     }
     return pa.Table.from_pydict(columns, INDEX_SCHEMA)
@@ -106,7 +104,7 @@ def escape(text: str) -> str:
 class Trait(IntFlag):
     """Properties of a sample that some layout cannot store: the index column `traits`. Measuring
     records it, since only then is the sample's text at hand; a layout names what it cannot store in
-    `Layout.find_unfit`, and planning sets such samples aside. Stored: a flag's value never changes
+    `Layout.admit`, and planning sets such samples aside. Stored: a flag's value never changes
     its meaning."""
 
     #: a conversation's system message is not the chat template's default one
@@ -176,7 +174,7 @@ def _has_control_elsewhere(sample: SourceSample) -> bool:
     return any(map(_SPECIAL.search, others))
 
 
-def sample_stamp(source: Source, records: Iterable[Locator], media: Iterable[Locator]) -> int:
+def sample_stamp(source: Source, record: Locator, media: Iterable[Locator]) -> int:
     """Stamp of 64 bits, which changes when a file of the sample is written to or removed, even if
     its size does not.
 
@@ -186,7 +184,7 @@ def sample_stamp(source: Source, records: Iterable[Locator], media: Iterable[Loc
     were copied without their times look edited: `--accept-mismatch modification_time` takes their
     word for it.
     """
-    times = [modification_time(source.root, record.container) for record in records]
+    times = [modification_time(source.root, record.container)]
     for locator in media:
         # Same as in Source.read_media: a medium that is a file of its own may lie under image_root.
         root = source.media if locator.kind == "file" else source.root

@@ -1,7 +1,6 @@
-"""Records that samples are made of: most samples are one whole record, a dialogue is several, and a
-long conversation is one record in several samples, its parts."""
+"""Records that samples are made of: most samples are one whole record, and a long conversation that
+`pack.on_overlong: split_turns` cuts is one record in several samples, its parts."""
 
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -9,21 +8,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.index.rows import SampleIds, samples_of_shards
+from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index, key_hash
 
 #: Columns that say which records samples are made of.
-RECORD_COLUMNS: Final = ("key", "content_hash", "source_id", "parts")
+RECORD_COLUMNS: Final = ("key", "content_hash", "source_id", "part")
 #: End of the turns of a record that is not cut.
 _ALL: Final = 2**31 - 1
-
-
-def count_records(samples: Index) -> npt.NDArray[np.int64]:
-    """(num_samples,) the number of records that each sample is made of."""
-    if not samples.info.num_records:
-        return np.ones(samples.info.num_samples, np.int64)
-    lengths = pc.fill_null(pc.list_value_length(samples.table("parts")["parts"]), 1)
-    return lengths.to_numpy().astype(np.int64)
 
 
 def record_counts(samples: Index, packed: SampleIds) -> dict[str, int]:
@@ -31,45 +22,30 @@ def record_counts(samples: Index, packed: SampleIds) -> dict[str, int]:
     sample is one record. A conversation of which any part is packed counts as packed."""
     if not samples.info.num_records:
         return {}
-    rows = np.unique(packed)
-    rows = rows[np.unique(record_hashes(samples)[rows], return_index=True)[1]]
-    in_packs, read = count_records(samples)[rows].sum(), samples.info.all_records
-    return {"read": read, "packed": int(in_packs), "set_aside": read - int(in_packs)}
-
-
-def are_parts(rows: pa.Table) -> npt.NDArray[np.bool_]:
-    """(num_rows,) whether each row is a part of a conversation; `rows` have the column parts."""
-    parts = rows["parts"].combine_chunks()
-    has_turns = pc.list_flatten(parts).field("turns").is_valid().to_numpy(zero_copy_only=False)
-    found = np.zeros(len(rows), bool)
-    found[pc.list_parent_indices(parts).to_numpy()[has_turns]] = True
-    return found
+    in_packs, read = len(np.unique(record_hashes(samples)[packed])), samples.info.all_records
+    return {"read": read, "packed": in_packs, "set_aside": read - in_packs}
 
 
 def record_hashes(samples: Index) -> npt.NDArray[np.uint64]:
-    """(num_samples,) a number that is the same for the parts of one conversation, and another one
-    for every other sample."""
+    """(num_samples,) the key_hash of each sample's record, which the parts of one conversation
+    share."""
     hashes: npt.NDArray[np.uint64] = samples.array("key_hash").copy()
     first = 0
-    for rows in samples.parts("dialogue_hash", "parts") if samples.info.split else ():
-        own = np.flatnonzero(are_parts(rows))
-        hashes[first + own] = rows["dialogue_hash"].to_numpy()[own]
+    for rows in samples.parts("source_id", "part") if samples.info.split else ():
+        own = np.flatnonzero(rows["part"].is_valid())
+        some = rows.take(pa.array(own))
+        keys = pc.struct_field(some["part"], "key").to_pylist()
+        hashes[first + own] = [*map(key_hash, some["source_id"].to_pylist(), keys)]
         first += len(rows)
     return hashes
 
 
 def records_of(rows: pa.Table) -> pa.Table:
-    """key, content_hash and source_id of each record of samples with RECORD_COLUMNS, and the turns
-    from `first` to `end` that they train of it; null: all."""
-    whole = rows.filter(pc.is_null(rows["parts"])).drop(["parts"])
-    for name in ("first", "end"):
-        whole = whole.append_column(name, pa.nulls(len(whole), pa.int32()))
-    parts = rows["parts"].combine_chunks()
-    records, owners = pc.list_flatten(parts), pc.list_parent_indices(parts)
-    columns = [records.field(name) for name in ("key", "content_hash")]
-    turns = [pc.struct_field(records, ["turns", name]) for name in ("first", "end")]
-    table = pa.table([*columns, rows["source_id"].take(owners), *turns], schema=whole.schema)
-    return pa.concat_tables([whole, table])
+    """key, content_hash and source_id of the record of each sample with RECORD_COLUMNS, and the
+    turns from `first` to `end` that the sample trains of it; null: all."""
+    keys = pc.coalesce(pc.struct_field(rows["part"], "key"), rows["key"])
+    turns = {name: pc.struct_field(rows["part"], name) for name in ("first", "end")}
+    return pa.table({"key": keys, **{n: rows[n] for n in ("content_hash", "source_id")}, **turns})
 
 
 def count_packed(samples: Index, packed: SampleIds) -> tuple[int, int]:
@@ -91,8 +67,3 @@ def count_packed(samples: Index, packed: SampleIds) -> tuple[int, int]:
     is_same = own_hashes[order[1:]] == own_hashes[order[:-1]]
     is_twice = is_same & (begins[order[1:]] < ends[order[:-1]])
     return len(order) - int(np.count_nonzero(is_same)), int(np.count_nonzero(is_twice))
-
-
-def name_parts(samples: Index, ids: SampleIds) -> pa.Table:
-    """source_id, key and parts of some samples, in the given order."""
-    return next(samples_of_shards(samples, ("source_id", "key", "parts"), [ids], Path()))

@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError
 from offline_packing.index.measured import escape
-from offline_packing.index.records import name_parts
-from offline_packing.index.rows import SampleIds
+from offline_packing.index.rows import SampleIds, name_samples
 from offline_packing.index.shared import places_of_equal
 from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, open_table
+from task_encoders.storage.paths import REMEDY
 
 #: Samples whose keys are in memory at a time.
 _NAMED_AT_ONCE: Final = 1 << 17
@@ -75,29 +75,15 @@ class AsideSamples:
         details = pa.array([escape(detail) for _, detail in self.texts], pa.large_string())
         for start in range(0, len(self.ids), _NAMED_AT_ONCE):
             some = slice(start, start + _NAMED_AT_ONCE)
-            named = name_parts(samples, self.ids[some])
+            named = name_samples(samples, self.ids[some])
             codes = pa.array(self.codes[some])
             columns = {
                 "key": named["key"],
                 "source": paths.take(named["source_id"].combine_chunks()),
                 "reason": reasons.take(codes),
-                "detail": _with_records(details.take(codes), named["parts"]),
+                "detail": details.take(codes),
             }
             yield pa.table([columns[field.name] for field in SET_ASIDE_SCHEMA], SET_ASIDE_SCHEMA)
-
-
-def _with_records(details: pa.Array, parts: pa.ChunkedArray) -> pa.Array:
-    """Details, and the keys of the records of samples that are made of several; the key of a part
-    of a conversation says which one."""
-    if parts.null_count == len(parts):
-        return details
-    shown = [
-        detail
-        if own is None or own[0]["turns"] is not None
-        else f"{detail}; records: {', '.join(one['key'] for one in own)}"
-        for detail, own in zip(details.to_pylist(), parts.to_pylist(), strict=True)
-    ]
-    return pa.array(shown, details.type)
 
 
 def find_duplicates(
@@ -137,7 +123,7 @@ def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iter
                     rows = pa.Table.from_batches([batch], SET_ASIDE_SCHEMA)
                     yield rows.filter(pc.is_in(rows["reason"], wanted)) if reasons else rows
         except (OSError, pa.ArrowException) as error:
-            raise StageError(f"{path} cannot be read: {error}; retry measures again") from error
+            raise DamagedError(f"{path} cannot be read: {error}; {REMEDY}") from error
 
 
 def group_set_aside(paths: Iterable[Path], unwritten: Iterable[pa.Table] = ()) -> list[AsideGroup]:

@@ -1,5 +1,6 @@
 """Content that several samples share, by the index's columns of hashes."""
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -10,18 +11,10 @@ import pyarrow.compute as pc
 from offline_packing.index.table import Index
 
 Rows = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
 
 _HASHES_AT_ONCE: Final = 1 << 20
-
-
-def sort_equal(*columns: npt.NDArray[np.uint64]) -> tuple[Rows, npt.NDArray[np.bool_]]:
-    """Order that brings equal rows of the columns together, (num_rows,), the first one first; and
-    whether the row before, in that order, is equal."""
-    order = np.lexsort(columns)
-    equal = np.ones(max(len(order) - 1, 0), bool)
-    for column in columns:
-        equal &= column[order[1:]] == column[order[:-1]]
-    return order, np.append(False, equal)[: len(order)]
+_OWN: Final = np.uint64(1 << 63)
 
 
 def places_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
@@ -37,9 +30,42 @@ def places_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     return np.concatenate(found)
 
 
-def shared_media(samples: Index) -> tuple[int, tuple[int, str]]:
-    """The number of different images and videos that several samples show; and of the one that most
-    samples show how many these are, and the key of the first."""
+def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
+    """Contents that keep samples in one split, part by part of the index.
+
+    A sample has its group, or else its images and videos; without any, and for the parts of a
+    conversation, its own content: all texts and media of its record.
+
+    Yields:
+        the part's place among the samples; and of its (num_contents,) contents the row in the part
+        and the hash. Hashes of samples' own contents have the highest bit, so that the least hash
+        of a conversation is that of a picture, where any of its parts shows one.
+    """
+    columns = ["group_hash", "media_hash", "sample_hash"]
+    if samples.info.split:
+        columns.append("part")
+    start = 0
+    for part in samples.parts(*columns):
+        groups = part["group_hash"].to_numpy()
+        media = part["media_hash"].combine_chunks()
+        grouped, rows = np.flatnonzero(groups), pc.list_parent_indices(media).to_numpy()
+        by_media = groups[rows] == 0
+        by_itself = pc.list_value_length(media).to_numpy() == 0
+        if samples.info.split:
+            by_itself |= part["part"].is_valid().to_numpy()
+        alone = np.flatnonzero(by_itself & (groups == 0))
+        others = np.concatenate([groups[grouped], pc.list_flatten(media).to_numpy()[by_media]])
+        own = part["sample_hash"].to_numpy()[alone]
+        yield (
+            slice(start, start := start + len(part)),
+            np.concatenate([grouped, rows[by_media], alone]),
+            np.concatenate([others & ~_OWN, own | _OWN]),
+        )
+
+
+def most_shown(samples: Index) -> tuple[int, str]:
+    """Of the image or video that most samples show, how many these are, and the key of the first;
+    (0, "") where no two samples show one."""
     found = [np.empty(0, np.uint64)]
     for part in samples.parts("media_hash"):
         media = part["media_hash"].combine_chunks()
@@ -48,9 +74,9 @@ def shared_media(samples: Index) -> tuple[int, tuple[int, str]]:
     hashes = np.sort(np.concatenate(found))
     shared, counts = np.unique(hashes[1:][hashes[1:] == hashes[:-1]], return_counts=True)
     if not len(shared):
-        return 0, (0, "")
+        return 0, ""
     most = np.argmax(counts)
-    return len(shared), (int(counts[most]) + 1, _first_with(samples, shared[most]))
+    return int(counts[most]) + 1, _first_with(samples, shared[most])
 
 
 def _first_with(samples: Index, medium: np.uint64) -> str:

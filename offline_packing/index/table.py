@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError
 from offline_packing.index.info import IndexInfo
 from offline_packing.storage.files import atomic_file, kept_copy
 from offline_packing.storage.paths import is_remote, read_each
+from task_encoders.storage.paths import REMEDY
 
 LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -33,17 +34,12 @@ LOCATOR_FIELDS: Final = [
     pa.field("column", pa.string()),
 ]
 _MEDIA_FIELDS: Final = [*LOCATOR_FIELDS, pa.field("extension", pa.string())]
-_TURN_FIELDS: Final = [
-    *(pa.field(name, pa.int32()) for name in ("begin", "first", "end")),
-    pa.field("answer_length", pa.int64()),
-]
 _PART_FIELDS: Final = [
     pa.field("key", pa.large_string()),
-    pa.field("content_hash", pa.uint64()),
     pa.field("json", pa.struct(LOCATOR_FIELDS)),
     pa.field("media", pa.list_(pa.int32())),  # places among the sample's; -1: not shown
     pa.field("num_videos", pa.int32()),
-    pa.field("turns", pa.struct(_TURN_FIELDS)),  # None: all of them
+    *(pa.field(name, pa.int32()) for name in ("begin", "first", "end")),
 ]
 INDEX_SCHEMA: Final = pa.schema(
     [
@@ -51,7 +47,8 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
         # 0 where the key is an identity, see measure/identity.py
         pa.field("content_hash", pa.uint64()),
-        pa.field("sample_hash", pa.uint64()),  # of its texts and media
+        # of its texts and media; of a part of a conversation, those of its record
+        pa.field("sample_hash", pa.uint64()),
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
         pa.field("num_tokens", pa.int32()),
@@ -68,22 +65,18 @@ INDEX_SCHEMA: Final = pa.schema(
         # of the bytes of each medium; columns from here on lack in older indexes
         pa.field("media_hash", pa.large_list(pa.uint64())),
         pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: there is none
-        # 0, or shared by records that may become one dialogue, see sources/dialogues.py; of a part
-        # of a conversation the key_hash of its record
-        pa.field("dialogue_hash", pa.uint64()),
-        # the records of a dialogue, or the one that this is a part of; then json is the first, with
-        # the size of all that the sample has of them. None: the record at json
-        pa.field("parts", pa.large_list(pa.struct(_PART_FIELDS))),
+        # the record that this is a part of; then json has the size of the turns that the sample has
+        # of it. None: the whole record at json
+        pa.field("part", pa.struct(_PART_FIELDS)),
         pa.field("left_out", pa.uint8()),  # 0, or why the sample is not planned, see LEFT_OUT
     ]
 )
 #: Values of the column left_out of samples that are not planned; 0: it is.
-DUPLICATE_KEY, COPY, UNCUT = 1, 2, 3
+DUPLICATE_KEY, UNCUT = 1, 2
 #: Reason and detail of each.
 LEFT_OUT: Final = MappingProxyType(
     {
         DUPLICATE_KEY: ("duplicate_key", "an earlier sample has this key"),
-        COPY: ("copy", "an earlier sample has the same texts and media"),
         UNCUT: ("not_in_template", "it fits no pack, and the chat template writes no part of it"),
     }
 )
@@ -112,15 +105,6 @@ def table_writer(
         yield writer.write_table
         if notes:
             writer.add_key_value_metadata(dict(notes))
-
-
-def with_left_out(
-    codes: npt.NDArray[np.uint8], rows: pa.Table, places: slice = slice(None)
-) -> pa.Table:
-    """Rows of the index with their codes in the column `left_out`; `codes` are of many rows, of
-    which these are at `places`."""
-    place = rows.schema.get_field_index("left_out")
-    return rows.set_column(place, rows.schema.field(place), pa.array(codes[places]))
 
 
 def rewrite_part(path: Path, change: Callable[[pa.Table, slice], pa.Table]) -> None:
@@ -185,13 +169,10 @@ class Index:
                 # Without threads: handing a part to them takes longer than reading it.
                 table = file.read(list(columns), use_threads=False)
         except (OSError, pa.ArrowException) as error:
-            raise StageError(
-                f"index part {path} cannot be read: {error}; retry measures it again"
-            ) from error
+            raise DamagedError(f"index part {path} cannot be read: {error}; {REMEDY}") from error
         if len(table) != rows:
-            raise StageError(
-                f"index part {path} has {len(table)} rows, {rows} were written; retry "
-                "measures it again"
+            raise DamagedError(
+                f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
         for place, name in enumerate(columns):
             if name not in table.column_names:

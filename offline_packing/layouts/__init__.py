@@ -5,7 +5,6 @@ from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.indexed import IndexedLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.loongforge import LoongForgeLayout
-from offline_packing.layouts.raw_packing import RawPackingLayout
 from offline_packing.layouts.references import ReferencesLayout
 
 LAYOUTS: dict[str, Layout] = {
@@ -13,7 +12,6 @@ LAYOUTS: dict[str, Layout] = {
     "indexed": IndexedLayout(),
     "llava_onevision": LlavaOneVisionLayout(),
     "loongforge": LoongForgeLayout(),
-    "raw_packing": RawPackingLayout(),
     "references": ReferencesLayout(),
 }
 

@@ -1,10 +1,10 @@
 """Interface of every layout: writing one shard, the metadata of all, and reading both again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,15 @@ Member = tuple[str, bytes]
 
 #: Built once per process.
 encoder_of = lru_cache(maxsize=4)(build_sample_encoder)
+
+
+class Admission(NamedTuple):
+    """Which samples of an index a layout can hold, and how long they become in it."""
+
+    #: reasons why samples do not fit, and their ids, ascending: planning sets these aside
+    unfit: Sequence[tuple[str, SampleIds]] = ()
+    #: tokens by which its reader makes each sample longer than measured, at most: plans leave room
+    added_tokens: npt.NDArray[np.int64] | int = 0
 
 
 class Layout(ABC):
@@ -66,15 +75,10 @@ class Layout(ABC):
         """Files that `finish` writes for these splits, relative to the output; and MEDIA_ROOTS."""
         return self.METADATA
 
-    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        """Reasons why the layout cannot hold samples, and the affected samples, ascending.
-        Such samples are set aside when planning; `write` meets none."""
-        yield from ()
-
-    def added_tokens(self, samples: Index) -> npt.NDArray[np.int64] | int:
-        """Tokens by which its reader makes each sample longer than measured, at most;
-        plans leave room for them."""
-        return 0
+    def admit(self, samples: Index) -> Admission:
+        """Which samples it can hold, asked before planning. Raises StageError if it can hold none
+        of such a source."""
+        return Admission()
 
     def check_sources(  # noqa: B027 - bytes can be copied from any
         self, samples: Index, sources: Sequence[Source]
@@ -97,8 +101,13 @@ class Layout(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
-        """Damage to a shard as a whole: it is missing, or is not what was written."""
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        """Whether a written shard is among the files of an output, given by their names."""
+
+    @abstractmethod
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
+        """Damage to a shard as a whole: files, relative to the output, and what is wrong: it is
+        missing, or is not what was written."""
 
     @abstractmethod
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:

@@ -5,12 +5,11 @@ train-000000.tar, train-000000.tar.idx    see tars.py; perhaps in a folder train
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from offline_packing.errors import StageError
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.energon_metadata import (
     METADATA_FILES,
@@ -74,24 +73,23 @@ class EnergonLayout(Layout):
         for name, content in contents.items():
             write_atomically(folder / ".nv-meta" / name, yaml_bytes(content))
 
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        name = self.shard_file(shard_name)
+        return name in files and f"{name}.idx" in files
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
         name = self.shard_file(task.shard.name)
         path = task.folder / name
         if not path.is_file():
-            return [f"{name} is missing"]
-        found = []
+            return [(name, "is missing")]
         if hash_file(path) != expected_hash:
-            found.append(f"{name} is not what was written: its hash differs")
+            return [(name, "is not what was written: its hash differs")]
         try:
-            entries = list(scan_tar(path))
-        except StageError as error:
-            return [*found, str(error)]
-        try:
-            if path.with_suffix(".tar.idx").read_bytes() != index_bytes(entries):
-                found.append(f"{name}.idx does not match the tar")
+            if path.with_suffix(".tar.idx").read_bytes() == index_bytes(list(scan_tar(path))):
+                return []
         except OSError:
-            found.append(f"{name}.idx is missing")
-        return found
+            return [(f"{name}.idx", "is missing")]
+        return [(f"{name}.idx", "does not match the tar")]
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         path = task.folder / self.shard_file(task.shard.name)

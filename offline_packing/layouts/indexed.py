@@ -11,7 +11,7 @@ fragment where each sequence lies.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -22,10 +22,9 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import media_roots, time_of_medium
-from offline_packing.layouts.base import Layout, encoder_of
+from offline_packing.layouts.base import Admission, Layout, encoder_of
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
@@ -79,8 +78,8 @@ class IndexedLayout(Layout):
     def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         return to_json(dict(media_roots(sources)))
 
-    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        """None; raises StageError where media do not lie in a file that could be named."""
+    def admit(self, samples: Index) -> Admission:
+        """All; raises StageError where media do not lie in a file that could be named."""
         for part in samples.parts("media"):
             media = part["media"].combine_chunks().flatten()
             is_kept = pc.is_in(media.field("kind"), pa.array(["file", "bytes"]))
@@ -92,7 +91,7 @@ class IndexedLayout(Layout):
                     f"{first['container']} are in a {first['kind']}; set output.layout=energon, or "
                     "give the media as files or in uncompressed tars"
                 )
-        yield from ()
+        return Admission()
 
     def write(self, task: ShardTask) -> ShardFragment:
         assert task.tokenizes is not None  # TOKEN_IDS
@@ -133,19 +132,21 @@ class IndexedLayout(Layout):
         for _, line in shards:
             (folder / _piece(line.name)).unlink(missing_ok=True)
 
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        return _piece(shard_name) in files or f"{_prefix(split)}.bin" in files
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
         path, begin = _place(task)
         digest = xxhash.xxh3_128()
         try:
             with path.open("rb", _BLOCK) as file:
-                for block in _blocks(file, begin, ShardFragment.load(task.fragment_path).num_bytes):
+                for block in _blocks(file, begin, task.span[1]):
                     digest.update(block)
         except OSError:
-            return [f"{path.name} is missing"]
+            return [(path.name, "is missing")]
         if digest.hexdigest() == expected_hash:
             return []
-        first, last = task.keys()[0], task.keys()[-1]
-        return [f"{path.name}: packs {first} to {last} are not what was written"]
+        return [(path.name, f"is not what was written: the bytes of {task.shard.name} differ")]
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         path, begin = _place(task)
@@ -207,39 +208,21 @@ def _place(task: ShardTask) -> tuple[Path, int]:
     piece = task.folder / _piece(task.shard.name)
     if piece.exists():
         return piece, 0
-    before = itertools.takewhile(
-        lambda line: line.name != task.shard.name, _shard_lines(task.folder)
-    )
-    begin = sum(line.bytes for line in before if line.split == task.shard.split)
-    return task.folder / f"{_prefix(task.shard.split)}.bin", begin
+    return task.folder / f"{_prefix(task.shard.split)}.bin", task.span[0]
 
 
 def _find_pieces(
     folder: Path, joined: Path, shards: Sequence[tuple[Path, ShardLine]]
 ) -> list[tuple[Path, int]]:
-    """Yield for each shard of a split a file with its bytes, and their offset: its piece, or the
-    file joined before. Raises StageError where there is neither; such shards are unfinished
-    then. `shards`: fragments, and lines of the manifest."""
-    ends = list(itertools.accumulate(line.bytes for _, line in shards))
+    """For each shard of a split a file with its bytes, and their offset: its piece, or the file
+    joined before. `shards`: fragments, and lines of the manifest."""
     there = {path.name for path in folder.iterdir()}  # one question, however many shards
-    is_there = joined.stat().st_size if joined.name in there else 0
-    found, lost = [], []
-    for (at, line), end in zip(shards, ends, strict=True):
-        piece = folder / _piece(line.name)
-        if piece.name in there:
-            found.append((piece, 0))
-        elif end <= is_there:
-            found.append((joined, end - line.bytes))
-        else:
-            lost.append(at)
-    for at in lost:
-        at.unlink()
-    if lost:
-        raise StageError(
-            f"{joined} cannot be put together: {len(lost)} shards are gone, the first of them "
-            f"{_piece(lost[0].stem)}; run write again, which writes them anew"
-        )
-    return found
+    begins = itertools.accumulate((line.bytes for _, line in shards), initial=0)
+    pieces = [folder / _piece(line.name) for _, line in shards]
+    return [
+        (piece, 0) if piece.name in there else (joined, begin)
+        for piece, begin in zip(pieces, begins, strict=False)
+    ]
 
 
 def _blocks(file: BinaryIO, begin: int, size: int) -> Iterator[bytes]:

@@ -6,11 +6,11 @@
 
 One image and one turn per sub-sample, `.jpg` whatever the image's format, and no system message.
 Their loader drops the whole pack for one sub-sample that it cannot use, and trains some others
-differently; `find_unfit` finds both. It does not turn images upright by their EXIF
+differently; `admit` finds both. It does not turn images upright by their EXIF
 orientation; the number of tokens is the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
@@ -20,9 +20,8 @@ import orjson
 
 from offline_packing.errors import StageError
 from offline_packing.index.measured import Trait
-from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
-from offline_packing.layouts.base import Member
+from offline_packing.layouts.base import Admission, Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.storage.files import write_atomically
@@ -68,13 +67,15 @@ class LlavaOneVisionLayout(EnergonLayout):
     HOLDS_UNTRAINED = False
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
-    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        yield "sample without exactly one image", np.flatnonzero(samples.array("num_images") != 1)
-        yield "video", np.flatnonzero(samples.array("num_videos"))
-        yield "sample of several turns", np.flatnonzero(samples.array("num_turns") != 1)
+    def admit(self, samples: Index) -> Admission:
         traits = samples.array("traits")
-        for trait, what in _UNFIT_TRAITS.items():
-            yield what, np.flatnonzero(traits & trait)
+        unfit = {
+            "sample without exactly one image": samples.array("num_images") != 1,
+            "video": samples.array("num_videos"),
+            "sample of several turns": samples.array("num_turns") != 1,
+            **{what: traits & trait for trait, what in _UNFIT_TRAITS.items()},
+        }
+        return Admission([(what, np.flatnonzero(found)) for what, found in unfit.items()])
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         stored = [self.stored_form(task.read_sample(sample)) for sample in samples]

@@ -7,13 +7,13 @@
 
 It reads them as `packed_chat_mix`, in its phase sft. Packs have media of one type in all their
 samples, or none: a sample without an image among others loses it the pack, as does a pack that
-it makes longer than its `--seq-length`. `added_tokens` leaves room for what it adds.
+it makes longer than its `--seq-length`. `admit` leaves room for what it adds.
 
 Captions are `packed_captioning`, in its phase pretrain: the members of the llava_onevision layout.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ import numpy.typing as npt
 import orjson
 
 from offline_packing.index.measured import Trait
-from offline_packing.index.rows import SampleIds, sum_over_grids
+from offline_packing.index.rows import sum_over_grids
 from offline_packing.index.table import Index
-from offline_packing.layouts.base import Member
+from offline_packing.layouts.base import Admission, Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
@@ -66,29 +66,21 @@ class LoongForgeLayout(EnergonLayout):
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 
-    def find_unfit(self, samples: Index) -> Iterator[tuple[str, SampleIds]]:
-        if _are_captions(samples):
-            yield from _CAPTIONS.find_unfit(samples)
-            return
-        num_videos = samples.array("num_videos")
+    def admit(self, samples: Index) -> Admission:
+        if samples.info.fingerprint.get("source.0.task") == "captioning":
+            return _CAPTIONS.admit(samples)
+        traits, num_videos = samples.array("traits"), samples.array("num_videos")
         both = (num_videos > 0) & (samples.array("num_images") > 0)
-        yield "sample with images and videos", np.flatnonzero(both)
-        if _token_side(samples) != _SIDE:
-            family = samples.info.fingerprint["model.family"]
-            yield f"video for {family}", np.flatnonzero(num_videos)
-        traits = samples.array("traits")
-        for trait, what in _UNFIT_TRAITS.items():
-            yield what, np.flatnonzero(traits & trait)
-
-    def added_tokens(self, samples: Index) -> npt.NDArray[np.int64] | int:
-        if _are_captions(samples):
-            return 0
-        newline = 1  # its templates *-hf keep the one after the last answer
+        unfit: dict[str, npt.NDArray[Any]] = {"sample with images and videos": both}
+        added: npt.NDArray[np.int64] | int = 1  # its templates *-hf keep the last answer's newline
         side = _token_side(samples)
-        if side == _SIDE:
-            return newline
-        smallest = int(samples.info.fingerprint["model.min_pixels"]) / side**2
-        return newline + sum_over_grids(samples, partial(_room_of_images, smallest=smallest))
+        if side != _SIDE:
+            unfit[f"video for {samples.info.fingerprint['model.family']}"] = num_videos
+            smallest = int(samples.info.fingerprint["model.min_pixels"]) / side**2
+            added += sum_over_grids(samples, partial(_room_of_images, smallest=smallest))
+        unfit |= {what: traits & trait for trait, what in _UNFIT_TRAITS.items()}
+        ids = [(what, np.flatnonzero(found)) for what, found in unfit.items()]
+        return Admission(ids, added)
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         if task.task == "captioning":
@@ -124,10 +116,6 @@ class LoongForgeLayout(EnergonLayout):
             "subflavors": {"sample_type": sample_type, "offline_packing": task},
         }
         self.describe_anew(folder, dataset, manifest)
-
-
-def _are_captions(samples: Index) -> bool:
-    return samples.info.fingerprint.get("source.0.task") == "captioning"
 
 
 def _token_side(samples: Index) -> int:

@@ -8,7 +8,7 @@ train-000000.jsonl              a shard, until all are written and joined
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import xxhash
 import yaml
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import address_of, aux_datasets, check_address, locate
 from offline_packing.layouts.base import Layout
@@ -37,7 +37,7 @@ from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack, StoredMedia
 from task_encoders.packs.pack_format import METADATASET, index_of_key, media_part_names
 from task_encoders.packs.stored_media import MovedMediumError, StoredMedium
-from task_encoders.storage.paths import read_indexed, read_range
+from task_encoders.storage.paths import REMEDY, read_indexed, read_range
 
 if TYPE_CHECKING:
     from task_encoders.packs.references import Stores
@@ -110,15 +110,19 @@ class ReferencesLayout(Layout):
         }
         return yaml.safe_dump(content, sort_keys=False).encode()
 
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
-        keys = task.keys()
-        name = f"{task.shard.split}.jsonl: packs {keys[0]} to {keys[-1]}"
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        return f"{shard_name}.jsonl" in files or f"{split}.jsonl" in files
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
+        piece, name = _shard_path(task.folder, task.shard.name), f"{task.shard.split}.jsonl"
+        if piece.exists():
+            name = str(piece.relative_to(task.folder))
         try:
             if xxhash.xxh3_128_hexdigest(_lines_of(task)) == expected_hash:
                 return []
         except StageError as error:
-            return [f"{name}: {error}"]
-        return [f"{name} are not what was written: their hash differs"]
+            return [(name, f"cannot be read: {error}")]
+        return [(name, f"is not what was written: the lines of {task.shard.name} differ")]
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         split = _Split(task.folder, task.shard.split)
@@ -133,7 +137,7 @@ class ReferencesLayout(Layout):
             place = index_of_key(key) - index_of_key(found[1].decode() if found else "")
             line = _read_joined(path, place, 1)
         if not line.startswith(_begin_of_line(key)):
-            raise StageError(f"{path} holds no pack {key!r}; verify lists all damage")
+            raise DamagedError(f"{path} holds no pack {key!r}; {REMEDY}")
         return _pack(line, _Split(folder, split))
 
     def remove(self, folder: Path) -> None:
@@ -151,7 +155,7 @@ def _pack(line: bytes, split: "_Split") -> Pack:
         content = orjson.loads(line)
         key, record, places = (content[name] for name in ("key", "pack", "media"))
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise StageError(f"a line of packs is damaged: {error}; retry rewrites it") from error
+        raise DamagedError(f"a line of packs is damaged: {error}; {REMEDY}") from error
 
     def read(place: Sequence[Any]) -> bytes:
         from task_encoders.packs.references import read_medium
@@ -198,29 +202,28 @@ def _line(key: str, record: bytes, task: ShardTask, samples: Sequence[PlannedSam
 def _join(folder: Path, split: str, fragments: Sequence[ShardFragment]) -> None:
     """One file of the lines of a split's shards, and where each begins. A shard that was joined
     before is read there."""
-    path, offsets, line = folder / f"{split}.jsonl", [0], 0
+    path, offsets = folder / f"{split}.jsonl", [0]
     with atomic_file(path) as file:
         for fragment in fragments:
-            lines = _read_lines(folder, fragment.name, split, line, fragment.num_packs)
+            place = (offsets[-1], fragment.num_bytes)
+            lines = _read_lines(folder, fragment.name, split, place)
             if xxhash.xxh3_128_hexdigest(lines) != fragment.xxh3_128:
-                raise StageError(f"{path}: shard {fragment.name} is damaged; retry rewrites it")
+                raise DamagedError(f"{path}: shard {fragment.name} is damaged; {REMEDY}")
             file.write(lines)
             offsets += [offsets[-1] + pack.offset + pack.size for pack in fragment.packs]
-            line += fragment.num_packs
     write_atomically(path.with_suffix(".jsonl.idx"), np.array(offsets, "<u8").tobytes())
 
 
 def _lines_of(task: ShardTask) -> bytes:
-    shard = task.shard
-    return _read_lines(task.folder, shard.name, shard.split, shard.packs_before, shard.num_packs)
+    return _read_lines(task.folder, task.shard.name, task.shard.split, task.span)
 
 
-def _read_lines(folder: Path, shard_name: str, split: str, first: int, count: int) -> bytes:
-    """The lines of a shard: its own file, or lines of the split's. Raises StageError if they cannot
-    be read."""
+def _read_lines(folder: Path, shard_name: str, split: str, span: tuple[int, int]) -> bytes:
+    """The lines of a shard: its own file, or bytes of the split's, which begin there and have this
+    size. Raises StageError if they cannot be read."""
     path, own = folder / f"{split}.jsonl", _shard_path(folder, shard_name)
     with _damage_named(path):
-        return own.read_bytes() if own.exists() else _read_joined(path, first, count)
+        return own.read_bytes() if own.exists() else read_range(path, span[0], sum(span))
 
 
 def _read_joined(path: Path, first: int, count: int) -> bytes:
@@ -232,7 +235,7 @@ def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise StageError(f"{path} cannot be read: {error}; retry rewrites it") from error
+        raise DamagedError(f"{path} cannot be read: {error}; {REMEDY}") from error
 
 
 class _Split:

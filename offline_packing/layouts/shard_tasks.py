@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
 from offline_packing.layouts.shards import PlannedShard
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.dialogues import RecordPart, TurnRange, read_dialogue
+from offline_packing.sources.conversation_part import ConversationPart
 from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
 from offline_packing.sources.reading.read_ahead import read_ahead
 from offline_packing.sources.reading.row_files import record_columns
@@ -29,7 +29,7 @@ from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media", "parts")
+COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media", "part")
 _ROW_PLACE: Final = ("kind", "container", "column", "offset")
 _ROW_KINDS: Final = pa.array([ParquetSource.KIND, HuggingFaceSource.KIND])
 #: Packs whose samples are Python objects at a time.
@@ -49,15 +49,15 @@ class PlannedSample:
     json: Locator
     media: tuple[Locator, ...]
     extensions: tuple[str, ...]
-    #: records of a dialogue; none: the record at `json`
-    parts: tuple[RecordPart, ...] = ()
+    #: None: the whole record at `json`
+    part: ConversationPart | None = None
     #: context-parallel ranks of its pack, if packs differ in that
     cp_size: int | None = None
 
     @property
-    def records(self) -> tuple[Locator, ...]:
-        """Where its records lie."""
-        return tuple(part.json for part in self.parts) or (self.json,)
+    def record(self) -> Locator:
+        """Where its record lies."""
+        return self.json if self.part is None else self.part.json
 
     @property
     def num_videos(self) -> int:
@@ -94,6 +94,10 @@ class ShardTask:
     tokenizes: ModelOptions | None = None
     #: whether a file of another modification time is refused
     check_times: bool = True
+    #: xxh3_128 that the shard must have; None: nothing is recorded of it
+    recorded: str | None = None
+    #: its begin and size in bytes in the file that shards are joined to, if its layout does so
+    span: tuple[int, int] = (0, 0)
 
     @property
     def number(self) -> int:
@@ -129,7 +133,7 @@ class ShardTask:
         """Where the records of a pack lie, and perhaps its media."""
         for sample in pack[1]:
             source = self.sources[sample.source_id]
-            yield from ((source.root, at) for at in sample.records)
+            yield source.root, sample.record
             if with_media:
                 yield from ((source.media_root(at), at) for at in sample.media)
 
@@ -146,8 +150,8 @@ class ShardTask:
         measured."""
         num_images = len(sample.media) - sample.num_videos
         source = self.sources[sample.source_id]
-        if sample.parts:
-            return read_dialogue(source, sample.key, sample.parts)
+        if sample.part is not None:
+            return sample.part.read(source, sample.key)
         return source.read_sample(sample.key, sample.json, num_images, sample.num_videos)
 
     def read_media(self, sample: PlannedSample) -> list[bytes]:
@@ -155,13 +159,16 @@ class ShardTask:
         source = self.sources[sample.source_id]
         return [source.read_media(locator) for locator in sample.media]
 
+    def changed_files(self, sample: PlannedSample) -> list[str]:
+        """The files of a sample, if any has another modification time than when it was measured."""
+        source = self.sources[sample.source_id]
+        if sample_stamp(source, sample.record, sample.media) == sample.stamp:
+            return []
+        return sorted({locator.container for locator in (sample.record, *sample.media)})
+
     def check_unchanged(self, sample: PlannedSample) -> None:
         """Raise StageError if a file of the sample was written to since it was measured."""
-        if not self.check_times:
-            return
-        source, places = self.sources[sample.source_id], (*sample.records, *sample.media)
-        if sample_stamp(source, sample.records, sample.media) != sample.stamp:
-            paths = sorted({locator.container for locator in places})
+        if self.check_times and (paths := self.changed_files(sample)):
             raise StageError(
                 f"sample {sample.key!r} changed since it was measured: {' or '.join(paths)} has "
                 "another modification time; restore it; if it was copied without its times, "
@@ -176,24 +183,19 @@ def read_planned(table: pa.Table) -> Iterator[PlannedSample]:
         extensions = tuple(medium.pop("extension") for medium in row["media"])
         row["media"] = tuple(Locator(**medium) for medium in row["media"])
         row["json"] = Locator(**row["json"])
-        row["parts"] = tuple(map(_record_part, row["parts"] or ()))
+        if (part := row["part"]) is not None:
+            json, media = Locator(**part.pop("json")), tuple(part.pop("media"))
+            row["part"] = ConversationPart(json=json, media=media, **part)
         yield PlannedSample(**row, extensions=extensions)
-
-
-def _record_part(content: dict[str, Any]) -> RecordPart:
-    json, media, turns = (content.pop(name) for name in ("json", "media", "turns"))
-    taken = None if turns is None else TurnRange(**turns)
-    return RecordPart(**content, json=Locator(**json), media=tuple(media), turns=taken)
 
 
 def wanted_table_rows(samples: pa.Table, sources: Sequence[Source]) -> list[WantedRows]:
     """The rows of tables that samples with COLUMNS are made of."""
-    parts = samples["parts"].combine_chunks()
-    of_parts = samples["source_id"].take(pc.list_parent_indices(parts))
-    owners = pa.chunked_array([*samples["source_id"].chunks, *of_parts.chunks])
-    records = [samples["json"].combine_chunks(), pc.list_flatten(parts).field("json")]
-    columns = [pa.chunked_array([one.field(name) for one in records]) for name in _ROW_PLACE]
-    table = pa.table([owners, *columns], ["source_id", *_ROW_PLACE])
+    # A part's json has the size of its own turns, but the place of its record.
+    places = samples["json"].combine_chunks()
+    table = pa.table(
+        [samples["source_id"], *map(places.field, _ROW_PLACE)], ["source_id", *_ROW_PLACE]
+    )
     table = table.filter(pc.is_in(table["kind"], _ROW_KINDS))
     files = table.group_by(["source_id", *_ROW_PLACE[:-1]]).aggregate([("offset", "list")])
     return [

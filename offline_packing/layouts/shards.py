@@ -5,21 +5,21 @@ _packing/write/train-000000.json    a shard's fragment, which marks it as finish
 With output.shards_per_folder the name of a shard, and so of its files, is train-0000/train-000000.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow.compute as pc
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
-from offline_packing.storage.tars import FilePart, PackEntry, Part, member_size, tar_size
+from offline_packing.storage.tars import PackEntry, Part, member_size, tar_size
+from task_encoders.storage.paths import REMEDY
 
 #: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
@@ -38,29 +38,23 @@ class PlannedShard:
     packs_before: int = 0
 
 
-def split_packs(num_packs: int, shares: Mapping[str, float]) -> dict[str, range]:
-    """Packs of each split, in order of the plan; at least one each, the first splits first."""
-    ends = np.rint(np.cumsum(list(shares.values())) * num_packs).astype(int)
-    later = len(shares) - 1 - np.arange(len(shares))
-    splits: dict[str, range] = {}
-    start = 0
-    for name, end, reserved in zip(shares, ends.tolist(), later.tolist(), strict=True):
-        if reserved == 0:
-            end = num_packs
-        end = max(min(end, num_packs - reserved), min(start + 1, num_packs))
-        splits[name] = range(start, end)
-        start = end
-    return splits
-
-
 def splits_of_plan(plan: PackPlan, shares: Mapping[str, float]) -> dict[str, range]:
-    """Packs of each split, in the order of the shares: as planned, or shares of the packs."""
-    if not plan.info.splits:
-        return split_packs(plan.num_packs, shares)
-    counts = [plan.info.splits[name] for name in shares]  # plan.json sorts the names
+    """Packs of each split, in the order of the shares."""
+    counts = [plan.num_packs]  # of the only one
+    if len(shares) > 1:
+        counts = [plan.info.splits[name] for name in shares]  # plan.json sorts the names
     ends = np.cumsum(counts).tolist()
     ranges = map(range, [0, *ends], ends)
     return dict(zip(shares, ranges, strict=True))
+
+
+def samples_of_splits(
+    plan: PackPlan, shares: Mapping[str, float]
+) -> Iterator[tuple[str, range, int]]:
+    """Name and packs of each split, and the number of different samples in them."""
+    for name, own in splits_of_plan(plan, shares).items():
+        ids = plan.sample_ids[plan.pack_offsets[own.start] : plan.pack_offsets[own.stop]]
+        yield name, own, len(np.unique(ids))
 
 
 def lay_out_shards(
@@ -156,12 +150,12 @@ class ShardFragment:
             raise StageError(f"{path} is missing; run write again")
         try:
             packs = [
-                PackEntry(**{**pack, "parts": tuple(map(_part, pack["parts"]))})
+                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
                 for pack in content["packs"]
             ]
             return cls(**{**content, "packs": packs})
         except (KeyError, TypeError) as error:
-            raise StageError(f"{path} is damaged: {error}; retry rewrites it") from error
+            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
 
     @classmethod
     def is_whole(cls, path: Path, content_hash: str) -> bool:
@@ -170,7 +164,3 @@ class ShardFragment:
             return cls.load(path).content_hash == content_hash
         except StageError:
             return False
-
-
-def _part(content: Mapping[str, Any]) -> Part:
-    return FilePart(**content) if "xxh3_128" in content else Part(**content)

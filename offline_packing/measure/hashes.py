@@ -6,11 +6,11 @@ from typing import Any, BinaryIO, Final
 import orjson
 import xxhash
 
-from offline_packing.sources import Embedded, Locator, Source
+from offline_packing.sources import Embedded, Source
 from task_encoders.samples import SourceSample
 
-#: Bytes that are hashed of a medium at its beginning, in its middle and at its end.
-_CHUNK: Final = 4096
+#: Bytes that are hashed of a medium: as many as the first request to remote storage brings.
+HASHED_BYTES: Final = 1 << 14
 
 
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
@@ -44,16 +44,11 @@ def _texts(sample: SourceSample) -> list[Any]:
     return [turns, sample.system, sample.tools]
 
 
-def hash_medium(source: Source, at: Locator, file: BinaryIO) -> int:
-    """xxh3_64 of a medium's size and of three places in its bytes, so that equal files have one
-    wherever they lie. Only of the beginning where a source of the run is remote, in all of them:
-    each place would be a request."""
-    digest = xxhash.xxh3_64(at.size.to_bytes(8, "little"))
-    is_long = not source.beside_remote and at.size > _CHUNK
-    places = (0, (at.size - _CHUNK) // 2, at.size - _CHUNK) if is_long else (0,)
-    for place in places:
-        file.seek(place)
-        digest.update(file.read(_CHUNK))
+def hash_medium(num_bytes: int, file: BinaryIO) -> int:
+    """xxh3_64 of a medium's size and its first HASHED_BYTES bytes, so that equal files have one
+    hash wherever they lie: in remote storage any other place would be a request."""
+    digest = xxhash.xxh3_64(num_bytes.to_bytes(8, "little"))
+    digest.update(file.read(HASHED_BYTES))
     return digest.intdigest()
 
 

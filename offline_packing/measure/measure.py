@@ -5,6 +5,7 @@ finished part.
 """
 
 import logging
+import shutil
 import tempfile
 from collections import ChainMap, Counter
 from collections.abc import Sequence
@@ -14,15 +15,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.info import INDEX_VERSION, IndexInfo
-from offline_packing.index.shared import shared_media
+from offline_packing.index.rows import name_samples
+from offline_packing.index.set_aside import find_duplicates
+from offline_packing.index.shared import most_shown, places_of_equal
 from offline_packing.index.table import Index
 from offline_packing.measure.answers import most_frequent
-from offline_packing.measure.copies import mark_repeated
 from offline_packing.measure.identity import (
     NewRecords,
+    first_of_equal,
     rename_repeated,
     set_known_keys,
     skip_fingerprint,
@@ -39,15 +44,19 @@ from offline_packing.runs.artifacts import (
     Fingerprint,
     changed_fields,
     check_fingerprint,
+    check_index,
     config_fingerprint,
     library_versions,
     warn_of_versions,
 )
+from offline_packing.runs.manifest import read_manifest
+from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
 from offline_packing.runs.run import Run, Workspace, open_sources
 from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinished
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
+    hash_file,
     hash_files,
     read_json,
     remove_temporaries,
@@ -55,7 +64,7 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import read_each, remove_folder
+from offline_packing.storage.paths import local_copy, read_each, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +75,20 @@ _MARKER: Final = attrgetter("index_path")
 
 def measure(run: Run) -> Index:
     """Make the index, or return it if it is complete. Raises StageError if there is an index with
-    another fingerprint, or a source cannot be read."""
-    workspace = run.workspace
+    another fingerprint, or a source cannot be read; or files of it are missing, and the source does
+    not give them again."""
+    workspace, overwrites = run.workspace, run.config.output.overwrite
+    info = IndexInfo.load(workspace.index_info)
+    if lost := _find_lost(workspace, info):
+        try:
+            return _restore(run, info, lost)
+        except StageError:
+            if not overwrites:
+                raise
+            run.discard_index()
+    if info is not None and is_repairing(workspace) and not overwrites:
+        check_index(run, info)  # not what a source has become since: what is there stays
+        return Index(workspace.index, info)
     sources = open_sources(run.config)
     scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
     for config, scan in zip(run.config.source, scans, strict=True):
@@ -80,7 +101,7 @@ def measure(run: Run) -> Index:
         return Index(workspace.index, info)
     set_known_keys(run, sources, workspace.skip)
     folders = [workspace.index, workspace.set_aside, workspace.files]
-    for folder in (*folders, *([workspace.records] if run.config.regroups else [])):
+    for folder in (*folders, *([workspace.records] if run.config.splits else [])):
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
     save_files(workspace.files, sources, scans)
@@ -95,6 +116,84 @@ def measure(run: Run) -> Index:
     for folder in (workspace.skip, workspace.records):
         remove_folder(folder)
     return Index(workspace.index, info)
+
+
+def _find_lost(workspace: Workspace, info: IndexInfo | None) -> list[Path]:
+    """Files of a complete index that are not there: all but index.json are recorded in it."""
+    if info is None:
+        made_from_it = workspace.plan_info, workspace.started, workspace.manifest
+        return [workspace.index_info] if any(path.exists() for path in made_from_it) else []
+    paths = list(_recorded(workspace, info))
+    there = set(done(paths, lambda path: path))
+    return [path for path in paths if path not in there]
+
+
+def _recorded(workspace: Workspace, info: IndexInfo) -> dict[Path, str]:
+    """The hash of each file of an index."""
+    folders = {workspace.packing / name: hashes for name, hashes in info.hashes.items()}
+    return {folder / name: one for folder, own in folders.items() for name, one in own.items()}
+
+
+def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
+    """Measure again what is lost, and accept it if it is what was recorded: of index.json by the
+    plan, of the others by index.json. Raises StageError where it is not."""
+    workspace = run.workspace
+    if run.engine.IS_SHARED:
+        raise StageError(f"{lost[0]} is missing; run measure with engine.name=local")
+    logger.info("measure: %d files are missing and made again, such as %s", len(lost), lost[0])
+    if info is not None:
+        hashes = _recorded(workspace, info)
+        _measure_again(run, lost, keeps=True)
+        accept(workspace, {path: hashes[path] for path in lost}, partial(_describe_change, run))
+        return Index(workspace.index, info)
+    recorded = (read_json(workspace.plan_info) or {}).get("fingerprint", {}).get("index")
+    manifest = read_manifest(workspace.root)
+    # Nothing says any more which parts are whole: all are measured, if theirs are not.
+    for keeps in (True, False) if recorded else (False,):
+        info = _measure_again(run, lost, keeps=keeps)
+        made_info = workspace.again / lost[0].relative_to(workspace.root)
+        if manifest is not None:
+            info = replace(info, versions=manifest.library_versions)
+            info.save(made_info)
+        is_same = manifest is None or manifest.fingerprint == info.fingerprint
+        if recorded == hash_file(made_info) or (recorded is None and is_same):
+            hashes = _recorded(workspace, info)
+            differ = [at for at, one in hashes.items() if not at.exists() or hash_file(at) != one]
+            set_apart(workspace, differ)
+            files = {path: hashes[path] for path in differ} | {lost[0]: hash_file(made_info)}
+            accept(workspace, files, partial(_describe_change, run))
+            return Index(workspace.index, info)
+    raise refused(workspace, lost, _describe_change(run))
+
+
+def _measure_again(run: Run, lost: Sequence[Path], *, keeps: bool) -> IndexInfo:
+    """Make an index beside the one that has lost files, whose other parts it may keep. Raises
+    StageError where the sources cannot be measured; the old files are back then."""
+    workspace, output = run.workspace, run.config.output
+    remove_folder(workspace.again)
+    output = output.model_copy(update={"path": str(workspace.again), "overwrite": False})
+    again = replace(run, config=run.config.model_copy(update={"output": output}))
+    for index_path in workspace.index.glob("part-*.parquet") if keeps else ():
+        paths = (index_path, workspace.set_aside / index_path.name)
+        if not run.config.splits and all(path not in lost and path.exists() for path in paths):
+            for path in paths:
+                target = workspace.again / path.relative_to(workspace.root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with local_copy(path) as copy:
+                    shutil.copyfile(copy, target)
+    try:
+        return measure(again).info
+    except StageError as error:
+        raise refused(workspace, lost, error) from error
+
+
+def _describe_change(run: Run) -> str:
+    """What changed in the sources since they were measured, as far as it shows in their files."""
+    sources = open_sources(run.config)
+    fields = [f"source.{i}.listing" for i in range(len(sources))]
+    changes = [explain_listing(run.workspace.files, sources, name) for name in fields]
+    paths = ", ".join(source.path for source in sources)
+    return "; ".join(filter(None, changes)) or f"{paths} no longer gives what was measured"
 
 
 def _complete(
@@ -113,29 +212,42 @@ def _complete(
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
         num_weighted=sum(result.num_weighted for result in results),
+        num_part_hashed=sum(result.num_part_hashed for result in results),
         source_warnings=[line for scan in scans for line in scan.warnings],
     )
-    records = Index(workspace.records if run.config.regroups else workspace.index, info)
+    records = Index(workspace.records if run.config.splits else workspace.index, info)
     num_renamed = rename_repeated(records)
     if num_renamed:
         logger.info(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
     num_unused = count_unused_media(records, scans)
-    copies = mark_repeated(run, records)
-    if run.config.regroups:
+    copies = _count_copies(records)
+    if run.config.splits:
         info = _regroup(run, records, tasks)
-    shared, most_shown = shared_media(Index(workspace.index, info))
+    shown = most_shown(Index(workspace.index, info))
     answers = most_frequent(result.frequent_answers for result in results)
-    common = {"copies": copies, "media": most_shown, "answers": answers}
+    common = {"copies": copies, "media": shown, "answers": answers}
     common = {what: some for what, some in common.items() if some[0]}
-    info = replace(info, shared_media=shared, common=common)
+    info = replace(info, common=common)
     folders = workspace.index, workspace.set_aside, workspace.files
     hashes = {folder.name: hash_files(folder, "*.parquet") for folder in folders}
     info = replace(info, hashes=hashes, num_unused_images=num_unused)
     for line in info.warnings:
         logger.warning("measure: warning: %s", line)
     return info
+
+
+def _count_copies(samples: Index) -> tuple[int, str]:
+    """How many samples repeat the texts and media of an earlier one, by their hashes, and the key
+    of the first. Those with the key of an earlier one are set aside, and not counted."""
+    duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
+    others = np.delete(np.arange(samples.info.num_samples), duplicates)
+    hashes = samples.array("sample_hash")[others]
+    several = places_of_equal(hashes)
+    firsts = first_of_equal(hashes[several])
+    copies = others[several[firsts != np.arange(len(several))]]
+    return len(copies), name_samples(samples, copies[:1])["key"][0].as_py() if len(copies) else ""
 
 
 def _regroup(run: Run, records: Index, tasks: Sequence[MeasureTask]) -> IndexInfo:
@@ -172,12 +284,6 @@ def preview_measure(run: Run) -> str:
                 text = f"{sum(filter(None, counts)):,} records of {source.path}"
                 if None in counts:  # parts of unknown size are one file each
                     text = f"{counts.count(None):,} files of {source.path}"
-            if source.options.drop_copies:
-                text += ", set copies aside"
-            merge = source.merge
-            if merge is not None:
-                what = f"with one {merge.by}" if merge.by else "of one picture"
-                text += f", and merge those {what} to dialogues of {merge.max_tokens:,} tokens"
             if run.config.splits:
                 text += ", and cut conversations that fit no pack between turns"
             lines.append(f"would measure {text}\n")
@@ -257,7 +363,7 @@ def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> st
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
     at = run.workspace
-    folders = (at.records if run.config.regroups else at.index, at.set_aside)
+    folders = (at.records if run.config.splits else at.index, at.set_aside)
     parts = [(i, source, part) for i, source in enumerate(sources) for part in scans[i].parts]
     return [
         MeasureTask(

@@ -27,11 +27,16 @@ from offline_packing.index.measured import (
     set_aside_table,
 )
 from offline_packing.measure.answers import FrequentAnswers
-from offline_packing.measure.hashes import hash_content, hash_group, hash_medium, hash_sample
+from offline_packing.measure.hashes import (
+    HASHED_BYTES,
+    hash_content,
+    hash_group,
+    hash_medium,
+    hash_sample,
+)
 from offline_packing.measure.identity import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
-from offline_packing.sources.dialogues import hash_of_dialogue
 from offline_packing.sources.lost_fields import Lost, clipped_images, control_text, lost_fields
 from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
@@ -55,7 +60,14 @@ _MAX_NAME: Final = 200
 #: Characters of a reason's detail that are kept: it may quote what a record holds.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
-_NOTES: Final = ("num_skipped", "num_weighted", "lost_fields", "lost_examples", "frequent_answers")
+_NOTES: Final = (
+    "num_skipped",
+    "num_weighted",
+    "num_part_hashed",
+    "lost_fields",
+    "lost_examples",
+    "frequent_answers",
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,8 @@ class PartResult:
     num_skipped: int = 0
     #: with loss weights other than 0 and 1
     num_weighted: int = 0
+    #: media of samples, see IndexInfo
+    num_part_hashed: int = 0
     #: what samples lack -> how many; see sources/lost_fields.py
     lost_fields: dict[str, int] = field(default_factory=dict)
     #: the same -> key of the first of them, and what it holds
@@ -166,7 +180,7 @@ class Measuring:
         self.lost_examples: dict[str, str] = {}
         self._answers = FrequentAnswers()
         self._control = control_pattern(encoder.tokenizer)
-        self.num_skipped = self.num_weighted = 0
+        self.num_skipped = self.num_weighted = self.num_part_hashed = 0
 
     @property
     def frequent_answers(self) -> dict[str, tuple[int, str]]:
@@ -246,7 +260,7 @@ class Measuring:
         locator, file = self.source.open_media(record, name)
         try:
             with file:
-                media_hash = hash_medium(self.source, locator, file)
+                media_hash = hash_medium(locator.size, file)
                 file.seek(0)
                 return locator, media_hash, read(file)
         except SampleError as error:
@@ -269,18 +283,18 @@ class Measuring:
             found.length,
             record.locator,
             tuple(media),
-            sample_stamp(self.source, [record.locator], locators),
+            sample_stamp(self.source, record.locator, locators),
             sample_traits(sample, found.sizes),
             len(found.videos),
             hash_content(sample, embedded) if record.own_id else 0,
             hash_sample(sample, found.media_hashes),
             tuple(found.media_hashes),
             hash_group(self.source, record.content),
-            hash_of_dialogue(self.source, record.content, sample, found.media_hashes),
         )
         self._answers.add("\n".join([turn.answer for turn in sample.turns]))
         for what, shown in found.lost:
             what = escape(what)
             self.lost_fields[what] += 1
             self.lost_examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))
+        self.num_part_hashed += sum(at.size > HASHED_BYTES for at in locators)
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,8 @@ from offline_packing.config.sections import SplitTurnsConfig
 from offline_packing.errors import ChangedError
 from offline_packing.index.measured import MeasuredSample, sample_stamp, sample_traits
 from offline_packing.layouts.shard_tasks import COLUMNS, read_planned
-from offline_packing.measure.hashes import hash_sample
 from offline_packing.sources import Source
-from offline_packing.sources.dialogues import RecordPart, TurnRange, take_turns
+from offline_packing.sources.conversation_part import ConversationPart
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import (
@@ -35,9 +34,6 @@ from task_encoders.samples import (
     count_placeholders,
     place_media,
 )
-
-#: Characters that a truncated answer gives up, at most, to end where a token of the whole one does.
-_MOST_GIVEN_UP: Final = 256
 
 
 def fits(
@@ -51,20 +47,17 @@ def fits(
 
 
 class _Cut(NamedTuple):
-    """Exchanges from `first` to `end`, shown from `begin` on, and images from number `image` on."""
+    """Exchanges from `first` to `end`, shown from `begin` on."""
 
     begin: int
     first: int
     end: int
-    image: int
-    answer_length: int | None = None
 
 
 class _Part(NamedTuple):
     cut: _Cut
     sample: SourceSample
-    #: see RecordPart.media
-    places: tuple[int, ...]
+    part: ConversationPart
     length: SampleLength
 
 
@@ -82,14 +75,11 @@ class Conversation:
         """Read it again. Raises StageError if it changed after it was measured. `row` is its row
         of the records' table, `limits` are tokens and whatever else a pack is limited in."""
         (record,) = read_planned(row.select(COLUMNS))
-        (self.row,) = row.select(["content_hash", "group_hash", "key_hash"]).to_pylist()
+        (self.row,) = row.select(["content_hash", "sample_hash", "group_hash"]).to_pylist()
         self.record, self.hashes = record, row["media_hash"][0].as_py()
         self.source, self.encoder, self.options, self.limits = source, encoder, options, limits
-        places = tuple(range(len(record.media)))
-        self.whole = RecordPart(
-            record.key, self.row["content_hash"], record.json, places, record.num_videos
-        )
-        self.sample = self.whole.read(source)
+        num_images = len(record.media) - record.num_videos
+        self.sample = source.read_sample(record.key, record.json, num_images, record.num_videos)
         self.sizes, self.videos = self._headers()
         turns = place_media(self.sample)
         starts = [i for i, turn in enumerate(turns) if i == 0 or not _answers_a_tool(turn)]
@@ -133,21 +123,25 @@ class Conversation:
 
     def _measure(self, cut: _Cut) -> _Part:
         """Raises SampleError where no template takes such a part."""
-        shown = range(cut.image, self.images[cut.end])
+        shown = range(self.images[cut.begin], self.images[cut.end])
         clips = range(self.clips[cut.begin], self.clips[cut.end])
         kept = [*shown, *(len(self.sizes) + clip for clip in clips)]
         places = [-1] * len(self.hashes)
         for place, medium in enumerate(kept):
             places[medium] = place
-        taken = self._turns(cut)
-        key = f"{self.record.key}[{taken.first}:{taken.end}]"
-        sample = take_turns(key, self.sample, taken, places)
+        begin, first, end = (self.bounds[at] for at in cut)
+        part = ConversationPart(
+            self.record.key,
+            self.record.json,
+            tuple(places),
+            self.record.num_videos,
+            begin,
+            first,
+            end,
+        )
+        sample = replace(part.take(self.sample), key=f"{self.record.key}[{first}:{end}]")
         sizes, videos = [self.sizes[i] for i in shown], [self.videos[i] for i in clips]
-        return _Part(cut, sample, tuple(places), self.encoder.measure(sample, sizes, videos))
-
-    def _turns(self, cut: _Cut) -> TurnRange:
-        begin, first, end = (self.bounds[at] for at in cut[:3])
-        return TurnRange(begin, first, end, cut.answer_length)
+        return _Part(cut, sample, part, self.encoder.measure(sample, sizes, videos))
 
     def _fits(self, part: _Part) -> bool:
         sample, length = part.sample, part.length
@@ -185,10 +179,9 @@ class Conversation:
 
     def _next(self, first: int, ends: npt.NDArray[np.int64]) -> _Part:
         """The part that begins with an exchange."""
-        begin, image = self._context(first)
-        cut = _Cut(begin, first, first + 1, image)
+        cut = _Cut(self._context(first), first, first + 1)
         if not self._is_fit(cut):
-            return self._truncated(cut) or self._part(cut)
+            return self._part(cut)
         last, room = len(self.is_trained), self.limits["tokens"] - self._part(cut).length.num_tokens
         guess = int(np.searchsorted(ends, ends[first + 1] + room, side="right")) - 1
         end = min(max(guess, first + 1), last)
@@ -207,49 +200,18 @@ class Conversation:
             end -= 1
         return self._part(cut._replace(end=end))
 
-    def _context(self, first: int) -> tuple[int, int]:
-        """The first exchange and the first image that are shown in front of an exchange: as much
-        as is asked for and fits with it, the latest ones; without any, it need not fit."""
-        earliest = max(0, first - self.options.context_turns)
-        image = 0 if self.options.context_images else self.images[earliest]
-        choices = [(earliest, one) for one in range(image, self.images[earliest] + 1)]
-        choices += [(begin, self.images[begin]) for begin in range(earliest + 1, first + 1)]
-        fewer = bisect_left(
-            choices[:-1],
-            True,
-            key=lambda one: self._is_fit(_Cut(one[0], first, first + 1, one[1])),
+    def _context(self, first: int) -> int:
+        """The first exchange that is shown in front of an exchange: as much as is asked for and
+        fits with it, the latest ones; without any, it need not fit."""
+        earlier = range(max(0, first - self.options.context_turns), first)
+        return earlier.start + bisect_left(
+            earlier, True, key=lambda begin: self._is_fit(_Cut(begin, first, first + 1))
         )
-        return choices[fewer]
-
-    def _truncated(self, cut: _Cut) -> _Part | None:
-        """The longest beginning of an exchange that fits, its last answer cut where one of its
-        tokens ends; None if there is none, or none is asked for."""
-        turn = self.sample.turns[self.bounds[cut.end] - 1]
-        if not self.options.truncate_answer or turn.calls or not turn.weight:
-            return None
-        shortest = len(turn.answer) - len(turn.answer.lstrip()) + 1
-
-        def of_length(length: int) -> _Part:
-            return self._part(cut._replace(answer_length=length))
-
-        lengths = range(shortest, len(turn.answer))
-        longest = (
-            shortest
-            - 1
-            + bisect_left(lengths, True, key=lambda one: not self._fits(of_length(one)))
-        )
-        whole = self.encoder.tokenize(of_length(len(turn.answer)).sample).ids
-        for length in range(longest, max(shortest, longest - _MOST_GIVEN_UP) - 1, -1):
-            part = of_length(length)
-            ids = self.encoder.tokenize(part.sample).ids
-            if ids == whole[: len(ids)] and self._fits(part):
-                return part
-        return None
 
     def _row(self, part: _Part) -> MeasuredSample:
         """A part as a row of the index."""
         record, sample = self.record, part.sample
-        kept = [i for i, place in enumerate(part.places) if place >= 0]
+        kept = [i for i, place in enumerate(part.part.media) if place >= 0]
         media = tuple((record.media[i], record.extensions[i]) for i in kept)
         hashes = tuple(self.hashes[i] for i in kept)
         turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
@@ -262,15 +224,14 @@ class Conversation:
             part.length,
             replace(record.json, size=len(orjson.dumps([sample.system, sample.tools, turns]))),
             media,
-            sample_stamp(self.source, [record.json], [at for at, _ in media]),
+            sample_stamp(self.source, record.json, [at for at, _ in media]),
             sample_traits(sample, sizes),
             len(sample.videos),
             self.row["content_hash"],
-            hash_sample(sample, hashes),
+            self.row["sample_hash"],  # of the whole conversation, which stays in one split
             hashes,
             self.row["group_hash"],
-            self.row["key_hash"],
-            (replace(self.whole, media=part.places, turns=self._turns(part.cut)),),
+            part.part,
         )
 
 

@@ -13,15 +13,15 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index.pack_table import media_of_samples, units_of_samples
+from offline_packing.index.records import record_hashes
 from offline_packing.index.rows import SampleIds, name_samples, sample_flops
 from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
 from offline_packing.index.table import DUPLICATE_KEY, LEFT_OUT, Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.plan.splits import groups_by_conversation
+from offline_packing.layouts.base import Admission
 from offline_packing.plan.uses import Uses, choose_uses
 from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.artifacts import split_by
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
 from task_encoders.families import model_cost
@@ -41,11 +41,11 @@ class Planned:
 def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
     under on_overlong: error, or an option that the strategy does not have."""
-    layout = LAYOUTS[run.config.output.layout]
-    num_tokens, added = samples.array("num_tokens"), layout.added_tokens(samples)
-    if np.any(added):
-        num_tokens = num_tokens + added
-    aside = _find_set_aside(run, samples)
+    admission = LAYOUTS[run.config.output.layout].admit(samples)
+    num_tokens = samples.array("num_tokens")
+    if np.any(admission.added_tokens):
+        num_tokens = num_tokens + admission.added_tokens
+    aside = _find_set_aside(run, samples, admission)
     kept: SampleIds = np.arange(
         len(num_tokens), dtype=np.int32 if len(num_tokens) < 2**31 else np.int64
     )
@@ -53,10 +53,6 @@ def make_plan(run: Run, samples: Index) -> Planned:
         kept = np.delete(kept, aside.ids)
     uses = choose_uses(run.config, samples, kept)
     packs = _pack_uses(run, samples, num_tokens, uses)
-    if uses.groups:
-        together = {"by": split_by(run.config, samples.info), "groups": dict(uses.groups)}
-        settings = {**packs.info.settings, "splits": together}
-        packs = replace(packs, info=replace(packs.info, settings=settings))
     left_out = _left_out(run, packs, num_tokens[packs.set_aside_ids])
     planned = Planned(packs, AsideSamples.merge([aside, uses.not_drawn, left_out]))
     _check_planned(run, samples, planned)
@@ -69,7 +65,7 @@ def _pack_uses(
     """The plan of all uses, split after split, over the ids of the index."""
     pack = run.config.pack
     plans: dict[str, list[PackPlan]] = {}
-    apart = _kept_apart(run.config, samples, uses)
+    apart = _kept_apart(samples, uses)
     try:
         for name, ids in uses.ids.items():
             copy_of = None if apart is None else apart[ids]
@@ -82,8 +78,8 @@ def _pack_uses(
                 plans.setdefault(name, []).append(plan if is_all else plan.of(ids))
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
-    if pack.epochs == 1 and list(plans) == [""] and not uses.repeated:
-        return plans[""][0]
+    if pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
+        return next(iter(plans.values()))[0]
     return join_plans(plans)
 
 
@@ -101,14 +97,15 @@ def plan_epochs(
     ]
 
 
-def _kept_apart(config: PackingConfig, samples: Index, uses: Uses) -> SampleIds | None:
+def _kept_apart(samples: Index, uses: Uses) -> SampleIds | None:
     """(num_samples,) samples with one number share no pack: copies, and parts of a conversation.
     None: any may."""
-    is_cut = samples.info.split and not config.pack.split_turns.share_packs
-    if not is_cut and not uses.repeated:
+    if not samples.info.split and not uses.repeated:
         return None
-    ids = np.arange(samples.info.num_samples)
-    return groups_by_conversation(samples, ids) if is_cut else ids
+    if not samples.info.split:
+        return np.arange(samples.info.num_samples)
+    # Parts stand in the index one after the other.
+    return np.cumsum(np.diff(record_hashes(samples), prepend=np.uint64(0)) != 0) - 1
 
 
 def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
@@ -144,14 +141,14 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     return PackPlan(*packs, aside[lost], reasons, info, cp_sizes)
 
 
-def _find_set_aside(run: Run, samples: Index) -> AsideSamples:
+def _find_set_aside(run: Run, samples: Index, admission: Admission) -> AsideSamples:
     """Samples that are not planned."""
     layout = run.config.output.layout
     duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
     left_out = samples.array("left_out")
     found = [(duplicates, *LEFT_OUT[DUPLICATE_KEY])]
     found += [(np.flatnonzero(left_out == code), *why) for code, why in LEFT_OUT.items()]
-    for what, ids in LAYOUTS[layout].find_unfit(samples):
+    for what, ids in admission.unfit:
         found.append((ids, "not_in_layout", f"layout {layout} holds no {what}"))
     return AsideSamples.merge([AsideSamples.of(ids, *reason) for ids, *reason in found])
 

@@ -10,22 +10,23 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.errors import DamagedError, StageError
+from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
 from offline_packing.plan.summary import (
     render_content,
-    render_groups,
     render_idle,
     render_ranks,
     render_sources,
     render_split,
+    render_splits,
     render_summary,
 )
 from offline_packing.planner.pack_plan import PackPlan
@@ -39,21 +40,22 @@ from offline_packing.runs.artifacts import (
     plan_fingerprint,
     plan_identity,
 )
-from offline_packing.runs.manifest import hash_plan
+from offline_packing.runs.manifest import hash_plan, read_manifest
+from offline_packing.runs.repair import accept, refused, set_apart
 from offline_packing.runs.run import Run
 from offline_packing.runs.warnings import run_warnings
 from offline_packing.storage.files import (
     hash_file,
-    move_file,
     read_json,
     seal,
-    sync_folder,
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import remove_folder, scratch_folder
+from offline_packing.storage.paths import remove_folder
 
 logger = logging.getLogger(__name__)
+
+_OTHER_PLAN: Final = "the settings, or the version of offline-packing, give another plan"
 
 
 def plan(run: Run, samples: Index) -> StoredPlan:
@@ -62,11 +64,16 @@ def plan(run: Run, samples: Index) -> StoredPlan:
     workspace = run.workspace
     found = read_json(workspace.plan_info)
     fingerprint = plan_fingerprint(run)
+    try:
+        found = _restore_lost(run, samples, found)
+    except StageError:
+        if not run.config.output.overwrite:
+            raise
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
         stored = load_plan(run, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
         return stored
-    _discard_previous(run, {} if found is None else found["fingerprint"], fingerprint)
+    _discard_previous(run, found, fingerprint)
     planned = make_plan(run, samples)
     _warn_of_uneven_packs(run.config, planned.packs)
     return _save(run, samples, planned, workspace.plan)
@@ -116,27 +123,41 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
     return StoredPlan(planned.packs, document)
 
 
-def restore_plan(run: Run, samples: Index, expected: str | None) -> None:
-    """Rebuild a damaged plan. Raises StageError if it would be another one than the shards', whose
-    `hash_plan` or `hash` is expected; None: there are none that count."""
-    folder = run.workspace.plan
-    scratch = scratch_folder(folder.with_suffix(".repair"))
-    remove_folder(scratch)  # left by a killed run
+def _restore_lost(
+    run: Run, samples: Index, found: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Plan again where files of a plan are missing, and accept those of the recorded hash; returns
+    its stage.json, which itself is accepted if it is of the plan of the shards. Raises StageError
+    where the plan comes out differently."""
+    workspace, manifest = run.workspace, read_manifest(run.workspace.root)
+    expected = (read_json(workspace.started) or {}).get("plan")
+    if manifest is not None:
+        expected = manifest.plan
+    files = (
+        {}
+        if found is None
+        else {workspace.plan / name: one for name, one in found["files"].items()}
+    )
+    lost = [path for path in files if not path.exists()] if found else [workspace.plan_info]
+    if not lost or (found is None and expected is None):
+        return found
+    logger.info("plan: %s and what else is missing is made again", lost[0])
+    remove_folder(workspace.again)
+    folder = workspace.again / workspace.plan.relative_to(workspace.root)
     try:
-        info = scratch / run.workspace.plan_info.name
-        _save(run, samples, make_plan(run, samples), scratch)
-        made = read_json(info)
-        if expected not in (None, hash_plan(made), made["hash"]):
-            raise StageError(
-                f"{folder} cannot be rebuilt: the plan comes out differently; restore it from "
-                "a copy, or pack all data again with another output.path"
-            )
-        folder.mkdir(exist_ok=True)
-        for path in [*(scratch / name for name in plan_files(run.config)), info]:
-            move_file(path, folder / path.name)
-        sync_folder(folder)
-    finally:
-        remove_folder(scratch)
+        made = _save(run, samples, make_plan(run, samples), folder).info
+    except StageError as error:
+        raise refused(workspace, lost, error) from error
+    if found is None:
+        if expected not in (hash_plan(made), made["hash"]):
+            raise refused(workspace, lost, _OTHER_PLAN)
+        files = {workspace.plan / name: one for name, one in made["files"].items()}
+        lost = [path for path, one in files.items() if not path.exists() or hash_file(path) != one]
+        set_apart(workspace, lost)
+        info = workspace.plan_info
+        files, lost = {**files, info: hash_file(folder / info.name)}, [*lost, info]
+    accept(workspace, {path: files[path] for path in lost}, lambda: _OTHER_PLAN)
+    return found or made
 
 
 def preview_plan(run: Run, samples: Index) -> str:
@@ -154,10 +175,9 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     lengths = samples.array("num_tokens")[packs.sample_ids]
     sources = render_sources(run.config, samples, packs)
     content = [
-        *([("records", samples.info.saving)] if samples.info.saving else []),
         *([("conversations", samples.info.splitting)] if samples.info.split else []),
         *render_content(samples, packs),
-        *render_groups(run.config, packs),
+        *render_splits(run.config, packs),
         *render_idle(run.config, samples, packs),
         *render_ranks(run.config, samples, packs),
         *render_split(run.config, samples, packs),
@@ -168,17 +188,17 @@ def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mappin
     )
 
 
-def _discard_previous(run: Run, found: Fingerprint, wanted: Fingerprint) -> None:
+def _discard_previous(run: Run, found: Mapping[str, Any] | None, wanted: Fingerprint) -> None:
     """Remove an earlier plan, which may be replaced until shards are written from it."""
     workspace = run.workspace
-    if any(workspace.write.glob("*.json")) and not run.config.output.overwrite:
-        if not found:
-            raise DamagedError(
-                f"{workspace.plan_info} is missing, though shards were written from it; retry "
-                "makes it again"
-            )
+    if found is None and not workspace.manifest.exists() and not workspace.started.exists():
+        # Nothing says from which plan shards were written.
+        set_apart(workspace, workspace.write.rglob("*-??????.json"))
+        remove_folder(workspace.plan)
+        return
+    if found is not None and workspace.started.exists() and not run.config.output.overwrite:
         check_fingerprint(
-            found,
+            found["fingerprint"],
             wanted,
             artifact=f"the plan of the shards in {workspace.root}",
             remedy="set output.overwrite=true to replace the shards, or choose another output.path",

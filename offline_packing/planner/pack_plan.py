@@ -49,7 +49,7 @@ class PlanInfo:
     reason_names: tuple[str, ...] = ()
     #: uses of samples beyond the first of each
     num_copies: int = 0
-    #: packs of each split, in order, where samples were dealt out to splits; else empty
+    #: packs of each split, in order, if there are several
     splits: dict[str, int] = field(default_factory=dict)
     #: packs of each epoch, in order, where each has its own; of the first split only
     epochs: list[int] = field(default_factory=list)

@@ -133,7 +133,7 @@ def _waiting(
     config = stages.run.config
     order = config.pack.order
     layout = RankLayout(order.num_ranks, order.num_workers) if order else RankLayout(_NUM_RANKS)
-    first = next(iter(splits_of_plan(plan, config.output.split).values()))
+    first = next(filter(len, splits_of_plan(plan, config.output.split).values()))
     size = plan.info.epochs[0] if plan.info.epochs else len(first)
     own = slice(first.start, first.start + size)
     one, two = idle_of_order(costs[own], tower[own], layout)

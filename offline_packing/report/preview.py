@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offline_packing.errors import StageError
-from offline_packing.index.records import name_parts
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.report.spelled import MediumPreview, Span, in_order, spell_segment
-from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from task_encoders.families import ModelOptions
@@ -44,8 +42,6 @@ class SubSamplePreview:
     images: tuple[MediumPreview, ...]
     videos: tuple[MediumPreview, ...]
     spans: tuple[Span, ...]
-    #: keys of the records of a dialogue; none: the sample is one record
-    records: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,11 +76,7 @@ def preview(
     manifest = require_manifest(run.workspace.root)
     numbers = choose(manifest, num_packs, packs, seed)
     task_encoder = _task_encoder(run, manifest)
-    records = _records(run, manifest, numbers)
-    return (
-        _preview_pack(run, manifest, task_encoder, number, own)
-        for number, own in zip(numbers, records, strict=True)
-    )
+    return (_preview_pack(run, manifest, task_encoder, number) for number in numbers)
 
 
 def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
@@ -106,23 +98,6 @@ def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) 
             )
         numbers.append(int(match[1]))
     return numbers
-
-
-def _records(
-    run: Run, manifest: Manifest, numbers: Sequence[int]
-) -> list[Sequence[tuple[str, ...]]]:
-    """Keys of the records of each sample of some packs; none where each sample is one record, or
-    the index was left behind."""
-    if not manifest.counts.records or not run.workspace.index_info.exists():
-        return [()] * len(numbers)
-    samples, packs = open_index(run), open_plan(run).packs
-    found: list[Sequence[tuple[str, ...]]] = []
-    for number in numbers:
-        parts = name_parts(samples, packs.pack(number))["parts"].to_pylist()
-        found.append(
-            [tuple(part["key"] for part in own or () if part["turns"] is None) for own in parts]
-        )
-    return found
 
 
 def _task_encoder(run: Run, manifest: Manifest) -> "PackedTaskEncoder":
@@ -147,7 +122,6 @@ def _preview_pack(
     manifest: Manifest,
     task_encoder: "PackedTaskEncoder",
     number: int,
-    records: Sequence[tuple[str, ...]],
 ) -> PackPreview:
     """A pack as the row that the loader's task encoder makes of it. Raises StageError if it cannot
     be used."""
@@ -168,7 +142,7 @@ def _preview_pack(
         seq_length=manifest.room_of(row.cp_size),
         over=f" over {row.cp_size} ranks" if (row.cp_size or 1) > 1 else "",
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
-        sub_samples=tuple(_sub_samples(run, task_encoder, row, pack, records)),
+        sub_samples=tuple(_sub_samples(run, task_encoder, row, pack)),
         dropped=tuple(row.dropped),
     )
 
@@ -178,12 +152,10 @@ def _sub_samples(
     task_encoder: "PackedTaskEncoder",
     row: "PackedRowSample",
     pack: Pack,
-    records: Sequence[tuple[str, ...]],
 ) -> Iterator[SubSamplePreview]:
-    """Sources of the row's segments, next to the result; `records` are those of the pack."""
+    """Sources of the row's segments, next to the result."""
     encoder = task_encoder.encoder
     restored = restore_pack(pack.record, pack.key)
-    records_of = dict(zip(restored.keys, records, strict=False))
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
     bounds = itertools.pairwise(row.row.cu_lengths.tolist())
     for sub_key, (start, end) in zip(row.sub_sample_keys, bounds, strict=True):
@@ -203,10 +175,7 @@ def _sub_samples(
         shown = in_order(sample, images, videos)
         spans = tuple(spell_segment(tokens, weights, is_padding, encoder, shown))
         num_loss_tokens = int((weights > 0).sum())
-        own_records = records_of.get(sub_key, ())
-        yield SubSamplePreview(
-            sample, end - start, num_loss_tokens, images, videos, spans, own_records
-        )
+        yield SubSamplePreview(sample, end - start, num_loss_tokens, images, videos, spans)
 
 
 def _medium(

@@ -32,7 +32,6 @@ def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 
     for number, sub in enumerate(pack.sub_samples):
         title = f"#{number} {safe(sub.sample.key)}  {sub.num_tokens:,} tokens"
         lines += ["", click.style(title, bold=True)]
-        lines += [safe(f"records {', '.join(sub.records)}")] if sub.records else []
         lines += [line for span in sub.spans for line in _span(span, full, max_characters)]
     return "\n".join(lines) + "\n"
 

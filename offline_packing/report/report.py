@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.index.rows import name_samples, sums_by_source
-from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.layouts.shards import samples_of_splits
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.complete_stages import (
     CompleteStages,
@@ -86,7 +86,7 @@ def _document(stages: CompleteStages) -> Document:
         "made_from": _made_from(run.workspace, manifest),
         "samples": {"found": found, "packed": packed if plan else None, "set_aside": aside},
         "unused_images": info.num_unused_images,
-        **info.regrouped,
+        **({"split_turns": info.splitting} if info.split else {}),
         "warnings": run_warnings(run.config, stages.samples, plan),
         "plan": _plan(stages, plan, tokens) if plan else None,
         "saving": saving_figures(stages, plan) if plan else None,
@@ -126,8 +126,7 @@ def _verdict(document: Document) -> str:
         f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs{slots}, "
         f"{above:,} above the lower bound; {plan['fill']:.2%} full"
     )
-    for name in ("merged", "split_turns"):
-        line += f"; {document[name]}" if name in document else ""
+    line += f"; {document['split_turns']}" if "split_turns" in document else ""
     return line if document["stages"]["write"] else f"{line}; not written yet: run write"
 
 
@@ -185,21 +184,22 @@ def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]
     return lines
 
 
-def _splits(stages: CompleteStages, plan: PackPlan) -> dict[str, Any] | None:
-    """Packs and different samples of each split, and how many groups of samples that stay together
-    it has; None where there is one split."""
+def _splits(stages: CompleteStages, plan: PackPlan) -> list[dict[str, Any]]:
+    """Packs and different samples of each split; [] where there is one."""
     shares = stages.run.config.output.split
     if len(shares) == 1:
-        return None
-    together = plan.info.settings.get("splits", {"by": "sample", "groups": {}})
-    lines, total = [], len(np.unique(plan.sample_ids))
-    for name, own in splits_of_plan(plan, shares).items():
-        bounds = slice(plan.pack_offsets[own.start], plan.pack_offsets[own.stop])
-        samples = len(np.unique(plan.sample_ids[bounds]))
-        share = samples / total
-        line = {"split": name, "asked": shares[name], "share": share, "samples": samples}
-        lines.append({**line, "packs": len(own), "groups": together["groups"].get(name)})
-    return {"by": together["by"], "splits": lines}
+        return []
+    total = len(np.unique(plan.sample_ids))
+    return [
+        {
+            "split": name,
+            "asked": shares[name],
+            "share": samples / total,
+            "samples": samples,
+            "packs": len(own),
+        }
+        for name, own, samples in samples_of_splits(plan, shares)
+    ]
 
 
 def _shards(manifest: Manifest) -> list[dict[str, Any]]:

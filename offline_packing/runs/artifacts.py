@@ -14,12 +14,13 @@ from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import OutputConfig
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.index.info import IndexInfo
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
+from task_encoders.storage.paths import REMEDY
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ _PLAN_FILES: Final = (
 CP_SIZES: Final = "cp_sizes.npy"
 #: Files that say which samples form which pack.
 _PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
-
-_PLAN_REMEDY: Final = "retry makes the plan again"
 
 
 @dataclass(frozen=True)
@@ -121,29 +120,20 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
         packs = PackPlan.load(folder)
         found = plan_identity({name: hash_file(folder / name) for name in _PACKS})
     except (FileNotFoundError, ValueError, StageError) as error:
-        raise StageError(f"{error}; {_PLAN_REMEDY}") from error
+        raise DamagedError(f"{str(error).removesuffix('; plan again')}; {REMEDY}") from error
     if found != info["hash"]:
         names = " or ".join(
             str(folder / name)
             for name, one in zip(_PACKS, found.split("-"), strict=True)
             if one not in info["hash"].split("-")
         )
-        raise StageError(f"{names} differs from what was planned; {_PLAN_REMEDY}")
+        raise DamagedError(f"{names} differs from what was planned; {REMEDY}")
     return StoredPlan(packs, info)
-
-
-def split_by(config: PackingConfig, info: IndexInfo) -> str:
-    """Return the samples that one split keeps together: as configured, else the default."""
-    if len(config.output.split) == 1:
-        return "sample"
-    by = config.output.split_by or ("media" if info.shared_media else "sample")
-    return "conversation" if by == "sample" and info.split else by
 
 
 def plan_fingerprint(run: Run) -> Fingerprint:
     """Settings that a plan depends on."""
-    config, info = run.config, IndexInfo.load(run.workspace.index_info)
-    assert info is not None
+    config = run.config
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
@@ -153,22 +143,23 @@ def plan_fingerprint(run: Run) -> Fingerprint:
         "index": hash_file(run.workspace.index_info),
         "output.layout": config.output.layout,
         **{f"pack.{name}": value for name, value in fields.items()},
-        **_uses_fingerprint(config, info),
+        **_uses_fingerprint(config),
     }
 
 
-def _uses_fingerprint(config: PackingConfig, info: IndexInfo) -> dict[str, str | int]:
-    """Settings that the uses of samples depend on besides the seed; empty if each is used once."""
+def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
+    """Settings that uses and splits depend on besides the seed; empty if each sample is used once,
+    in the only split."""
     fields: dict[str, str | int] = {}
     for i, source in enumerate(config.source):
         if source.repeat != 1:
             fields[f"source.{i}.repeat"] = str(source.repeat)
         if source.weight:
             fields[f"source.{i}.weight"] = str(source.weight)
-    if (together := split_by(config, info)) != "sample":
-        fields["output.split_by"] = together
-    if (fields or config.pack.epochs > 1) and len(config.output.split) > 1:
-        fields["output.split"] = to_json(config.output.split).decode()
+    if len(config.output.split) > 1:
+        shares = config.output.split.items()
+        fields["output.split"] = ", ".join(f"{name} {share}" for name, share in shares)
+        fields["output.split_seed"] = config.output.split_seed
     return fields
 
 
@@ -222,10 +213,10 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     }
 
 
-def check_layout(run: Run, plan_hash: str) -> None:
+def check_layout(run: Run, plan_hash: str, found: Fingerprint | None = None) -> None:
     """Raise StageError if the shards are of another plan or layout."""
     check_fingerprint(
-        read_json(run.workspace.started) or {},
+        found or read_json(run.workspace.started) or {},
         shards_fingerprint(run, plan_hash),
         artifact=f"the shards in {run.workspace.root}",
         remedy="give the settings that they were written with, write again with "

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.pack_table import pack_table
 from offline_packing.index.records import record_counts
@@ -25,13 +26,16 @@ from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import (
     CP_SIZES,
+    Fingerprint,
     StoredPlan,
     generation_of,
     key_prefix,
+    layout_fingerprint,
     shards_fingerprint,
 )
+from offline_packing.runs.repair import accept, refused
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import hash_bytes, load_array, to_json, write_atomically
+from offline_packing.storage.files import hash_bytes, load_array, seal, to_json, write_atomically
 from offline_packing.storage.paths import read_each
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
@@ -43,6 +47,7 @@ from task_encoders.packs.manifest import (
     ShardLine,
     Slots,
 )
+from task_encoders.storage.paths import REMEDY
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +69,7 @@ def read_manifest(root: Path) -> Manifest | None:
         if path.read_bytes() != _to_bytes(manifest) or manifest.content_hash != _hash(manifest):
             raise ManifestError(f"{path} is damaged")
     except ManifestError as error:
-        raise DamagedError(f"{path} is not what was written; retry rewrites it") from error
+        raise DamagedError(f"{path} is not what was written; {REMEDY}") from error
     return manifest
 
 
@@ -83,7 +88,7 @@ def save_manifest(run: Run, manifest: Manifest) -> Manifest:
 
 
 def _to_bytes(manifest: Manifest) -> bytes:
-    return to_json(manifest.model_dump())
+    return to_json(seal(manifest.model_dump()))
 
 
 def _hash(manifest: Manifest) -> str:
@@ -127,12 +132,32 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"metadata": hashes})
 
 
-def columns_match(manifest: Manifest, table: PackColumns) -> bool:
-    """Whether media and operations of the manifest's packs are those of a plan."""
-    media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
-    flops = np.concatenate([shard.flops_of_packs() for shard in manifest.shards])
-    planned = np.stack([table.tower, table.language], axis=1)
-    return np.array_equal(media, table.media) and np.allclose(flops, planned, rtol=1e-3)
+def restore_metadata(run: Run, manifest: Manifest, *, has_pieces: bool) -> Manifest:
+    """Write the layout's files that are lost again; with new pieces of shards, those that join
+    them. Raises StageError where they come out differently; where media lie now is recorded."""
+    workspace, layout = run.workspace, LAYOUTS[manifest.layout]
+    lost = [name for name in manifest.metadata if not (workspace.root / name).exists()]
+    recorded = {
+        workspace.root / name: manifest.metadata[name]
+        for name in lost
+        if name != layout.MEDIA_ROOTS
+    }
+    fragments = [workspace.fragment(shard.name) for shard in manifest.shards]
+    other = "this version of offline-packing writes others"
+    if recorded and layout.SHARDS_STAY:
+        workspace.again.mkdir(parents=True, exist_ok=True)
+        layout.finish(workspace.again, manifest, fragments)
+        accept(workspace, recorded, lambda: other)
+    elif recorded or has_pieces:
+        layout.finish(workspace.root, manifest, fragments)
+        wrong = [path for path, one in recorded.items() if hash_metadata(path) != one]
+        if wrong:
+            raise refused(workspace, wrong, other)
+    if layout.MEDIA_ROOTS not in lost:
+        return manifest
+    content = layout.media_roots(manifest, run.config.source)
+    write_atomically(workspace.root / str(layout.MEDIA_ROOTS), content)
+    return follow_media(run, manifest)
 
 
 def follow_media(run: Run, manifest: Manifest) -> Manifest:
@@ -174,6 +199,7 @@ def build_manifest(
             tokens=sum(shard.tokens for shard in shards),
             packs=packs,
             records=record_counts(samples, stored.packs.sample_ids),
+            media_hashed_in_part=index.num_part_hashed,
         ),
         epochs=plan.get("epochs", {}),
         context_parallel=None if slots is None else Slots(**asdict(slots)),
@@ -190,6 +216,14 @@ def build_manifest(
     return manifest.model_copy(update={"content_hash": _hash(manifest)})
 
 
+def recorded_layout(run: Run, manifest: Manifest, plan_hash: str) -> Fingerprint:
+    """Content of write/started.json, from the configuration in the manifest."""
+    output = {**manifest.config["output"], "path": run.config.output.path}
+    if output["split"] == run.config.output.split:  # in this order; a manifest's is sorted
+        output["split"] = run.config.output.split
+    return layout_fingerprint(OutputConfig(**output), plan_hash)
+
+
 def hash_plan(info: Mapping[str, Any]) -> str:
     """Hash of a plan's stage.json without times of the source's files and versions of libraries."""
     fingerprint = {name: value for name, value in info["fingerprint"].items() if name != "index"}
@@ -204,20 +238,25 @@ def _describe_shards(run: Run, fragments: Sequence[Path]) -> tuple[ShardLine, ..
         cp_sizes = load_array(run.workspace.plan / CP_SIZES)
     lines, first = [], 0
     for fragment in read_each(run.workspace.root, ShardFragment.load, fragments):
-        line = ShardLine(
-            name=fragment.name,
-            split=fragment.split,
-            packs=fragment.num_packs,
-            samples=fragment.num_samples,
-            tokens=fragment.num_tokens,
-            bytes=fragment.num_bytes,
-            xxh3_128=fragment.xxh3_128,
-            fragment_xxh3_128=fragment.content_hash,
-            cp_sizes=tuple(cp_sizes[first : first + fragment.num_packs].tolist()),
-        )
-        lines.append(line)
+        own = tuple(cp_sizes[first : first + fragment.num_packs].tolist())
+        lines.append(shard_line(fragment, own))
         first += fragment.num_packs
     return tuple(lines)
+
+
+def shard_line(fragment: ShardFragment, cp_sizes: tuple[int, ...] = ()) -> ShardLine:
+    """A shard's line, with the ranks of its packs."""
+    return ShardLine(
+        name=fragment.name,
+        split=fragment.split,
+        packs=fragment.num_packs,
+        samples=fragment.num_samples,
+        tokens=fragment.num_tokens,
+        bytes=fragment.num_bytes,
+        xxh3_128=fragment.xxh3_128,
+        fragment_xxh3_128=fragment.content_hash,
+        cp_sizes=cp_sizes,
+    )
 
 
 def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import io
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -82,8 +82,8 @@ class Workspace:
         self.index_info = self.packing / "index.json"
         #: folder of the keys that source.skip leaves out, while samples are measured
         self.skip = self.packing / "skip"
-        #: folder of what `retry` is rebuilding
-        self.damaged = self.packing / "damaged"
+        #: folder of damaged files, and of what is made in their place; see runs/repair.py
+        self.damaged, self.again = self.packing / "damaged", self.scratch / "again"
         self.plan = self.packing / "plan"
         #: present when the plan is complete
         self.plan_info = self.plan / "stage.json"
@@ -203,6 +203,7 @@ class Run:
     def discard_shards(self) -> None:
         """Remove the shards; the manifest, which says that they are complete, goes first."""
         self.workspace.manifest.unlink(missing_ok=True)
+        remove_folder(self.workspace.damaged)
         if self.workspace.write.exists():
             # Not of other layouts: a file whose name it would use is the user's own.
             started = read_json(self.workspace.started)
@@ -211,26 +212,31 @@ class Run:
                 LAYOUTS[name].remove(self.workspace.root)
             remove_folder(self.workspace.write)
 
-    @contextmanager
-    def bar(self, name: str, total: int | None, unit: str) -> Iterator["tqdm[None]"]:
-        """Progress of a stage in `total` units (None: unknown): a bar in a terminal, with log lines
-        above it; a line a minute in a log."""
-        is_terminal = sys.stderr.isatty()
-        lines = {
-            "file": _Lines(),
-            "bar_format": _LINE if total else _OPEN_LINE,
-            "mininterval": _SECONDS_BETWEEN_LINES,
-            "maxinterval": _SECONDS_BETWEEN_LINES,
-            "delay": _SECONDS_BETWEEN_LINES,
-        }
-        above = nullcontext()
-        if self.progress and is_terminal:
-            from tqdm.contrib.logging import logging_redirect_tqdm  # imports asyncio: 30 ms
+    def bar(self, name: str, total: int | None, unit: str) -> AbstractContextManager["tqdm[None]"]:
+        """Progress of a stage, see `progress_bar`."""
+        return progress_bar(name, total, unit, shown=self.progress)
 
-            above = logging_redirect_tqdm()
-        options = {"disable": not self.progress, **({} if is_terminal else lines)}
-        with tqdm(total=total or None, desc=name, unit=unit, **options) as bar, above:
-            yield bar
+
+@contextmanager
+def progress_bar(name: str, total: int | None, unit: str, *, shown: bool) -> Iterator["tqdm[None]"]:
+    """Progress of a stage in `total` units (None: unknown): a bar in a terminal, with log lines
+    above it; a line a minute in a log."""
+    is_terminal = sys.stderr.isatty()
+    lines = {
+        "file": _Lines(),
+        "bar_format": _LINE if total else _OPEN_LINE,
+        "mininterval": _SECONDS_BETWEEN_LINES,
+        "maxinterval": _SECONDS_BETWEEN_LINES,
+        "delay": _SECONDS_BETWEEN_LINES,
+    }
+    above = nullcontext()
+    if shown and is_terminal:
+        from tqdm.contrib.logging import logging_redirect_tqdm  # imports asyncio: 30 ms
+
+        above = logging_redirect_tqdm()
+    options = {"disable": not shown, **({} if is_terminal else lines)}
+    with tqdm(total=total or None, desc=name, unit=unit, **options) as bar, above:
+        yield bar
 
 
 def build_engine(config: PackingConfig) -> Engine:

@@ -6,7 +6,6 @@ with other ranks runs its share of the remaining ones and ends; a run that has t
 completes the stage.
 """
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from offline_packing.engines.local import Advance
 from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
-from offline_packing.index.table import INDEX_SCHEMA, Index
+from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.layouts.shards import (
@@ -93,6 +92,21 @@ def check_all_done(
         )
 
 
+def lost_shards(run: Run, shards: Iterable[tuple[str, str]]) -> set[str]:
+    """Names of the shards, given with their splits, whose fragment or file is not there."""
+    shards = list(shards)
+    layout, root = LAYOUTS[run.config.output.layout], run.workspace.root
+    folders = {Path(), *(Path(name).parent for name, _ in shards)}
+    present = [folder for folder in folders if (root / folder).is_dir()]
+    files = {str(at / path.name) for at in present for path in (root / at).iterdir()}
+    finished = set(done(shards, lambda shard: run.workspace.fragment(shard[0])))
+    return {
+        name
+        for name, split in shards
+        if (name, split) not in finished or not layout.is_there(name, split, files)
+    }
+
+
 def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[PlannedShard]:
     """Assign packs to shards."""
     output = run.config.output
@@ -112,20 +126,17 @@ def iterate_tasks(
     shards: Sequence[PlannedShard],
     *,
     with_sources: bool = True,
-    with_samples: bool = True,
 ) -> Iterator[ShardTask]:
     """The task of each shard, made when it is asked for; without sources, which need not exist
-    then, a task reads neither samples nor media; without samples it knows the shard only."""
+    then, a task reads neither samples nor media."""
     if not shards:
         return
     workspace, config = run.workspace, run.config
     sources = tuple(open_sources(config)) if with_sources else ()
     bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
-    tables = _no_samples(len(shards))
-    if with_samples:
-        tables = samples_of_shards(samples, COLUMNS, ids, workspace.write)
-    copies = plan.copy_numbers() if with_samples else None
+    tables = samples_of_shards(samples, COLUMNS, ids, workspace.write)
+    copies = plan.copy_numbers()
     output = config.output
     tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
     started = read_json(workspace.started)
@@ -146,10 +157,6 @@ def iterate_tasks(
             tokenizes=config.model if tokenizes else None,
             check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )
-
-
-def _no_samples(num_shards: int) -> Iterator[pa.Table]:
-    return itertools.repeat(INDEX_SCHEMA.empty_table().select(COLUMNS), num_shards)
 
 
 def _as_planned(

@@ -23,7 +23,7 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
     several splits. Reads the index part by part."""
     lines, total = samples.info.warnings, samples.info.num_samples
     several = 0
-    if config.task == "vqa" and not config.merges:
+    if config.task == "vqa":
         several = int(np.count_nonzero(samples.array("num_turns") > 1))
     if several:
         lines.append(
@@ -34,7 +34,14 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
     lines.extend(_position_warnings(config, samples))
     lines.extend(_split_warnings(config.output.split))
     splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
-    if packs is not None and len(splits) > 1:
+    for name in [name for name, own in splits.items() if not own]:
+        lines.append(
+            f"split {name} is empty: no sample, with all that it leads to by images and videos or "
+            f"its group, drew its share of {config.output.split[name]:.1%}; set another "
+            "output.split_seed, a larger share in output.split, or source.fields.group, which "
+            "counts instead of images and videos"
+        )
+    if packs is not None and len(splits) > 1 and config.names_groups:
         first, *others = splits
         in_first = _packed(packs, splits[first], total)
         for name in others:
@@ -43,7 +50,7 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
                 media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
                 lines.append(
                     f"split {name}: {media} images and videos and {same} samples stand in split "
-                    f"{first}, too; output.split_by=media keeps them on one side"
+                    f"{first}, too; without source.fields.group they are on one side"
                 )
     return lines
 
@@ -84,7 +91,7 @@ def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
     train = split.get("train", 0)
     if share > train and len(split) > 1:
         yield (
-            f"output.split gives {name} {share:.1%} of the packs and train {train:.1%}; training "
+            f"output.split gives {name} {share:.1%} of the samples and train {train:.1%}; training "
             "reads train"
         )
 

@@ -116,10 +116,8 @@ class Source(ABC):
         self.path = options.path
         self.task = options.task
         self.key_prefix = key_prefix
-        #: how records become dialogues, if they do
-        self.merge = options.merge_same_image
         self.image_root = options.image_root if isinstance(options, MediaOptions) else None
-        self.fields = options.field_map() if isinstance(options, FieldOptions) else FieldMap({})
+        self.fields = FieldMap(options.fields if isinstance(options, FieldOptions) else {})
         self.unpack_folder = unpack_folder
         #: the record whose media were read last, and their texts by `hash_text`
         self._texts: tuple[Locator, dict[str, str]] | None = None

@@ -22,13 +22,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    model_validator,
 )
 
 from task_encoders.field_types import (
     Count,
     LocalOrRemotePath,
-    NonNegative,
     not_bool,
 )
 from task_encoders.records.questions import (
@@ -64,13 +62,8 @@ _STEP: Final = re.compile(r"[^.\[\]]+")
 class FieldMap:
     """Renames and picks out fields. Without any, a record is left as it is."""
 
-    def __init__(self, fields: Mapping[str, str], *, merged_by: str | None = None) -> None:
-        """`merged_by` is the place of `group`, for `merge_same_image`. Raises ValueError for an
-        unknown field or a place that is not a path."""
-        self._options = {name: f"source.fields.{name}" for name in fields}
-        if merged_by:
-            fields = {**fields, "group": merged_by}
-            self._options["group"] = "source.merge_same_image.by"
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        """Raises ValueError for an unknown field or a place that is not a path."""
         for name, place in fields.items():
             if name not in _REPLACED:
                 raise ValueError(
@@ -120,7 +113,7 @@ class FieldMap:
     def missing(self, content: Mapping[str, Any]) -> list[str]:
         """'source.fields.images=picture' of each place that gave nothing to what `apply` made."""
         absent = self._steps.keys() - content.keys() if self._steps else ()
-        return [f"{self._options[name]}={'.'.join(self._steps[name])}" for name in sorted(absent)]
+        return [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
 
 
 def follow(value: Any, steps: tuple[str, ...]) -> Any:
@@ -143,29 +136,6 @@ def listed(value: Any) -> Any:
 def _check_fields(fields: dict[str, str]) -> dict[str, str]:
     FieldMap(fields)
     return fields
-
-
-class MergeOptions(BaseModel):
-    """Records that become one dialogue."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    #: place of a field that names the records of a dialogue (default: those of one same picture);
-    #: `merge_same_image: true` and `merge_same_image: FIELD` are short for this
-    by: Annotated[str, Field(pattern=rf"^{_PATH.pattern}$")] | None = None
-    #: the most tokens of a dialogue
-    max_tokens: Count = 4096
-    #: order of a dialogue's records: as written, or drawn by seed
-    order: Literal["written", "drawn"] = "written"
-    #: draws the order
-    seed: NonNegative = 0
-
-
-def _merge_options(value: Any) -> Any:
-    """true, or the place of a field, as options."""
-    if isinstance(value, str):
-        return {"by": value}
-    return ({} if value else None) if isinstance(value, bool) else value
 
 
 class SourceOptions(BaseModel):
@@ -191,29 +161,12 @@ class SourceOptions(BaseModel):
     ignore_prompts: bool = False
     #: without images and videos on purpose; captioning and vqa refuse such a source otherwise
     text_only: bool = False
-    #: copies of earlier samples, of this source or one above it, are set aside
-    drop_copies: bool = False
-    #: records of one same picture become dialogues: true, a field that names them, or options
-    merge_same_image: Annotated[MergeOptions | None, BeforeValidator(_merge_options)] = None
     #: a sample with more characters in its texts is set aside
     max_text_length: Count = MAX_TEXT_LENGTH
     #: a conversation with more messages is set aside
     max_messages: Count = MAX_MESSAGES
     #: a sample with more images and videos is set aside
     max_media: Count = MAX_MEDIA
-
-    @model_validator(mode="after")
-    def _check_merge(self) -> "SourceOptions":
-        merge = self.merge_same_image
-        if merge is not None and self.task == "captioning":
-            raise ValueError(
-                "merge_same_image makes dialogues, and captioning has none; set task to bmr or vqa"
-            )
-        if merge is not None and merge.by and not isinstance(self, FieldOptions):
-            raise ValueError(
-                f"merge_same_image: format {self.format} has no fields to name; set it to true"
-            )
-        return self
 
     def format_options(self) -> dict[str, Any]:
         """Options that samples depend on besides format, path and task, without defaults."""
@@ -236,11 +189,6 @@ class FieldOptions(SourceOptions):
 
     #: where a record keeps what a sample needs: {caption: "captions[0].content"}
     fields: Annotated[dict[str, str], AfterValidator(_check_fields)] = {}
-
-    def field_map(self) -> FieldMap:
-        """The places of fields; that of `merge_same_image` is `group`'s."""
-        merge = self.merge_same_image
-        return FieldMap(self.fields, merged_by=None if merge is None else merge.by)
 
 
 class MediaOptions(SourceOptions):

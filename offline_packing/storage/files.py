@@ -20,7 +20,7 @@ import xxhash
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
 from offline_packing.storage.paths import is_remote, local_copy, read_each, temporary_folder
-from task_encoders.storage.paths import as_remote
+from task_encoders.storage.paths import REMEDY, as_remote
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, _SEAL: hash_bytes(to_json(content))}
 
 
-def read_json(path: Path, remedy: str = "retry rewrites it") -> Any:
+def read_json(path: Path, remedy: str = REMEDY) -> Any:
     """Content of one of our JSON files, without its seal; None: it is not there. Raises
     DamagedError, with the remedy: no object, or not what was written."""
     try:

@@ -20,7 +20,7 @@ from offline_packing.errors import StageError
 from offline_packing.storage.files import start_writeback
 from offline_packing.storage.tar_members import TarReader
 from task_encoders.packs.pack_format import index_of_key
-from task_encoders.storage.paths import read_indexed, read_range
+from task_encoders.storage.paths import REMEDY, read_indexed, read_range
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _END: Final = bytes(2 * _BLOCK)
@@ -44,13 +44,6 @@ class Part:
     name: str
     offset: int
     size: int
-
-
-@dataclass(frozen=True, slots=True)
-class FilePart(Part):
-    """One member that is a file of its own, and its hash; offsets are as if all stood in a row."""
-
-    xxh3_128: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +138,7 @@ def read_pack(path: Path, key: str) -> tuple[PackEntry, bytes]:
         data = read_indexed(path, path.with_suffix(".tar.idx"), place, 1)
         found = list(_scan(path, io.BytesIO(data + _END)))
     if [entry.key for entry in found] != [key]:
-        raise StageError(f"{path} holds no pack {key!r}; verify lists all damage")
+        raise StageError(f"{path} holds no pack {key!r}; {REMEDY}")
     return found[0], data
 
 

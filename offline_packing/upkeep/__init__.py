@@ -1,1 +1,1 @@
-"""Operations on an existing output: status and repair."""
+"""Operations on an existing output."""

@@ -115,7 +115,8 @@ def _warn_of_shared_media(outputs: Mapping[Path, Manifest]) -> None:
             if count := count_held(held, others.get("train", tuple)()):
                 logger.warning(
                     "%s: %d of %d images and videos in split %s stand in the train split of %s; "
-                    "give one configuration all sources, which splits them together",
+                    "pack both with one output.split and output.split_seed, or for samples of "
+                    "several images give one configuration all sources",
                     *(one, count, len(held), split, other),
                 )
 

@@ -10,6 +10,7 @@ from offline_packing.layouts.shards import ShardFragment
 from offline_packing.report.report import report_status
 from offline_packing.runs.artifacts import check_index, check_layout, check_plan
 from offline_packing.runs.manifest import read_manifest
+from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run, Workspace, listed
 from offline_packing.storage.files import read_json
 from offline_packing.storage.paths import read_each
@@ -27,6 +28,8 @@ def status(run: Run) -> str:
             f"complete: {counts.packed:,} samples in {packs:,} packs, "
             f"{len(manifest.shards):,} shards; set aside: {listed(counts.set_aside.items())}"
         )
+    if is_repairing(root):
+        lines.append(f"repair    run makes again what {root.damaged / 'found.json'} lists")
     written = report_status(root)
     if written is not None:
         lines.append(f"report    {written}")

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import StageError
 from offline_packing.index.info import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
-from offline_packing.runs.artifacts import Fingerprint, layout_fingerprint, plan_files
-from offline_packing.runs.manifest import hash_plan
+from offline_packing.runs.artifacts import plan_files
+from offline_packing.runs.manifest import hash_plan, recorded_layout
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
 from task_encoders.packs.manifest import Manifest
+from task_encoders.storage.paths import REMEDY
 
 #: Damage to these does not prevent comparing the shards with the plan.
 _FOR_PEOPLE: Final = ("set_aside.parquet", "summary.txt")
@@ -39,7 +39,7 @@ class Damage:
     is_aside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} {self.text}; retry rebuilds it"
+        return f"{self.name} {self.text}; {REMEDY}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,11 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
             for name, expected in hashes.items():
                 path, is_aside = at.packing / folder / name, folder != at.index.name
                 checks.append(FileCheck(at.root, path, expected, at.index_info, is_aside))
-    started_damage = ""
     if plan is not None:
         for name, expected in plan["files"].items():
             is_aside = name in _FOR_PEOPLE
             checks.append(FileCheck(at.root, at.plan / name, expected, at.plan_info, is_aside))
-        if manifest is not None:
-            started_damage = _started_damage(at.started, expected_started(run, manifest, plan))
+    started_damage = _started_damage(run, manifest, None if plan is None else plan["hash"])
     infos = (
         (at.plan_info, plan_damage),
         (at.index_info, index_damage),
@@ -108,18 +106,19 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
     return found + _run(run, checks)
 
 
-def expected_started(run: Run, manifest: Manifest, plan: Mapping[str, Any]) -> Fingerprint:
-    """Expected content of write/started.json, from the configuration in the manifest."""
-    output = {**manifest.config["output"], "path": run.config.output.path}
-    if output["split"] == run.config.output.split:  # in this order; a manifest's is sorted
-        output["split"] = run.config.output.split
-    return layout_fingerprint(OutputConfig(**output), plan["hash"])
-
-
-def _started_damage(path: Path, expected: Fingerprint) -> str:
-    if not path.exists():
-        return "is missing"
-    is_whole = path.read_bytes() == to_json(seal(expected))
+def _started_damage(run: Run, manifest: Manifest | None, plan_hash: str | None) -> str:
+    """What is wrong with write/started.json. Without shards, it may be missing."""
+    path = run.workspace.started
+    try:
+        found = read_json(path)
+    except StageError:
+        return "is not what was written"
+    if found is None:
+        fragments = run.workspace.write.rglob("*-??????.json")
+        return "is missing" if manifest or any(fragments) else ""
+    if manifest is None or plan_hash is None:
+        return ""
+    is_whole = path.read_bytes() == to_json(seal(recorded_layout(run, manifest, plan_hash)))
     return "" if is_whole else "is not what was written"
 
 
@@ -154,7 +153,12 @@ def _read_index_info(run: Run, plan: Mapping[str, Any] | None) -> tuple[IndexInf
     except StageError as error:
         return None, f"cannot be used: {error}"
     if info is None:
-        return None, "is missing"
+        return (
+            None,
+            "is missing"
+            if run.workspace.plan_info.exists() or run.workspace.started.exists()
+            else "",
+        )
     if plan is not None and hash_file(path) != plan["fingerprint"]["index"]:
         recorded_in = run.workspace.plan_info.relative_to(run.workspace.root)
         return None, f"differs from what was written: {recorded_in} records another hash"

@@ -1,7 +1,7 @@
 """A part of what `verify` checks, where all of it would take too long: hashes, or packs drawn at
 random."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,14 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.runs.tasks import plan_shards, run_tasks
-from offline_packing.verify.shard import VerifyResult, verify_hashes, verify_shard, verify_tasks
+from offline_packing.verify.shard import (
+    VerifyResult,
+    VerifyTask,
+    damage_tasks,
+    verify_hashes,
+    verify_shard,
+    verify_tasks,
+)
 from task_encoders.packs.manifest import Manifest
 
 
@@ -49,6 +56,11 @@ class Drawn:
         ]
 
 
+def _own(tasks: Iterable[VerifyTask], shards: Sequence[PlannedShard]) -> Iterator[VerifyTask]:
+    names = {shard.name for shard in shards}
+    return (task for task in tasks if task.shard.shard.name in names)
+
+
 def verify_part(
     run: Run, manifest: Manifest, deep: bool, drawn: Drawn | None, total: VerifyResult
 ) -> None:
@@ -60,8 +72,11 @@ def verify_part(
         shards, check = drawn.shards(stored.packs, shards), verify_shard
     own, is_part = run.engine.share(shards), drawn is not None
     with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
-        what = {"deep": deep, "is_part": is_part, "with_samples": is_part}
-        tasks = verify_tasks(run, samples, stored.packs, manifest, own, **what)
+        tasks = (
+            verify_tasks(run, samples, stored.packs, manifest, own, deep=deep, is_part=True)
+            if is_part
+            else _own(damage_tasks(run, manifest.shards, manifest.layout), own)
+        )
         for report in run_tasks(run, check, tasks, bar.update):
             total.add(report)
     total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())

@@ -2,6 +2,7 @@
 
 from offline_packing.verify.part import Drawn
 from offline_packing.verify.shard import VerifyResult
+from task_encoders.storage.paths import REMEDY
 
 
 def render_result(
@@ -34,12 +35,17 @@ def render_result(
 
 
 def render_verdict(result: VerifyResult) -> str:
-    """Number of problems, and whether `retry` repairs them."""
-    left = result.num_problems - result.num_repairable
-    if left == 0:
-        return f"{result.num_problems:,} problems; retry repairs what is damaged"
-    repaired = f"retry repairs {result.num_repairable:,} of them; " if result.num_repairable else ""
-    return (
-        f"{result.num_problems:,} problems; {repaired}if a problem names no remedy, the shards "
-        "are as they were written: pack again with another output.path or output.overwrite=true"
+    """Number of problems, and what helps."""
+    others = result.num_problems - result.num_repairable - result.num_in_source
+    again = "pack again with another output.path or output.overwrite=true"
+    remedies = [
+        (result.num_repairable, f"of damaged files: {REMEDY}"),
+        (
+            result.num_in_source,
+            f"of media that are damaged in the source: repair or remove them there, and {again}",
+        ),
+        (others, f"of shards that are as they were written: {again}, if a problem names no remedy"),
+    ]
+    return "; ".join(
+        [f"{result.num_problems:,} problems", *(f"{n:,} {text}" for n, text in remedies if n)]
     )

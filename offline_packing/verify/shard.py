@@ -1,9 +1,10 @@
 """The task of `verify`: re-read one shard."""
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -12,7 +13,7 @@ import xxhash
 
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
-from offline_packing.index.table import Index, key_hash
+from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import PlannedShard, ShardFragment
@@ -20,6 +21,7 @@ from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
+from offline_packing.verify.damage import Damage
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.manifest import Manifest, ShardLine
@@ -55,8 +57,10 @@ class VerifyResult:
     #: of all shards: read, packed and set aside, if samples were made of several
     records: tuple[int, ...] = ()
     num_problems: int = 0
-    #: those that retry repairs
+    #: those of damaged files, which can be made again
     num_repairable: int = 0
+    #: those of media that are damaged in the source as well
+    num_in_source: int = 0
     #: the first of them
     problems: list[str] = field(default_factory=list)
     #: key_hash of every sample found: one array per pack
@@ -116,26 +120,55 @@ def verify_tasks(
     *,
     deep: bool = False,
     is_part: bool = False,
-    with_samples: bool = True,
 ) -> Iterator[VerifyTask]:
-    """The tasks of the shards that the manifest lists; only deep ones need the source. Without
-    samples they can find damage only."""
+    """The tasks of the shards that the manifest lists; only deep ones need the source."""
     config = run.config
     layout = LAYOUTS[config.output.layout]
-    lines = {line.name: line for line in manifest.shards}
+    lines = {line.name: (line, span) for line, span in _spans(manifest.shards)}
     listed = [shard for shard in shards if layout.shard_file(shard.name) in lines]
-    tasks = iterate_tasks(run, samples, plan, listed, with_sources=deep, with_samples=with_samples)
+    tasks = iterate_tasks(run, samples, plan, listed, with_sources=deep)
     for task in tasks:
-        line = lines[layout.shard_file(task.shard.name)]
-        pack = config.pack
+        line, span = lines[layout.shard_file(task.shard.name)]
+        task, pack = replace(task, span=span), config.pack
         yield VerifyTask(task, line, pack.padding, pack.slots, config.model, deep, is_part)
+
+
+def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[VerifyTask]:
+    """The tasks of all shards that can find damage only: they need neither plan nor index."""
+    workspace, config = run.workspace, run.config
+    for number, (line, span) in enumerate(_spans(lines)):
+        name = line.name.removesuffix(".tar")
+        task = ShardTask(
+            shard=PlannedShard(name, line.split, number, 0, line.packs),
+            folder=workspace.root,
+            fragment_path=workspace.fragment(name),
+            unpack_folder=workspace.unpacked,
+            samples=INDEX_SCHEMA.empty_table(),
+            pack_sizes=np.zeros(line.packs, np.int64),
+            sources=(),
+            task=config.task,
+            key_prefix="",
+            seq_length=config.pack.seq_length,
+            layout=layout,
+            generation="",
+            span=span,
+        )
+        yield VerifyTask(task, line, 1, None, config.model, deep=False)
+
+
+def _spans(lines: Sequence[ShardLine]) -> Iterator[tuple[ShardLine, tuple[int, int]]]:
+    """Each line, and where the shard would begin in a file of all of its split, and its size."""
+    ends: Counter[str] = Counter()
+    for line in lines:
+        yield line, (ends[line.split], line.bytes)
+        ends[line.split] += line.bytes
 
 
 def verify_shard(task: VerifyTask) -> VerifyResult:
     """Re-read one shard."""
     report, damage = VerifyResult(), [] if task.is_part else find_damage(task)
     for problem in damage:
-        report.problem(problem)
+        report.problem(str(problem))
     _verify_packs(task, report)
     if damage:  # once rewritten, it has none of the others either
         report.num_repairable = report.num_problems
@@ -149,25 +182,26 @@ def verify_hashes(task: VerifyTask) -> VerifyResult:
     """Compare the bytes of a shard with their hash, whatever they are."""
     report = VerifyResult(num_packs=task.expected.packs, num_samples=task.expected.samples)
     for problem in find_damage(task):
-        report.problem(problem, repairable=True)
+        report.problem(str(problem), repairable=True)
     advance(report.num_packs)
     return report
 
 
-def find_damage(task: VerifyTask) -> list[str]:
-    """Describe damage to a shard as a whole, or to its fragment; retry repairs it."""
+def find_damage(task: VerifyTask) -> list[Damage]:
+    """Damage to a shard as a whole, or to its fragment."""
     shard, path, found = task.shard, task.shard.fragment_path, []
-    name = path.relative_to(shard.folder)
+    name = str(path.relative_to(shard.folder))
     if not path.is_file():
-        found = [f"{name} is missing"]
+        found = [Damage(name, "is missing")]
     elif not ShardFragment.is_whole(path, task.expected.fragment_xxh3_128):
-        found = [f"{name} is not what was written: its hash differs"]
+        found = [Damage(name, "is not what was written: its hash differs")]
     try:
-        return found + LAYOUTS[shard.layout].find_damage(shard, task.expected.xxh3_128)
+        damage = LAYOUTS[shard.layout].find_damage(shard, task.expected.xxh3_128)
     except StageError:  # a layout that finds its files by the fragment
         if found:
             return found
         raise
+    return found + [Damage(*one) for one in damage]
 
 
 def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
@@ -253,7 +287,7 @@ def _sub_sample_problem(
         return "its media are not those that were measured"
     if not task.deep:
         return _stored_problem(sub, media)
-    encoder = open_encoder(task.model)
+    encoder, is_same = open_encoder(task.model), False
     try:
         images = [media[name] for name in sub.images]
         videos = [media[name] for name in sub.videos]
@@ -267,10 +301,17 @@ def _sub_sample_problem(
         if images + videos != originals:
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
+        is_same = True
         num_tokens = len(encoder.encode(sub, images, videos, text).tokens)
+    except (StageError, MissingPyAVError) as error:
+        return str(error)
     except Exception as error:  # noqa: BLE001 - of this sample
-        known = StageError, MissingPyAVError
-        return str(error if isinstance(error, known) else as_sample_error(error))
+        problem = str(as_sample_error(error))
+        if not is_same or not sample.media:
+            return problem
+        report.num_in_source += 1
+        places = ", ".join(sorted({medium.container for medium in sample.media}))
+        return f"{problem}; the source has the same bytes: repair or remove the sample in {places}"
     report.compared(task.shard.shard.split, images, videos, num_tokens)
     if num_tokens != sample.num_tokens:
         return f"encodes to {num_tokens} tokens, measured {sample.num_tokens}"

@@ -15,20 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.pack_table import pack_table
-from offline_packing.index.records import count_packed, record_counts, record_hashes
+from offline_packing.index.records import count_packed, record_counts
 from offline_packing.index.rows import hash_keys
+from offline_packing.index.shared import shared_contents
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard, splits_of_plan
 from offline_packing.planner.context_parallel import slot_offsets
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import columns_match, require_manifest
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
-from offline_packing.runs.warnings import hashes_of
 from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
 from offline_packing.verify.part import Drawn, verify_part
 from offline_packing.verify.shard import (
@@ -36,8 +34,7 @@ from offline_packing.verify.shard import (
     verify_shard,
     verify_tasks,
 )
-from task_encoders.families import model_cost
-from task_encoders.packs.manifest import Manifest, PackColumns
+from task_encoders.packs.manifest import Manifest
 
 
 def verify(
@@ -75,7 +72,7 @@ def verify(
             verify_part(run, manifest, deep, drawn, total)
         else:
             _verify_shards(run, manifest, deep, total)
-    _check_manifest(run, manifest, total)
+    _check_manifest(manifest, total)
     return total
 
 
@@ -97,21 +94,12 @@ def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult
     _check_each_once(samples, stored.packs, own, total)
     _check_splits(samples, stored.packs, run, total)
     _check_records(samples, manifest, stored.packs, total)
-    _check_columns(
-        run, manifest, pack_table(samples, stored.packs, model_cost(run.config.model)), total
-    )
+    _check_steps(run, manifest, total)
     total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())
 
 
-def _check_columns(run: Run, manifest: Manifest, table: PackColumns, total: VerifyResult) -> None:
-    """Media and operations of the packs, as the manifest records them, are those of the plan; and
-    what `pack.order.uniform` promises of each step follows from the manifest alone."""
-    if not columns_match(manifest, table):
-        total.problem(
-            "manifest.json is not what was written: media or flops of a shard are not those of the "
-            "plan; retry makes it again",
-            repairable=True,
-        )
+def _check_steps(run: Run, manifest: Manifest, total: VerifyResult) -> None:
+    """What `pack.order.uniform` promises of each step follows from the manifest alone."""
     order = run.config.pack.order
     if order is None or not order.uniform:
         return
@@ -132,37 +120,32 @@ def _check_columns(run: Run, manifest: Manifest, table: PackColumns, total: Veri
 
 
 def _check_splits(samples: Index, plan: PackPlan, run: Run, total: VerifyResult) -> None:
-    """Check that splits share no group, and if deep no image or video, by all of their bytes."""
-    together = plan.info.settings.get("splits")
-    if not together:
+    """Check that splits share nothing that keeps samples together; if deep, and if nothing else
+    than images and videos does, no image or video by all of its bytes."""
+    shares = run.config.output.split
+    if len(shares) == 1:
         return
-    found = {"group": "groups", "media": "images and videos"}.get(together["by"], "conversations")
-    total.apart = f"no {found} stand in two of them"
-    column = {"media": "media_hash", "group": "group_hash"}.get(together["by"])
-    records = record_hashes(samples)
+    total.apart = "no groups, images or videos stand in two of them"
     hashes: dict[str, list[npt.NDArray[np.uint64]]] = {}
-    conversations: dict[str, list[npt.NDArray[np.uint64]]] = {}
-    for split, packs in splits_of_plan(plan, run.config.output.split).items():
+    for split, packs in splits_of_plan(plan, shares).items():
         chosen = np.zeros(samples.info.num_samples, bool)
         chosen[plan.sample_ids[plan.pack_offsets[packs.start] : plan.pack_offsets[packs.stop]]] = 1
-        conversations[split] = [records[chosen]]
-        hashes[split] = list(hashes_of(samples, column, chosen)) if column else []
-    _check_apart(hashes, found, total)
-    _check_apart(conversations, "conversations", total)
-    if total.media_hashes and together["by"] == "media":
+        hashes[split] = [own[chosen[some][rows]] for some, rows, own in shared_contents(samples)]
+    _check_apart(hashes, "groups, images, videos or samples", total)
+    if total.media_hashes and not run.config.names_groups:
         stored: dict[str, list[npt.NDArray[np.uint64]]] = {}
         for split, own in total.media_hashes:
             stored.setdefault(split, []).append(own)
         total.apart += ", by all bytes"
-        _check_apart(stored, f"stored {found}", total)
+        _check_apart(stored, "stored images and videos", total)
 
 
 def _check_apart(
     hashes: Mapping[str, Sequence[npt.NDArray[np.uint64]]], found: str, total: VerifyResult
 ) -> None:
-    """Check that no hash but 0, which stands for none, is in two splits."""
-    none = np.zeros(1, np.uint64)
-    different = {name: np.unique(np.concatenate([none, *own]))[1:] for name, own in hashes.items()}
+    """Check that no hash is in two splits."""
+    none = np.empty(0, np.uint64)
+    different = {name: np.unique(np.concatenate([none, *own])) for name, own in hashes.items()}
     for (one, own), (other, others) in itertools.combinations(different.items(), 2):
         count = len(np.intersect1d(own, others, assume_unique=True))
         if count:
@@ -199,15 +182,8 @@ def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> Non
             total.problem(f"manifest.json, split {split}: {error}")
 
 
-def _check_manifest(run: Run, manifest: Manifest, total: VerifyResult) -> None:
-    """Check the manifest's counts, and what its own hash does not cover."""
-    index = IndexInfo.load(run.workspace.index_info)
-    if index is None or manifest.library_versions != index.versions:
-        total.problem(
-            "manifest.json is not what was written: its library_versions are not those of the "
-            "index; retry makes it again",
-            repairable=True,
-        )
+def _check_manifest(manifest: Manifest, total: VerifyResult) -> None:
+    """Check the manifest's counts."""
     counts = manifest.counts
     if counts.samples != counts.packed + total.num_set_aside:
         total.problem(

@@ -10,6 +10,7 @@ and the stage fails when the others are done.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.errors import DiskFullError, StageError
+from offline_packing.errors import ChangedError, DiskFullError, ShareDoneError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_tasks import ShardTask
-from offline_packing.layouts.shards import PlannedShard
+from offline_packing.layouts.shard_tasks import ShardTask, read_planned
+from offline_packing.layouts.shards import PlannedShard, ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     StoredPlan,
@@ -29,19 +30,33 @@ from offline_packing.runs.artifacts import (
     check_layout,
     shards_fingerprint,
 )
-from offline_packing.runs.manifest import follow_media, read_manifest, write_manifest
-from offline_packing.runs.run import Run, open_sources
+from offline_packing.runs.manifest import (
+    follow_media,
+    read_manifest,
+    recorded_layout,
+    restore_metadata,
+    write_manifest,
+)
+from offline_packing.runs.repair import end_repair, put_back, set_apart
+from offline_packing.runs.run import Run, Workspace, open_sources
 from offline_packing.runs.tasks import (
     check_all_done,
     iterate_tasks,
+    lost_shards,
     plan_shards,
     run_tasks,
-    unfinished,
 )
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.row_reader import WANTED_SHARE
-from offline_packing.storage.files import read_json, seal, to_json, write_atomically
-from offline_packing.storage.paths import is_remote
+from offline_packing.storage.files import (
+    hash_file,
+    move_file,
+    read_json,
+    seal,
+    to_json,
+    write_atomically,
+)
+from offline_packing.storage.paths import is_remote, remove_folder
 from task_encoders.packs.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -55,20 +70,37 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
     there are shards of another plan or layout, or some could not be written, perhaps because the
     disk is full or the source changed; ShareDoneError if only those of other ranks are left."""
     workspace = run.workspace
-    _start(run, plan)
-    with run.unpacked_files():
-        manifest = read_manifest(run.workspace.root)
-        if manifest is not None:
+    manifest = _start(run, plan)
+    try:
+        with run.unpacked_files():
+            manifest = _write(run, samples, plan, manifest)
+    except (DiskFullError, ShareDoneError):
+        raise
+    except StageError:
+        put_back(workspace)
+        raise
+    end_repair(workspace)
+    return manifest
+
+
+def _write(run: Run, samples: Index, plan: StoredPlan, manifest: Manifest | None) -> Manifest:
+    workspace = run.workspace
+    if manifest is not None:
+        lines = ((line.name.removesuffix(".tar"), line.split) for line in manifest.shards)
+        files = (workspace.root / name for name in manifest.metadata)
+        if not lost_shards(run, lines) and all(path.exists() for path in files):
             logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
             return follow_media(run, manifest)
-        layout = LAYOUTS[run.config.output.layout]
-        layout.check_sources(samples, open_sources(run.config))
-        shards = plan_shards(run, samples, plan.packs)
-        _warn_of_small_shards(run, shards)
-        _run_tasks(run, samples, plan.packs, shards)
-        workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
-        fragments = [workspace.fragment(shard.name) for shard in shards]
-        return write_manifest(run, samples, plan, fragments)
+        if run.engine.IS_SHARED:
+            raise StageError(f"files of {workspace.root} are missing; write with engine.name=local")
+    shards = plan_shards(run, samples, plan.packs)
+    _warn_of_small_shards(run, shards)
+    num_written = _run_tasks(run, samples, plan.packs, shards, manifest)
+    workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
+    if manifest is not None:
+        return restore_metadata(run, manifest, has_pieces=num_written > 0)
+    fragments = [workspace.fragment(shard.name) for shard in shards]
+    return write_manifest(run, samples, plan, fragments)
 
 
 def _warn_of_small_shards(run: Run, shards: Sequence[PlannedShard]) -> None:
@@ -134,34 +166,62 @@ def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
     return in_files + (in_rows if num_shards * WANTED_SHARE > 1 else 0)
 
 
-def _start(run: Run, plan: StoredPlan) -> None:
-    """Refuse shards of another plan or layout, or remove them."""
-    started = run.workspace.started
+def _start(run: Run, plan: StoredPlan) -> Manifest | None:
+    """Refuse shards of another plan or layout, or remove them; returns the manifest of those that
+    stay, if they are complete."""
+    started, manifest = run.workspace.started, read_manifest(run.workspace.root)
     found = read_json(started)
+    if found is None and manifest is not None:
+        found = recorded_layout(run, manifest, plan.hash)
+    elif found is None:  # nothing says how shards were written
+        set_apart(run.workspace, run.workspace.write.rglob("*-??????.json"))
     fingerprint = shards_fingerprint(run, plan.hash)
     if found is not None and changed_fields(found, fingerprint):
         if not run.config.output.overwrite:
-            check_layout(run, plan.hash)
+            check_layout(run, plan.hash, found)
         logger.warning("write: overwriting what was written with other settings")
         run.discard_shards()
+        manifest = None
     run.workspace.write.mkdir(parents=True, exist_ok=True)
     write_atomically(started, to_json(seal(fingerprint)))
+    return manifest
 
 
-def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[PlannedShard]) -> None:
-    """Write the missing shards. Raises StageError if any is still missing at the end."""
+def _run_tasks(
+    run: Run,
+    samples: Index,
+    plan: PackPlan,
+    shards: Sequence[PlannedShard],
+    manifest: Manifest | None,
+) -> int:
+    """Write the missing shards; returns how many. What is recorded of a shard, in the manifest or
+    its fragment, it has to become again. Raises StageError if any is still missing at the end."""
 
     def marker(shard: PlannedShard) -> Path:
         return run.workspace.fragment(shard.name)
 
-    left = unfinished("write", shards, marker)
+    layout = LAYOUTS[run.config.output.layout]
+    lost = lost_shards(run, ((shard.name, shard.split) for shard in shards))
+    left = [shard for shard in shards if shard.name in lost]
+    if left:
+        layout.check_sources(samples, open_sources(run.config))
+        if len(left) < len(shards):
+            there = len(shards) - len(left)
+            logger.info("write: %d of %d tasks are done already", there, len(shards))
     for folder in {marker(shard).parent for shard in left}:
         folder.mkdir(exist_ok=True)
     own = run.engine.share(left)
+    recorded = {line.name: line.xxh3_128 for line in manifest.shards} if manifest else {}
+    if manifest is None:
+        fragments = map(ShardFragment.load, filter(Path.exists, map(marker, own)))
+        recorded = {fragment.name: fragment.xxh3_128 for fragment in fragments}
     failures: dict[str, str] = {}
     with run.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in left))
-        tasks = iterate_tasks(run, samples, plan, own)
+        tasks = (
+            replace(task, recorded=recorded.get(layout.shard_file(task.shard.name)))
+            for task in iterate_tasks(run, samples, plan, own)
+        )
         for name, failure in run_tasks(run, write_shard, tasks, bar.update):
             if failure is not None:
                 logger.error("write: %s failed: %s", name, failure)
@@ -176,6 +236,7 @@ def _run_tasks(run: Run, samples: Index, plan: PackPlan, shards: list[PlannedSha
             f"{name}: {failures[name]}"
         )
     check_all_done(run, "write", shards, marker)
+    return len(left)
 
 
 def write_shard(task: ShardTask) -> tuple[str, str | None]:
@@ -185,7 +246,7 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
     _check_in_place(task)
     try:
         with task.rows_at_hand():
-            fragment = LAYOUTS[task.layout].write(task)
+            fragment = LAYOUTS[task.layout].write(task) if not task.recorded else _rewrite(task)
     except DiskFullError:
         raise
     except (StageError, OSError) as error:
@@ -196,6 +257,29 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
     fragment.save(task.fragment_path)
     failed.unlink(missing_ok=True)
     return task.shard.name, None
+
+
+def _rewrite(task: ShardTask) -> ShardFragment:
+    """Write a shard beside the output, and move those of its files there that are missing or
+    damaged. Its hash, not the times of the source's files, decides whether it is the same: the
+    source may have grown, or moved. Raises ChangedError if it gives other bytes."""
+    folder = task.unpack_folder.with_name("again") / task.shard.name
+    remove_folder(folder)  # left by a killed run
+    folder.mkdir(parents=True)
+    fragment = LAYOUTS[task.layout].write(replace(task, folder=folder, check_times=False))
+    if fragment.xxh3_128 != task.recorded:
+        changed = {name for one in read_planned(task.samples) for name in task.changed_files(one)}
+        names = sorted(changed) or sorted({source.path for source in task.sources})
+        raise ChangedError(", ".join(names[:3]), "it gives another shard than was recorded")
+    for path in sorted(folder.rglob("*")):
+        target = task.folder / path.relative_to(folder)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        elif not target.exists() or hash_file(target) != hash_file(path):
+            set_apart(Workspace(task.folder), [target])
+            move_file(path, target)
+    remove_folder(folder)
+    return fragment
 
 
 def _check_in_place(task: ShardTask) -> None:

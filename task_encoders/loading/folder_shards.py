@@ -15,7 +15,7 @@ import yaml
 
 from task_encoders.packs.pack_format import METADATASET
 from task_encoders.storage.energon_paths import energon_url, explain
-from task_encoders.storage.paths import check_exists, path_of
+from task_encoders.storage.paths import REMEDY, check_exists, path_of
 from task_encoders.storage.remote_requests import in_a_line
 from task_encoders.versions import require_supported
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 #: Twenty times as fast, where PyYAML was built with it.
 _YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_REMEDY: Final = "offline-packing retry writes it, or index if others wrote the packs"
+_REMEDY: Final = f"{REMEDY}; or index, if others wrote the packs"
 
 #: Packs of an epoch, over the packs that there are: weights that ask for more are a mistake.
 MOST_PASSES: Final = 100
@@ -154,8 +154,8 @@ def load_datasets(path: Path, split: str) -> list[Any]:
         if find_prefix(path) is not None:
             raise PackedFolderError(f"{path} has packs as token ids; open it by IndexedPackDataset")
         raise PackedFolderError(
-            f"{path} is neither a packed folder nor a metadataset YAML; offline-packing retry "
-            "completes a run, and index describes packs of others"
+            f"{path} is neither a packed folder nor a metadataset YAML; offline-packing run "
+            "completes one, and index describes packs of others"
         )
     require_supported("megatron-energon")
     try:

@@ -35,7 +35,7 @@ from task_encoders.packs.manifest import WRITTEN_AGAIN, PackColumns, written_aga
 from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.settings import refuse_slots
-from task_encoders.storage.paths import path_of, read_range
+from task_encoders.storage.paths import REMEDY, path_of, read_range
 from task_encoders.threads import in_threads
 
 if TYPE_CHECKING:
@@ -217,13 +217,10 @@ def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
     try:
         data = read_range(shard.path, start, end)
     except OSError as error:
-        raise PackedFolderError(
-            f"{where}: {error.strerror or error}; offline-packing retry restores it"
-        ) from error
+        raise PackedFolderError(f"{where}: {error.strerror or error}; {REMEDY}") from error
     if len(data) < end - start:
         raise PackedFolderError(
-            f"{where}: the file ends {end - start - len(data)} bytes early; offline-packing "
-            "verify names the remedy"
+            f"{where}: the file ends {end - start - len(data)} bytes early; {REMEDY}"
         )
     if shard.stores is None:
         return _pack_of_tar(data, where)
@@ -255,7 +252,7 @@ def _pack_of_tar(data: bytes, where: str) -> Pack:
                 if match is not None and content is not None and not _NOTE.match(member.name):
                     found.setdefault(match[1], {})[match[2]] = content.read()
     except tarfile.TarError as error:
-        raise PackedFolderError(f"{where}: damaged ({error}); verify names the remedy") from error
+        raise PackedFolderError(f"{where}: damaged ({error}); {REMEDY}") from error
     key, members = next(iter(found.items()), ("", {}))
     if len(found) != 1 or JSON_PART not in members:
         raise PackedFolderError(

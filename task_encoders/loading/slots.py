@@ -17,6 +17,7 @@ from task_encoders.field_types import Count, Integer, checked
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.manifest import Manifest, read_manifest
+from task_encoders.storage.paths import REMEDY
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
@@ -51,8 +52,7 @@ class SlotRows(Dataset["PackedBatch"]):
         if len(cp_sizes) != len(folder) or cp_sizes.sum() % num_ranks:
             raise PackedFolderError(
                 f"{folder.path}: manifest.json has the ranks of {len(cp_sizes)} packs, which fill "
-                f"no slots of {num_ranks} ranks, for {len(folder)} packs; offline-packing verify "
-                "names the remedy"
+                f"no slots of {num_ranks} ranks, for {len(folder)} packs; {REMEDY}"
             )
         self._folder = folder
         begins = np.cumsum(cp_sizes) - cp_sizes

@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, Final
 
 from PIL import Image
 
-from task_encoders.media.mp4_claims import check_claims
 from task_encoders.media.mp4_header import is_mp4, mp4_rotation, read_mp4_header
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import DECODING_COST, MAX_IMAGE_PIXELS
@@ -158,8 +157,6 @@ def _ask_pyav(
     """The header of any container, its packets counted."""
     size = file.seek(0, os.SEEK_END)
     _check_complete(file, head, size)
-    if is_mp4(head):
-        check_claims(file, _PACKETS_PER_FRAME * max_frames)
     file.seek(0)
     with _open(file, head, max_frame_pixels) as container:
         stream = _video_stream(container)

@@ -46,7 +46,7 @@ from task_encoders.packs.tokenized import (
     collapse,
     labels_of,
 )
-from task_encoders.storage.paths import check_exists, is_url, path_of, read_range
+from task_encoders.storage.paths import REMEDY, check_exists, is_url, path_of, read_range
 
 #: Beside them: the folders, or URLs, that `media` names.
 MEDIA_ROOTS: Final = "media_roots.json"
@@ -139,9 +139,7 @@ def read_media_roots(folder: Path) -> Mapping[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
-        raise PackFormatError(
-            f"{path} is damaged ({error}); offline-packing retry writes it again"
-        ) from error
+        raise PackFormatError(f"{path} is damaged ({error}); {REMEDY}") from error
 
 
 class IndexedFile:
@@ -263,6 +261,6 @@ class IndexedPack:
         if root not in self._roots:
             raise PackFormatError(
                 f"pack {self.key!r}: {MEDIA_ROOTS} beside the packs does not say where {root} is; "
-                "offline-packing retry writes it again"
+                f"{REMEDY}"
             )
         return StoredMedium(f"{self._roots[root]}/{file}", offset, size, mtime_ns)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from task_encoders.packs.notebook_html import html_table
+from task_encoders.storage.paths import REMEDY
 
 NAME: Final = "manifest.json"
 
@@ -95,6 +96,9 @@ class Counts(_Model):
     packs: dict[str, int]
     #: records read, packed and set aside, if samples were made of several
     records: dict[str, int] = {}
+    #: images and videos that splits know by size and first bytes only, since these were not all
+    #: read; each as often as samples show it
+    media_hashed_in_part: int = 0
 
 
 class Manifest(_Model):
@@ -172,7 +176,7 @@ def read_manifest(folder: Any) -> Manifest | None:
         why = ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])
     except (OSError, ValueError) as error:
         why = str(error)
-    raise ManifestError(f"{path} is damaged ({why}); offline-packing verify names the remedy")
+    raise ManifestError(f"{path} is damaged ({why}); {REMEDY}")
 
 
 def folder_of(path: Any) -> Any:

@@ -18,6 +18,7 @@ from task_encoders.packs.pack_format import (
 )
 from task_encoders.packs.tokenized import TokenizedPack, TokenizedText
 from task_encoders.samples import SampleError, SourceSample, Turn, check_sample, make_turn
+from task_encoders.storage.paths import REMEDY
 
 #: An image member by its number in the pack: 'img0.jpg', 'img000.png'.
 _NUMBERED: Final = re.compile(r"img(\d+)\.[^.]+")
@@ -220,8 +221,7 @@ def find_damage(
             reason = "truncated_video" if is_video_name(name) else "truncated_image"
             return SampleError(
                 reason,
-                f"{name} has the xxh3_64 {checksum(data)}, was packed with {expected}; "
-                "offline-packing verify names the remedy",
+                f"{name} has the xxh3_64 {checksum(data)}, was packed with {expected}; {REMEDY}",
             )
     return None
 

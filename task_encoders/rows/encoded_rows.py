@@ -22,6 +22,7 @@ from task_encoders.energon_samples import PackedRowSample
 from task_encoders.packs.manifest import written_again
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.samples import SampleError
+from task_encoders.storage.paths import REMEDY
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class SetAside(Savable):
             self._check_generation(error)
             raise FatalSampleError(
                 f"{tar or ', '.join(self._folders)}: {error}; the tar or its .idx is damaged or "
-                "gone: offline-packing verify names the remedy; tars of others are to be restored, "
+                f"gone: {REMEDY}; tars of others are to be restored, "
                 "and prepared again if they have changed"
             ) from error
 

@@ -51,7 +51,6 @@ REASONS: Final[Mapping[str, str]] = {
     "not_in_template": "the chat template cannot write such a sample (tools, thoughts, roles)",
     "not_drawn": "the repeat or weight of its source is below 1 and left it out",
     "duplicate_key": "an earlier sample of the same source has the same key",
-    "copy": "an earlier sample has the same texts and media (source.drop_copies)",
     "not_in_layout": "the output layout cannot hold such a sample (its plan says what)",
     "overlong": "the sample has more tokens than seq_length",
     "over_budget": "the sample alone is over a budget of its pack (vision patches, images, videos)",

@@ -2,8 +2,7 @@
 picture with too many pixels as `image_too_large`), so that no file takes more than about 1 GiB or a
 minute. No limit depends on time or on the machine: the same input gives the same bytes.
 
-The first three and `MAX_PAGE_BYTES` are defaults of options of a source, `MAX_IMAGE_PIXELS` is one
-of the model's.
+The first three are defaults of options of a source, `MAX_IMAGE_PIXELS` is one of the model's.
 """
 
 from typing import Final
@@ -22,10 +21,7 @@ MAX_JSON_BYTES: Final = 32 << 20
 #: and one with more values before it is parsed: small ones take 200 bytes each.
 MAX_JSON_VALUES: Final = 2_000_000
 
-#: A page of a Parquet file is unpacked as a whole, which takes twice its size (pyarrow's hold 1,024
-#: values). So is a batch of an Arrow file whose buffers are compressed.
-MAX_PAGE_BYTES: Final = 320 << 20
-#: A row of such a file, with its images and videos.
+#: A row of a table, with its images and videos.
 MAX_ROW_BYTES: Final = 192 << 20
 
 #: White space in a row. Tokenizers try it in several ways and run out of stack at a million.

@@ -17,6 +17,10 @@ BUCKET_PROFILE: Final = "msc://_{}-"
 #: Storages that have such profiles.
 PROFILED: Final = ("s3", "gs")
 
+#: What helps where a file of an output is damaged or lost: damaged files are moved away, and made
+#: again.
+REMEDY: Final = "offline-packing verify --discard, then run"
+
 #: A URL that lacks a slash, which would be a folder here.
 _HALF_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
 #: One without a bucket (or host, or profile); the storages named first have none.

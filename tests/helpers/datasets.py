@@ -30,16 +30,6 @@ def image_bytes(width: int = 56, height: int = 56, image_format: str = "JPEG") -
     return buffer.getvalue()
 
 
-def twin_pictures() -> tuple[bytes, bytes]:
-    """Two pictures that differ only where `hash_medium` does not look."""
-    pixels = np.random.default_rng(0).integers(0, 256, (120, 120, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "BMP")
-    other = bytearray(buffer.getvalue())
-    other[10_000] ^= 255
-    return buffer.getvalue(), bytes(other)
-
-
 def dialogue(*texts: str) -> list[dict[str, str]]:
     """Messages of alternating user and assistant."""
     roles = ("user", "assistant")

@@ -143,8 +143,7 @@ def text_of(turn: Turn) -> str:
 
 
 def regrouped(folder: Path, name: str, **more: Any) -> Run:
-    """A run whose records become dialogues and parts of conversations, without copies."""
-    source = {"merge_same_image": {"max_tokens": 200}, "drop_copies": True}
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
+    """A run whose long conversations are cut."""
+    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
     output = {"packs_per_shard": 4}
-    return run_of(folder, mixed_records(), name, source=source, pack=pack, output=output, **more)
+    return run_of(folder, mixed_records(), name, pack=pack, output=output, **more)

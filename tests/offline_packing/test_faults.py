@@ -23,7 +23,6 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage import files
 from offline_packing.storage.files import remove_temporaries, write_atomically
-from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -34,6 +33,7 @@ from tests.helpers.datasets import (
     write_planned,
 )
 from tests.helpers.outputs import shard_files
+from tests.helpers.repairs import repair
 from tools import kill_test
 
 
@@ -158,7 +158,7 @@ def test_failing_disk_of_the_source(planned: Run, monkeypatch: pytest.MonkeyPatc
             write_planned(planned)
     assert len(calls) > 21  # the other shards were written
     assert not planned.workspace.manifest.exists()
-    retry(planned)
+    repair(planned)
     assert verify(planned, deep=True).ok
 
 
@@ -194,7 +194,7 @@ def test_moved_source_is_the_same(planned: Run, data: Path) -> None:
         ("pack", "strategy", "best_fit_decreasing", (plan_index, write_planned)),
         ("output", "packs_per_shard", 3, (write_planned,)),
         ("output", "key_prefix", "x", (write_planned,)),
-        ("output", "layout", "raw_packing", (plan_index, write_planned)),
+        ("output", "layout", "references", (plan_index, write_planned)),
     ],
 )
 def test_changed_config_is_named(

@@ -16,19 +16,19 @@ from tests.helpers.datasets import make_run, pack_all
 
 #: sha256, first 16 digits. What depends on versions of libraries is left out.
 GOLDEN = {
-    ".nv-meta/dataset.yaml": "c0a3ba027ab8c00c",
-    ".nv-meta/index.uuid": "4b1675d702a51d27",
+    ".nv-meta/dataset.yaml": "b274b7e830ff943e",
+    ".nv-meta/index.uuid": "bd98c1fc779c40cb",
     ".nv-meta/split.yaml": "af17d213ca390955",
-    "_packing/plan/pack_offsets.npy": "7e44d5222bf07951",
-    "_packing/plan/sample_ids.npy": "83966c1fcf8c6f05",
+    "_packing/plan/pack_offsets.npy": "987f7ffca1011253",
+    "_packing/plan/sample_ids.npy": "b3c1086c254557c6",
     "_packing/plan/set_aside_ids.npy": "e734dac55ea9fbbe",
     "_packing/plan/set_aside_reasons.npy": "4ca930d4c39dd441",
-    "train-000000.tar": "405dc5c04b259a2f",
-    "train-000000.tar.idx": "7c9a894f52f8711b",
-    "train-000001.tar": "a742ae05b7af2e72",
-    "train-000001.tar.idx": "f7c6f270db9cb7dd",
-    "val-000000.tar": "d563ea2af31b9e7a",
-    "val-000000.tar.idx": "20c7d7dc5d6a6bee",
+    "train-000000.tar": "7d1567ef18706a6f",
+    "train-000000.tar.idx": "eccb0a4a1a2183b4",
+    "train-000001.tar": "c769748b5123e29c",
+    "train-000001.tar.idx": "e408e726d438517e",
+    "val-000000.tar": "e376605bea360925",
+    "val-000000.tar.idx": "d2bd358ac2e8c451",
 }
 
 
@@ -68,7 +68,6 @@ def test_bytes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a path is part of the manifest, whose hash is the dataset's uuid
     write_source(Path("data"))
     output = {"key_prefix": "", "packs_per_shard": 4, "split": {"train": 0.8, "val": 0.2}}
-    output["split_by"] = "sample"  # the first version's only way
     run = make_run(Path("data"), Path("out"), pack={"seq_length": 192}, output=output)
     pack_all(run)
     assert digests(Path("out")) == GOLDEN

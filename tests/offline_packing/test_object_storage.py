@@ -19,7 +19,6 @@ from offline_packing.runs.run import Run, Workspace
 from offline_packing.storage.files import to_json
 from offline_packing.storage.paths import local_copy, scratch_folder
 from offline_packing.upkeep.blend import blend
-from offline_packing.upkeep.retry import retry
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
@@ -28,6 +27,7 @@ from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack
 from tests.helpers.long_conversations import mixed_records
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
+from tests.helpers.repairs import repair
 
 #: Sources by task; and options of layouts that have some.
 SOURCES = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
@@ -39,7 +39,6 @@ REFERENCES: dict[str, Any] = {"layout": "references", "packs_per_shard": 4}
 #: Options that add stages, or files, to a run.
 OPTIONS: dict[str, dict[str, Any]] = {
     "regroup": {
-        "source": {"merge_same_image": {"max_tokens": 200}, "drop_copies": True},
         "pack": {"seq_length": 256, "split_turns": {"context_turns": 1}},
     },
     "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},
@@ -134,7 +133,7 @@ def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
     object_store.client.delete_object(Bucket=name, Key="out/val-000000.tar.idx")
     assert not verify(run).ok
     with run.workspace.lock():
-        assert tar in retry(run)
+        assert tar in repair(run)
     assert object_store.objects(f"{bucket}/out") == before
 
 

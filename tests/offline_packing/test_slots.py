@@ -89,7 +89,7 @@ def test_the_longest_pack_is_what_all_ranks_hold(tmp_path: Path) -> None:
         ({"pack": {"context_parallel": RANKS, "order": {"num_ranks": 4}}}, "cannot keep order"),
         ({"pack": {"context_parallel": RANKS, "budgets": {"images": 4}}}, "a limit of images"),
         (
-            {"pack": {"context_parallel": RANKS}, "output": {"layout": "raw_packing"}},
+            {"pack": {"context_parallel": RANKS}, "output": {"layout": "indexed"}},
             "does not store over how many ranks",
         ),
     ],

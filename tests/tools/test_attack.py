@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.accounting import account, open_one
-from tools.attack_data import GOOD, WRITERS, damaged_records
+from tools.attack import GOOD, WRITERS, damaged_records
 
 ROOT = Path(__file__).parents[2]
 

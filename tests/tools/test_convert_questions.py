@@ -65,6 +65,71 @@ def test_dialogue(questions: Path, tmp_path: Path, max_turns: int, stems: list[s
     assert turns == len(QUESTIONS) + 1  # nothing lost
 
 
+@pytest.mark.parametrize("name", [*WRITERS])
+def test_dialogues_of_every_format(name: str, tmp_path: Path) -> None:
+    """Records of equal pictures, wherever these lie, are one dialogue; nothing is lost."""
+    pictures = [image_bytes(56, 56 + 28 * i, ("JPEG", "PNG")[i % 2]) for i in range(2)]
+    samples = [
+        (f"s{i}", dialogue(f"<image>\nWhat {i}?", f"It is {i}."), [pictures[i * i % 3]])
+        for i in range(9)  # squares leave 0 and 1 modulo 3
+    ]
+    source = WRITERS[name](tmp_path / "data", samples)
+    out = tmp_path / "pairs"
+    named = [f"--{key.replace('_', '-')}={source[key]}" for key in ("image_root",) if key in source]
+    named += ["--fields", *(f"{name}={at}" for name, at in source.get("fields", {}).items())]
+    named += ["--options", *(f"dataset={source['dataset']}" for _ in range("dataset" in source))]
+    assert main([source["format"], source["path"], str(out), "--form", "dialogue", *named]) == 0
+    found = {
+        path.read_bytes(): texts(path.with_suffix(".json"))
+        for path in out.iterdir()
+        if path.is_file() and path.suffix != ".json"
+    }
+    asked = {picture: [i for i in range(9) if i * i % 3 == j] for j, picture in enumerate(pictures)}
+    assert {
+        picture: [text.replace("<image>", "").strip() for text in said]
+        for picture, said in found.items()
+    } == {
+        picture: [text for i in own for text in (f"What {i}?", f"It is {i}.")]
+        for picture, own in asked.items()
+    }
+    assert [said[0].count("<image>") for said in found.values()] == [1, 1]
+
+
+def test_dialogues_of_a_number_of_tokens(questions: Path, tmp_path: Path) -> None:
+    """Each is as long as it will be trained, and no two of one picture would fit together."""
+    out = tmp_path / "pairs"
+    model = ["--model", "family=qwen2_vl", "processor=builtin"]
+    most = ["--max-tokens", "50", *model]
+    assert main(["jsonl", str(questions), str(out), "--form", "dialogue", *most]) == 0
+    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
+    rows = {key: row for key, _, row in found if row is not None}
+    assert rows.keys() == {"a", "a_1", "b", "text"}
+    assert [rows[key].num_turns for key in ("a", "a_1")] == [2, 1]
+    assert rows["a"].length.num_tokens <= 50
+    most[1] = str(rows["a"].length.num_tokens - 1)
+    assert main(["jsonl", str(questions), str(tmp_path / "o"), "--form", "dialogue", *most]) == 0
+    assert texts(tmp_path / "o" / "a.json") == ["<image>\nWhat is it?", "A square."]
+
+
+def test_what_stays_apart(tmp_path: Path) -> None:
+    """Other pictures of the same size, other system messages, thoughts, and what asks nothing."""
+    picture = bytearray(image_bytes(200, 200, "PNG"))
+    write_file(tmp_path / "a.png", bytes(picture))
+    write_file(tmp_path / "same.png", bytes(picture))
+    asked = dialogue("<image>What?", "A.")
+    records = [
+        {"image": "a.png", "messages": asked},
+        {"image": "same.png", "messages": dialogue("And?", "B.")},
+        {"image": "a.png", "messages": [{"role": "system", "content": "Be kind."}, *asked]},
+        {"image": "a.png", "messages": dialogue("<image>What?", "<think>Hm.</think>A.")},
+        {"image": "a.png", "messages": dialogue("<image>", "A.")},
+    ]
+    write_file(tmp_path / "q.jsonl", lines(records))
+    out = tmp_path / "pairs"
+    assert main(["jsonl", str(tmp_path / "q.jsonl"), str(out), "--form", "dialogue"]) == 0
+    assert sorted(len(texts(path)) for path in out.glob("*.json")) == [2, 2, 3, 4]
+
+
 def test_output_is_never_overwritten(questions: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["jsonl", str(questions), str(tmp_path), "--form", "copies"])

@@ -21,39 +21,30 @@ from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
 from offline_packing.sources.reading import row_files
-from offline_packing.sources.reading.column_types import (
+from offline_packing.sources.reading.locators import Locator
+from offline_packing.sources.reading.row_files import (
+    RowFile,
     holds_bytes,
     holds_pictures,
     unread_type,
     value_bytes,
 )
-from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.sources.roots.listing import hash_files
+from offline_packing.storage.memory import machine_memory
 from offline_packing.storage.streams import DamagedStreamError
-from task_encoders.field_types import Count
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_JSON_BYTES, MAX_PAGE_BYTES, MAX_ROW_BYTES
+from task_encoders.samples.limits import MAX_JSON_BYTES, MAX_ROW_BYTES
 from task_encoders.storage.remote_requests import RemoteError
 
 _STATE_NAME: Final = "state.json"
-#: unpacked as a whole, by kind of locator
-_UNPACKED: Final = {"parquet_row": "a page", "arrow_row": "a compressed batch"}
-
-
-class TableOptions(FileOptions):
-    """Options of tables."""
-
-    #: rows of a page, or of a compressed Arrow batch, that is larger when unpacked are set aside
-    max_page_bytes: Count = MAX_PAGE_BYTES
 
 
 class TableSource(Source):
     """A part is (container, row groups as a range, first row); of a damaged file, no groups."""
 
-    Options = TableOptions
-    options: TableOptions
+    Options = FileOptions
+    options: FileOptions
     #: kind of the locators
     KIND: ClassVar[str]
 
@@ -106,17 +97,13 @@ class TableSource(Source):
     def _values(
         self, rows: RowFile, groups: range, columns: Sequence[str], media: Sequence[str]
     ) -> Iterator[Mapping[str, Any] | SampleError]:
-        """Each row of some groups; of those that would take too much memory, the error."""
-        limit = self.options.max_page_bytes
+        """Each row of some groups; of those above the machine's memory, the error. Groups below it
+        are read a page at a time; a page that is larger than a task's share ends the file."""
+        limit = machine_memory()
         for group in groups:
-            problem = ""
-            if (largest := rows.unpacked_at_once(group, columns)) > limit:
-                what = _UNPACKED[self.KIND]
-                problem = f"{what} of {largest:,} bytes > source.max_page_bytes {limit:,}; raise it"
-            elif (row := rows.largest_row(group, columns)) > MAX_ROW_BYTES:
-                problem = f"a row group with lists of {row:,} bytes or more > {MAX_ROW_BYTES:,}"
-            if problem:
-                error = SampleError("too_costly", f"{problem}, or write smaller ones")
+            if (size := rows.group_bytes[group]) > limit:
+                problem = f"a row group of {size:,} bytes > {limit:,}, the machine's memory"
+                error = SampleError("too_costly", f"{problem}; write smaller ones")
                 yield from itertools.repeat(error, rows.group_rows[group])
                 continue
             for batch in rows.batches(range(group, group + 1), columns):
@@ -196,10 +183,15 @@ def _damage_of(error: Exception) -> str:
     where it is not the file's."""
     if isinstance(error, DamagedStreamError):
         return str(error)
-    is_arrow = isinstance(error, pa.ArrowException)  # a damaged size may be more than the memory
-    if isinstance(error, ImportError | MemoryError | StageError | RemoteError) and not is_arrow:
+    if isinstance(error, ImportError | StageError | RemoteError):
         raise error
-    return f"it cannot be read: {' '.join(str(error).split())[:200]}; restore it or write it again"
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, MemoryError):  # perhaps of a size that is damaged
+        return (
+            f"a part of it takes more memory than a task may ({text or 'MemoryError'}); restore "
+            "it, write it with smaller pages or batches, or set engine.workers lower"
+        )
+    return f"it cannot be read: {text}; restore it or write it again"
 
 
 class ParquetSource(TableSource):
@@ -209,7 +201,7 @@ class ParquetSource(TableSource):
     ENDINGS = (".parquet",)
 
 
-class HuggingFaceOptions(TableOptions):
+class HuggingFaceOptions(FileOptions):
     """Options of a dataset that may have splits."""
 
     #: which of them is read (default: train)

@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 import numpy as np
 import pyarrow as pa
 
-from task_encoders.samples.limits import MAX_PAGE_BYTES
+from offline_packing.storage.memory import machine_memory
 
 #: Beginning of a file that is a stream with a footer.
 _FILE_MAGIC: Final = b"ARROW1\0\0"
@@ -42,10 +42,10 @@ class ArrowBatches:
             _check_end(source, sum(num_rows for num_rows, _ in sizes))
         if any(message.type == "dictionary" for message in messages):
             total = sum(num_bytes for _, num_bytes in sizes)
-            if total > MAX_PAGE_BYTES:
+            if total > machine_memory():
                 problem = f"compressed batches with dictionaries, {total:,} bytes in all"
                 remedy = "write it without compression or without dictionaries"
-                raise pa.ArrowInvalid(f"{problem} > {MAX_PAGE_BYTES:,}; {remedy}")
+                raise pa.ArrowInvalid(f"{problem} > the memory's {machine_memory():,}; {remedy}")
             source.seek(0)
             self._batches = open_reader(source).read_all().to_batches()
             sizes = [(len(batch), 0) for batch in self._batches]

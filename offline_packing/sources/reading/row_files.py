@@ -16,16 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from offline_packing.sources.reading.arrow_batches import ArrowBatches
-from offline_packing.sources.reading.column_types import as_plain, value_bytes
-from offline_packing.sources.reading.parquet_pages import Page, read_pages
-from offline_packing.sources.reading.parquet_rows import largest_row, upper_bound
 from task_encoders.samples import SampleError
 
 #: Rows and bytes taken at a time while reading in order.
 _BATCH_ROWS: Final = 128
 _BATCH_BYTES: Final = 4 << 20
-#: and at most so many, whichever values the rows hold.
-_MAX_BATCH_BYTES: Final = 64 << 20
 #: Bytes handed on at a time.
 _MAX_PART_BYTES: Final = 16 << 20
 #: Bytes of a Parquet file read at a time.
@@ -39,7 +34,6 @@ class RowFile:
         self, source: "BinaryIO | pa.NativeFile", kind: str, mapped: mmap.mmap | None = None
     ) -> None:
         """Raises pa.ArrowException or OSError if the file is damaged."""
-        self._source = source
         self._mapped = mapped
         self._parquet: pq.ParquetFile | None = None
         if kind == "parquet_row":
@@ -55,7 +49,6 @@ class RowFile:
                     f"its {metadata.num_rows:,} rows are not those of its {len(groups):,} groups"
                 )
             self.schema = self._parquet.schema_arrow
-            self._known: dict[tuple[Any, ...], int] = {}
         else:
             self._arrow = ArrowBatches(source)
             self.group_rows, self.group_bytes = self._arrow.num_rows, self._arrow.unpacked
@@ -84,13 +77,7 @@ class RowFile:
         if self._parquet is not None:
             for group in groups:  # of several at once, Arrow refuses lists of dictionaries
                 num_rows, num_bytes = self.group_rows[group], self.group_bytes[group]
-                # All rows may hold the longest value of a page, or the longest lists.
-                sizes = self.unpacked_at_once(group, columns), self.largest_row(group, columns)
-                longest = max(1, *sizes)
-                size = min(
-                    _BATCH_BYTES * num_rows // max(1, num_bytes), _MAX_BATCH_BYTES // longest
-                )
-                size = max(1, min(_BATCH_ROWS, size))
+                size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
                 for batch in self._parquet.iter_batches(size, [group], list(columns)):
                     for part in _parts(as_plain(batch)):
                         yield part
@@ -104,49 +91,6 @@ class RowFile:
                 for part in _parts(rows):
                     yield part
                     self.release()
-
-    def unpacked_at_once(self, group: int, columns: Sequence[str]) -> int:
-        """Bytes of the largest page of a row group, or of a batch of compressed buffers; 0: the
-        batch is used as it is."""
-        if self._parquet is None:
-            return self.group_bytes[group]
-        key = ("page", group, *columns)
-        if key not in self._known:
-            pages = (p for chunk, _ in self._chunks(group, columns) for p in self._pages(chunk))
-            self._known[key] = max((page.unpacked for page in pages), default=0)
-        return self._known[key]
-
-    def largest_row(self, group: int, columns: Sequence[str]) -> int:
-        """Bytes, unpacked, of the lists of a row group's largest row, or more; of the first above
-        MAX_ROW_BYTES. 0: the group has no lists, or few bytes in them."""
-        if self._parquet is None:
-            return 0
-        key = ("row", group, *columns)
-        if key not in self._known:
-            self._known[key] = 0
-            for chunk, column in self._chunks(group, columns):
-                if column.max_repetition_level:
-                    pages = self._pages(chunk)
-                    if upper_bound(pages, column.length) > _MAX_BATCH_BYTES:
-                        self._known[key] += largest_row(chunk, column, pages, self._read)
-        return self._known[key]
-
-    def _chunks(self, group: int, columns: Sequence[str]) -> list[tuple[Any, Any]]:
-        """Column chunks of a row group, with their columns."""
-        assert self._parquet is not None
-        metadata, schema = self._parquet.metadata.row_group(group), self._parquet.schema
-        # Of damaged chunks, metadata.column ends the process; readers of no rows raise OSError.
-        for _ in self._parquet.reader.iter_batches(0, [group], range(metadata.num_columns)):
-            raise AssertionError
-        chunks = ((metadata.column(i), schema.column(i)) for i in range(metadata.num_columns))
-        return [one for one in chunks if one[0].path_in_schema.partition(".")[0] in columns]
-
-    def _pages(self, chunk: Any) -> list[Page]:
-        return read_pages(chunk, self._read)
-
-    def _read(self, offset: int, size: int) -> bytes:
-        self._source.seek(offset)
-        return self._source.read(size)
 
     def release(self) -> None:
         """Release the memory of what was read from a mapped file; it is read again if needed."""
@@ -166,6 +110,72 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         half = len(batch) // 2
         yield from _parts(batch.slice(0, half))
         yield from _parts(batch.slice(half))
+
+
+def value_bytes(batch: pa.RecordBatch) -> int:
+    """Bytes of a batch's values; those that share memory, as of a dictionary, each for itself."""
+    return int(as_plain(batch).nbytes)
+
+
+def unread_type(kind: pa.DataType) -> bool:
+    """Whether values of a type may share memory in ways that are not counted: views of lists,
+    run-end encoded values and unions."""
+    types = pa.types
+    views = (types.is_list_view, types.is_large_list_view, types.is_run_end_encoded, types.is_union)
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    if types.is_dictionary(kind):
+        inner.append(kind.value_type)
+    return any(is_one(kind) for is_one in views) or any(map(unread_type, inner))
+
+
+def holds_bytes(kind: pa.DataType) -> bool:
+    """Whether a column can hold images: binary of any kind, {bytes, path}, or lists of these."""
+    types = pa.types
+    if types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0
+    value_type = getattr(kind, "value_type", None)  # of dictionaries and of lists of any kind
+    if value_type is not None:
+        return holds_bytes(value_type)
+    is_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(one(kind) for one in (*is_bytes, types.is_fixed_size_binary))
+
+
+def holds_pictures(kind: pa.DataType) -> bool:
+    """Whether a column holds {bytes, path}, or lists of it, which can be no text."""
+    value_type = getattr(kind, "value_type", None)
+    if value_type is not None:
+        return holds_pictures(value_type)
+    return pa.types.is_struct(kind) and holds_bytes(kind)
+
+
+def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same values without dictionaries, of which an Arrow file has one for all batches, and
+    without views, of which Arrow cannot take single rows."""
+    schema = _plain_schema(batch.schema)
+    return batch if schema == batch.schema else batch.cast(schema)
+
+
+def _plain_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_type(_plain_type(field.type)) for field in schema])
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type of the same values, without dictionaries and views in it."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if types.is_binary_view(kind):
+        return pa.large_binary()
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        value = kind.value_field.with_type(_plain_type(kind.value_type))
+        if types.is_large_list(kind):
+            return pa.large_list(value)
+        return pa.list_(value, kind.list_size if types.is_fixed_size_list(kind) else -1)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    return kind
 
 
 def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:

@@ -52,7 +52,7 @@ _OPEN_FILES: Final = 64
 #: Bytes read of mapped files before their memory is released.
 _RELEASE_BYTES: Final = 32 << 20
 
-_DAMAGE: Final = (OSError, LookupError, ValueError, pa.ArrowException)
+_DAMAGE: Final = (OSError, LookupError, ValueError, MemoryError, pa.ArrowException)
 
 Value = TypeVar("Value")
 Rows = npt.NDArray[np.int64]

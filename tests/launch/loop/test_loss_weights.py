@@ -64,11 +64,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "tars": {},
         "pretokenized": {"pretokenize": True},
         "indexed": {"layout": "indexed"},
-        "files": {"layout": "raw_packing"},
     }
     source, made = {"format": "pairs", "path": str(root / "source"), "task": "bmr"}, {}
     for name, output in outputs.items():
-        output["split"] = {"train": 0.7, "val": 0.3}
+        output |= {"split": {"train": 0.7, "val": 0.3}, "split_seed": 3}
         limits = {"seq_length": SEQ_LENGTH}
         made[name] = make_run(source, root / name, pack=limits, output=output)
         assert pack_all(made[name]).loss_weights == "fractional"
@@ -115,7 +114,7 @@ def test_packs_of_texts_and_of_token_ids_have_the_same_weights(runs: dict[str, R
     assert set(weights) == {0, 0.25, 1}
 
 
-@pytest.mark.parametrize("name", ["files", "indexed"])
+@pytest.mark.parametrize("name", ["tars", "indexed"])
 def test_verify_compares_weights(runs: dict[str, Run], name: str, tmp_path: Path) -> None:
     original = runs[name].workspace.root
     shutil.copytree(original, tmp_path / "out")
@@ -124,13 +123,13 @@ def test_verify_compares_weights(runs: dict[str, Run], name: str, tmp_path: Path
     run = dataclasses.replace(run, config=run.config.model_copy(update={"output": output}))
     changed = 0
     for path in (tmp_path / "out").rglob("*"):
-        if path.suffix in (".bin", ".json") and "_packing" not in path.parts[-3:]:
+        if path.suffix in (".bin", ".tar") and "_packing" not in path.parts[-3:]:
             data = path.read_bytes()
             changed += data.count(b"0.25")
             path.write_bytes(data.replace(b"0.25", b"0.75"))
     assert changed
     problems = "\n".join(verify(run, deep=True).problems)
-    assert ("text differs" if name == "files" else "token ids differ") in problems
+    assert ("text differs" if name == "tars" else "token ids differ") in problems
 
 
 @pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
@@ -200,11 +199,11 @@ def test_whole_weights_are_written_as_ever(tmp_path: Path) -> None:
     content["messages"][3]["weight"] = 1
     write_json(tmp_path / "source" / "a.json", content)
     source = {"format": "pairs", "path": str(tmp_path / "source"), "task": "bmr"}
-    limits, output = {"seq_length": SEQ_LENGTH}, {"layout": "raw_packing", "pretokenize": True}
+    limits, output = {"seq_length": SEQ_LENGTH}, {"pretokenize": True}
     run = make_run(source, tmp_path / "out", pack=limits, output=output)
     assert "loss_weights" not in pack_all(run)
-    (path,) = (tmp_path / "out" / "raw_packing_data").glob("*.json")
-    meta = json.loads(path.read_bytes())["meta"]
+    (pack,) = PackedFolder(tmp_path / "out")
+    meta = json.loads(pack.record)["meta"]
     assert meta["turns"] == [[{"trained": False}, {}, {}]]
     assert "loss_weights" not in meta
     encoder = task_encoder(run)

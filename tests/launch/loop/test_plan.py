@@ -274,8 +274,8 @@ def test_a_blend_that_cannot_be_read_is_named(tmp_path: Path, content: str, mess
 
 def test_a_layout_of_other_trainers_is_named(tmp_path: Path) -> None:
     source = captioning_pairs(tmp_path / "data", 4)
-    pack_all(make_run(source, tmp_path / "out", output={"layout": "raw_packing"}))
-    with pytest.raises(StageError, match=r"layout=raw_packing, which other trainers read"):
+    pack_all(make_run(source, tmp_path / "out", output={"layout": "llava_onevision"}))
+    with pytest.raises(StageError, match=r"layout=llava_onevision, which other trainers read"):
         read_packed_data(tmp_path / "out")
 
 

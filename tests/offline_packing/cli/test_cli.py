@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from offline_packing.cli import main as cli_module
 from offline_packing.cli.commands import cli
+from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import invoke, main
 from tests.helpers.datasets import captioning_pairs
 
@@ -172,7 +173,7 @@ def test_failed_check(
     (tmp_path / "out/train-000000.tar.idx").unlink()
     code, error = main(monkeypatch, capsys, "verify", config)
     assert code == 1
-    assert error.endswith("has 1 problems; retry repairs what is damaged\n")
+    assert error.endswith(f"has 1 problems; 1 of damaged files: {REMEDY}\n")
 
 
 @pytest.mark.parametrize("verb", ["verify", "status", "report", "preview"])

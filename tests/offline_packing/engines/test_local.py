@@ -1,12 +1,14 @@
 """Local processes: every task once, the first failure, no hang when a worker dies."""
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
 
+from offline_packing.engines import local
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import StageError
 from task_encoders.samples import SampleError
@@ -105,3 +107,21 @@ def test_dead_worker() -> None:
         with pytest.raises(StageError, match="a worker process died"):
             list(engine.run(die, range(3)))
         assert list(engine.run(square, [3])) == [9]  # a fresh pool
+
+
+def allocate(num_bytes: int) -> int:
+    return len(bytes(num_bytes))
+
+
+def test_a_task_above_its_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and its worker goes on; the calling process has no bound."""
+    monkeypatch.setattr(local, "_LEAST_TASK_BYTES", 1 << 30)
+    monkeypatch.setattr(local, "machine_memory", lambda: 0)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with LocalEngine(1) as engine:
+        assert list(engine.run(allocate, [1, 2])) == [1, 2]
+        with pytest.raises(StageError, match=r"more memory than its share of 1,073,741,824 bytes"):
+            list(engine.run(allocate, [1 << 30]))
+        assert list(engine.run(allocate, [3])) == [3]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert list(LocalEngine(0).run(allocate, [1 << 30])) == [1 << 30]

@@ -1,10 +1,8 @@
-"""Other layouts: the packs of a raw folder are those of the shards; what the LLaVA-OneVision-1.5
-loader reads is exactly what it finds."""
+"""Other layouts: the LLaVA-OneVision-1.5 loader finds exactly what it reads."""
 
 import importlib.util
 import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,19 @@ from PIL import Image
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
-from offline_packing.runs.run import Run
 from offline_packing.storage.tars import scan_tar
-from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
     image_bytes,
-    index_rows,
     make_config,
     make_run,
-    mixed_pairs,
     pack_all,
     plan_index,
     write_json,
     write_planned,
 )
-from tests.helpers.outputs import flip_byte
 
 
 def questions(root: Path, count: int = 12) -> Path:
@@ -44,70 +37,6 @@ def questions(root: Path, count: int = 12) -> Path:
         write_json(root / f"{i:03d}.json", {"question": prompt, "answer": f"There are {i}."})
         (root / f"{i:03d}.png").write_bytes(image_bytes(28 * (2 + i % 4), 84, "PNG"))
     return root
-
-
-def tar_content(run: Run) -> dict[str, bytes]:
-    """Members of all tars by name."""
-    found = {}
-    for path in sorted(run.workspace.root.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            found |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
-    return found
-
-
-@pytest.fixture
-def raw(tmp_path: Path) -> Run:
-    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
-    run = make_run(source, tmp_path / "raw", output={"layout": "raw_packing"})
-    pack_all(run)
-    return run
-
-
-def test_raw_packing_holds_the_same_packs(raw: Run, tmp_path: Path) -> None:
-    source = raw.config.source[0].model_dump()
-    shards = make_run(source, tmp_path / "shards")
-    pack_all(shards)
-    folder = raw.workspace.root / "raw_packing_data"
-    found = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert found == tar_content(shards)
-    assert len(found) > 30
-    assert verify(raw, deep=True).ok
-
-
-def test_raw_packing_can_be_packed_again(raw: Run, tmp_path: Path) -> None:
-    folder = raw.workspace.root / "raw_packing_data"
-    source = {"format": "packs", "path": str(folder), "task": "bmr"}
-    again = make_run(source, tmp_path / "again", pack={"seq_length": 1024})
-    counts = pack_all(again).counts
-    assert counts.packed == 30
-    assert verify(again, deep=True).ok
-    lengths = [{row["key"]: row["num_tokens"] for row in index_rows(run)} for run in (raw, again)]
-    assert lengths[0] == lengths[1]
-
-
-def test_damaged_raw_pack(raw: Run) -> None:
-    folder = raw.workspace.root / "raw_packing_data"
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    first = min(folder.glob("*_ps_00000000.json"))
-    flip_byte(first, 30)
-    named = f"{first.name} is not what was written: its hash differs"
-    assert named in verify(raw).problems[0]
-    image = next(iter(sorted(folder.glob("*.jpg"))))
-    image.unlink()
-    assert f"raw_packing_data/{image.name} is missing" in verify(raw).problems[0]
-    retry(raw)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert verify(raw, deep=True).ok
-
-
-def test_raw_packing_overwritten(raw: Run) -> None:
-    source = raw.config.source[0].model_dump()
-    root = raw.workspace.root
-    other = make_run(source, root, output={"overwrite": True, "key_prefix": "new-"})
-    pack_all(other)
-    assert verify(other, deep=True).ok
-    assert not (root / "raw_packing_data").exists()
-    assert all(name.startswith("new-ps_") for name in tar_content(other))
 
 
 @pytest.mark.parametrize("layout", ["energon", "references"])

@@ -1,7 +1,7 @@
 """A layout of one's own is one class, and its name in LAYOUTS."""
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,10 @@ from offline_packing.layouts.shards import ShardFragment
 from offline_packing.report.preview import preview
 from offline_packing.storage.files import hash_bytes
 from offline_packing.storage.tars import PackEntry, Part
-from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import Pack
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.repairs import repair
 
 
 class ZipLayout(Layout):
@@ -40,12 +40,15 @@ class ZipLayout(Layout):
         content = (task.folder / name).read_bytes()
         return self.fragment(task, name, len(content), hash_bytes(content), packs)
 
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[str]:
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        return self.shard_file(shard_name) in files
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
         path = task.folder / self.shard_file(task.shard.name)
         if not path.exists():
-            return [f"{path.name} is missing"]
+            return [(path.name, "is missing")]
         same = hash_bytes(path.read_bytes()) == expected_hash
-        return [] if same else [f"{path.name} is not what was written"]
+        return [] if same else [(path.name, "is not what was written")]
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         name, keys = self.shard_file(task.shard.name), task.keys()
@@ -78,6 +81,6 @@ def test_a_layout_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     shards[0].write_bytes(before[:-1])
     shards[1].unlink()
     assert not verify(run).ok
-    retry(run)
+    repair(run)
     assert shards[0].read_bytes() == before
     assert verify(run, deep=True).ok

@@ -15,7 +15,7 @@ from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
-from offline_packing.runs.run import Run, open_encoder
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
 from offline_packing.verify.render import render_result
 from offline_packing.verify.verify import verify
@@ -38,8 +38,6 @@ from tests.helpers.long_conversations import (
     numbers,
     run_of,
     spoken,
-    trained,
-    whole_samples,
 )
 from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
 from tests.helpers.tiny_families import save_tokenizer
@@ -58,7 +56,7 @@ RECORDS[20]["messages"][-1]["content"] = " ".join(WORDS * 40)
 
 
 def packed_again(folder: Path, name: str, **more: Any) -> Run:
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1, "context_images": True}}
+    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
     output = {"packs_per_shard": 4}
     return run_of(folder, RECORDS, name, pack=pack, output=output, **more)
 
@@ -71,26 +69,17 @@ def test_every_trained_token_is_trained_once(packed: Run) -> None:
     assert re.fullmatch(r"\d+ tokens > seq_length 256", lost[max(lost)]["detail"])
 
 
-def test_parts_share_no_pack_unless_that_is_asked_for(packed: Run) -> None:
+def test_parts_share_no_pack(packed: Run) -> None:
     for _, keys in packs_of(packed):
         names = [key.partition("[")[0] for key in keys]
         assert len(set(names)) == len(names)
-    counts = []
-    for share in (False, True):
-        pack = {"split_turns": {"share_packs": share}, "seq_length": 256}
-        run = run_of(
-            packed.workspace.root.parent / f"share{share}", [spoken(80, 200, 80)], pack=pack
-        )
-        pack_all(run)
-        counts.append(sorted(len(keys) for _, keys in packs_of(run)))
-    assert counts == [[1, 1, 1], [1, 2]]
 
 
 def test_what_is_said_of_it(packed: Run) -> None:
     info = open_index(packed).info
-    rows = [row for row in index_rows(packed) if row["parts"]]
-    cut = len({row["parts"][0]["key"] for row in rows})
-    assert info.split == {"conversations": cut, "samples": len(rows), "truncated": 0}
+    rows = [row for row in index_rows(packed) if row["part"]]
+    cut = len({row["part"]["key"] for row in rows})
+    assert info.split == {"conversations": cut, "samples": len(rows)}
     line = f"{cut} were cut between turns into {len(rows)} samples"
     assert f"conversations           {line}\n" in plan_summary(packed)
     report(packed)
@@ -137,35 +126,6 @@ def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
     assert lost.keys() == {"a[1:2]", "b", "c"}
     assert manifest.counts.records == {"read": 4, "packed": 2, "set_aside": 2}
     check_packed(run, records)
-
-    pack = {"seq_length": 256, "split_turns": {"truncate_answer": True}}
-    run = run_of(tmp_path, records, "cut", pack=pack)
-    manifest = pack_all(run)
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
-    assert manifest.counts.records == {"read": 4, "packed": 4, "set_aside": 0}
-    assert open_index(run).info.splitting == (
-        "3 were cut between turns into 6 samples; 4 answers were truncated"
-    )
-    encoder, whole = open_encoder(run.config.model), whole_samples(records)
-    cut = {sample.key: sample for _, sample, _ in samples_of(run) if sample.turns[-1].truncated}
-    assert cut.keys() == {"a[1:2]", "b[0:1]", "b[1:2]", "c[0:1]"}
-    lengths = dict(parts_of(run))
-    for key, sample in cut.items():
-        assert 250 < lengths[key] <= 256
-        (turn,), name = sample.turns, key.partition("[")[0]
-        original = whole[name].turns[numbers(key)[0]]
-        assert original.answer.startswith(turn.answer)
-        tokens = trained(run, replace(whole[name], turns=(original,)))
-        assert trained(run, sample) == tokens[: len(trained(run, sample))]
-        assert encoder.tokenize(sample).ids[-1] == trained(run, sample)[-1][0]
-
-    again = run_of(
-        tmp_path, [], "again", source={"format": "packs", "path": str(run.workspace.root)}
-    )
-    measure(again)
-    rows = {row["key"]: row["num_tokens"] for row in index_rows(again)}
-    assert {key: rows[key] for key in cut} == {key: lengths[key] for key in cut}
 
 
 CALLED = {
@@ -234,7 +194,7 @@ def test_every_format(name: str, tmp_path: Path) -> None:
     source = {**WRITERS[name](tmp_path / "data", samples), "task": "bmr"}
     if name == "csv_rows":
         source["task"] = "vqa"
-    pack = {"on_overlong": "split_turns", "split_turns": {"context_images": True}}
+    pack = {"on_overlong": "split_turns"}
     run = make_run(source, tmp_path / "out", pack={"seq_length": 256, **pack})
     pack_all(run)
     result = verify(run, deep=True)
@@ -245,10 +205,9 @@ def test_every_format(name: str, tmp_path: Path) -> None:
         for turn in one.turns
     )
     assert asked == {f"Q{k} of {i}?": 1 for i in range(4) for k in range(num_turns)}
-    assert all(
-        media == [pictures[int(re.findall(r"\d+\?", one.turns[0].prompt)[0][:-1]) % 3]]
-        for _, one, media in samples_of(run)
-    )
+    for _, one, media in samples_of(run):
+        turn, number = map(int, re.findall(r"\d+", one.turns[0].prompt))
+        assert media == ([pictures[number % 3]] if turn == 0 else [])
 
 
 @pytest.mark.parametrize(

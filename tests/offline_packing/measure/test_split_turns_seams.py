@@ -11,11 +11,10 @@ import pytest
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index.records import record_hashes
-from offline_packing.measure import split_turns
 from offline_packing.measure.measure import measure
-from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
+from offline_packing.sources.conversation_part import ConversationPart
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (
@@ -61,36 +60,15 @@ def names(keys: list[str]) -> list[str]:
     return [key.partition("[")[0].partition("#")[0] for key in keys]
 
 
-def test_with_dialogues_of_one_picture(tmp_path: Path) -> None:
-    """Short records are merged, long ones cut; both are counted by record."""
-    records = [record(f"q{i}", 1, "0.jpg") for i in range(6)]
-    records += [record("long", 12, "0.jpg"), record("other", 11)]
-    source = {"merge_same_image": {"max_tokens": 200}}
-    run = run_of(tmp_path, records, source=source)
-    packed_well(run)
-    info = open_index(run).info
-    assert (info.num_records, info.split["conversations"]) == (8, 2)
-    merged = [row for row in index_rows(run) if row["parts"] and len(row["parts"]) > 1]
-    assert info.saved["num_images"] == 6 - len(merged)
-    asked = Counter(
-        turn.prompt.replace("<image>", "") for _, one, _ in samples_of(run) for turn in one.turns
-    )
-    assert asked == Counter(
-        message["content"].replace("<image>", "")
-        for one in records
-        for message in one["messages"][::2]
-    )
-
-
-@pytest.mark.parametrize("by", [None, "sample", "media", "group"])
+@pytest.mark.parametrize("group", [None, "doc"])
 @pytest.mark.parametrize("more", [{}, {"epochs": 2}])
-def test_parts_stand_in_one_split(by: str | None, more: dict[str, Any], tmp_path: Path) -> None:
+def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_path: Path) -> None:
     records = [record(f"c{i}", 12) for i in range(10)]
     records += [record(f"p{i}", 9, f"{i}.jpg", doc="d") for i in range(2)]
-    output = {"split": {"train": 0.7, "val": 0.3}, **({"split_by": by} if by else {})}
+    output: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}}
     if more:
         output["layout"] = "references"
-    source = {"fields": {"group": "doc"}} if by == "group" else {}
+    source = {"fields": {"group": group}} if group else {}
     run = run_of(tmp_path, records, source=source, output=output, pack=more)
     packed_well(run)
     samples, plan = open_index(run), open_plan(run).packs
@@ -112,7 +90,7 @@ def test_parts_stand_in_one_split(by: str | None, more: dict[str, Any], tmp_path
 def test_other_layouts(layout: str, tmp_path: Path) -> None:
     """They hold the same parts as tar shards, each as long as it was measured."""
     records = [record(f"c{i}", 9 + i, "1.jpg", "2.jpg") for i in range(6)]
-    options = {"context_images": True, "context_turns": 1}
+    options = {"context_turns": 1}
     run = run_of(tmp_path, records, output={"layout": layout}, pack={"split_turns": options})
     packed_well(run)
     tars = run_of(tmp_path, records, "tars", pack={"split_turns": options})
@@ -140,14 +118,14 @@ def test_conversations_whose_parts_no_template_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They are set aside whole, and why is said."""
-    take_turns = split_turns.take_turns
+    take = ConversationPart.take
 
-    def refuse(key: str, *arguments: Any) -> SourceSample:
-        if key.startswith("no["):
+    def refuse(part: ConversationPart, sample: SourceSample) -> SourceSample:
+        if part.key == "no":
             raise SampleError("not_in_template", "no such turns")
-        return take_turns(key, *arguments)
+        return take(part, sample)
 
-    monkeypatch.setattr(split_turns, "take_turns", refuse)
+    monkeypatch.setattr(ConversationPart, "take", refuse)
     records = [record("no", 9), record("yes", 9), record("short", 1)]
     run = run_of(tmp_path, records, pack={"max_set_aside": 1})
     manifest = pack_all(run)
@@ -182,17 +160,16 @@ def test_new_conversations(tmp_path: Path) -> None:
 
 
 def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
-    """A conversation with more images than a pack may hold is cut as well, and fewer are shown."""
+    """A conversation with more images than a pack may hold is cut as well."""
     records = [record("many", 5, *(f"{i % 4}.jpg" for i in range(5))), record("few", 2, "0.jpg")]
-    pack = {"budgets": {"images": 2}, "seq_length": 512, "split_turns": {"context_images": True}}
+    pack = {"budgets": {"images": 2}, "seq_length": 512}
     run = run_of(tmp_path, records, pack=pack)
     packed_well(run)
     found = {row["key"]: row["num_images"] for row in index_rows(run)}
     assert found == {
         "many[0:2]": 2,
-        "many[2:3]": 2,
-        "many[3:4]": 2,
-        "many[4:5]": 2,
+        "many[2:4]": 2,
+        "many[4:5]": 1,
         "few": 1,
     }
 
@@ -221,24 +198,11 @@ def test_room_for_what_a_layout_adds(tmp_path: Path) -> None:
     assert open_index(run).array("num_tokens").max() <= 255
 
 
-def test_a_layout_that_would_end_a_truncated_answer(tmp_path: Path) -> None:
-    """LoongForge writes an end token after every answer."""
-    records = [record("c", 3), record("long", 1)]
-    records[1]["messages"][1]["content"] = "red " * 400
-    pack = {"split_turns": {"truncate_answer": True}, "max_set_aside": 1}
-    run = run_of(tmp_path, records, output={"layout": "loongforge"}, pack=pack)
-    pack_all(run)
-    assert [row["reason"] for row in set_aside_in_plan(run)] == ["not_in_layout"]
-
-
 def test_an_index_of_another_length_is_refused(tmp_path: Path) -> None:
-    """Its parts are those of another pack; that they may share packs is the plan's matter."""
+    """Its parts are those of another pack."""
     records = [record("c", 12)]
     run = run_of(tmp_path, records)
-    samples = measure(run)
-    shared = run_of(tmp_path, records, pack={"split_turns": {"share_packs": True}})
-    assert measure(shared).info == samples.info
-    assert make_plan(shared, samples).packs.num_packs
+    measure(run)
     longer = run_of(tmp_path, records, pack={"seq_length": 300})
     with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
         measure(longer)
@@ -270,20 +234,19 @@ def test_without_long_conversations_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_conversations_with_videos(tmp_path: Path) -> None:
-    """Each part has the videos of its turns; context_images repeats images only."""
+    """Each part has the images and videos of its turns."""
     write_file(tmp_path / "v.mp4", make_video(6, 56, 56))
     marks = ["<video>\n<image>", "", "<image>", "<video>", "", ""]
     texts = [text for i, mark in enumerate(marks) for text in (f"{mark}{i}?", "red " * 120)]
     media = {"images": ["0.jpg", "1.jpg"], "videos": ["v.mp4", "v.mp4"]}
-    pack = {"seq_length": 512, "split_turns": {"context_images": True}}
+    pack = {"seq_length": 512}
     run = run_of(tmp_path, [{"id": "c", "messages": dialogue(*texts), **media}], pack=pack)
     packed_well(run)
     rows = [(row["key"], row["num_images"], row["num_videos"]) for row in index_rows(run)]
     shown = {i: (images, videos) for key, images, videos in rows for i in turns_of(key)}
-    assert [shown[i][0] for i in range(6)] == sorted(shown[i][0] for i in range(6))
-    assert sum(videos for _, _, videos in rows) == 2
+    assert [sum(row[i] for row in rows) for i in (1, 2)] == [2, 2]
     assert shown[0][1] == shown[3][1] == 1
-    assert shown[5] == (2, 0)
+    assert shown[0][0] == shown[2][0]
 
 
 def turns_of(key: str) -> range:
@@ -296,8 +259,7 @@ def test_several_questions_of_a_record(tmp_path: Path) -> None:
     """Task vqa is cut in the same way."""
     asked = [f"{i} of it?" for i in range(9)]
     one = {"id": "c", "image": "1.jpg", "question": asked, "answer": ["red " * 25] * 9}
-    options = {"context_images": True}
-    run = run_of(tmp_path, [one], source={"task": "vqa"}, pack={"split_turns": options})
+    run = run_of(tmp_path, [one], source={"task": "vqa"})
     packed_well(run)
     found = [
         turn.prompt.replace("<image>", "")
@@ -305,4 +267,4 @@ def test_several_questions_of_a_record(tmp_path: Path) -> None:
         for turn in sample.turns
     ]
     assert sorted(found) == asked
-    assert {len(media) for _, _, media in samples_of(run)} == {1}
+    assert sum(len(media) for _, _, media in samples_of(run)) == 1

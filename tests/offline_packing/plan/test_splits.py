@@ -1,6 +1,8 @@
-"""output.split_by: what stands in one split only."""
+"""Splits: what stands on one side only, and that outputs packed apart agree."""
 
 import io
+import itertools
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,20 +10,16 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from offline_packing.config.packing import parse_config
-from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
-from offline_packing.plan.splits import connected, deal_groups
+from offline_packing.plan.splits import draw_splits
 from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.report.report import report
-from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
 from offline_packing.verify.render import render_result
@@ -31,8 +29,8 @@ from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, 
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of
 
-SHARES = {"train": 0.7, "val": 0.2, "test": 0.1}
-NUM_PICTURES = 24
+SHARES = {"train": 0.6, "val": 0.2, "test": 0.2}
+NUM_PICTURES = 90
 
 
 def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -40,24 +38,22 @@ def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     records: list[dict[str, Any]] = []
     for i in range(count):
-        names = [f"{n}.jpg" for n in rng.integers(NUM_PICTURES, size=2 if i % 17 == 0 else 1)]
+        names = [f"{n}.jpg" for n in rng.integers(NUM_PICTURES, size=2 if i % 11 == 0 else 1)]
         text = {"question": f"What is {i}{' or so' * (i % 5)}?", "answer": f"It is {i}."}
         images = {"image": sorted(set(names))} if i % 9 else {}
         records.append({"id": f"{i}", "doc": f"doc {i // 2}", **images, **text})
     return records
 
 
-def run_of(
-    folder: Path, records: list[dict[str, Any]] | None = None, name: str = "out", **sections: Any
-) -> Run:
+def run_of(folder: Path, name: str = "out", group: str | None = None, **sections: Any) -> Run:
     """Two sources over the same pictures; in the second, these are other files."""
     for source in "ab":
         for i in range(NUM_PICTURES):
             write_file(folder / source / f"{i}.jpg", image_bytes(56, 56 + 7 * i))
-        write_file(folder / source / "r.jsonl", lines(records or records_of(90, ord(source))))
+        write_file(folder / source / "r.jsonl", lines(records_of(90, ord(source))))
     sources = [
         {"format": "jsonl", "path": str(folder / one / "r.jsonl"), "task": "bmr", "name": one}
-        | {"fields": {"group": "doc"}}
+        | ({"fields": {"group": group}} if group else {})
         for one in "ab"
     ]
     output = {"split": SHARES, **sections.pop("output", {})}
@@ -110,63 +106,61 @@ def test_no_picture_in_two_splits(measured: tuple[Run, Index], pack: dict[str, A
     check_apart(measured[1], planned(*measured, pack=pack))
 
 
-def test_ten_seeds(measured: tuple[Run, Index]) -> None:
-    """Different groups, sizes within one group of what was asked; all uses on one side."""
+def test_seeds_and_shares(measured: tuple[Run, Index]) -> None:
+    """Other splits by another split_seed, the same ones by another pack.seed; a larger share only
+    takes samples from other splits."""
     found = []
-    for seed in range(10):
-        splits = planned(*measured, pack={"seed": seed}, output={"split_by": "media"})
+    for seed in range(8):
+        splits = planned(*measured, output={"split_seed": seed})
         check_apart(measured[1], splits)
-        found.append(frozenset(splits["val"]))
         assert sum(map(len, splits.values())) == 180
-        for name, share in SHARES.items():
-            assert abs(len(splits[name]) - 180 * share) < 20
-    assert len(set(found)) > 8
+        found.append(splits)
+    assert len({frozenset(splits["val"]) for splits in found}) == 8
+    means = {name: np.mean([len(splits[name]) for splits in found]) / 180 for name in SHARES}
+    assert means == pytest.approx(SHARES, abs=0.08)
+    again = planned(*measured, pack={"seed": 5})
+    assert {name: set(own) for name, own in again.items()} == {
+        name: set(own) for name, own in found[0].items()
+    }
+    samples = measured[1]
+    small, large = (
+        np.flatnonzero(draw_splits(samples, {"train": 1 - share, "val": share}, 3) == 1)
+        for share in (0.1, 0.3)
+    )
+    assert 0 < len(small) < len(large)
+    assert np.isin(small, large).all()
 
 
 def test_packs_of_every_kind_are_proved_by_hash(tmp_path: Path) -> None:
-    """Epochs of references, token packs, and by default; where samples show no picture together,
-    splits are cut from the packs as ever."""
+    """Epochs of references, and token packs."""
     kinds: list[dict[str, Any]] = [
         {"pack": {"epochs": 2, "seq_length": 512}, "output": {"layout": "references"}},
         {"output": {"pretokenize": True}},
     ]
     for i, kind in enumerate(kinds):
         run = run_of(tmp_path, name=f"out{i}", **kind)
-        pack_all(run)
+        manifest = pack_all(run)
         result = verify(run, deep=True)
         assert result.ok, result.problems
-        line = "splits          no images and videos stand in two of them, by all bytes\n"
+        line = "splits          no groups, images or videos stand in two of them, by all bytes\n"
         assert line in render_result(result, deep=True)
-        assert "\nsplit by media          train " in plan_summary(run)
-        assert "stand in split" not in plan_summary(run)
         report(run)
         shown = read_json(run.workspace.report / "report.json")["plan"]["splits"]
-        assert shown["by"] == "media"
-        assert [one["asked"] for one in shown["splits"]] == list(SHARES.values())
-        groups = open_plan(run).packs.info.settings["splits"]["groups"]
-        assert {one["split"]: one["groups"] for one in shown["splits"]} == groups
-        assert sum(one["samples"] for one in shown["splits"]) == 180
+        assert [one["asked"] for one in shown] == list(SHARES.values())
+        assert sum(one["samples"] for one in shown) == 180
+        assert {one["split"]: one["packs"] for one in shown} == manifest.counts.packs
+        (line,) = [one for one in plan_summary(run).splitlines() if one.startswith("splits  ")]
+        for one in shown:
+            counts = "{split} {samples} samples ({share:.1%}) in {packs} packs".format_map(one)
+            assert counts in line
         page = (run.workspace.report / "report.html").read_text()
-        assert "are one group, in one split." in page
+        assert "lead from one to another by an image or video, are in one split." in page
     sides: dict[bytes, set[str]] = {}
     for split, _, media in samples_of(run):
         for data in media:
             sides.setdefault(data, set()).add(split)
-    assert len(sides) == NUM_PICTURES
+    assert len(sides) > NUM_PICTURES / 2
     assert all(len(one) == 1 for one in sides.values())
-    apart = [
-        {"id": f"{i}", "question": "?", "answer": f"{i}.", "image": f"{i}.jpg"} for i in range(9)
-    ]
-    write_file(tmp_path / "a" / "r.jsonl", lines(apart))
-    alone = make_run(
-        {"format": "jsonl", "path": str(tmp_path / "a" / "r.jsonl"), "task": "vqa"},
-        tmp_path / "alone",
-        output={"split": SHARES},
-        pack={"seq_length": 128},
-    )
-    pack_all(alone)
-    assert "split by" not in plan_summary(alone)
-    assert verify(alone, deep=True).apart == ""
 
 
 def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> None:
@@ -184,7 +178,7 @@ def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> Non
         {"format": "pairs", "path": path, "task": "captioning", "name": name}
         for name, path in {"here": str(tmp_path / "here"), "there": there}.items()
     ]
-    output = {"split": {"train": 0.5, "val": 0.5}, "split_by": "media"}
+    output = {"split": {"train": 0.5, "val": 0.5}}
     run = make_run(sources, tmp_path / "out", pack={"seq_length": 128}, output=output)
     pack_all(run)
     result = verify(run, deep=True)
@@ -192,77 +186,173 @@ def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> Non
     assert result.num_images == 48
 
 
-def test_by_sample_and_what_is_said_of_it(measured: tuple[Run, Index], tmp_path: Path) -> None:
-    run = run_of(tmp_path, output={"split_by": "sample"})
-    pack_all(run)
-    (line,) = [one for one in plan_summary(run).splitlines() if "split val" in one]
-    assert line.endswith("stand in split train, too; output.split_by=media keeps them on one side")
-    assert verify(run, deep=True).ok
+def noise(seed: int, side: int = 56) -> bytes:
+    picture = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(256, size=(side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(picture, "PNG")
+    return picture.getvalue()
 
 
-def test_by_a_field(tmp_path: Path) -> None:
-    """Both sources name documents, which are the same."""
-    run = run_of(tmp_path, output={"split_by": "group"})
+def test_outputs_packed_apart_agree(tmp_path: Path) -> None:
+    """Captions of a folder of pairs, and conversations about the same pictures in two files, packed
+    with other sources in another order, another subset, model and length of packs: no picture that
+    samples show alone is in two splits. Of those that samples show with others, some are."""
+    root, rng = tmp_path / "data", np.random.default_rng(1)
+    pictures = [noise(i, 56 + 28 * (i == 7)) for i in range(60)]
+    for i, data in enumerate(pictures):
+        write_file(root / "pairs" / f"{i}.png", data)
+        write_file(root / "pairs" / f"{i}.json", orjson.dumps({"caption": f"Picture {i}."}))
+        write_file(root / "copies" / f"copy{i}.png", data)
+
+    def asked(some: range, *, with_another: bool) -> list[dict[str, Any]]:
+        found = []
+        for i in some:
+            shown = [i, int(rng.integers(60))] if with_another and i % 4 == 0 else [i]
+            images = [f"copies/copy{n}.png" for n in shown]
+            text = {"question": f"What is {i}?", "answer": "It is noise. " * (1 + i % 9)}
+            found.append({"id": i, "image": images, **text})
+        return found
+
+    write_file(root / "some.jsonl", lines(asked(range(40), with_another=True)))
+    write_file(root / "more.jsonl", lines(asked(range(20, 60), with_another=False)))
+    split = {"split": {"train": 0.6, "val": 0.4}}
+    pairs = {"format": "pairs", "path": str(root / "pairs"), "task": "captioning"}
+    some, more = (
+        {"format": "jsonl", "path": str(root / f"{name}.jsonl"), "task": "bmr"}
+        for name in ("some", "more")
+    )
+    model = {"family": "qwen2_5_vl", "max_pixels": 28 * 28 * 16}
+    runs = [
+        make_run(pairs, tmp_path / "a", output=split, pack={"seq_length": 160}),
+        make_run([more, some], tmp_path / "b", output=split, pack={"seq_length": 1024, "seed": 3}),
+        make_run([some], tmp_path / "c", output=split, pack={"seq_length": 64}, model=model),
+    ]
+    alone: dict[bytes, list[set[str]]] = defaultdict(lambda: [set() for _ in runs])
+    together: dict[bytes, list[set[str]]] = defaultdict(lambda: [set() for _ in runs])
+    for number, run in enumerate(runs):
+        assert set(pack_all(run).counts.packs.values()) - {0}
+        for split_name, _, media in samples_of(run):
+            for data in media:
+                (alone if len(media) == 1 else together)[data][number].add(split_name)
+    joined = set(together)
+    several = {data: sides for data, sides in alone.items() if sum(map(bool, sides)) > 1}
+    assert len(several) > 50
+    disagree = [data for data, sides in several.items() if len(set.union(*sides)) > 1]
+    assert set(disagree) <= joined  # in one of the outputs, a sample leads from them to others
+    assert len(several.keys() - joined) > 30
+    assert all(len(side) <= 1 for sides in several.values() for side in sides)
+    assert len(disagree) < len(joined)
+
+
+def test_a_group_counts_instead_of_pictures(tmp_path: Path) -> None:
+    """Both sources name documents, which are the same; pictures in two splits are warned of."""
+    run = run_of(tmp_path, group="doc")
     samples = measure(run)
-    plan = plan_index(run)
+    plan_index(run)
     splits = planned(run, samples)
     hashes = samples.array("group_hash")
     sides = [set(hashes[own].tolist()) for own in splits.values()]
     assert sum(map(len, sides)) == len(set.union(*sides)) == 45
-    assert plan.packs.info.settings["splits"]["by"] == "group"
-    assert sum(plan.packs.info.settings["splits"]["groups"].values()) == 45
+    warned = [one for one in plan_summary(run).splitlines() if "stand in split train" in one]
+    assert len(warned) == 2
+    assert all(one.endswith("without source.fields.group they are on one side") for one in warned)
+    pack_all(run)
+    result = verify(run, deep=True)
+    assert result.ok, result.problems
+    assert result.apart == "no groups, images or videos stand in two of them"
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    source = {"format": "jsonl", "path": str(tmp_path / "data"), "task": "bmr"}
-    output = {"path": str(tmp_path / "out"), "split": SHARES}
-    with pytest.raises(ConfigError, match=r"group needs the field .* set source.fields: {group"):
-        parse_config({"source": source, "output": {**output, "split_by": "group"}})
-    records = [{**one, "image": "0.jpg"} for one in records_of(12)]
-    run = run_of(tmp_path, records, output={"split_by": "media"})
-    with pytest.raises(StageError, match="1 of images or videos that lead to each other; set out"):
-        pack_all(run)
-    pack_all(run_of(tmp_path, records, "default"))
+@pytest.mark.parametrize("first", ["train", "val"])
+@pytest.mark.parametrize("pack", [{}, {"order": {"num_ranks": 2}}, {"epochs": 2}], ids=str)
+def test_an_empty_split_is_warned_of(tmp_path: Path, first: str, pack: dict[str, Any]) -> None:
+    """All samples show one picture, so that they are in one split."""
+    records = [{"image": "0.jpg", "question": "?", "answer": f"{i}."} for i in range(9)]
+    write_file(tmp_path / "0.jpg", image_bytes(56, 56))
+    write_file(tmp_path / "r.jsonl", lines(records))
+    layout = {"layout": "references"} if "epochs" in pack else {}
+    names = sorted(("train", "val"), key=lambda name: name != first)
+    run = make_run(
+        {"format": "jsonl", "path": str(tmp_path / "r.jsonl"), "task": "vqa"},
+        tmp_path / "out",
+        output={"split": dict.fromkeys(names, 0.5), **layout},
+        pack={"seq_length": 128, **pack},
+    )
+    packs = pack_all(run).counts.packs
+    (empty,) = [name for name, count in packs.items() if not count]
+    (line,) = [one for one in plan_summary(run).splitlines() if "is empty" in one]
+    assert f"split {empty} is empty: " in line
+    assert "set another output.split_seed, a larger share in output.split, or source" in line
+    result = verify(run, deep=True)
+    assert result.ok, result.problems
+    report(run)
+
+
+def test_parts_of_a_conversation_go_by_its_pictures(tmp_path: Path) -> None:
+    """Cut in two ways, or not at all: each conversation is in the same split, parts without its
+    picture included; so are conversations without any."""
+    turns = [{"from": who, "value": f"{who} " * 30} for _ in range(8) for who in ("human", "gpt")]
+    first = {"from": "human", "value": "<image>What is this?"}
+    records: list[dict[str, Any]] = []
+    for i in range(30):
+        write_file(tmp_path / f"{i}.png", noise(i))
+        shown = i % 3 > 0
+        text = {"from": "gpt", "value": f"This is {i}."}
+        head = [first if shown else {"from": "human", "value": "Hello."}, text]
+        image = {"image": f"{i}.png"} if shown else {}
+        records.append({"id": f"{i}", "conversations": [*head, *turns], **image})
+    write_file(tmp_path / "r.jsonl", lines(records))
+    sides: list[dict[str, str]] = []
+    for seq_length in (200, 400, 2048):
+        run = make_run(
+            {"format": "jsonl", "path": str(tmp_path / "r.jsonl"), "task": "bmr"},
+            tmp_path / f"{seq_length}",
+            output={"split": {"train": 0.5, "val": 0.5}},
+            pack={"seq_length": seq_length, "on_overlong": "split_turns"},
+        )
+        samples = measure(run)
+        assert bool(samples.info.split) == (seq_length < 2048)
+        splits = draw_splits(samples, run.config.output.split, 0).tolist()
+        names = [key.partition("[")[0] for key in samples.table("key")["key"].to_pylist()]
+        of_records = set(zip(names, splits, strict=True))
+        assert len(of_records) == 30
+        sides.append(dict(of_records))
+    assert sides[0] == sides[1] == sides[2]
+    assert set(sides[0].values()) == {0, 1}
 
 
 def test_verify_finds_what_stands_in_two_splits() -> None:
-    one, other = np.array([0, 1, 2], np.uint64), np.array([2, 3, 0], np.uint64)
+    one, other = np.array([4, 1, 2], np.uint64), np.array([2, 3, 0], np.uint64)
     result = VerifyResult(apart="none")
     _check_apart({"train": [one], "val": [other], "test": []}, "images", result)
     assert result.problems == ["1 images stand in splits train and val"]
     assert result.apart == ""
 
 
-@settings(deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=3, max_size=60),
-    shares=st.lists(st.floats(0.05, 1), min_size=2, max_size=3),
-    seed=st.integers(0, 99),
-)
-def test_sizes_within_one_group(sizes: list[int], shares: list[float], seed: int) -> None:
-    names = {str(i): share / sum(shares) for i, share in enumerate(shares)}
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    drawn = np.random.default_rng(seed).random(len(groups))
-    found = deal_groups(groups, drawn, names)
-    assert sorted(np.concatenate(list(found.values())).tolist()) == list(range(len(groups)))
-    sides = [set(groups[own].tolist()) for own in found.values()]
-    assert sum(map(len, sides)) == len(sizes)
-    assert all(sides)
-    # A split whose share is less than a group takes one from another.
-    too_small = sum(share * len(groups) < max(sizes) for share in names.values())
-    for own, share in zip(found.values(), names.values(), strict=True):
-        assert abs(len(own) - share * len(groups)) <= max(sizes) * (1 + too_small)
-
-
-def test_a_picture_of_most_samples_does_not_fill_the_smallest_split() -> None:
-    groups = np.concatenate([np.zeros(600, np.int64), 1 + np.arange(400)])
-    for seed in range(20):
-        drawn = np.random.default_rng(seed).random(len(groups))
-        found = deal_groups(groups, drawn, {"train": 0.99, "val": 0.01})
-        assert [len(own) for own in found.values()] == [990, 10]
-
-
-def test_groups_follow_chains() -> None:
-    owners, media = np.array([0, 1, 1, 2, 4, 5]), np.array([0, 0, 1, 1, 2, 2])
-    assert connected(6, owners, media).tolist() == [0, 0, 0, 1, 2, 2]
-    assert connected(3, owners[:0], media[:0]).tolist() == [0, 1, 2]
+def test_groups_follow_chains(tmp_path: Path) -> None:
+    """By a search over samples that share a picture, one after the other."""
+    rng = np.random.default_rng(0)
+    shown = [sorted({*rng.integers(60, size=1 + (i % 5 == 0)).tolist()}) for i in range(80)]
+    for i in range(60):
+        write_file(tmp_path / f"{i}.jpg", image_bytes(56, 56 + i))
+    records = [
+        {"image": [f"{n}.jpg" for n in some], "question": "?", "answer": f"{i}."}
+        for i, some in enumerate(shown)
+    ]
+    write_file(tmp_path / "r.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(tmp_path / "r.jsonl"), "task": "bmr"}
+    samples = measure(make_run(source, tmp_path / "out"))
+    shares = {str(i): 1 / 32 for i in range(32)}
+    splits = draw_splits(samples, shares, 0)
+    first = {some[0]: split for some, split in zip(shown, splits, strict=True) if len(some) == 1}
+    group = list(range(80))
+    for one, other in itertools.product(range(80), repeat=2):
+        if set(shown[one]) & set(shown[other]):
+            old, new = group[one], group[other]
+            group = [new if number == old else number for number in group]
+    of_groups: dict[int, set[int]] = defaultdict(set)
+    for number, split in zip(group, splits.tolist(), strict=True):
+        of_groups[number].add(split)
+    assert all(len(own) == 1 for own in of_groups.values())
+    assert 20 < len(of_groups) < 60
+    assert len(set(splits.tolist())) > 10
+    assert len(first) > 10

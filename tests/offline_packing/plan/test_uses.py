@@ -13,7 +13,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
-from offline_packing.plan.uses import assign_splits, count_uses, in_rounds
+from offline_packing.plan.uses import count_uses, in_rounds
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
@@ -82,18 +82,6 @@ def test_uses_follow_from_key_and_seed(repeat: float) -> None:
 
 def test_rounds() -> None:
     assert in_rounds(np.array([4, 7, 9]), np.array([1, 3, 2])).tolist() == [4, 7, 9, 7, 9, 7]
-
-
-def test_splits_follow_from_keys_alone() -> None:
-    rows = np.arange(1000)
-    splits = assign_splits(HASHES, rows, {"train": 0.9, "val": 0.1}, seed=0)
-    assert {name: len(part) for name, part in splits.items()} == {"train": 900, "val": 100}
-    assert sorted([*splits["train"], *splits["val"]]) == rows.tolist()
-    fewer = assign_splits(HASHES, rows[:900], {"train": 0.9, "val": 0.1}, seed=0)
-    stays = np.isin(fewer["val"], splits["val"]).mean()
-    assert stays > 0.85  # whatever else is there
-    tiny = assign_splits(HASHES, rows[:2], {"train": 0.99, "val": 0.01}, seed=0)
-    assert [len(part) for part in tiny.values()] == [1, 1]
 
 
 def sources(root: Path, **second: Any) -> list[dict[str, Any]]:

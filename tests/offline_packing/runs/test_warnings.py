@@ -51,33 +51,30 @@ def told(run: Run) -> list[str]:
     return found
 
 
-SHARED = (
-    "split val: {} images and videos and {} samples stand in split "
-    "train, too; output.split_by=media keeps them on one side"
-)
-
-
-@pytest.mark.parametrize(
-    ("records", "counts"),
-    [
-        ([asked(i, i % 5) for i in range(40)], ("5 of 5", "0 of 20")),
-        ([asked(i % 10, i % 10) for i in range(40)], ("10 of 10", "10 of 10")),
-        ([asked(i, i) for i in range(10)], None),
-    ],
-)
-def test_what_stands_in_two_splits(
-    records: list[dict[str, Any]], counts: tuple[str, str] | None, tmp_path: Path
-) -> None:
-    split = {"split": {"train": 0.5, "val": 0.5}, "split_by": "sample"}
-    run = run_of(tmp_path, records, **split, packs_per_shard=50)
-    lines = [line for line in told(run) if "split" in line]
-    assert lines == ([SHARED.format(*counts)] if counts else [])
+def test_what_stands_in_two_splits_of_groups(tmp_path: Path) -> None:
+    """Groups count instead of pictures; without them, no picture stands in two splits."""
+    records = [{**asked(i % 10, i % 5), "own": i} for i in range(40)]
+    split = {"split": {"train": 0.5, "val": 0.5}}
+    run = run_of(tmp_path, records, **split)
+    assert not any("split" in line for line in told(run))
+    (source,) = run.config.model_dump(mode="json", exclude_none=True)["source"]
+    grouped = make_run(
+        {**source, "fields": {"group": "own"}},
+        tmp_path / "grouped",
+        output=split,
+        pack={"seq_length": 64},
+    )
+    (line,) = [line for line in told(grouped) if "split" in line]
+    assert line == (
+        "split val: 4 of 5 images and videos and 8 of 10 samples stand in split train, too; "
+        "without source.fields.group they are on one side"
+    )
 
 
 def test_data_of_which_all_are_alike(tmp_path: Path) -> None:
     found = told(run_of(tmp_path, [asked(i, 3, "Yes.") for i in range(6)]))
     assert found == [
-        "5 of 6 samples repeat an earlier one, such as 'a:2'; see source.drop_copies",
+        "5 of 6 samples repeat an earlier one, such as 'a:2'",
         "6 of 6 samples show 1 image or video, such as 'a:1'",
         "6 of 6 answers are 'Yes.'",
     ]
@@ -102,8 +99,8 @@ def test_parts_are_put_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "line"),
     [
-        ({"train": 0.25, "val": 0.75}, "val 75.0% of the packs and train 25.0%"),
-        ({"trian": 0.5, "val": 0.5}, "trian 50.0% of the packs and train 0.0%"),
+        ({"train": 0.25, "val": 0.75}, "val 75.0% of the samples and train 25.0%"),
+        ({"trian": 0.5, "val": 0.5}, "trian 50.0% of the samples and train 0.0%"),
         ({"val": 0.5, "train": 0.5}, ""),
         ({"test": 1.0}, ""),
     ],

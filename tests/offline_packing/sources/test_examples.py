@@ -116,10 +116,6 @@ CASES: dict[str, tuple[Callable[[], None], tuple[int, int, int]]] = {
     ),
     "finevision": (finevision, (2, 3, 3)),
     "the_cauldron": (cauldron, (2, 3, 3)),
-    "vqav2_merged": (
-        lambda: asked("data/coco", "data/vqav2/train.jsonl", "train2014/COCO_train2014_1.jpg"),
-        (1, 1, 4),
-    ),
     "docvqa_splits": (
         lambda: asked(
             "data/docvqa",

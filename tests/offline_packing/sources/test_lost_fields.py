@@ -143,9 +143,9 @@ def test_a_mapping_overlays_the_default_names(
 
 
 def test_a_missing_field_has_the_name_of_its_option() -> None:
-    names = FieldMap({"images": "pictur"}, merged_by="dok")
+    names = FieldMap({"group": "dok", "images": "pictur"})
     missing = names.missing(names.apply({"question": "What?", "doc": 1}))
-    assert missing == ["source.merge_same_image.by=dok", "source.fields.images=pictur"]
+    assert missing == ["source.fields.group=dok", "source.fields.images=pictur"]
 
 
 def test_a_caption_that_is_named_has_no_prompt() -> None:

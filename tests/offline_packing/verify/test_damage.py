@@ -15,10 +15,10 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
-from offline_packing.upkeep.retry import retry
 from offline_packing.verify.render import render_verdict
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
+from task_encoders.storage.paths import REMEDY
 from tests.helpers.datasets import (
     captioning_pairs,
     make_run,
@@ -27,6 +27,7 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
+from tests.helpers.repairs import repair
 
 #: Damage that verify need not notice, and why.
 UNCHECKED = {
@@ -34,7 +35,7 @@ UNCHECKED = {
     r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
     r"_packing/index/_started\.json": "read while the index is not complete only",
 }
-LAYOUTS = ("energon", "references", "indexed", "llava_onevision", "raw_packing")
+LAYOUTS = ("energon", "references", "indexed", "llava_onevision")
 #: Repairs that `make test` tries, of all files.
 REPAIRED = (("references", "deleted"),)
 
@@ -145,7 +146,7 @@ def test_every_file_is_checked(finished: Run, edit: Edit) -> None:
     ],
     indirect=["finished"],
 )
-def test_retry_repairs_what_it_says(finished: Run, edit: Edit) -> None:
+def test_run_makes_again_what_is_discarded(finished: Run, edit: Edit) -> None:
     """Each file that verify checks is the same after it."""
     root = finished.workspace.root
     repaired = 0
@@ -156,7 +157,7 @@ def test_retry_repairs_what_it_says(finished: Run, edit: Edit) -> None:
         before = path.read_bytes()
         edit(path)
         assert found_in(finished) != ""
-        retry(finished)
+        repair(finished)
         repaired += 1
         assert verify(finished).ok, name
         if path.suffix != ".sqlite":
@@ -184,12 +185,12 @@ def test_json_that_is_no_object_or_lost_its_end(packed: Run, content: bytes | No
         assert not result.ok
         assert result.num_repairable == result.num_problems
         assert path.name in result.problems[0]
-        retry(packed)
+        repair(packed)
         assert path.read_bytes() == before
 
 
-def test_retry_leaves_nothing_half_written(packed: Run) -> None:
-    """Also of a retry that was killed: temporaries, and files that it had set apart."""
+def test_repair_leaves_nothing_half_written(packed: Run) -> None:
+    """Also of a run that was killed: temporaries, and files that were discarded."""
     workspace = packed.workspace
     left = [
         workspace.nv_meta / "split.yaml.0123456789ab.tmp",
@@ -201,7 +202,7 @@ def test_retry_leaves_nothing_half_written(packed: Run) -> None:
     apart = workspace.damaged / "_packing/index.json"
     apart.parent.mkdir(parents=True)
     workspace.index_info.replace(apart)
-    retry(packed)
+    repair(packed)
     assert not any(path.exists() for path in left)
     assert not workspace.damaged.exists()
     assert workspace.index_info.read_bytes() == before
@@ -216,7 +217,7 @@ def test_edited_metadata_is_named(packed: Run, content: str) -> None:
     result = verify(packed)
     assert result.num_problems == 1
     assert ".nv-meta/split.yaml differs from what was written" in result.problems[0]
-    assert retry(packed).endswith("; and .nv-meta/split.yaml")
+    assert ".nv-meta/split.yaml differs" in repair(packed)
     assert path.read_bytes() == before
     assert verify(packed).ok
 
@@ -238,7 +239,7 @@ def test_database_is_compared_by_its_rows(packed: Run) -> None:
     with sqlite3.connect(path) as database:
         database.execute("UPDATE samples SET byte_offset = 0")
     database.close()
-    retry(packed)
+    repair(packed)
     assert verify(packed).ok
 
 
@@ -256,12 +257,12 @@ def test_no_source_is_needed(finished: Run, tmp_path: Path) -> None:
         verify(copy, deep=True)
     for path in (copy.workspace.plan / "sample_ids.npy", *copy.workspace.nv_meta.glob("*")):
         path.unlink()
-    retry(copy)
+    repair(copy)
     assert verify(copy).ok
-    patterns = ("*.tar", "*.bin", "raw_packing_data/*.json", "train.jsonl")
+    patterns = ("*.tar", "*.bin", "train.jsonl")
     next(path for pattern in patterns for path in out.glob(pattern)).unlink()
     with pytest.raises(StageError, match="gone"):
-        retry(copy)
+        repair(copy)
 
 
 def test_copy_without_the_plan(packed: Run) -> None:
@@ -270,47 +271,43 @@ def test_copy_without_the_plan(packed: Run) -> None:
         verify(packed)
 
 
-def test_what_cannot_be_made_again_stays(packed: Run, tmp_path: Path) -> None:
-    """Without its source an index keeps its damage, which keeps retry from nothing else."""
+def test_what_cannot_be_made_again_comes_back(packed: Run, tmp_path: Path) -> None:
+    """Without its source an index keeps its damage, and a second run makes the rest again."""
     aside = packed.workspace.set_aside / "part-00000.parquet"
     flip_middle(aside)
     damaged = aside.read_bytes()
-    index = packed.workspace.index_info.read_bytes()
     for path in packed.workspace.nv_meta.glob("*"):
         path.unlink()
     (packed.workspace.plan / "summary.txt").unlink()
     (tmp_path / "data").rename(tmp_path / "gone")
-    with pytest.raises(StageError, match=r"set_aside/part-00000\.parquet .*; what else could be"):
-        retry(packed)
-    assert (aside.read_bytes(), packed.workspace.index_info.read_bytes()) == (damaged, index)
+    with pytest.raises(StageError, match=r"set_aside/part-00000\.parquet cannot be made .*data"):
+        repair(packed)
+    assert aside.read_bytes() == damaged
+    pack_all(packed)
     assert [found.split()[0] for found in verify(packed).problems] == [
         "_packing/set_aside/part-00000.parquet"
     ]
-    part = packed.workspace.index / "part-00000.parquet"
-    flip_middle(part)
-    (packed.workspace.nv_meta / "split.yaml").unlink()
-    with pytest.raises(StageError, match=r"index/part-00000\.parquet .*; what else could be"):
-        retry(packed)
-    assert (packed.workspace.nv_meta / "split.yaml").exists()
     (tmp_path / "gone").rename(tmp_path / "data")
-    retry(packed)
+    repair(packed)
     assert verify(packed, deep=True).ok
 
 
 def test_index_of_another_source_is_not_taken(packed: Run, tmp_path: Path) -> None:
-    """Measured again it gives another plan: index and plan stay what they were."""
+    """Measured again it is another one: index and plan stay what they were."""
     record = next((tmp_path / "data").rglob("*.json"))
     record.write_bytes(record.read_bytes().replace(b" ", b"_"))  # other tokens, the same size
     part = packed.workspace.index / "part-00000.parquet"
     flip_middle(part)
-    before = {
-        path: path.read_bytes() for path in packed.workspace.packing.rglob("*") if path.is_file()
-    }
-    with pytest.raises(StageError, match=r"cannot be rebuilt"):
-        retry(packed)
-    after = {
-        path: path.read_bytes() for path in packed.workspace.packing.rglob("*") if path.is_file()
-    }
+
+    def content() -> dict[Path, bytes]:
+        paths = packed.workspace.root.rglob("*")
+        return {path: path.read_bytes() for path in paths if path.is_file()}
+
+    before = content()
+    with pytest.raises(StageError, match=rf"as recorded: .*{record.name}.*modification time"):
+        repair(packed)
+    after = content()
+    after.pop(packed.workspace.damaged / "found.json")
     assert after == before
 
 
@@ -333,7 +330,7 @@ def test_changed_plan_is_named(packed: Run) -> None:
     for verb in (plan_index, write_planned, report):
         with pytest.raises(StageError, match=r"sample_ids\.npy differs from what was planned"):
             verb(packed)
-    retry(packed)
+    repair(packed)
     assert verify(packed).ok
 
 
@@ -347,10 +344,12 @@ def test_parts_of_a_killed_run_have_their_hash(tmp_path: Path) -> None:
     assert run.workspace.index_info.read_bytes() == before
 
 
-def test_verdict_says_what_retry_can_do() -> None:
-    def verdict(problems: int, repairable: int) -> str:
-        return render_verdict(VerifyResult(num_problems=problems, num_repairable=repairable))
+def test_verdict_says_what_helps() -> None:
+    def verdict(problems: int, repairable: int, in_source: int = 0) -> str:
+        counts = {"num_repairable": repairable, "num_in_source": in_source}
+        return render_verdict(VerifyResult(num_problems=problems, **counts))
 
-    assert verdict(2, 2) == "2 problems; retry repairs what is damaged"
-    assert verdict(3, 2).startswith("3 problems; retry repairs 2 of them; if a problem names")
-    assert "retry" not in verdict(3, 0)
+    assert verdict(2, 2) == f"2 problems; 2 of damaged files: {REMEDY}"
+    assert verdict(3, 2).startswith(f"3 problems; 2 of damaged files: {REMEDY}; 1 of shards that")
+    assert REMEDY not in verdict(3, 0)
+    assert "repair or remove them there, and pack again" in verdict(1, 0, 1)

@@ -144,7 +144,7 @@ def test_hashes_alone(captions: Path, tmp_path: Path) -> None:
     assert verify(run, drawn=Drawn(0.01)).num_packs == 1
 
 
-@pytest.mark.parametrize("layout", ["energon", "references", "indexed", "raw_packing"])
+@pytest.mark.parametrize("layout", ["energon", "references", "indexed"])
 def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) -> None:
     output = {"packs_per_shard": 2, "layout": layout, "split": {"train": 0.6, "val": 0.4}}
     run = make_run(captions, tmp_path / "out", output=output, pack={"seq_length": 256})

@@ -22,12 +22,12 @@ from offline_packing.runs.run import Run
 from offline_packing.sources.reading import row_reader
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.storage.streams import unpacked_copy
-from offline_packing.upkeep.retry import retry
 from offline_packing.verify.verify import verify
 from offline_packing.write.write import preview_write
 from task_encoders.packs.manifest import Manifest
 from tests.helpers import formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
+from tests.helpers.repairs import repair
 
 NUM_ROWS = 200
 
@@ -131,7 +131,7 @@ def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: st
     shard = run.workspace.root / manifest.shards[0].name
     data = shard.read_bytes()
     shard.unlink()
-    assert manifest.shards[0].name in retry(run)
+    assert manifest.shards[0].name in repair(run)
     assert shard.read_bytes() == data
     assert not run.workspace.unpacked.exists()
 

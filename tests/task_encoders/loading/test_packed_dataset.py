@@ -343,7 +343,7 @@ def test_a_damaged_tar_or_index_is_named(tmp_path: Path, encoder: Any, damage: s
     tar.write_bytes(data)
     offsets.tofile(index)
     named = (
-        rf"{re.escape(str(tar))}: .*; the tar or its \.idx is damaged .* verify names the remedy"
+        rf"{re.escape(str(tar))}: .*; the tar or its \.idx is damaged .*verify --discard, then run"
     )
     with (
         loading(get_packed_loader, folder, encoder, 0, repeat=False) as loader,

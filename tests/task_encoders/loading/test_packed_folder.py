@@ -229,5 +229,7 @@ def test_what_is_damaged_is_named(texts: Path) -> None:
     with pytest.raises(PackedFolderError, match=r"shard_0\.tar\.idx is missing"):
         PackedFolder(texts)
     tar.unlink()
-    with pytest.raises(PackedFolderError, match=r"shard_0\.tar, bytes .* retry restores it"):
+    with pytest.raises(
+        PackedFolderError, match=r"shard_0\.tar, bytes .* verify --discard, then run"
+    ):
         folder[0]

@@ -1,4 +1,4 @@
-"""Packs as other packers write them: read, packed again in both layouts, nothing lost."""
+"""Packs as other packers write them: read, packed again and exported, nothing lost."""
 
 import json
 import tarfile
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from offline_packing.export.raw_packs import export
 from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
@@ -98,11 +99,9 @@ def write_pack(pack: Pack, root: Path, form: str) -> Path:
     return folder
 
 
-def read_packs(folder: Path, layout: str, task: str) -> list[Texts]:
-    """Texts and images of all sub-samples in an output, in any order."""
-    files: dict[str, bytes] = {}
-    if layout == "raw_packing":
-        files = {path.name: path.read_bytes() for path in (folder / "raw_packing_data").iterdir()}
+def read_packs(folder: Path, task: str) -> list[Texts]:
+    """Texts and images of all sub-samples in a folder of tars or of files, in any order."""
+    files = {path.name: path.read_bytes() for path in folder.glob("*ps_*")}
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
             files |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
@@ -129,14 +128,16 @@ def test_there_and_back(tmp_path: Path, name: str, form: str) -> None:
     pack = PACKS[name]
     source = {"format": "packs", "task": pack.task}
     path = write_pack(pack, tmp_path / "given", form)
-    for layout in ("raw_packing", "energon", "raw_packing"):
-        out = tmp_path / f"{path.name}_{layout}"
-        run = make_run(source | {"path": str(path)}, out, output={"layout": layout})
+    for number in range(2):
+        out, raw = tmp_path / f"out{number}", tmp_path / f"raw{number}"
+        run = make_run(source | {"path": str(path)}, out)
         counts = pack_all(run).counts
         assert (counts.packed, counts.set_aside) == (len(pack.expected), {})
         assert verify(run, deep=True).ok
-        assert sorted(read_packs(out, layout, pack.task)) == sorted(pack.expected)
-        path = out / "raw_packing_data" if layout == "raw_packing" else out
+        export(out, raw)
+        for folder in (out, raw):
+            assert sorted(read_packs(folder, pack.task)) == sorted(pack.expected)
+        path = raw
 
 
 def test_paths_of_loose_packs(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_paths_of_loose_packs(tmp_path: Path) -> None:
     run = make_run(source | {"image_root": str(pictures.parent)}, tmp_path / "out")
     assert pack_all(run).counts.packed == 12
     assert verify(run, deep=True).ok
-    assert sorted(read_packs(tmp_path / "out", "energon", "vqa")) == sorted(pack.expected)
+    assert sorted(read_packs(tmp_path / "out", "vqa")) == sorted(pack.expected)
 
 
 def test_a_path_that_leads_elsewhere_is_set_aside(tmp_path: Path) -> None:

@@ -3,21 +3,20 @@
 import io
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from offline_packing.engines import local
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.sources import open_source
 from offline_packing.sources.formats import tables
 from offline_packing.sources.reading import arrow_batches, row_files, row_reader
 from offline_packing.sources.reading.arrow_batches import ArrowBatches
-from offline_packing.sources.reading.parquet_pages import read_pages
-from offline_packing.sources.reading.row_files import RowFile
+from offline_packing.sources.reading.row_files import RowFile, value_bytes
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
@@ -233,38 +232,95 @@ def test_pictures_in_columns_that_texts_are_named_by(tmp_path: Path) -> None:
     assert texts_of(source, tmp_path) == ["A dog."]
 
 
-@pytest.mark.parametrize("dictionary", [True, False])
-def test_row_groups_with_large_pages_are_set_aside(tmp_path: Path, dictionary: bool) -> None:
+def test_row_groups_above_the_memory_are_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the footer's own sizes; groups that are smaller are read."""
     images = [JPEG, JPEG + bytes(700_000), OTHER + bytes(800_000)]
     table = pa.table({"image": images, "caption": ["A dog."] * 3})
-    options = {"row_group_size": 2, "use_dictionary": dictionary, "data_page_size": 1 << 30}
-    source = write_parquet(tmp_path / "data", table, **options)
-    source["max_page_bytes"] = 1_000_000
-    path = tmp_path / "data" / "a.parquet"
-    found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
-    assert found == ["ok"] * 3
+    monkeypatch.setattr(tables, "machine_memory", lambda: 1_000_000)
+    for group_rows, expected in ((1, ["ok"] * 3), (2, ["ok"] * 3), (3, ["too_costly"] * 3)):
+        source = write_parquet(tmp_path / "data", table, row_group_size=group_rows)
+        opened = accounting.open_one(source, tmp_path)
+        assert [outcome for _, outcome, _ in accounting.account(opened)] == expected
 
-    pq.write_table(table, path, **{**options, "row_group_size": 3})
-    found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
-    assert found == ["too_costly"] * 3
-    source["max_page_bytes"] = 2_000_000
-    found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
-    assert found == ["ok"] * 3
 
-    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
-    data = path.read_bytes()
-    own = [one.unpacked for one in read_pages(chunk, lambda at, size: data[at : at + size])]
-    assert sum(map(len, images)) <= max(own) <= sum(map(len, images)) + 100
-    claimed = SimpleNamespace(
-        dictionary_page_offset=chunk.dictionary_page_offset,
-        data_page_offset=chunk.data_page_offset,
-        total_compressed_size=chunk.total_compressed_size,
-        total_uncompressed_size=100,  # of which only Arrow's writers are sure to tell the truth
-    )
-    pages = read_pages(claimed, lambda at, size: data[at : at + size])
-    assert [page.unpacked for page in pages] == own
-    with pytest.raises(pa.ArrowInvalid, match="no header of a page at byte"):
-        read_pages(chunk, lambda at, size: bytes(size))
+def write_repeated(path: Path, form: str, number: int, size: int = 20_000) -> dict[str, Any]:
+    """Row 0 repeats one entry of `size` bytes; the other two are as they should be."""
+    path.mkdir(parents=True, exist_ok=True)
+    entries = [image_bytes(56, 56) + bytes(size), image_bytes(28, 56)]
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * number + [1, 1], pa.int32()), entries)
+    ends = pa.array([0, number, number + 1, number + 2], pa.int32())
+    if "view" in form:
+        values = values.dictionary_decode().cast(pa.binary_view())
+    images = pa.ListArray.from_arrays(ends, values)
+    table = pa.table({"images": images, "question": ["What?"] * 3, "answer": ["It."] * 3})
+    if form == "parquet":
+        options: dict[str, Any] = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30}
+        pq.write_table(table, path / "a.parquet", row_group_size=1, **options)
+        return {"format": "parquet", "path": str(path), "task": "vqa"}
+    with pa.ipc.new_stream(path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    return {"format": "huggingface", "path": str(path), "task": "vqa"}
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "arrow of views"])
+def test_rows_that_repeat_an_entry(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set aside before their values are Python's; the rows beside them are read."""
+    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 300_000)
+    monkeypatch.setattr(tables, "MAX_JSON_BYTES", 100_000)
+    monkeypatch.setattr(row_files, "_MAX_PART_BYTES", 100_000)
+    for number, expected in ((5, "ok"), (100, "too_costly")):
+        source = write_repeated(tmp_path / f"{number}", form, number)
+        rows = list(accounting.account(accounting.open_one(source, tmp_path)))
+        assert [outcome for _, outcome, _ in rows] == [expected, "ok", "ok"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_table_above_the_memory_of_its_task(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of some kB that takes 1.5 GiB in a worker of 1: it is named and counted, and the other
+    files are packed."""
+    monkeypatch.setattr(local, "_LEAST_TASK_BYTES", 1 << 30)
+    monkeypatch.setattr(local, "machine_memory", lambda: 0)
+    source = write_repeated(tmp_path / "data", form, 1500, 1 << 20)
+    (tmp_path / "data" / f"a.{form}").rename(tmp_path / "data" / f"large.{form}")
+    write_repeated(tmp_path / "data", form, 3)
+    run = make_run(source, tmp_path / "out", engine={"workers": 2}, pack={"max_set_aside": 1})
+    info = measure(run).info
+    assert (info.num_samples, dict(info.set_aside)) == (3, {"damaged_source": 3})
+
+
+def test_bytes_of_values_that_share_memory() -> None:
+    texts = ["ab", "c" * 100, None, "ab"]
+    plain = pa.array(texts)
+    for array in (plain.dictionary_encode(), plain.cast(pa.string_view())):
+        batch = pa.record_batch({"a": array, "b": pa.StructArray.from_arrays([array], ["c"])})
+        assert 2 * 104 <= value_bytes(batch) <= 2 * 104 + 100
+        assert value_bytes(batch.slice(1, 1)) - value_bytes(batch.slice(0, 1)) == 2 * 98
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        pa.array([["a.jpg"]], pa.list_view(pa.string())),
+        pa.array(
+            [[{"path": ["a.jpg"]}]], pa.list_(pa.struct([("path", pa.list_view(pa.string()))]))
+        ),
+        pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), pa.array(["a.jpg"])),
+    ],
+    ids=["views", "within", "runs"],
+)
+def test_types_that_are_not_read(tmp_path: Path, images: pa.Array) -> None:
+    table = pa.table({"images": images, "question": ["What?"], "answer": ["It."]})
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    source = {"format": "huggingface", "path": str(tmp_path), "task": "vqa"}
+    with pytest.raises(StageError, match=r"column 'images' has the type .*, which is not read"):
+        accounting.outcomes(source, tmp_path)
 
 
 def write_packed_arrow(path: Path, table: pa.Table, form: str) -> dict[str, Any]:
@@ -312,13 +368,16 @@ def test_compressed_arrow_batches_that_are_too_large(
     images = [JPEG] * 8 + [JPEG + bytes(200_000)] * 8
     table = pa.table({"image": images, "caption": ["A dog."] * 16})
     path = tmp_path / "data" / "a.arrow"
-    source = write_packed_arrow(path, table, "stream") | {"max_page_bytes": 1_000_000}
+    source = write_packed_arrow(path, table, "stream")
+    monkeypatch.setattr(tables, "machine_memory", lambda: 1_000_000)
     found = [outcome for _, outcome, _ in accounting.account(accounting.open_one(source, tmp_path))]
     assert found == ["ok"] * 8 + ["too_costly"] * 8
     coded = table.set_column(1, "caption", table["caption"].dictionary_encode())
     write_packed_arrow(path, coded, "stream")
-    monkeypatch.setattr(arrow_batches, "MAX_PAGE_BYTES", 1_000_000)
-    with pytest.raises(pa.ArrowInvalid, match=r"with dictionaries, 1,6.* bytes in all > 1,000,000"):
+    monkeypatch.setattr(arrow_batches, "machine_memory", lambda: 1_000_000)
+    with pytest.raises(
+        pa.ArrowInvalid, match=r"with dictionaries, 1,6.* in all > the memory's 1,000,000"
+    ):
         RowFile.open(open(path, "rb"), "arrow_row")  # noqa: SIM115 - it closes the file
 
 

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 
 from offline_packing.sources.reading.arrow_batches import ArrowBatches
-from offline_packing.sources.reading.parquet_pages import _Compact
 
 
 def test_a_compressed_buffer_outside_of_its_batch() -> None:
@@ -27,9 +26,3 @@ def test_a_compressed_buffer_outside_of_its_batch() -> None:
     assert ArrowBatches(io.BytesIO(data)).num_rows == [1000]
     with pytest.raises(pa.ArrowInvalid, match="outside"):
         ArrowBatches(io.BytesIO(hostile))
-
-
-def test_an_integer_of_many_bytes() -> None:
-    assert _Compact(b"\xff" * 9 + b"\x01").integer() == (1 << 64) - 1
-    with pytest.raises(IndexError):
-        _Compact(b"\xff" * 10 + b"\x01").integer()

@@ -1,0 +1,1 @@
+"""Export: finished packs in the forms of other tools."""

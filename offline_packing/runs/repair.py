@@ -1,0 +1,88 @@
+"""Repair of an output: `verify --discard` moves damaged files away, and the stages make again what
+is missing. They accept only what has the recorded hash; otherwise the old file comes back.
+
+_packing/damaged/              the damaged files, in the same folders
+_packing/damaged/found.json    what was damaged or lost; while it is there, the stages ask neither
+                               for the listing of a source nor for its times
+_packing/again/                what is made again, until its hash is compared
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from offline_packing.errors import StageError
+from offline_packing.layouts.energon_metadata import hash_metadata
+from offline_packing.runs.run import Workspace
+from offline_packing.storage.files import move_file, to_json, write_atomically
+from offline_packing.storage.paths import remove_folder
+
+_FOUND: Final = "found.json"
+
+
+def is_repairing(workspace: Workspace) -> bool:
+    """Whether `verify --discard` found something, and not all of it is there again."""
+    return (workspace.damaged / _FOUND).exists()
+
+
+def start_repair(workspace: Workspace, found: Mapping[str, str]) -> None:
+    """Move damaged files away: their names, relative to the output, and what is wrong."""
+    workspace.damaged.mkdir(parents=True, exist_ok=True)
+    write_atomically(workspace.damaged / _FOUND, to_json(found))
+    set_apart(workspace, [workspace.root / name for name in found])
+
+
+def end_repair(workspace: Workspace) -> None:
+    """Remove damaged files, which are there again."""
+    for folder in (workspace.again, workspace.damaged):
+        if folder.exists():
+            remove_folder(folder)
+
+
+def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
+    """Move files away, if they are there."""
+    for path in paths:
+        if path.exists():
+            target = workspace.damaged / path.relative_to(workspace.root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+
+
+def put_back(workspace: Workspace, paths: Iterable[Path] | None = None) -> None:
+    """Move files back, these or all, where there are no new ones."""
+    if paths is None:
+        apart = [path for path in workspace.damaged.rglob("*") if path.is_file()]
+        own = (path.relative_to(workspace.damaged) for path in apart)
+        paths = [workspace.root / name for name in own if str(name) != _FOUND]
+    for path in paths:
+        old = workspace.damaged / path.relative_to(workspace.root)
+        if old.exists() and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            old.replace(path)
+
+
+def accept(workspace: Workspace, recorded: Mapping[Path, str], why: Callable[[], str]) -> None:
+    """Move files that were made again to their places, in this order. Raises StageError, which says
+    why, where they do not have the hash that is recorded for them; the old ones come back."""
+    wrong = []
+    for path, expected in recorded.items():
+        made = workspace.again / path.relative_to(workspace.root)
+        if made.exists() and hash_metadata(made) == expected:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            move_file(made, path)
+        else:
+            wrong.append(path)
+    remove_folder(workspace.again)
+    if wrong:
+        raise refused(workspace, wrong, why())
+
+
+def refused(workspace: Workspace, paths: Iterable[Path], why: object) -> StageError:
+    """The error of files that cannot be made again as they were; the old ones come back."""
+    paths = list(paths)
+    put_back(workspace, paths)
+    names = ", ".join(str(path.relative_to(workspace.root)) for path in paths[:3])
+    return StageError(
+        f"{names} cannot be made again as recorded: {why}; restore that, or pack again with "
+        "output.overwrite=true or another output.path"
+    )
