@@ -72,14 +72,15 @@ def accept(workspace: Workspace, recorded: Mapping[Path, str], why: Callable[[],
             move_file(made, path)
         else:
             wrong.append(path)
-    remove_folder(workspace.again)
     if wrong:
         raise refused(workspace, wrong, why())
+    remove_folder(workspace.again)
 
 
 def refused(workspace: Workspace, paths: Iterable[Path], why: object) -> StageError:
     """The error of files that cannot be made again as they were; the old ones come back."""
     paths = list(paths)
+    remove_folder(workspace.again)
     put_back(workspace, paths)
     names = ", ".join(str(path.relative_to(workspace.root)) for path in paths[:3])
     return StageError(

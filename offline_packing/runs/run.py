@@ -97,8 +97,8 @@ class Workspace:
         self.unpacked = self.scratch / "unpacked"
 
     def fragment(self, shard_name: str) -> Path:
-        """The fragment of a shard, by its name with or without `.tar`."""
-        return self.write / f"{shard_name.removesuffix('.tar')}.json"
+        """The fragment of a shard, by its name with or without the file's ending."""
+        return (self.write / shard_name).with_suffix(".json")
 
     @contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:

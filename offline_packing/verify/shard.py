@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -137,7 +138,7 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
     """The tasks of all shards that can find damage only: they need neither plan nor index."""
     workspace, config = run.workspace, run.config
     for number, (line, span) in enumerate(_spans(lines)):
-        name = line.name.removesuffix(".tar")
+        name = str(Path(line.name).with_suffix(""))
         task = ShardTask(
             shard=PlannedShard(name, line.split, number, 0, line.packs),
             folder=workspace.root,

@@ -37,7 +37,7 @@ from offline_packing.runs.manifest import (
     restore_metadata,
     write_manifest,
 )
-from offline_packing.runs.repair import end_repair, put_back, set_apart
+from offline_packing.runs.repair import end_repair, is_repairing, put_back, set_apart
 from offline_packing.runs.run import Run, Workspace, open_sources
 from offline_packing.runs.tasks import (
     check_all_done,
@@ -86,11 +86,12 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
 def _write(run: Run, samples: Index, plan: StoredPlan, manifest: Manifest | None) -> Manifest:
     workspace = run.workspace
     if manifest is not None:
-        lines = ((line.name.removesuffix(".tar"), line.split) for line in manifest.shards)
+        lines = ((str(Path(line.name).with_suffix("")), line.split) for line in manifest.shards)
         files = (workspace.root / name for name in manifest.metadata)
         if not lost_shards(run, lines) and all(path.exists() for path in files):
             logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
-            return follow_media(run, manifest)
+            # The source need not be there for a repair that does not need it.
+            return manifest if is_repairing(workspace) else follow_media(run, manifest)
         if run.engine.IS_SHARED:
             raise StageError(f"files of {workspace.root} are missing; write with engine.name=local")
     shards = plan_shards(run, samples, plan.packs)

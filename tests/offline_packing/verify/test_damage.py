@@ -304,7 +304,7 @@ def test_index_of_another_source_is_not_taken(packed: Run, tmp_path: Path) -> No
         return {path: path.read_bytes() for path in paths if path.is_file()}
 
     before = content()
-    with pytest.raises(StageError, match=rf"as recorded: .*{record.name}.*modification time"):
+    with pytest.raises(StageError, match=rf"as recorded: .* modification time .*{record.name}"):
         repair(packed)
     after = content()
     after.pop(packed.workspace.damaged / "found.json")

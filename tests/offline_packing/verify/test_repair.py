@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from offline_packing.errors import ConfigError, DamagedError, StageError
+from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
+from offline_packing.storage.files import hash_file
 from offline_packing.verify.discard import discard, find_all_damage
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.repairs import repair
-from tools.kill_test import content, kill_after, start
+from tools.kill_test import kill_after, start
 
 LAYOUTS = ("energon", "references", "indexed")
 #: Not recorded: empty, for people, or read while an index is unfinished only.
@@ -48,6 +50,18 @@ def pack(folder: Path, layout: str = "energon") -> Run:
     run = make_run(root, folder / "out", output=output)
     pack_all(run)
     return run
+
+
+def content(root: Path) -> dict[str, str]:
+    """Hash of each file; of a database, if it can be read, of its rows."""
+    hashes = {}
+    for path in root.rglob("*"):
+        if path.is_file() and path.name != "lock":
+            try:
+                hashes[str(path.relative_to(root))] = hash_metadata(path)
+            except StageError:
+                hashes[str(path.relative_to(root))] = hash_file(path)
+    return hashes
 
 
 def damage(run: Run, dice: random.Random) -> dict[str, str]:
@@ -90,14 +104,17 @@ def check_damage(seed: int, folder: Path) -> str:
     moved = {name.removeprefix("_packing/damaged/"): one for name, one in apart.items()}
     assert all(moved.get(name) == one for name, one in damaged.items()), case  # nothing is deleted
     intact = {name for name, one in damaged.items() if expected.get(name) == one}
-    for _ in range(2):  # what an index cannot give does not keep the rest from being made again
+    for attempt in range(
+        2
+    ):  # what an index cannot give does not keep the rest from being made again
         try:
             pack_all(run)
         except StageError as error:
             text = str(error)
             assert fate != "kept", (case, text)
-            assert REMEDY not in text, (case, text)
-            assert "more" in text or "data" in text, (case, text)
+            if not attempt:  # afterwards a damaged file is back in its place
+                assert REMEDY not in text, (case, text)
+                assert "more" in text or "data" in text, (case, text)
         left = content(run.workspace.root)
         assert all(left.get(name) == expected[name] for name in intact), case
     wrong = {name for name, _ in left.items() ^ expected.items()}
