@@ -151,7 +151,7 @@ def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
     # Nothing says any more which parts are whole: all are measured, if theirs are not.
     for keeps in (True, False) if recorded else (False,):
         info = _measure_again(run, lost, keeps=keeps)
-        made_info = workspace.again / lost[0].relative_to(workspace.root)
+        made_info = workspace.again / str(lost[0].relative_to(workspace.root))
         if manifest is not None:
             info = replace(info, versions=manifest.library_versions)
             info.save(made_info)
@@ -177,7 +177,7 @@ def _measure_again(run: Run, lost: Sequence[Path], *, keeps: bool) -> IndexInfo:
         paths = (index_path, workspace.set_aside / index_path.name)
         if not run.config.splits and all(path not in lost and path.exists() for path in paths):
             for path in paths:
-                target = workspace.again / path.relative_to(workspace.root)
+                target = workspace.again / str(path.relative_to(workspace.root))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with local_copy(path) as copy:
                     shutil.copyfile(copy, target)

@@ -143,7 +143,7 @@ def _restore_lost(
         return found
     logger.info("plan: %s and what else is missing is made again", lost[0])
     remove_folder(workspace.again)
-    folder = workspace.again / workspace.plan.relative_to(workspace.root)
+    folder = workspace.again / str(workspace.plan.relative_to(workspace.root))
     try:
         made = _save(run, samples, make_plan(run, samples), folder).info
     except StageError as error:

@@ -43,7 +43,7 @@ def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
     """Move files away, if they are there."""
     for path in paths:
         if path.exists():
-            target = workspace.damaged / path.relative_to(workspace.root)
+            target = workspace.damaged / str(path.relative_to(workspace.root))
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
 
@@ -52,10 +52,10 @@ def put_back(workspace: Workspace, paths: Iterable[Path] | None = None) -> None:
     """Move files back, these or all, where there are no new ones."""
     if paths is None:
         apart = [path for path in workspace.damaged.rglob("*") if path.is_file()]
-        own = (path.relative_to(workspace.damaged) for path in apart)
-        paths = [workspace.root / name for name in own if str(name) != _FOUND]
+        own = (str(path.relative_to(workspace.damaged)) for path in apart)
+        paths = [workspace.root / name for name in own if name != _FOUND]
     for path in paths:
-        old = workspace.damaged / path.relative_to(workspace.root)
+        old = workspace.damaged / str(path.relative_to(workspace.root))
         if old.exists() and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             old.replace(path)
@@ -66,7 +66,7 @@ def accept(workspace: Workspace, recorded: Mapping[Path, str], why: Callable[[],
     why, where they do not have the hash that is recorded for them; the old ones come back."""
     wrong = []
     for path, expected in recorded.items():
-        made = workspace.again / path.relative_to(workspace.root)
+        made = workspace.again / str(path.relative_to(workspace.root))
         if made.exists() and hash_metadata(made) == expected:
             path.parent.mkdir(parents=True, exist_ok=True)
             move_file(made, path)

@@ -273,7 +273,7 @@ def _rewrite(task: ShardTask) -> ShardFragment:
         names = sorted(changed) or sorted({source.path for source in task.sources})
         raise ChangedError(", ".join(names[:3]), "it gives another shard than was recorded")
     for path in sorted(folder.rglob("*")):
-        target = task.folder / path.relative_to(folder)
+        target = task.folder / str(path.relative_to(folder))
         if path.is_dir():
             target.mkdir(exist_ok=True)
         elif not target.exists() or hash_file(target) != hash_file(path):

@@ -80,7 +80,7 @@ def change_text(root: Path) -> None:
     [
         (remove_shard, "train-000001.tar is missing"),
         (flip_bit, "image bytes differ from the source"),
-        (cut_at_pack, "the tar ends without its end marker"),
+        (cut_at_pack, "train-000001.tar is not what was written: its hash differs"),
         (swap_shards, "does not hold the packs"),
         (damage_index, "train-000001.tar.idx does not match"),
         (change_length, "meta.num_tokens is not what was measured"),
@@ -175,3 +175,16 @@ def test_options_of_parts(captions: Path, tmp_path: Path) -> None:
     assert "not opened" in invoke("verify", config, "--hash-only").output
     with pytest.raises(ConfigError, match="leave out --deep and --samples"):
         invoke("verify", config, "--hash-only", "--deep")
+
+
+def test_a_picture_that_is_damaged_in_the_source_is_named_as_such(tmp_path: Path) -> None:
+    root = captioning_pairs(tmp_path / "data", 8)
+    picture = root / "part0" / "000000.png"
+    flip_byte(picture, picture.stat().st_size // 2)  # shows when its pixels are read
+    run = make_run(root, tmp_path / "out")
+    pack_all(run)
+    result = verify(run, deep=True)
+    assert (result.num_problems, result.num_in_source) == (1, 1)
+    assert result.problems[0].endswith(
+        "; the source has the same bytes: repair or remove the sample in part0/000000.png"
+    )
