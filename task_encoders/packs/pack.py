@@ -17,7 +17,7 @@ from task_encoders.packs.pack_format import (
     is_video_name,
 )
 from task_encoders.packs.tokenized import TokenizedPack, TokenizedText
-from task_encoders.samples import SampleError, SourceSample, Turn, check_sample, make_turn
+from task_encoders.samples import TASKS, SampleError, SourceSample, Turn, check_sample, make_turn
 from task_encoders.storage.paths import REMEDY
 
 #: An image member by its number in the pack: 'img0.jpg', 'img000.png'.
@@ -137,7 +137,8 @@ def restore_pack(
             without either is restored as captioning.
 
     Raises:
-        PackFormatError: not a JSON object, a missing list, or lists of different length.
+        PackFormatError: not a JSON object, a missing list, lists of different length, or an unknown
+            task.
     """
     record = parse_json(record, key)
     meta = record.get("meta") or {}
@@ -161,6 +162,8 @@ def restore_pack(
     if any(len(column) != count for column in (keys, systems, lengths)):
         raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
     sub_task = task or meta.get("task") or "captioning"
+    if sub_task not in TASKS:
+        raise PackFormatError(f"pack {key!r}: unknown task {sub_task!r}; valid: {', '.join(TASKS)}")
     columns = keys, images, videos, prompts, captions, systems, tools, details
     subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
     tokenized = None

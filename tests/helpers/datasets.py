@@ -22,9 +22,11 @@ from task_encoders.packs.manifest import Manifest
 WORDS = "red green blue circle square above below left right of the a picture shows".split()
 
 
-def image_bytes(width: int = 56, height: int = 56, image_format: str = "JPEG") -> bytes:
-    """A picture that depends on its size only."""
-    pixels = np.indices((height, width)).sum(0)[..., None] * [1, 2, 3] % 251
+def image_bytes(
+    width: int = 56, height: int = 56, image_format: str = "JPEG", shade: int = 0
+) -> bytes:
+    """A picture that depends on its size and shade only."""
+    pixels = (np.indices((height, width)).sum(0)[..., None] * [1, 2, 3] + shade) % 251
     buffer = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(buffer, image_format)
     return buffer.getvalue()

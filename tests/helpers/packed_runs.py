@@ -86,7 +86,7 @@ def slots_folder(root: Path, ranks: int, **output: Any) -> Path:
     source.mkdir(parents=True)
     for i, words in enumerate([130, 100, 75, 40, 30, *range(4, 24)] * 2):
         write_json(source / f"{i:02d}.json", {"caption": "a red hat " * words})
-        (source / f"{i:02d}.jpg").write_bytes(image_bytes(56 + 28 * (i % 3), 84))
+        (source / f"{i:02d}.jpg").write_bytes(image_bytes(56 + 28 * (i % 3), 84, shade=i))
     run = make_run(
         source,
         root / "packed",

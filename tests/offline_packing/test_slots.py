@@ -60,7 +60,7 @@ def heavy_pairs(root: Path, count: int) -> Path:
     words = np.exp(np.log(30) + 1.2 * rng.standard_normal(count)).clip(3, 450).astype(int)
     for i, number in enumerate(words.tolist()):
         write_json(root / f"{i:04d}.json", {"caption": "a red hat " * number})
-        (root / f"{i:04d}.jpg").write_bytes(image_bytes(56 + 28 * (i % 3), 56))
+        (root / f"{i:04d}.jpg").write_bytes(image_bytes(56 + 28 * (i % 3), 56, shade=i))
     return root
 
 

@@ -126,7 +126,7 @@ def train_on_one_rank(folder: Path, output: Path) -> RankResult:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"))
+    return bmr_folder(tmp_path_factory.mktemp("bmr"), 62)
 
 
 @pytest.fixture(scope="module")

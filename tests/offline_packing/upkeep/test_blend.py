@@ -20,9 +20,12 @@ from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
 
-def output(tmp_path: Path, name: str, count: int, **sections: dict[str, object]) -> Path:
+def output(
+    tmp_path: Path, name: str, count: int, split_seed: int = 0, **sections: dict[str, object]
+) -> Path:
     root = captioning_pairs(tmp_path / f"data_{name}", count)
-    settings = {"output": {"key_prefix": name, "split": {"train": 0.8, "val": 0.2}}, **sections}
+    split = {"split": {"train": 0.8, "val": 0.2}, "split_seed": split_seed}
+    settings = {"output": {"key_prefix": name, **split}, **sections}
     pack_all(make_run(root, tmp_path / name, **settings))
     return tmp_path / name
 
@@ -30,7 +33,7 @@ def output(tmp_path: Path, name: str, count: int, **sections: dict[str, object])
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("blend")
-    return [output(root, "a", 60), output(root, "b", 20)]
+    return [output(root, "a", 60), output(root, "b", 20, split_seed=2)]
 
 
 def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
         {"images": ["a"], "captions": ["x"], "prompt": ["p", "q"]},
         {"images": ["a"], "captions": ["x"], "meta": {"keys": ["p", "q"]}},
         {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": []}},
+        {"images": ["a"], "captions": ["x"], "meta": {"task": "captioninf"}},
     ],
 )
 def test_lists_that_cannot_be_aligned_are_refused(record: dict) -> None:
