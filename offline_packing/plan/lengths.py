@@ -30,8 +30,9 @@ from offline_packing.plan.make_plan import (
     plan_epochs,
     set_aside_reason,
 )
-from offline_packing.plan.summary import render_figures
+from offline_packing.plan.summary import render_summary
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.figures import plan_figures, sample_figures
 from offline_packing.runs.run import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config
 
@@ -89,7 +90,8 @@ def plan_lengths(
     if output is not None:
         write_assignment(samples.select(["key", "num_tokens"]), plan, output)
     packed = samples["num_tokens"].to_numpy()[plan.sample_ids]
-    return render_figures(settings.report, len(samples), packed, plan, reasons)
+    found = sample_figures(len(samples), reasons) | plan_figures(settings.report, packed, plan)
+    return render_summary(found)
 
 
 def _plan(pack: PackConfig, samples: pa.Table, kept: SampleIds) -> PackPlan:

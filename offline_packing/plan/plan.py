@@ -7,7 +7,6 @@ _packing/plan/stage.json            fingerprint, hashes of the files above; writ
 """
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -20,15 +19,7 @@ from offline_packing.index import table as index
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.make_plan import Planned, make_plan
-from offline_packing.plan.summary import (
-    render_content,
-    render_idle,
-    render_ranks,
-    render_sources,
-    render_split,
-    render_splits,
-    render_summary,
-)
+from offline_packing.plan.summary import render_summary
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     Fingerprint,
@@ -40,10 +31,10 @@ from offline_packing.runs.artifacts import (
     plan_fingerprint,
     plan_identity,
 )
+from offline_packing.runs.figures import run_figures
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
 from offline_packing.runs.run import Run
-from offline_packing.runs.warnings import run_warnings
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -171,21 +162,7 @@ def preview_plan(run: Run, samples: Index) -> str:
 
 def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
-    reasons = Counter(samples.info.set_aside) + Counter(plan_reasons)
-    lengths = samples.array("num_tokens")[packs.sample_ids]
-    sources = render_sources(run.config, samples, packs)
-    content = [
-        *([("conversations", samples.info.splitting)] if samples.info.split else []),
-        *render_content(samples, packs),
-        *render_splits(run.config, packs),
-        *render_idle(run.config, samples, packs),
-        *render_ranks(run.config, samples, packs),
-        *render_split(run.config, samples, packs),
-    ]
-    warnings = run_warnings(run.config, samples, packs)
-    return render_summary(
-        run.config, samples.info, lengths, packs, reasons, sources, content, warnings
-    )
+    return render_summary(run_figures(run.config, samples, packs, plan_reasons))
 
 
 def _discard_previous(run: Run, found: Mapping[str, Any] | None, wanted: Fingerprint) -> None:

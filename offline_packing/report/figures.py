@@ -1,19 +1,17 @@
-"""Figures of samples and packs: how long, how full, how unequal, and what padding would cost."""
+"""Figures that only the report shows: how long, how full, how unequal, and what padding costs."""
 
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.index.pack_table import split_of_packs
-from offline_packing.index.rows import sample_flops
-from offline_packing.layouts.shards import splits_of_plan
-from offline_packing.planner.context_parallel import idle_in_slots
-from offline_packing.planner.cost import saving
+from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import PackConfig
+from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.request import OVER_SEQ_LENGTH
-from offline_packing.report.complete_stages import CompleteStages
 from task_encoders.families import model_cost
+from task_encoders.packs.manifest import PackColumns
 
 #: Lower ends of the bands that packs are counted in, as shares of seq_length.
 _FILL_BANDS: Final = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.0)
@@ -22,25 +20,23 @@ _LONGER: Final = (2, 4)
 #: Samples whose packing in small buffers is tried, and the sizes of the buffers.
 _TRIED_SAMPLES: Final = 50_000
 _BUFFERS: Final = (100, 1000)
-#: The ranks whose waiting is computed if pack.order names none.
-_NUM_RANKS: Final = 8
 #: Bins of a logarithmic histogram per doubling, and of one of equal width.
 _BINS_PER_DOUBLING: Final = 4
 _MAX_BINS: Final = 40
 _QUANTILES: Final = {"min": 0, "p5": 5, "p50": 50, "p95": 95, "max": 100}
 
 
-def length_figures(stages: CompleteStages) -> dict[str, Any] | None:
+def length_figures(pack: PackConfig, samples: Index) -> dict[str, Any] | None:
     """Lengths in tokens of all measured samples; None without any."""
-    lengths = stages.columns["num_tokens"]
+    lengths = samples.array("num_tokens")
     if not len(lengths):
         return None
-    return {**spread(lengths), **log_histogram(lengths, stages.run.config.pack.seq_length)}
+    return {**spread(lengths), **log_histogram(lengths, pack.seq_length)}
 
 
-def overlong_figures(stages: CompleteStages) -> dict[str, Any]:
+def overlong_figures(pack: PackConfig, samples: Index, plan: PackPlan | None) -> dict[str, Any]:
     """Samples with more tokens than a pack holds, and what longer sequences would save."""
-    pack, lengths, plan = stages.run.config.pack, stages.columns["num_tokens"], stages.plan
+    lengths = samples.array("num_tokens")
 
     def longest(factor: int) -> int:
         """Longest sample that such a sequence holds when it is padded to the multiple."""
@@ -67,93 +63,45 @@ def overlong_figures(stages: CompleteStages) -> dict[str, Any]:
     }
 
 
-def pack_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
+def pack_figures(
+    config: PackingConfig, samples: Index, plan: PackPlan, table: PackColumns
+) -> dict[str, Any]:
     """Fill, samples and cost per pack. The plan has one pack at least."""
-    sums = {name: stages.sum_of_packs(column) for name, column in stages.columns.items()}
-    squares = np.square(stages.columns["num_tokens"], dtype=np.float64)
-    cost_of = model_cost(stages.run.config.model)
-    flops = sample_flops(stages.samples, cost_of)
-    costs, tower = stages.sum_of_packs(flops.total), stages.sum_of_packs(flops.tower)
-    samples = np.diff(plan.pack_offsets)
+
+    def sums(per_sample: npt.NDArray[Any], kind: type = np.int64) -> npt.NDArray[Any]:
+        return np.add.reduceat(per_sample[plan.sample_ids], plan.pack_offsets[:-1], dtype=kind)
+
+    lengths, num_samples = samples.array("num_tokens"), np.diff(plan.pack_offsets)
+    tokens = sums(lengths)
     room: Any = plan.info.seq_length
     if plan.cp_sizes is not None and plan.info.context_parallel is not None:
         room = np.minimum(plan.cp_sizes * plan.info.context_parallel.tokens_per_rank, room)
-    at_least = [int((sums["num_tokens"] >= np.ceil(share * room)).sum()) for share in _FILL_BANDS]
+    at_least = [int((tokens >= np.ceil(share * room)).sum()) for share in _FILL_BANDS]
     bands = zip(_FILL_BANDS, np.diff(at_least, prepend=0).tolist(), strict=True)
+    values = {
+        "tokens": tokens,
+        "attention": sums(np.square(lengths, dtype=np.float64), np.float64),
+        "vision_patches": sums(samples.array("num_vision_patches")),
+        "images": sums(samples.array("num_images")),
+        "samples": num_samples,
+        "operations": table.cost,
+    }
     return {
         "fill_bands": [{"at_least": share, "packs": count} for share, count in bands],
-        "samples_per_pack": linear_histogram(samples),
-        "spread": {
-            "tokens": spread(sums["num_tokens"]),
-            "attention": spread(stages.sum_of_packs(squares)),
-            "vision_patches": spread(sums["num_vision_patches"]),
-            "images": spread(sums["num_images"]),
-            "samples": spread(samples),
-            "operations": spread(costs),
-        },
-        "cost_of": cost_of.name,
-        "waiting": _waiting(stages, plan, costs, tower),
+        "samples_per_pack": linear_histogram(num_samples),
+        "spread": {name: spread(some) for name, some in values.items()},
+        "cost_of": model_cost(config.model).name,
     }
 
 
-def slot_idle(stages: CompleteStages, plan: PackPlan) -> float | None:
-    """Share of time that ranks wait in slots; None where packs fill none."""
-    if plan.cp_sizes is None or plan.info.context_parallel is None:
-        return None
-    flops = sample_flops(stages.samples, model_cost(stages.run.config.model)).total
-    ranks = plan.info.context_parallel.ranks
-    return idle_in_slots(stages.sum_of_packs(flops), plan.cp_sizes, ranks)
-
-
-def split_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any] | None:
-    """Figures of the split of pictures that the plan was made for; None where it was for none."""
-    found = split_of_packs(stages.samples, plan, model_cost(stages.run.config.model))
-    return None if found is None else found._asdict()
-
-
-def saving_figures(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
-    """Packing against padding, and against packing in a small buffer while training."""
-    compared = stages.run.config.report
-    lengths = stages.packed(stages.columns["num_tokens"])
-    found = saving(lengths, plan, compared.padded_batch_size, compared.global_batch_size)
-    return {**found, "online": _online(stages, plan)}
-
-
-def _waiting(
-    stages: CompleteStages,
-    plan: PackPlan,
-    costs: npt.NDArray[np.float64],
-    tower: npt.NDArray[np.float64],
-) -> dict[str, Any]:
-    """Share of time that data parallel ranks wait for the slowest, in the order written; and where
-    they wait after the vision tower as well."""
-    # compiled: takes time to import
-    from offline_packing.planner.order import RankLayout, idle_of_order
-
-    config = stages.run.config
-    order = config.pack.order
-    layout = RankLayout(order.num_ranks, order.num_workers) if order else RankLayout(_NUM_RANKS)
-    first = next(filter(len, splits_of_plan(plan, config.output.split).values()))
-    size = plan.info.epochs[0] if plan.info.epochs else len(first)
-    own = slice(first.start, first.start + size)
-    one, two = idle_of_order(costs[own], tower[own], layout)
-    return {
-        "num_ranks": layout.num_ranks,
-        "num_workers": layout.num_workers,
-        "ordered": order is not None,
-        "share": one,
-        "two_phase_share": two,
-    }
-
-
-def _online(stages: CompleteStages, plan: PackPlan) -> list[dict[str, Any]]:
+def online_figures(pack: PackConfig, samples: Index, plan: PackPlan) -> list[dict[str, Any]]:
     """Fill that first-fit-decreasing reaches on buffers of some samples in random order."""
     from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
 
-    pack, ids = stages.run.config.pack, plan.sample_ids
+    ids = plan.sample_ids
     rng = np.random.default_rng(pack.seed)
     drawn = rng.permutation(rng.choice(len(ids), min(len(ids), _TRIED_SAMPLES), replace=False))
-    lengths = stages.columns["num_tokens"][ids[drawn]]
+    lengths = samples.array("num_tokens")[ids[drawn]]
     counted = -(-lengths // pack.padding) * pack.padding
     figures = []
     for size in _BUFFERS:

@@ -1,52 +1,56 @@
 """report: index, plan and manifest -> report.html and report.json, as far as they exist.
 
 _packing/report/report.html    one self-contained page for people
-_packing/report/report.json    the same figures; docs/formats.md describes the fields
+_packing/report/report.json    the same figures
 """
 
-from typing import Any, Final
+from collections import defaultdict
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from offline_packing.index.rows import name_samples, sums_by_source
-from offline_packing.layouts.shards import samples_of_splits
+from offline_packing.config.packing import PackingConfig
+from offline_packing.index.pack_table import pack_table
+from offline_packing.index.rows import name_samples
+from offline_packing.index.set_aside import read_set_aside
+from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.report.complete_stages import (
-    CompleteStages,
-    SetAside,
-    count_set_aside,
-    open_complete_stages,
-)
 from offline_packing.report.figures import (
     length_figures,
+    online_figures,
     overlong_figures,
     pack_figures,
-    saving_figures,
-    slot_idle,
-    split_figures,
 )
 from offline_packing.report.pages import render_report
+from offline_packing.runs.artifacts import check_layout, key_prefix, open_index, open_plan
+from offline_packing.runs.figures import Figures, count_uses, run_figures
 from offline_packing.runs.manifest import read_manifest, stored_config
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.runs.warnings import run_warnings
+from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
 from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
+from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import pack_key
+from task_encoders.samples import REASONS
 
 REPORT_VERSION: Final = 1
 #: Packs, and rows of padded batches, that are drawn.
 _NUM_DRAWN: Final = 24
-#: Columns summed up per source: columns num_NAME of the index.
-_SUMS: Final = ("tokens", "loss_tokens", "images", "vision_patches", "turns")
+#: Examples kept of each reason, and the text that is kept of an example's detail.
+_NUM_EXAMPLES: Final = 5
+_DETAIL_LENGTH: Final = 200
 
-Document = dict[str, Any]
+Examples = defaultdict[str, list[dict[str, str]]]
 
 
 def report(run: Run) -> str:
     """Write the report; returns what became of the samples, in one line. Raises StageError if not
     even the index is complete, or a stage was made with other settings."""
-    document = _document(open_complete_stages(run))
+    document = _document(run)
     folder = run.workspace.report
     folder.mkdir(parents=True, exist_ok=True)
     line = _verdict(document)
@@ -65,49 +69,44 @@ def report_status(workspace: Workspace) -> str | None:
     return f"{workspace.report / 'report.html'}{old}"
 
 
-def _document(stages: CompleteStages) -> Document:
+def _document(run: Run) -> Figures:
     """The content of report.json, from which the page is drawn. Equal stages give equal bytes. What
     needs a plan is null without one, what needs shards is null without a manifest."""
-    run, plan, manifest, info = stages.run, stages.plan, stages.manifest, stages.samples.info
-    config = stored_config(run.config, stages.key_prefix)
-    set_aside = count_set_aside(stages)
-    aside = set_aside.by_reason.total()
-    sources = _sources(stages, set_aside)
-    found, packed, tokens, loss_tokens = (
-        sum(source[name] for source in sources)
-        for name in ("samples", "packed", "tokens", "loss_tokens")
-    )
+    config, workspace = run.config, run.workspace
+    manifest, samples = read_manifest(workspace.root), open_index(run)
+    stored = open_plan(run) if workspace.plan_info.exists() else None
+    if stored is not None and manifest is not None:
+        check_layout(run, stored.hash)
+    prefix = key_prefix(run, stored.hash) if stored else None
+    plan = stored.packs if stored else None
+    table = pack_table(samples, plan, model_cost(config.model)) if plan else None
+    found = run_figures(config, samples, plan, stored.set_aside if stored else {}, table)
+    tables = aside_while_measuring(workspace, samples.info)
+    tables += aside_while_planning(workspace) if stored else []
+    by_source, examples = _set_aside(config, tables)
+    for source, count in zip(found["sources"], by_source.tolist(), strict=True):
+        source["set_aside"] = count
+    for entry in found["set_aside"]:
+        entry["explanation"] = REASONS[entry["reason"]]
+        entry["examples"] = examples[entry["reason"]]
     return {
+        **found,
         "version": REPORT_VERSION,
-        "task": run.config.task,
-        "seq_length": run.config.pack.seq_length,
-        "pad_multiple": run.config.pack.padding,
         "stages": {"measure": True, "plan": plan is not None, "write": manifest is not None},
-        "made_from": _made_from(run.workspace, manifest),
-        "samples": {"found": found, "packed": packed if plan else None, "set_aside": aside},
-        "unused_images": info.num_unused_images,
-        **({"split_turns": info.splitting} if info.split else {}),
-        "warnings": run_warnings(run.config, stages.samples, plan),
-        "plan": _plan(stages, plan, tokens) if plan else None,
-        "saving": saving_figures(stages, plan) if plan else None,
-        "lengths": length_figures(stages),
-        "loss": {
-            "tokens": tokens,
-            "loss_tokens": loss_tokens,
-            "share": loss_tokens / (tokens or 1),
-        },
-        "packs": pack_figures(stages, plan) if plan else None,
-        "sources": sources,
-        "set_aside": set_aside.document(),
-        "overlong": overlong_figures(stages),
+        "made_from": _made_from(workspace, manifest),
+        "lengths": length_figures(config.pack, samples),
+        "packs": pack_figures(config, samples, plan, table) if plan and table else None,
+        "online": online_figures(config.pack, samples, plan) if plan else None,
+        "overlong": overlong_figures(config.pack, samples, plan),
         "shards": None if manifest is None else _shards(manifest),
-        "drawn": _drawn(stages, plan) if plan else None,
-        "origin": [{"fingerprint": info.fingerprint, "config": config}],
-        "library_versions": info.versions,
+        "drawn": _drawn(config, samples, plan, prefix or "") if plan else None,
+        "fingerprint": samples.info.fingerprint,
+        "config": stored_config(config, prefix),
+        "library_versions": samples.info.versions,
     }
 
 
-def _verdict(document: Document) -> str:
+def _verdict(document: Figures) -> str:
     """Describe in one line what became of the samples."""
     samples, plan = document["samples"], document["plan"]
     if plan is None:
@@ -119,14 +118,14 @@ def _verdict(document: Document) -> str:
     above = (plan["slots"] or plan["packs"]) - plan["lower_bound"]
     used = samples["found"] - samples["set_aside"]
     # of several epochs, or of a source that repeats
-    uses = "" if samples["packed"] == used else f", {samples['packed']:,} times in all"
+    uses = "" if plan["samples"] == used else f", {plan['samples']:,} times in all"
     slots = f" in {plan['slots']:,} slots" if plan["slots"] else ""
     line = (
         f"{samples['found']:,} samples = {used:,} packed{uses} + "
         f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs{slots}, "
         f"{above:,} above the lower bound; {plan['fill']:.2%} full"
     )
-    line += f"; {document['split_turns']}" if "split_turns" in document else ""
+    line += f"; {document['split_turns']}" if document["split_turns"] else ""
     return line if document["stages"]["write"] else f"{line}; not written yet: run write"
 
 
@@ -140,69 +139,35 @@ def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str
     }
 
 
-def _plan(stages: CompleteStages, plan: PackPlan, num_tokens: int) -> dict[str, Any]:
-    return {
-        "strategy": plan.info.strategy,
-        "packs": plan.num_packs,
-        "lower_bound": plan.info.lower_bound,
-        "gap": plan.gap,
-        "fill": num_tokens / plan.room,
-        "packing_factor": plan.packing_factor,
-        "slots": None if plan.cp_sizes is None else len(plan.slot_offsets) - 1,
-        "idle_in_slots": slot_idle(stages, plan),
-        "picture_split": split_figures(stages, plan),
-        "splits": _splits(stages, plan),
-    }
+def _set_aside(config: PackingConfig, paths: list[Path]) -> tuple[npt.NDArray[np.int64], Examples]:
+    """Samples set aside of each source (num_sources,), and some of each reason, from their tables,
+    which are read one batch of rows at a time."""
+    by_source, examples = np.zeros(len(config.source), np.int64), Examples(list)
+    for table in read_set_aside(paths):
+        by_source += np.bincount(_source_numbers(table, config), minlength=len(by_source))
+        for reason in pc.unique(table["reason"]).to_pylist():
+            kept = examples[reason]
+            if len(kept) < _NUM_EXAMPLES:
+                rows = table.filter(pc.equal(table["reason"], reason)).drop(["reason"])
+                for row in rows.slice(0, _NUM_EXAMPLES - len(kept)).to_pylist():
+                    kept.append({**row, "detail": row["detail"][:_DETAIL_LENGTH]})
+    return by_source, examples
 
 
-def _sources(stages: CompleteStages, set_aside: SetAside) -> list[dict[str, Any]]:
-    """One entry per source. They add up to `samples` of the document."""
-    config = stages.run.config
-    columns = [f"num_{name}" for name in _SUMS]
-    sums = sums_by_source(stages.samples, stages.num_uses, len(config.source), columns)
-    total = sum(sums["num_tokens"]) or 1
-    lines = []
-    for i, (source, name) in enumerate(zip(config.source, config.source_names(), strict=True)):
-        own = {name: values[i] for name, values in sums.items()}
-        aside = set_aside.by_source[i, False] + set_aside.by_source[i, True]
-        lines.append(
-            {
-                "name": name,
-                "path": source.path,
-                "format": source.format,
-                "repeat": source.repeat,
-                "weight": source.weight,
-                "samples": own["used"] + aside,
-                "set_aside": aside,
-                "packed": own["uses"],
-                "times_used": own["uses"] / (own["used"] or 1),
-                "bytes": own["bytes"],
-                **{name: own[f"num_{name}"] for name in _SUMS},
-                "share_of_tokens": own["num_tokens"] / total,
-            }
+def _source_numbers(table: pa.Table, config: PackingConfig) -> npt.NDArray[np.int32]:
+    """(num_rows,) the number of each row's source."""
+    numbers = np.zeros(len(table), np.int32)
+    prefixes = list(enumerate(zip(config.source, config.key_prefixes(), strict=True)))
+    # The longest prefix that fits decides among sources with one path: it comes last.
+    for number, (source, prefix) in sorted(prefixes, key=lambda item: len(item[1][1])):
+        own = pc.and_(
+            pc.equal(table["source"], source.path), pc.starts_with(table["key"], pattern=prefix)
         )
-    return lines
+        numbers[own.to_numpy()] = number
+    return numbers
 
 
-def _splits(stages: CompleteStages, plan: PackPlan) -> list[dict[str, Any]]:
-    """Packs and different samples of each split; [] where there is one."""
-    shares = stages.run.config.output.split
-    if len(shares) == 1:
-        return []
-    total = len(np.unique(plan.sample_ids))
-    return [
-        {
-            "split": name,
-            "asked": shares[name],
-            "share": samples / total,
-            "samples": samples,
-            "packs": len(own),
-        }
-        for name, own, samples in samples_of_splits(plan, shares)
-    ]
-
-
-def _shards(manifest: Manifest) -> list[dict[str, Any]]:
+def _shards(manifest: Manifest) -> list[Figures]:
     """One entry per split."""
     lines = []
     for split in manifest.counts.packs:
@@ -217,30 +182,30 @@ def _shards(manifest: Manifest) -> list[dict[str, Any]]:
     return lines
 
 
-def _drawn(stages: CompleteStages, plan: PackPlan) -> dict[str, Any]:
+def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -> Figures:
     """Some packs, evenly over all, with the names of their samples; and samples in padded
     batches."""
-    config = stages.run.config
     chosen = np.linspace(0, plan.num_packs - 1, min(_NUM_DRAWN, plan.num_packs))
     numbers = np.unique(chosen.astype(np.int64)).tolist()
     rows = [plan.pack(number).astype(np.int64) for number in numbers]
-    named = name_samples(stages.samples, np.concatenate(rows))
-    lengths, images = stages.columns["num_tokens"], stages.columns["num_images"]
+    named = name_samples(samples, np.concatenate(rows))
+    lengths, images = (samples.array(f"num_{name}") for name in ("tokens", "images"))
     packs, start = [], 0
     for number, ids in zip(numbers, rows, strict=True):
         names = named.slice(start, len(ids))
         start += len(ids)
         packs.append(
             {
-                "key": pack_key(number, stages.key_prefix or ""),
+                "key": pack_key(number, prefix),
                 "keys": names["key"].to_pylist(),
                 "sources": names["source_id"].to_pylist(),
                 "tokens": lengths[ids].tolist(),
                 "images": images[ids].tolist(),
             }
         )
-    batch_size, seed = config.report.padded_batch_size, config.pack.seed
-    return {"packs": packs, "padded": _padded_rows(stages.packed(lengths), batch_size, seed)}
+    packed = np.repeat(lengths, count_uses(samples, plan))
+    padded = _padded_rows(packed, config.report.padded_batch_size, config.pack.seed)
+    return {"packs": packs, "padded": padded}
 
 
 def _padded_rows(lengths: npt.NDArray[np.integer], batch_size: int, seed: int) -> list[list[int]]:

@@ -1,0 +1,216 @@
+"""Figures of samples and their plan, computed once: `plan` prints them as text, `report` as a page.
+
+They are plain values, as in report.json.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import ReportConfig
+from offline_packing.index.pack_table import media_of_samples, pack_table, split_of_packs
+from offline_packing.index.rows import sums_by_source
+from offline_packing.index.table import Index
+from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
+from offline_packing.planner.context_parallel import idle_in_slots
+from offline_packing.planner.cost import count_values, saving
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.warnings import run_warnings
+from task_encoders.families import ModelOptions, model_cost
+from task_encoders.packs.manifest import PackColumns
+
+#: The ranks whose waiting is computed if pack.order names none.
+_NUM_RANKS: Final = 8
+#: Columns summed up per source: columns num_NAME of the index.
+_SUMS: Final = ("tokens", "loss_tokens", "images", "videos", "vision_patches", "turns")
+_BINS: Final = 16
+
+Figures = dict[str, Any]
+
+
+def run_figures(
+    config: PackingConfig,
+    samples: Index,
+    plan: PackPlan | None,
+    set_aside: Mapping[str, int],
+    table: PackColumns | None = None,
+) -> Figures:
+    """Figures of an index and, if there is one, its plan. `set_aside`: samples set aside while
+    planning, by reason. With `table`, the plan's, they say how long ranks wait even without
+    pack.order."""
+    info, uses = samples.info, count_uses(samples, plan)
+    reasons = Counter(info.set_aside) + Counter(set_aside)
+    sources = _source_figures(config, samples, uses)
+    total = {name: sum(source[name] for source in sources) for name in _SUMS}
+    found = {
+        "task": config.task,
+        "pad_multiple": config.pack.padding,
+        "resize": _resizing(config.model),
+        "split_turns": info.splitting,
+        "warnings": run_warnings(config, samples, plan),
+        **sample_figures(info.num_samples + info.num_set_aside, reasons),
+        "sources": sources,
+        "loss": {
+            "tokens": total["tokens"],
+            "loss_tokens": total["loss_tokens"],
+            "share": total["loss_tokens"] / (total["tokens"] or 1),
+        },
+        "media": {
+            **{name: total[name] for name in ("images", "videos", "vision_patches")},
+            "samples": int(uses[media_of_samples(samples.array) > 0].sum()),
+        },
+    }
+    if plan is None:
+        return {**found, "seq_length": config.pack.seq_length, "plan": None, "saving": None}
+    cost, lengths = model_cost(config.model), np.repeat(samples.array("num_tokens"), uses)
+    found |= plan_figures(config.report, lengths, plan)
+    picture_split = split_of_packs(samples, plan, cost)
+    if table is None and (config.pack.order is not None or plan.cp_sizes is not None):
+        table = pack_table(samples, plan, cost)
+    found["plan"] |= {
+        "splits": _split_figures(config, plan),
+        "ranks_of_a_pack": config.pack.cp_size,
+        "picture_split": None if picture_split is None else picture_split._asdict(),
+        "idle_in_slots": None,
+        "waiting": None if table is None else _waiting(config, plan, table),
+    }
+    slots = plan.info.context_parallel
+    if table is not None and plan.cp_sizes is not None and slots is not None:
+        found["plan"]["idle_in_slots"] = idle_in_slots(table.cost, plan.cp_sizes, slots.ranks)
+    return found
+
+
+def sample_figures(num_samples: int, set_aside: Mapping[str, int]) -> Figures:
+    """Samples that were found, and set aside, the most frequent reason first."""
+    aside = sorted(set_aside.items(), key=lambda item: (-item[1], item))
+    total = sum(set_aside.values())
+    return {
+        "samples": {"found": num_samples, "set_aside": total},
+        "set_aside": [{"reason": reason, "samples": count} for reason, count in aside],
+    }
+
+
+def plan_figures(
+    compared: ReportConfig, lengths: npt.NDArray[np.integer], plan: PackPlan
+) -> Figures:
+    """Figures of a plan that need no more than the tokens (num_packed,) of each use of a sample."""
+    info, seq_length = plan.info, plan.info.seq_length
+    saved = saving(lengths, plan, compared.padded_batch_size, compared.global_batch_size)
+    edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
+    of_length, every = count_values(lengths, seq_length), np.arange(seq_length + 1)
+    statistics = plan.statistics()
+    return {
+        "seq_length": seq_length,
+        "plan": {
+            "strategy": info.strategy,
+            "packs": plan.num_packs,
+            "samples": len(plan.sample_ids),
+            "lower_bound": info.lower_bound,
+            "gap": plan.gap,
+            "fill": saved["tokens"] / plan.room,
+            "packing_factor": plan.packing_factor,
+            "epochs": max(1, len(info.epochs)),
+            "pairs_again": plan.pairs_again() if info.epochs else None,
+            "slots": statistics.get("num_slots"),
+            "packs_by_cp_size": statistics.get("packs_by_cp_size"),
+            "context_parallel": info.context_parallel and vars(info.context_parallel),
+        },
+        "saving": saved,
+        "packed_lengths": {
+            "edges": edges.tolist(),
+            "counts": np.histogram(every, edges, weights=of_length)[0].astype(int).tolist(),
+        },
+    }
+
+
+def count_uses(samples: Index, plan: PackPlan | None) -> npt.NDArray[np.int32]:
+    """(num_samples,) the number of packs that hold a sample; without a plan, 1 each."""
+    if plan is None:
+        return np.ones(samples.info.num_samples, np.int32)
+    uses = np.zeros(samples.info.num_samples, np.int32)
+    np.add.at(uses, plan.sample_ids, 1)
+    return uses
+
+
+def _resizing(model: ModelOptions) -> str | None:
+    """The resampling of images, where there is a choice."""
+    resize = getattr(model, "resize", None)
+    return f"{model.family}, resize {resize}" if resize else None
+
+
+def _source_figures(
+    config: PackingConfig, samples: Index, uses: npt.NDArray[np.integer]
+) -> list[Figures]:
+    """One entry per source: different samples `used`, and sums over all their uses."""
+    columns = [f"num_{name}" for name in _SUMS]
+    sums = sums_by_source(samples, uses, len(config.source), columns)
+    total = sum(sums["num_tokens"]) or 1
+    lines = []
+    for i, (source, name) in enumerate(zip(config.source, config.source_names(), strict=True)):
+        own = {name: values[i] for name, values in sums.items()}
+        lines.append(
+            {
+                "name": name,
+                "path": source.path,
+                "format": source.format,
+                "repeat": source.repeat,
+                "weight": source.weight,
+                "used": own["used"],
+                "packed": own["uses"],
+                "times_used": own["uses"] / (own["used"] or 1),
+                "bytes": own["bytes"],
+                **{name: own[f"num_{name}"] for name in _SUMS},
+                "share_of_tokens": own["num_tokens"] / total,
+            }
+        )
+    return lines
+
+
+def _split_figures(config: PackingConfig, plan: PackPlan) -> list[Figures]:
+    """Packs and different samples of each split; [] where there is one."""
+    shares = config.output.split
+    if len(shares) == 1:
+        return []
+    found = list(samples_of_splits(plan, shares))
+    total = sum(samples for _, _, samples in found) or 1
+    return [
+        {
+            "split": name,
+            "asked": shares[name],
+            "share": samples / total,
+            "samples": samples,
+            "packs": len(own),
+        }
+        for name, own, samples in found
+    ]
+
+
+def _waiting(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Figures:
+    """Shares of time that data-parallel ranks wait for the slowest, in the order written, in the
+    first epoch of the first split; and where they wait after the vision tower as well. `shares` are
+    None where there are fewer packs than ranks. What steps of one kind took is in `uniform`."""
+    # compiled: takes time to import
+    from offline_packing.planner.order import RankLayout, idle_of_order, mixed_steps
+
+    order = config.pack.order
+    layout = RankLayout(**order.model_dump()) if order else RankLayout(_NUM_RANKS)
+    first = next(filter(len, splits_of_plan(plan, config.output.split).values()))
+    size = plan.info.epochs[0] if plan.info.epochs else len(first)
+    own = slice(first.start, first.start + size)
+    enough = size >= layout.num_ranks
+    shares = idle_of_order(table.cost[own], table.tower[own], layout) if enough else (None, None)
+    return {
+        "num_ranks": layout.num_ranks,
+        "num_workers": layout.num_workers,
+        "ordered": order is not None,
+        "packs": size,
+        "share": shares[0],
+        "two_phase_share": shares[1],
+        "steps": -(-size // layout.num_ranks),
+        "mixed_steps": mixed_steps(table.media[own], layout),
+        "uniform": plan.info.settings.get("uniform"),
+    }
