@@ -70,7 +70,14 @@ def generate_demo_dataset(
         raise ValueError(f"demo: num_samples {num_samples} < {MIN_NUM_SAMPLES}; ask for more")
     path, about = Path(path), {"seed": seed, "num_samples": num_samples, "version": _VERSION}
     if path.exists():
-        return _existing(path, about)
+        with contextlib.suppress(OSError, ValueError):
+            found: Truth = orjson.loads((path / "truth.json").read_bytes())
+            if about.items() <= found.items():
+                return found
+        raise FileExistsError(
+            f"'{path}' exists and is not the demo dataset {about}; remove that folder or choose "
+            "another"
+        )
     partial = path.with_name(path.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)  # left over from a killed run
     truth: Truth = {**about, "images": {}, "set_aside": {}}
@@ -82,17 +89,6 @@ def generate_demo_dataset(
     (partial / "truth.json").write_bytes(orjson.dumps(truth, option=orjson.OPT_INDENT_2))
     partial.rename(path)
     return truth
-
-
-def _existing(path: Path, about: dict[str, int]) -> Truth:
-    """The truth about the dataset at `path` if it is the one asked for."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        truth: Truth = orjson.loads((path / "truth.json").read_bytes())
-        if all(truth[name] == value for name, value in about.items()):
-            return truth
-    raise FileExistsError(
-        f"'{path}' exists and is not the demo dataset {about}; remove that folder or choose another"
-    )
 
 
 def _write_folder(folder: Path, count: int, truth: Truth, bar: tqdm) -> None:
@@ -167,9 +163,15 @@ def _make_sample(folder: str, seed: int, index: int, fault: str | None) -> Sampl
         return key, record, drawn
     if folder == "vqa":
         turns = [_question(rng, say, pictures[0], copy, fault)]
+    elif pictures:
+        turns = _picture_turns(rng, say, pictures, fault)
     else:
-        turns = (_picture_turns if pictures else _text_turns)(rng, say, pictures, fault)
-    messages = _messages(rng, turns, len(pictures))
+        turns = _text_turns(rng, say, fault)
+    texts = [text for turn in turns for text in turn]
+    if "<image>" not in texts[0] and rng.random() > 0.06:  # none at all means the same
+        texts[0] = "<image>\n" * len(pictures) + texts[0]
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     if is_dialogue and rng.random() < 1 / 6:
         messages.insert(0, {"role": "system", "content": rng.choice(say["system"])})
     identity = {"id": key} if folder == "bmr_jsonl" else {}
@@ -207,28 +209,27 @@ def _picture_turns(
     return kept
 
 
-def _text_turns(rng: Random, say: Language, _: object, fault: str | None) -> list[Turn]:
-    """Up to eight small tasks; short dialogues have few."""
+def _text_turns(rng: Random, say: Language, fault: str | None) -> list[Turn]:
+    """Up to eight small tasks with right answers; short dialogues have few."""
     budget = 4000 if fault == "overlong" else _log_uniform(rng, 10, 1500)
     count = rng.randint(1, max(1, min(8, budget // 12)))
-    return [_text_turn(rng, say, budget // count) for _ in range(count)]
-
-
-def _text_turn(rng: Random, say: Language, budget: int) -> Turn:
-    """A question and its right answer, together of about `budget` tokens."""
-    if budget < 25:
-        a, b = rng.randint(2, 99), rng.randint(2, 99)
-        return say("ask_sum", a=a, b=b), str(a + b)
-    if rng.random() < 0.4:
-        numbers = [rng.randint(1, 999) for _ in range(max(3, min(90, budget // 10)))]
-        asked, answer = (", ".join(map(str, some)) for some in (numbers, sorted(numbers)))
-        return say("ask_sort", numbers=asked), answer
-    days: list[str] = []
-    while not days or budget > 0:
-        parts = {part: rng.choice(say[part]) for part in ("morning", "noon")}
-        days.append(say("day", i=len(days) + 1, hour=rng.randint(7, 10), **parts))
-        budget -= estimate_num_tokens(days[-1])
-    return say("ask_trip", n=len(days)), "\n\n".join(days)
+    each, turns = budget // count, list[Turn]()
+    for _ in range(count):
+        if each < 25:
+            a, b = rng.randint(2, 99), rng.randint(2, 99)
+            turns.append((say("ask_sum", a=a, b=b), str(a + b)))
+        elif rng.random() < 0.4:
+            numbers = [rng.randint(1, 999) for _ in range(max(3, min(90, each // 10)))]
+            asked, answer = (", ".join(map(str, some)) for some in (numbers, sorted(numbers)))
+            turns.append((say("ask_sort", numbers=asked), answer))
+        else:
+            days, left = list[str](), each
+            while not days or left > 0:
+                parts = {part: rng.choice(say[part]) for part in ("morning", "noon")}
+                days.append(say("day", i=len(days) + 1, hour=rng.randint(7, 10), **parts))
+                left -= estimate_num_tokens(days[-1])
+            turns.append((say("ask_trip", n=len(days)), "\n\n".join(days)))
+    return turns
 
 
 def _text_budget(rng: Random, pictures: Sequence[Picture], fault: str | None) -> int:
@@ -251,15 +252,6 @@ def _description(picture: Picture, say: Language, budget: int) -> str:
     kept = picture.details[: 1 + sum(tokens <= budget for tokens in used)]
     paragraphs = (kept[i : i + 4] for i in range(0, len(kept), 4))
     return "\n\n".join(map(say["space"].join, paragraphs))
-
-
-def _messages(rng: Random, turns: Sequence[Turn], num_images: int) -> list[dict[str, str]]:
-    """Messages with `<image>` once per picture before the first question unless the turns have
-    their own; rarely none, which means the same."""
-    texts = [text for turn in turns for text in turn]
-    if "<image>" not in texts[0] and rng.random() > 0.06:
-        texts[0] = "<image>\n" * num_images + texts[0]
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def estimate_num_tokens(text: str) -> int:
