@@ -1,7 +1,7 @@
 """Results of `verify` as text."""
 
-from offline_packing.verify.part import Drawn
 from offline_packing.verify.shard import VerifyResult
+from offline_packing.verify.verify import Drawn
 from task_encoders.storage.paths import REMEDY
 
 

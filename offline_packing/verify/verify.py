@@ -9,7 +9,8 @@ deep        same turns and media bytes as the source; re-encoded from the pack's
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +29,48 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
 from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
-from offline_packing.verify.part import Drawn, verify_part
 from offline_packing.verify.shard import (
     VerifyResult,
+    VerifyTask,
+    damage_tasks,
+    verify_hashes,
     verify_shard,
     verify_tasks,
 )
 from task_encoders.packs.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How many samples to check, in whole packs: at least `amount`, or this share of all if it is
+    below 1. `seed` decides which packs."""
+
+    amount: float
+    seed: int = 0
+
+    def packs(self, plan: PackPlan) -> npt.NDArray[np.int64]:
+        """Numbers of the packs, ascending."""
+        wanted = self.amount * (len(plan.sample_ids) if self.amount < 1 else 1)
+        order = np.random.default_rng(self.seed).permutation(plan.num_packs)
+        ends = np.cumsum(np.diff(plan.pack_offsets)[order])
+        return np.sort(order[: int(np.searchsorted(ends, wanted)) + 1])
+
+    def shards(self, plan: PackPlan, shards: Sequence[PlannedShard]) -> list[PlannedShard]:
+        """The shards of these packs, cut to one pack each."""
+        firsts = np.array([shard.first_pack for shard in shards])
+        packs = self.packs(plan)
+        owners = np.searchsorted(firsts, packs, side="right") - 1
+        pairs = zip(owners.tolist(), packs.tolist(), strict=True)
+        return [
+            replace(
+                shards[owner],
+                number=number,
+                first_pack=pack,
+                num_packs=1,
+                packs_before=shards[owner].packs_before + pack - shards[owner].first_pack,
+            )
+            for number, (owner, pack) in enumerate(pairs)
+        ]
 
 
 def verify(
@@ -68,34 +104,54 @@ def verify(
         total.problem(text, repairable=True)
         return total
     with run.unpacked_files():
-        if hash_only or drawn is not None:
-            verify_part(run, manifest, deep, drawn, total)
-        else:
-            _verify_shards(run, manifest, deep, total)
-    _check_manifest(manifest, total)
+        _verify_shards(run, manifest, deep, hash_only, drawn, total)
+    counts = manifest.counts
+    if counts.samples != counts.packed + total.num_set_aside:
+        total.problem(
+            f"manifest.json: {counts.samples} samples are not {counts.packed} packed + "
+            f"{total.num_set_aside} set aside"
+        )
     return total
 
 
-def _verify_shards(run: Run, manifest: Manifest, deep: bool, total: VerifyResult) -> None:
-    """Compare the shards with index and plan, which are whole."""
+def _verify_shards(
+    run: Run,
+    manifest: Manifest,
+    deep: bool,
+    hash_only: bool,
+    drawn: Drawn | None,
+    total: VerifyResult,
+) -> None:
+    """Compare the shards, or a part of what they hold, with index and plan, which are whole."""
     samples, stored = open_index(run), open_plan(run)
     check_layout(run, stored.hash)
+    is_whole = not hash_only and drawn is None
     shards = plan_shards(run, samples, stored.packs)
+    if drawn is not None:
+        shards = drawn.shards(stored.packs, shards)
     own = run.engine.share(shards)
     layout = LAYOUTS[run.config.output.layout]
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
-    if planned != {line.name: line.packs for line in manifest.shards}:
+    if is_whole and planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
-    _check_slots(manifest, stored.packs, total)
+    if is_whole:
+        _check_slots(manifest, stored.packs, total)
+    if hash_only and drawn is None:
+        names, check = {shard.name for shard in own}, verify_hashes
+        every = damage_tasks(run, manifest.shards, manifest.layout)
+        tasks: Iterator[VerifyTask] = (task for task in every if task.shard.shard.name in names)
+    else:
+        check, is_part = verify_shard, drawn is not None
+        tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep, is_part=is_part)
     with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
-        tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep)
-        for report in run_tasks(run, verify_shard, tasks, bar.update):
+        for report in run_tasks(run, check, tasks, bar.update):
             total.add(report)
-    _check_each_once(samples, stored.packs, own, total)
-    _check_splits(samples, stored.packs, run, total)
-    _check_records(samples, manifest, stored.packs, total)
-    _check_steps(run, manifest, total)
     total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())
+    if is_whole:
+        _check_each_once(samples, stored.packs, own, total)
+        _check_splits(samples, stored.packs, run, total)
+        _check_records(samples, manifest, stored.packs, total)
+        _check_steps(run, manifest, total)
 
 
 def _check_steps(run: Run, manifest: Manifest, total: VerifyResult) -> None:
@@ -180,16 +236,6 @@ def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> Non
             slot_offsets(np.array(sizes), manifest.context_parallel.ranks)
         except ValueError as error:
             total.problem(f"manifest.json, split {split}: {error}")
-
-
-def _check_manifest(manifest: Manifest, total: VerifyResult) -> None:
-    """Check the manifest's counts."""
-    counts = manifest.counts
-    if counts.samples != counts.packed + total.num_set_aside:
-        total.problem(
-            f"manifest.json: {counts.samples} samples are not {counts.packed} packed + "
-            f"{total.num_set_aside} set aside"
-        )
 
 
 def preview_verify(run: Run) -> str:

@@ -12,9 +12,8 @@ import pytest
 from offline_packing.errors import ConfigError
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.storage.tars import scan_tar
-from offline_packing.verify.part import Drawn
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import verify
+from offline_packing.verify.verify import Drawn, verify
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SourceSample
