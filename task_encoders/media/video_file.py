@@ -130,10 +130,13 @@ def decode_frames(
         stream.codec_context.thread_count = 1  # loader workers share the cores
         # The codec's own header may name other sizes than the container's.
         stream.codec_context.options = {"max_pixels": str(_most_pixels(max_frame_pixels))}
+        # PyAV 19's own is shared by all frames of a thread, with threads of its own that a worker
+        # forked after a first video lacks, and would wait for forever.
+        to_rgb = _pyav().video.reformatter.VideoReformatter()
         try:
             for number, frame in enumerate(container.decode(stream)):
                 if number == following:
-                    image = frame.to_image()
+                    image = to_rgb.reformat(frame, format="rgb24", threads=1).to_image()
                     yield image if turn is None else image.transpose(turn)
                     following = next(wanted, None)
                 if following is None:

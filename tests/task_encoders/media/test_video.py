@@ -4,7 +4,10 @@ import dataclasses
 import io
 import itertools
 import math
+import multiprocessing
+import os
 import struct
+import zlib
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +250,26 @@ def test_the_right_frames_are_decoded(name: str) -> None:
         assert frame.size == (header.width, header.height) == drawn.shape[1::-1]
         difference = np.abs(np.asarray(frame).astype(int) - drawn).mean()
         assert difference < 12
+
+
+def _frame_sums(data: bytes, header: VideoHeader) -> list[int]:
+    """Checksum of each frame, decoded while no thread is started."""
+    before, sums = len(os.listdir("/proc/self/task")), []
+    for frame in decode_frames(data, header, range(header.num_frames)):
+        assert len(os.listdir("/proc/self/task")) <= before
+        sums.append(zlib.crc32(frame.tobytes()))
+    return sums
+
+
+def test_a_fork_decodes_after_its_parent() -> None:
+    """As a loader's worker does. Converting a frame, PyAV starts threads, which a fork lacks."""
+    data = make_video(4, width=640, height=480)
+    with av.open(io.BytesIO(data)) as container:
+        expected = [zlib.crc32(frame.to_image().tobytes()) for frame in container.decode(video=0)]
+    header = header_of(data)
+    assert _frame_sums(data, header) == expected
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # which kills its worker at the end
+        assert pool.apply_async(_frame_sums, (data, header)).get(timeout=60) == expected
 
 
 def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
