@@ -90,6 +90,33 @@ def mixed_media(root: Path, *, both: bool = False) -> Path:
     return root / "source/data.jsonl"
 
 
+def test_each_conversation_is_its_samples_own_and_has_its_picture(tmp_path: Path) -> None:
+    """Among neighbours of the same length in every respect."""
+    pictures = [image_bytes(84, 56, "PNG", shade=i) for i in range(10)]
+    dialogues = [dialogue(f"<image>What is {i}?", f"Blot {i}.") for i in range(10)]
+    lines = []
+    for i, (picture, messages) in enumerate(zip(pictures, dialogues, strict=True)):
+        (tmp_path / f"{i}.png").write_bytes(picture)
+        lines.append({"id": f"sample{i}", "images": [f"{i}.png"], "messages": messages})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = run_of(tmp_path / "data.jsonl", tmp_path / "out")
+    pack_all(run)
+    found = []
+    for shard in sorted(run.workspace.root.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            files: Any = {member.name: tar.extractfile(member) for member in tar}
+            files = {name: file.read() for name, file in files.items()}
+        for name in files:
+            if name.endswith(".json"):
+                record, key = json.loads(files[name]), name.removesuffix("json")
+                assert len(record["messages"]) >= 3
+                found += [
+                    (one["messages"], *(files[key + file] for file in own))
+                    for one, own in zip(record["messages"], record["media_files"], strict=True)
+                ]
+    assert sorted(found, key=str) == sorted(zip(dialogues, pictures, strict=True), key=str)
+
+
 def run_of(source: Path, output: Path, **pack: Any) -> Any:
     named = {"format": "jsonl", "path": str(source), "task": "bmr"}
     return make_run(
