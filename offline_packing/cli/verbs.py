@@ -26,6 +26,9 @@ _DEEP: Final = click.Option(
     is_flag=True,
     help="Also compare what was written with the source, and encode every sample again.",
 )
+_SEED: Final = click.Option(
+    ["--seed"], type=click.IntRange(min=0), default=0, help="Decides which packs are drawn."
+)
 _VERIFY: Final = (
     click.Option(
         ["--discard"],
@@ -42,9 +45,7 @@ _VERIFY: Final = (
         type=click.FloatRange(min=0, min_open=True),
         help="Check packs drawn at random, and not the others: so many samples; below 1, a share.",
     ),
-    click.Option(
-        ["--seed"], type=click.IntRange(min=0), default=0, help="Decides which packs are drawn."
-    ),
+    _SEED,
 )
 _PREVIEW: Final = (
     click.Option(
@@ -56,9 +57,7 @@ _PREVIEW: Final = (
     click.Option(
         ["--pack", "packs"], multiple=True, metavar="KEY", help="Show this pack, by key or number."
     ),
-    click.Option(
-        ["--seed"], type=click.IntRange(min=0), default=0, help="Decides which packs are drawn."
-    ),
+    _SEED,
     click.Option(["--full"], is_flag=True, help="Show long texts in full."),
     click.Option(
         ["--html"],

@@ -133,12 +133,10 @@ def sub_sample_inputs(batch: PackedBatch) -> Iterator[dict[str, Any]]:
         yield inputs
 
 
-def train(
-    model: Any, batches: Iterable[PackedBatch], *, learning_rate: float = 3e-3
-) -> list[float]:
+def train(model: Any, batches: Iterable[PackedBatch]) -> list[float]:
     """One AdamW step per batch. Returns the mean loss of each step, before the step."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     losses = []
     for batch in batches:
         loss = token_losses(model, **to_transformers_kwargs(batch)).mean()

@@ -67,8 +67,7 @@ class Workspace:
         self.scratch = scratch_folder(self.packing)
         #: folder of the index parts
         self.index = self.packing / "index"
-        #: folder of the parts with a row per record, until those that belong together are merged;
-        #: and of what tells copies
+        #: folder of the parts with a row per record, until long conversations are cut
         self.records = self.packing / "records"
         #: what parts of an unfinished index were made with; Parquet's readers skip such names
         self.index_started = self.index / "_started.json"
