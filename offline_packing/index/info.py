@@ -34,12 +34,12 @@ class IndexInfo:
     set_aside: dict[str, int]
     #: image files that no sample uses
     num_unused_images: int = 0
-    #: what samples go without, such as a field with media -> how many (sources/lost_fields.py)
+    #: what samples go without, such as a field with media -> about how many (measure/diagnosis.py)
     lost_fields: dict[str, int] = field(default_factory=dict)
     #: the same -> one of the samples, and what it holds
     lost_examples: dict[str, str] = field(default_factory=dict)
     #: how many samples have the same content, and an example: `copies` of earlier ones, those that
-    #: show the image or video that most show (`media`), those with the most frequent answer
+    #: show the image or video that most show (`media`), about those with the most frequent answer
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: int = 0
@@ -90,14 +90,15 @@ class IndexInfo:
         for what, count in sorted(self.lost_fields.items()):
             example = self.lost_examples.get(what)
             such = f", such as {example}" if example else ""
-            lines.append(f"{what} ({count:,} samples{such})")
+            lines.append(f"{what} (about {count:,} samples{such})")
         if self.num_unused_images:
             lines.append(f"{self.num_unused_images:,} image and video files are used by no sample")
         for what, (least, share, line) in _COMMON.items():
             count, example = self.common.get(what, (0, ""))
             total = self.num_samples if what == "media" else self.num_records or self.num_samples
             if count >= max(least, share * total) or 1 < count == total:
-                lines.append(f"{count:,} of {total:,} {line.format(example)}")
+                about = "about " if what == "answers" else ""
+                lines.append(f"{about}{count:,} of {total:,} {line.format(example)}")
         return lines
 
     def save(self, path: Path) -> None:

@@ -45,7 +45,8 @@ class MeasuredSample(NamedTuple):
     json: Locator
     media: tuple[tuple[Locator, str], ...]
     stamp: int
-    traits: int
+    #: None: not measured, as no layout of this output needs them
+    traits: int | None
     num_videos: int = 0
     content_hash: int = 0
     sample_hash: int = 0
@@ -103,9 +104,9 @@ def escape(text: str) -> str:
 
 class Trait(IntFlag):
     """Properties of a sample that some layout cannot store: the index column `traits`. Measuring
-    records it, since only then is the sample's text at hand; a layout names what it cannot store in
-    `Layout.admit`, and planning sets such samples aside. Stored: a flag's value never changes
-    its meaning."""
+    records it for a layout with `Layout.NEEDS_TRAITS`, since only then is the sample's text at
+    hand; the layout names what it cannot store in `Layout.admit`, and planning sets such samples
+    aside. Stored: a flag's value never changes its meaning."""
 
     #: a conversation's system message is not the chat template's default one
     OWN_SYSTEM = 1

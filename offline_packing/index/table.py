@@ -57,13 +57,12 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_images", pa.int32()),
         pa.field("num_videos", pa.int32()),
         pa.field("num_turns", pa.int32()),
-        pa.field("traits", pa.uint8()),  # flags, see measured.py
+        pa.field("traits", pa.uint8()),  # flags, see measured.py; null: not measured
         pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium, one after another
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see measured.py
         pa.field("json", pa.struct(LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
-        # of the bytes of each medium; columns from here on lack in older indexes
-        pa.field("media_hash", pa.large_list(pa.uint64())),
+        pa.field("media_hash", pa.large_list(pa.uint64())),  # of the bytes of each medium
         pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: there is none
         # the record that this is a part of; then json has the size of the turns that the sample has
         # of it. None: the whole record at json
@@ -174,10 +173,6 @@ class Index:
             raise DamagedError(
                 f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
-        for place, name in enumerate(columns):
-            if name not in table.column_names:
-                field = INDEX_SCHEMA.field(name)
-                table = table.add_column(place, field, pa.nulls(rows, field.type))
         return table.select(list(columns))
 
     def _copy_of(self, path: Path) -> Path:
@@ -187,10 +182,10 @@ class Index:
         return path if expected is None else kept_copy(path, expected)
 
     def array(self, column: str) -> npt.NDArray[Any]:
-        """A numeric column as an array (num_samples,); 0 where an older index lacks it."""
+        """A numeric column as an array (num_samples,)."""
         kind = INDEX_SCHEMA.field(column).type.to_pandas_dtype()
         values, end = np.empty(self.info.num_samples, kind), 0
         for part in self.parts(column):
-            values[end : end + len(part)] = part[column].fill_null(0).to_numpy()
+            values[end : end + len(part)] = part[column].to_numpy()
             end += len(part)
         return values

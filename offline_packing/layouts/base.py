@@ -54,6 +54,8 @@ class Layout(ABC):
     HOLDS_CP_SIZES: ClassVar[bool] = False
     #: whether its packs hold answers without loss
     HOLDS_UNTRAINED: ClassVar[bool] = True
+    #: whether `admit` asks for the traits of every sample
+    NEEDS_TRAITS: ClassVar[bool] = False
     #: whether each shard is a file, and stays one
     SHARDS_STAY: ClassVar[bool] = False
     #: whether packs of another epoch are another copy of the data

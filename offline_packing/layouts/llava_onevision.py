@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from offline_packing.errors import StageError
@@ -65,10 +66,11 @@ class LlavaOneVisionLayout(EnergonLayout):
     TOKEN_IDS = "never"
     HOLDS_CP_SIZES = False
     HOLDS_UNTRAINED = False
+    NEEDS_TRAITS = True
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
     def admit(self, samples: Index) -> Admission:
-        traits = samples.array("traits")
+        traits = traits_of(samples)
         unfit = {
             "sample without exactly one image": samples.array("num_images") != 1,
             "video": samples.array("num_videos"),
@@ -118,3 +120,14 @@ class LlavaOneVisionLayout(EnergonLayout):
         }
         write_atomically(folder / ".nv-meta/sample_loader.py", _SAMPLE_LOADER.encode())
         self.describe_anew(folder, dataset, manifest)
+
+
+def traits_of(samples: Index) -> npt.NDArray[np.uint8]:
+    """(num_samples,) the traits. Raises StageError if they were not measured."""
+    traits = samples.table("traits")["traits"]
+    if traits.null_count:
+        raise StageError(
+            "the index was measured for a layout that does not need the traits of samples; run "
+            "measure again with output.overwrite=true, or choose another output.path"
+        )
+    return traits.to_numpy()

@@ -28,7 +28,7 @@ from offline_packing.index.rows import sum_over_grids
 from offline_packing.index.table import Index
 from offline_packing.layouts.base import Admission, Member
 from offline_packing.layouts.energon import EnergonLayout
-from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
+from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout, traits_of
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from task_encoders.families import FAMILIES
 from task_encoders.packs.manifest import Manifest
@@ -63,13 +63,14 @@ class LoongForgeLayout(EnergonLayout):
     TOKEN_IDS = "never"
     HOLDS_CP_SIZES = False
     HOLDS_UNTRAINED = False
+    NEEDS_TRAITS = True
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 
     def admit(self, samples: Index) -> Admission:
         if samples.info.fingerprint.get("source.0.task") == "captioning":
             return _CAPTIONS.admit(samples)
-        traits, num_videos = samples.array("traits"), samples.array("num_videos")
+        traits, num_videos = traits_of(samples), samples.array("num_videos")
         both = (num_videos > 0) & (samples.array("num_images") > 0)
         unfit: dict[str, npt.NDArray[Any]] = {"sample with images and videos": both}
         added: npt.NDArray[np.int64] | int = 1  # its templates *-hf keep the last answer's newline

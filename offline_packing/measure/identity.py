@@ -125,18 +125,21 @@ def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
 
 @dataclass
 class NewRecords:
-    """A part's records that no output of source.skip holds; then, how many others there were."""
+    """A part's records that no output of source.skip holds, each with its number in the part; then,
+    how many others there were."""
 
     source: Source
     part: SourcePart
     num_skipped: int = 0
 
-    def __iter__(self) -> Iterator[SourceRecord]:
+    def __iter__(self) -> Iterator[tuple[int, SourceRecord]]:
+        num_new = 0
         for record in self.source.records(self.part):
             num_known = record.known or int(is_known(self.source, record))
             self.num_skipped += num_known
             if not num_known:
-                yield record
+                yield self.num_skipped + num_new, record
+                num_new += 1
 
 
 def is_known(source: Source, record: SourceRecord) -> bool:

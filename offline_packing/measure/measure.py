@@ -7,7 +7,7 @@ finished part.
 import logging
 import shutil
 import tempfile
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from offline_packing.index.rows import name_samples
 from offline_packing.index.set_aside import find_duplicates
 from offline_packing.index.shared import most_shown, places_of_equal
 from offline_packing.index.table import Index
-from offline_packing.measure.answers import most_frequent
+from offline_packing.layouts import LAYOUTS
+from offline_packing.measure.diagnosis import estimate, shares_of_first
 from offline_packing.measure.identity import (
     NewRecords,
     first_of_equal,
@@ -202,13 +203,17 @@ def _complete(
     """The content of index.json, once all records are measured."""
     workspace = run.workspace
     results = list(read_each(workspace.index, read_result, tasks))
+    counts = ((one.num_rows, one.diagnosis) for one in results)
+    lost_fields, lost_examples, answers = estimate(
+        (task.source_id, *own) for task, own in zip(tasks, counts, strict=True)
+    )
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((result.set_aside for result in results), Counter())),
-        lost_fields=dict(sum((Counter(result.lost_fields) for result in results), Counter())),
-        lost_examples=dict(ChainMap(*(result.lost_examples for result in results))),
+        lost_fields=lost_fields,
+        lost_examples=lost_examples,
         num_tokens=sum(result.num_tokens for result in results),
         num_skipped=sum(result.num_skipped for result in results),
         num_weighted=sum(result.num_weighted for result in results),
@@ -226,7 +231,6 @@ def _complete(
     if run.config.splits:
         info = _regroup(run, records, tasks)
     shown = most_shown(Index(workspace.index, info))
-    answers = most_frequent(result.frequent_answers for result in results)
     common = {"copies": copies, "media": shown, "answers": answers}
     common = {what: some for what, some in common.items() if some[0]}
     info = replace(info, common=common)
@@ -363,8 +367,13 @@ def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> st
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
     at = run.workspace
-    folders = (at.records if run.config.splits else at.index, at.set_aside)
-    parts = [(i, source, part) for i, source in enumerate(sources) for part in scans[i].parts]
+    index_folder = at.records if run.config.splits else at.index
+    with_traits = LAYOUTS[run.config.output.layout].NEEDS_TRAITS
+    parts = [
+        (i, sources[i], *part)
+        for i, scan in enumerate(scans)
+        for part in zip(scan.parts, shares_of_first(scan.parts), strict=True)
+    ]
     return [
         MeasureTask(
             number,
@@ -372,9 +381,12 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
             source_id,
             part,
             run.config.model,
-            *(folder / index.part_name(number) for folder in folders),
+            index_folder / index.part_name(number),
+            at.set_aside / index.part_name(number),
+            num_first,
+            with_traits,
         )
-        for number, (source_id, source, part) in enumerate(parts)
+        for number, (source_id, source, part, num_first) in enumerate(parts)
     ]
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 
 import orjson
 import pyarrow as pa
@@ -20,13 +20,12 @@ from offline_packing.index import table as index
 from offline_packing.index.measured import (
     MeasuredSample,
     SetAsideSample,
-    escape,
     index_table,
     sample_stamp,
     sample_traits,
     set_aside_table,
 )
-from offline_packing.measure.answers import FrequentAnswers
+from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
 from offline_packing.measure.hashes import (
     HASHED_BYTES,
     hash_content,
@@ -37,15 +36,13 @@ from offline_packing.measure.hashes import (
 from offline_packing.measure.identity import NewRecords
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
-from offline_packing.sources.lost_fields import Lost, clipped_images, control_text, lost_fields
 from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack_format import image_extension, video_extension
 from task_encoders.records.inline_media import is_inline
-from task_encoders.sample_encoder import SampleEncoder, SampleLength
+from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.text.tokenizer import control_pattern
 
 Header = TypeVar("Header", ImageHeader, VideoHeader)
 
@@ -60,14 +57,7 @@ _MAX_NAME: Final = 200
 #: Characters of a reason's detail that are kept: it may quote what a record holds.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
-_NOTES: Final = (
-    "num_skipped",
-    "num_weighted",
-    "num_part_hashed",
-    "lost_fields",
-    "lost_examples",
-    "frequent_answers",
-)
+_NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "diagnosis")
 
 
 @dataclass(frozen=True)
@@ -81,6 +71,10 @@ class MeasureTask:
     model: ModelOptions
     index_path: Path
     set_aside_path: Path
+    #: records at its beginning that are all diagnosed, see shares_of_first
+    num_first: int = NUM_FIRST
+    #: whether the layout needs the traits of every sample
+    with_traits: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,12 +90,8 @@ class PartResult:
     num_weighted: int = 0
     #: media of samples, see IndexInfo
     num_part_hashed: int = 0
-    #: what samples lack -> how many; see sources/lost_fields.py
-    lost_fields: dict[str, int] = field(default_factory=dict)
-    #: the same -> key of the first of them, and what it holds
-    lost_examples: dict[str, str] = field(default_factory=dict)
-    #: see FrequentAnswers.most
-    frequent_answers: dict[str, tuple[int, str]] = field(default_factory=dict)
+    #: see Diagnosis.notes
+    diagnosis: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_records(self) -> int:
@@ -139,7 +129,7 @@ def measure_part(task: MeasureTask) -> None:
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA, notes) as write_aside,
     ):
         new = NewRecords(task.source, task.part)
-        measuring = Measuring(task.source, task.source_id, open_encoder(task.model))
+        measuring = Measuring(task)
         rows = measuring.rows(new)
         while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
             write_measured(index_table([row for row in some if isinstance(row, MeasuredSample)]))
@@ -154,16 +144,18 @@ def measure_part(task: MeasureTask) -> None:
 class _Found:
     """A record on its way to a row of either table. Each step sets fields that later ones read."""
 
+    number: int
     record: SourceRecord
     key: str
     row: MeasuredSample | SetAsideSample | None = None
     sample: SourceSample = field(init=False)
-    lost: list[Lost] = field(init=False)
     #: of each image, then of each video; and its extension
     media: list[tuple[Locator, str]] = field(init=False)
     media_hashes: list[int] = field(init=False)
     #: (height, width) of each image
     sizes: list[tuple[int, int]] = field(init=False)
+    #: mode of each image by its name
+    modes: dict[str, str] = field(init=False)
     videos: list[VideoHeader] = field(init=False)
     length: SampleLength = field(init=False)
 
@@ -171,24 +163,21 @@ class _Found:
 class Measuring:
     """Rows of the records of a source."""
 
-    def __init__(self, source: Source, source_id: int, encoder: SampleEncoder) -> None:
-        self.source = source
-        self.source_id = source_id
-        self.encoder = encoder
+    def __init__(self, task: MeasureTask) -> None:
+        self.task, self.source, self.encoder = task, task.source, open_encoder(task.model)
+        self._diagnosis = Diagnosis(self.source.fields, self.encoder.tokenizer, task.num_first)
         # See PartResult.
-        self.lost_fields: Counter[str] = Counter()
-        self.lost_examples: dict[str, str] = {}
-        self._answers = FrequentAnswers()
-        self._control = control_pattern(encoder.tokenizer)
         self.num_skipped = self.num_weighted = self.num_part_hashed = 0
 
     @property
-    def frequent_answers(self) -> dict[str, tuple[int, str]]:
-        """See `FrequentAnswers.most`."""
-        return self._answers.most()
+    def diagnosis(self) -> dict[str, Any]:
+        """See `Diagnosis.notes`."""
+        return self._diagnosis.notes()
 
-    def rows(self, records: Iterable[SourceRecord]) -> Iterator[MeasuredSample | SetAsideSample]:
-        """A row of either table for each record, in order.
+    def rows(
+        self, records: Iterable[tuple[int, SourceRecord]]
+    ) -> Iterator[MeasuredSample | SetAsideSample]:
+        """A row of either table for each record, in order; each comes with its number in the part.
 
         Raises:
             StageError: an error that is not caused by the sample.
@@ -202,12 +191,12 @@ class Measuring:
                 assert found.row is not None
                 yield found.row
 
-    def _groups(self, records: Iterable[SourceRecord]) -> Iterator[list[_Found]]:
+    def _groups(self, records: Iterable[tuple[int, SourceRecord]]) -> Iterator[list[_Found]]:
         group: list[_Found] = []
         held = 0
-        for record in records:
+        for number, record in records:
             advance()
-            group.append(_Found(record, self.source.key_prefix + record.key))
+            group.append(_Found(number, record, self.source.key_prefix + record.key))
             held += record.locator.size
             held += sum([len(one.data or b"") for one in record.embedded.values()])
             if len(group) == _RECORDS_PER_STEP or held > _BYTES_PER_STEP:
@@ -228,8 +217,6 @@ class Measuring:
 
     def _read_sample(self, found: _Found) -> None:
         found.sample = self.source.sample(found.record, found.key)
-        lost = [*lost_fields(found.record, found.sample, self.source.fields)]
-        found.lost = sorted([*lost, *control_text(found.sample, self._control)])
 
     def _read_headers(self, found: _Found) -> None:
         found.media, found.media_hashes, found.sizes, found.videos = [], [], [], []
@@ -243,7 +230,7 @@ class Measuring:
             found.media_hashes.append(media_hash)
             found.media.append((locator, image_extension(name, header.format)))
             found.sizes.append((header.height, header.width))
-        found.lost += clipped_images({name: header.mode for name, (*_, header) in images.items()})
+        found.modes = {name: header.mode for name, (*_, header) in images.items()}
         videos = {
             name: self._header(record, name, self.encoder.video_header)
             for name in dict.fromkeys(sample.videos)
@@ -277,24 +264,20 @@ class Measuring:
         locators = [locator for locator, _ in media]
         found.row = MeasuredSample(
             sample.key,
-            self.source_id,
+            self.task.source_id,
             self.source.task,
             len(sample.turns),
             found.length,
             record.locator,
             tuple(media),
             sample_stamp(self.source, record.locator, locators),
-            sample_traits(sample, found.sizes),
+            sample_traits(sample, found.sizes) if self.task.with_traits else None,
             len(found.videos),
             hash_content(sample, embedded) if record.own_id else 0,
             hash_sample(sample, found.media_hashes),
             tuple(found.media_hashes),
             hash_group(self.source, record.content),
         )
-        self._answers.add("\n".join([turn.answer for turn in sample.turns]))
-        for what, shown in found.lost:
-            what = escape(what)
-            self.lost_fields[what] += 1
-            self.lost_examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))
+        self._diagnosis.add(found.number, record, sample, found.modes)
         self.num_part_hashed += sum(at.size > HASHED_BYTES for at in locators)
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)

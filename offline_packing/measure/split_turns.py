@@ -75,7 +75,8 @@ class Conversation:
         """Read it again. Raises StageError if it changed after it was measured. `row` is its row
         of the records' table, `limits` are tokens and whatever else a pack is limited in."""
         (record,) = read_planned(row.select(COLUMNS))
-        (self.row,) = row.select(["content_hash", "sample_hash", "group_hash"]).to_pylist()
+        kept = ["content_hash", "sample_hash", "group_hash", "traits"]
+        (self.row,) = row.select(kept).to_pylist()
         self.record, self.hashes = record, row["media_hash"][0].as_py()
         self.source, self.encoder, self.options, self.limits = source, encoder, options, limits
         num_images = len(record.media) - record.num_videos
@@ -225,7 +226,7 @@ class Conversation:
             replace(record.json, size=len(orjson.dumps([sample.system, sample.tools, turns]))),
             media,
             sample_stamp(self.source, record.json, [at for at, _ in media]),
-            sample_traits(sample, sizes),
+            None if self.row["traits"] is None else sample_traits(sample, sizes),
             len(sample.videos),
             self.row["content_hash"],
             self.row["sample_hash"],  # of the whole conversation, which stays in one split

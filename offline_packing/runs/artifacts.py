@@ -17,6 +17,7 @@ from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.index.info import IndexInfo
 from offline_packing.index.table import Index
+from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
@@ -238,6 +239,8 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
                 value = dict(sorted(value.items()))
             text = ", ".join(value) if isinstance(value, tuple) else str(value)
             fields[f"source.{i}.{name}"] = text
+    if LAYOUTS[config.output.layout].NEEDS_TRAITS:
+        fields["index.traits"] = "measured"
     return fields | config.cut_for
 
 

@@ -82,7 +82,7 @@ class SourceRecord:
     holds, by the name that the content or `paired_media` use, the media in the record's container.
     `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
     the number of records that it stands for, which the source leaves out and did not read. `unread`
-    are fields that seem to hold media and were not read, `unread_text` those that hold text.
+    are columns of its file that seem to hold media, and such that hold text, which are not read.
     """
 
     key: str
@@ -92,8 +92,7 @@ class SourceRecord:
     embedded: Mapping[str, Embedded] = field(default_factory=dict)
     own_id: bool = False
     known: int = 0
-    unread: tuple[str, ...] = ()
-    unread_text: tuple[str, ...] = ()
+    unread: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 class Source(ABC):

@@ -1,5 +1,5 @@
-"""Content of records that is not trained on as its author meant: counted, with an example each, and
-reported in the summary and the report once all are measured."""
+"""Content of records that is not trained on as its author meant: told with an example each, and
+about how many samples it concerns, in the summary and the report (measure/diagnosis.py)."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -57,9 +57,9 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for line, name in _lost_beside(content, sample):
         told.add(name)
         yield line, _shown(content[name])
-    for name in record.unread:
+    for name in record.unread[0]:
         yield f"field {name!r} {UNUSED_MEDIA}", ""
-    for name in record.unread_text:
+    for name in record.unread[1]:
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
     for name in content.keys() - _RECORD_FIELDS - fields.named.keys():

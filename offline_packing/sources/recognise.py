@@ -103,4 +103,4 @@ def _example(source: Source, record: SourceRecord) -> Example:
     lost = [f"{what}, such as {shown}" if shown else what for what, shown in found]
     assert not isinstance(record.content, SampleError)  # it has a sample
     unread = tuple(name for name in record.content if name not in RECORD_FIELDS)
-    return Example(record.key, sample, "", missing, record.unread + unread, tuple(lost))
+    return Example(record.key, sample, "", missing, record.unread[0] + unread, tuple(lost))

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from offline_packing.index.measured import MeasuredSample
-from offline_packing.measure.measure_part import Measuring
-from offline_packing.runs.run import open_encoder
-from offline_packing.sources import Source, open_source
+from offline_packing.measure.measure_part import MeasureTask, Measuring
+from offline_packing.sources import Source, SourcePart, open_source
 from task_encoders.samples import REASONS
 from tests.helpers.datasets import make_config
 
@@ -19,13 +18,18 @@ def open_one(config: dict[str, Any], scratch: Path) -> Source:
     return open_source({"task": "bmr", **config}, unpack_folder=scratch / "unpacked")
 
 
+def measuring_of(source: Source) -> Measuring:
+    """What makes rows of a source's records."""
+    return Measuring(MeasureTask(0, source, 0, SourcePart(None, None), MODEL, Path(), Path()))
+
+
 def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
     """(key, 'ok' or the reason, row) of every record. Rows are read again from their locators."""
-    measuring = Measuring(source, 0, open_encoder(MODEL))
+    measuring = measuring_of(source)
     found: list[tuple[str, str, MeasuredSample | None]] = []
     for part in source.scan(3).parts:
         for record in source.records(part):
-            (row,) = measuring.rows([record])
+            (row,) = measuring.rows([(0, record)])
             if isinstance(row, MeasuredSample):
                 found.append((record.key, "ok", row))
             else:

@@ -49,6 +49,8 @@ class TsvSource(JsonlSource):
             if not problem:
                 _, _, line, _ = next(super()._split(container, 0, None))
                 self._columns(line or b"")
+                if (counted := parts[0].num_records) is not None:
+                    parts[0] = replace(parts[0], num_records=counted - 1)
         except DamagedStreamError as error:
             problem = str(error)
         return parts, problem

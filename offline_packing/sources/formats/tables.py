@@ -79,14 +79,13 @@ class TableSource(Source):
             with_bytes = [field.name for field in rows.schema if holds_bytes(field.type)]
             media = self.fields.media_columns() & set(with_bytes)
             media_columns = [name for name in columns if name in media]
-            unread = tuple(name for name in with_bytes if name not in columns)
-            others = (one for one in rows.schema if one.name not in {*columns, *unread})
-            unread_text = tuple(one.name for one in others if "string" in str(one.type))
+            media_left = tuple(name for name in with_bytes if name not in columns)
+            others = (one for one in rows.schema if one.name not in {*columns, *media_left})
+            unread = media_left, tuple(one.name for one in others if "string" in str(one.type))
             column = row_files.record_column(columns, media_columns)
             for values in self._values(rows, groups, columns, media_columns):
                 at = Locator(self.KIND, container, row, 0, column)
-                record = self._record(f"{stem}:{row}", at, values, media_columns)
-                yield replace(record, unread=unread, unread_text=unread_text)
+                yield self._record(f"{stem}:{row}", at, values, media_columns, unread)
                 row += 1
         except Exception as error:  # noqa: BLE001 - of this file
             why = _damage_of(error)
@@ -110,9 +109,14 @@ class TableSource(Source):
                 yield from _to_rows(batch, media)
 
     def _record(
-        self, key: str, at: Locator, values: Mapping[str, Any] | SampleError, columns: Sequence[str]
+        self,
+        key: str,
+        at: Locator,
+        values: Mapping[str, Any] | SampleError,
+        columns: Sequence[str],
+        unread: tuple[tuple[str, ...], tuple[str, ...]],
     ) -> SourceRecord:
-        """A row as a record; some of its columns hold media."""
+        """A row as a record; some of its columns hold media, and some are `unread`."""
         try:
             if isinstance(values, SampleError):
                 raise values
@@ -127,7 +131,9 @@ class TableSource(Source):
         }
         own = own_key(content)
         paired = () if self.task == "captioning" else None
-        return SourceRecord(own or key, at, content, paired, embedded, own_id=own != "")
+        return SourceRecord(
+            own or key, at, content, paired, embedded, own_id=own != "", unread=unread
+        )
 
     def _columns(self, schema: pa.Schema) -> list[str]:
         """The columns that records are made of. Raises DamagedStreamError where there are none."""

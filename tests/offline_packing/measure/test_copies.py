@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from offline_packing.measure import answers
+from offline_packing.measure import diagnosis
 from offline_packing.measure.measure import measure
 from offline_packing.runs.run import Run
 from tests.helpers.datasets import (
@@ -41,7 +41,7 @@ def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:
     assert measure(run).info.warnings == [
         "1 of 1,000 samples repeat an earlier one, such as 'again'",
         "200 of 1,000 samples show 1 image or video, such as '0'",
-        "201 of 1,000 answers are 'None'",
+        "about 201 of 1,000 answers are 'None'",
     ]
     run.workspace.index_info.unlink()
     assert len(measure(run).info.warnings) == 3
@@ -49,8 +49,8 @@ def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:
 
 def test_frequent_answers_of_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """There are more different ones than are counted at a time."""
-    monkeypatch.setattr(answers, "_COUNTED", 8)
-    monkeypatch.setattr(answers, "_KEPT", 2)
+    monkeypatch.setattr(diagnosis, "_COUNTED", 8)
+    monkeypatch.setattr(diagnosis, "_KEPT", 2)
     records = [
         record(f"{i}", answer="None" if i % 3 else f"It is {i}.", text=f"{i}?") for i in range(90)
     ]

@@ -9,11 +9,9 @@ import pytest
 
 from offline_packing.errors import as_sample_error
 from offline_packing.index.measured import MeasuredSample
-from offline_packing.measure.measure_part import Measuring
-from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Embedded, Source, SourceRecord
 from task_encoders.samples import SampleError
-from tests.helpers.accounting import MODEL, open_one
+from tests.helpers.accounting import measuring_of, open_one
 
 #: Of the records, every seventh has an empty answer.
 NUM_RECORDS = 100
@@ -36,7 +34,7 @@ def records(source: Source) -> list[SourceRecord]:
 
 def test_rows_are_in_the_order_of_the_records(source: Source) -> None:
     found = records(source)
-    rows = list(Measuring(source, 0, open_encoder(MODEL)).rows(found))
+    rows = list(measuring_of(source).rows(enumerate(found)))
     assert [row.key for row in rows] == [record.key for record in found]
     measured = [isinstance(row, MeasuredSample) for row in rows]
     assert measured == [i % 7 != 0 for i in range(NUM_RECORDS)]
@@ -56,7 +54,7 @@ def test_media_in_records_are_held_within_a_limit(
             drawn += 1
             yield replace(record, embedded={"a.jpg": medium})
 
-    rows = Measuring(source, 0, open_encoder(MODEL)).rows(draw())
+    rows = measuring_of(source).rows(enumerate(draw()))
     next(rows)
     assert drawn == most
     assert len(list(rows)) == len(found) - 1

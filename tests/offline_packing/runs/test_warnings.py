@@ -76,7 +76,7 @@ def test_data_of_which_all_are_alike(tmp_path: Path) -> None:
     assert found == [
         "5 of 6 samples repeat an earlier one, such as 'a:2'",
         "6 of 6 samples show 1 image or video, such as 'a:1'",
-        "6 of 6 answers are 'Yes.'",
+        "about 6 of 6 answers are 'Yes.'",
     ]
 
 

@@ -187,7 +187,7 @@ def test_the_command_keeps_pictures_and_tells_what_is_lost(
     )
     invoke("measure", config)
     line = "field 'shot' holds media that no sample uses; name it in source.fields"
-    assert caplog.text.count(f"warning: {line} (12 samples, such as a:1: '0b.jpg')") == 1
+    assert caplog.text.count(f"warning: {line} (about 12 samples, such as a:1: '0b.jpg')") == 1
     named = {"question": "q"}
     source = {"format": "jsonl", "path": str(path), "task": "vqa", "fields": named}
     run = make_run(source, tmp_path / "again", engine={"samples_per_part": 5})
@@ -227,11 +227,11 @@ def test_texts_that_already_hold_a_template(tmp_path: Path) -> None:
         ("'<|im_start|>',", 3),
     ]
     assert "such as a:2: '<|im_start|>user\\nWhat?<|im_end|>" in info.warnings[1]
-    assert plan_summary(run).count("take it out (3 samples") == 2
+    assert plan_summary(run).count("take it out (about 3 samples") == 2
     report(run)
     assert read_json(run.workspace.report / "report.json")["warnings"] == info.warnings
     page = (run.workspace.report / "report.html").read_text()
-    assert page.count("take it out (3 samples") == 2
+    assert page.count("take it out (about 3 samples") == 2
 
 
 def test_every_control_token_of_a_vocabulary_is_found() -> None:
@@ -262,8 +262,8 @@ def test_images_that_are_clipped(tmp_path: Path) -> None:
     assert white.startswith(
         "images of 16-bit grey become white wherever a value is above 255, as in"
     )
-    assert white.endswith("; save them with 8 bits (2 samples, such as a:1: 'a.png')")
+    assert white.endswith("; save them with 8 bits (about 2 samples, such as a:1: 'a.png')")
     assert black.startswith(
         "images of floats are clipped to 0 … 255, as in transformers: values up"
     )
-    assert black.endswith("; save them with 8 bits (1 samples, such as a:2: 'b.tiff')")
+    assert black.endswith("; save them with 8 bits (about 1 samples, such as a:2: 'b.tiff')")
