@@ -1,17 +1,22 @@
-"""Speed of measuring, against transformers' image processor and against the physical floor.
+"""Processor time of measuring, against the physical floor and transformers' image processor.
 
-    python tools/benchmarks/benchmark_measure.py [--num-samples 2000] [--folder DIR] [--videos 4]
+    python tools/benchmarks/benchmark_measure.py [--num-samples 4000] [--rounds 7] [--folder DIR]
+                                                 [--transformers 2000] [--videos 4]
 
-The same JPEG and text pairs (0.75 to 3 megapixels, about 1.2 kB of text), on one core, in one run:
+JSON Lines of questions with answers, and pairs of a JPEG (0.75 to 3 megapixels) and a question,
+with 1.2 kB of text each. Of both, the first 4,096 records of a source and the others after
+them are timed apart, on one core, in one run:
 
-    transformers   the model's image processor and tokenizer, for the length alone
-    floor          only image headers with Pillow, JSON with orjson, text with tiktoken
+    floor          only JSON with orjson, text with tiktoken, image headers with Pillow
     measure        what `offline-packing measure` does, from files to a part of the index
 
-Times are processor times: other work on the machine does not count. Every length of
-`measure` is compared with transformers'.
+The least of some rounds counts. Times are processor times: other work on the machine counts only
+where it takes the processor's cache. To compare with another commit, run this file with PYTHONPATH
+set to its work tree, in turns.
 
-With --videos N, also on N H.264 clips of 10 s at 640x360 and N WebM ones:
+With --transformers N, also the model's image processor and tokenizer, for the lengths of N pairs
+alone; every length of `measure` is compared with them. With --videos N, also N H.264 clips of 10 s
+at 640x360 and N WebM ones:
 
     header         frames, rate and size, as `measure` reads them
     libavformat    the same from PyAV, packets counted
@@ -20,10 +25,12 @@ With --videos N, also on N H.264 clips of 10 s at 640x360 and N WebM ones:
 
 import argparse
 import io
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,9 +41,11 @@ import orjson
 import pyarrow.parquet as pq
 from PIL import Image
 
+from offline_packing.config.packing import parse_config
+from offline_packing.engines.local import LocalEngine
+from offline_packing.measure import measure as stage
 from offline_packing.measure.measure_part import MeasureTask, measure_part
-from offline_packing.runs.run import open_encoder
-from offline_packing.sources import open_source
+from offline_packing.runs.run import Run, open_encoder, open_sources
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.text.load_tokenizer import load_tokenizer
@@ -44,30 +53,29 @@ from task_encoders.text.load_tokenizer import load_tokenizer
 WORDS = (
     "a photo of two red bicycles leaning on the old stone bridge while it rains , 3 birds".split()
 )
-#: Different pictures; files share them, as drawing and encoding takes most of the time.
+#: Different pictures; the others are links to them.
 NUM_PICTURES = 64
-ROUNDS = 7
+#: Records of a source that are all diagnosed.
+NUM_FIRST = 4096
 
 
 def draw_pairs(folder: Path, count: int, seed: int = 0) -> None:
     """`count` pairs of a JPEG and a question with its answer."""
     rng = np.random.default_rng(seed)
-    pictures = []
-    for megapixels in np.linspace(0.75, 3.0, NUM_PICTURES):
+    for number, megapixels in enumerate(np.linspace(0.75, 3.0, NUM_PICTURES)):
         aspect = rng.uniform(0.6, 1.7)
         height = int((megapixels * 1e6 / aspect) ** 0.5)
         small = rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)
         picture = Image.fromarray(small).resize((int(height * aspect), height), 3)
-        buffer = io.BytesIO()
-        picture.save(buffer, "JPEG", quality=92)
-        pictures.append(buffer.getvalue())
+        picture.save(folder / f"{number:06d}.jpg", "JPEG", quality=92)
     for i in range(count):
         answer = " ".join(rng.choice(WORDS, rng.integers(150, 350)))
         messages = [
             {"role": "user", "content": f"<image>\nDescribe picture {i}."},
             {"role": "assistant", "content": answer},
         ]
-        (folder / f"{i:06d}.jpg").write_bytes(pictures[i % NUM_PICTURES])
+        if i >= NUM_PICTURES:
+            os.link(folder / f"{i % NUM_PICTURES:06d}.jpg", folder / f"{i:06d}.jpg")
         (folder / f"{i:06d}.json").write_bytes(orjson.dumps({"messages": messages}))
 
 
@@ -89,28 +97,55 @@ def run_transformers(folder: Path, count: int, processor: object) -> list[int]:
     return lengths
 
 
-def run_floor(folder: Path, count: int) -> int:
+def draw_texts(folder: Path, count: int, seed: int = 0) -> None:
+    """`count` questions with their answers as JSON Lines."""
+    rng = np.random.default_rng(seed)
+    answers = (" ".join(rng.choice(WORDS, rng.integers(150, 350))) for _ in range(count))
+    records = ({"question": f"What is {i}?", "answer": text} for i, text in enumerate(answers))
+    (folder / "texts.jsonl").write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in records))
+
+
+def encode_alone() -> Callable[[str], list[int]]:
+    """The tokenizer without anything around it."""
+    return load_tokenizer("builtin")._encoding.encode_ordinary  # type: ignore[attr-defined]
+
+
+def floor_of_pairs(folder: Path, first: int, end: int) -> None:
     """The least that any program must do: headers, JSON, and the text through tiktoken."""
-    encode = load_tokenizer("builtin")._encoding.encode_ordinary  # type: ignore[attr-defined]
-    total = 0
-    for i in range(count):
+    encode = encode_alone()
+    for i in range(first, end):
         with open(folder / f"{i:06d}.json", "rb") as file:
             record = orjson.loads(file.read())
         with Image.open(folder / f"{i:06d}.jpg") as image:
-            total += image.width * image.height
+            assert image.size
         for message in record["messages"]:
-            total += len(encode(message["content"]))
-    return total
+            encode(message["content"])
 
 
-def run_measure(folder: Path, out: Path) -> list[int]:
-    """The real stage in this process: one task from scan to a part of the index."""
-    source = open_source({"format": "pairs", "path": str(folder), "task": "vqa"})
-    (part,) = source.scan(1 << 30).parts
-    model = model_options()
-    index_path = out / "index.parquet"
-    measure_part(MeasureTask(0, source, 0, part, model, index_path, out / "set_aside.parquet"))
-    return pq.read_table(index_path, columns=["num_tokens"])["num_tokens"].to_pylist()
+def floor_of_texts(folder: Path, first: int, end: int) -> None:
+    """The same of records in one file, of which lines before the first are split off only."""
+    encode = encode_alone()
+    with open(folder / "texts.jsonl", "rb") as file:
+        for line in itertools.islice(file, first, end):
+            record = orjson.loads(line)
+            encode(record["question"])
+            encode(record["answer"])
+
+
+def tasks_of(source: dict[str, str], out: Path) -> Sequence[MeasureTask]:
+    """The stage's own tasks: the first 4,096 records, and the others."""
+    engine = {"samples_per_part": NUM_FIRST, "workers": 0}
+    content = {"source": source, "engine": engine, "output": {"path": str(out)}}
+    run = Run(parse_config(content), LocalEngine(0))
+    for folder in (run.workspace.index, run.workspace.set_aside):
+        folder.mkdir(parents=True)
+    sources = open_sources(run.config)
+    return stage._tasks(run, sources, [source.scan(NUM_FIRST) for source in sources])
+
+
+def lengths_of(task: MeasureTask) -> list[int]:
+    """Lengths that a task measured."""
+    return pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"].to_pylist()
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -155,41 +190,61 @@ def benchmark_videos(count: int) -> None:
             print(f"{container:4s} {label:13s} {1 / each:10,.0f} videos/s  {1e6 * each:9,.0f} us")
 
 
+def benchmark_floor(
+    label: str, tasks: Sequence[MeasureTask], floor: Callable[[int, int], None], rounds: int
+) -> None:
+    """Print what measuring costs against the floor, of the first records and of the others."""
+    ends = np.cumsum([0, *(task.part.num_records or 0 for task in tasks)]).tolist()
+    for task, first, end, which in zip(tasks, ends, ends[1:], ("first", "others"), strict=False):
+        times = []
+        for _ in range(rounds + 1):
+            least = seconds(lambda: floor(first, end))  # noqa: B023
+            times.append((least, seconds(lambda: measure_part(task))))  # noqa: B023
+        least, ours = (1e6 * min(one) / (end - first) for one in zip(*times[1:], strict=True))
+        print(
+            f"{label:8s} {which:6s} {end - first:,} records: measure {ours:6.1f} us, floor "
+            f"{least:6.1f} us, {ours / least:.2f} in time"
+        )
+
+
+def compare_with_transformers(folder: Path, task: MeasureTask, count: int) -> None:
+    """Print the speed of transformers' processor for the length, and how many lengths differ."""
+    limits = model_options()
+    processor = builtin_processor(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
+    start = time.process_time()
+    expected = run_transformers(folder, count, processor)
+    each = 1e6 * (time.process_time() - start) / count
+    different = sum(a != b for a, b in zip(lengths_of(task), expected, strict=False))
+    print(f"transformers    {each:,.0f} us; different lengths: {different} of {count} (wanted: 0)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-samples", type=int, default=2000)
+    parser.add_argument("--num-samples", type=int, default=4000, help="after the first 4,096")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to draw the data (default: temporary)")
+    parser.add_argument("--transformers", type=int, default=0, help="also for this many pairs")
     parser.add_argument("--videos", type=int, default=0, help="also this many videos of each kind")
     arguments = parser.parse_args()
     if arguments.videos:
         benchmark_videos(arguments.videos)
-    count = arguments.num_samples
+    count = NUM_FIRST + arguments.num_samples
+    open_encoder(model_options())
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        data, out = Path(name, "data"), Path(name, "out")
-        data.mkdir()
-        out.mkdir()
-        draw_pairs(data, count)
-        open_encoder(model_options())
-        limits = model_options()
-        processor = builtin_processor(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
-        run_floor(data, min(count, 100))  # files and code into memory
-        run_measure(data, out)
-        # In turns, so that a busy neighbour slows both; the round with the median ratio counts.
-        rounds = [
-            (seconds(lambda: run_floor(data, count)), seconds(lambda: run_measure(data, out)))
-            for _ in range(ROUNDS)
-        ]
-        floor, ours = sorted(rounds, key=lambda times: times[1] / times[0])[ROUNDS // 2]
-        start = time.process_time()
-        expected = run_transformers(data, count, processor)
-        theirs = time.process_time() - start
-        lengths = run_measure(data, out)
-    different = sum(a != b for a, b in zip(lengths, expected, strict=True))
-    for label, duration in (("transformers", theirs), ("floor", floor), ("measure", ours)):
-        print(f"{label:13s} {count / duration:10,.0f} samples/s  {1e6 * duration / count:9,.0f} us")
-    print(f"measure / transformers {theirs / ours:.0f}x (wanted: >= 100)")
-    print(f"measure / floor        {ours / floor:.2f} in time (wanted: <= 1.5)")
-    print(f"different lengths      {different} of {count} (wanted: 0)")
+        folder = Path(name)
+        draw_texts(folder, count)
+        pairs = folder / "pairs"
+        pairs.mkdir()
+        draw_pairs(pairs, count)
+        texts = {"format": "jsonl", "path": str(folder / "texts.jsonl"), "task": "bmr"}
+        tasks = tasks_of(texts, folder / "out_texts")
+        benchmark_floor("texts", tasks, partial(floor_of_texts, folder), arguments.rounds)
+        tasks = tasks_of(
+            {"format": "pairs", "path": str(pairs), "task": "vqa"}, folder / "out_pairs"
+        )
+        benchmark_floor("pictures", tasks, partial(floor_of_pairs, pairs), arguments.rounds)
+        if arguments.transformers:
+            compare_with_transformers(pairs, tasks[0], min(NUM_FIRST, arguments.transformers))
 
 
 if __name__ == "__main__":
