@@ -19,7 +19,7 @@ def open_one(config: dict[str, Any], scratch: Path) -> Source:
 
 
 def measuring_of(source: Source) -> Measuring:
-    """What makes rows of a source's records."""
+    """Return what measures the records of a source, all of them diagnosed."""
     return Measuring(MeasureTask(0, source, 0, SourcePart(None, None), MODEL, Path(), Path()))
 
 
