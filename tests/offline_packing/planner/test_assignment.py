@@ -40,15 +40,6 @@ def test_balance_evens_patches_out_in_as_many_packs() -> None:
     assert variation(pack_sums(even, patches)) < variation(pack_sums(plain, patches)) / 3
 
 
-def test_balance_by_hand() -> None:
-    # Two packs of two samples of length 5 each: 9 + 8 and 1 + 0 become 9 + 0 and 8 + 1.
-    packs = Packs(np.array([0, 1, 2, 3]), np.array([0, 2, 4]))
-    quantity = np.array([9, 8, 1, 0])
-    even = balance_packs(packs, np.array([5, 5, 5, 5]), quantity)
-    assert even.pack_offsets.tolist() == [0, 2, 4]
-    assert sorted(np.add.reduceat(quantity[even.sample_ids], [0, 2]).tolist()) == [9, 9]
-
-
 def test_balance_exchanges_twos_of_equal_sum() -> None:
     # No two lengths are equal, but 2 + 3 = 1 + 4: sums of 12 and 0 become 6 and 6. The groups are
     # drawn at random, so not every seed meets these two.

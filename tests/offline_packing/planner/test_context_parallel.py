@@ -32,16 +32,6 @@ def test_ranks_are_a_power_of_two_and_hold_the_longest_pack() -> None:
         ranks.check(480, pad_multiple=3)
 
 
-@pytest.mark.parametrize(
-    ("cp_size", "tensor_ranks", "multiple"), [(1, 1, 2), (4, 1, 8), (4, 2, 8), (4, 3, 24)]
-)
-def test_sub_samples_are_padded_to_what_context_and_sequence_parallelism_cut(
-    cp_size: int, tensor_ranks: int, multiple: int
-) -> None:
-    """lcm(2 * CP, CP * TP), as Megatron-Bridge's documents state."""
-    assert cut_multiple(cp_size, tensor_ranks) == multiple
-
-
 def _heavy(num_samples: int, seed: int, longest: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     lengths = np.exp(np.log(40) + 1.5 * rng.standard_normal(num_samples))

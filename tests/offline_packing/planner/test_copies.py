@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
-from offline_packing.planner.copies import deal_out_copies, rounds_of_copies
 from offline_packing.planner.strategies import STRATEGIES
 
 SEQ_LENGTH = 1024
@@ -48,45 +47,6 @@ def test_every_strategy_keeps_copies_apart(strategy: str, seed: int) -> None:
     assert plan.num_packs <= free.num_packs + 2
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("assignment", ["locality", "balance"])
-def test_every_assignment_keeps_copies_apart(assignment: str, seed: int) -> None:
-    lengths, copy_of = draw(600, seed)
-    plan = plan_packs(
-        lengths,
-        SEQ_LENGTH,
-        seed=seed,
-        copy_of=copy_of,
-        assignment=assignment,
-        source_order=copy_of,
-        balance_by=lengths,
-        window_packs=20,
-    )
-    assert_sound(plan, lengths, copy_of)
-    assert plan.gap < 0.03
-
-
-@pytest.mark.parametrize("options", [{"max_samples": 6}, {"homogeneous": True}])
-def test_limits_and_groups_hold_with_copies(options: dict[str, int]) -> None:
-    lengths, copy_of = draw(400, seed=0)
-    patches = lengths * 4
-    plan = plan_packs(
-        lengths,
-        SEQ_LENGTH,
-        copy_of=copy_of,
-        groups=copy_of % 2,
-        budgets={} if "homogeneous" in options else {"patches": (patches, 4096)},
-        **options,
-    )
-    assert_sound(plan, lengths, copy_of)
-    for pack in map(plan.pack, range(plan.num_packs)):
-        if "homogeneous" in options:
-            assert len(np.unique(copy_of[pack] % 2)) == 1
-        else:
-            assert len(pack) <= 6
-            assert patches[pack].sum() <= 4096
-
-
 @pytest.mark.parametrize("offset", [0, 596])
 def test_copies_cost_no_fill(offset: int) -> None:
     """Short texts, of which a pack holds many of one length, by themselves and after pictures."""
@@ -98,15 +58,6 @@ def test_copies_cost_no_fill(offset: int) -> None:
     free = plan_packs(lengths, 8192)
     assert doubled(free, copy_of) > 0
     assert plan.num_packs <= free.num_packs + 1
-
-
-@pytest.mark.parametrize("num_parts", [3, 2, 1])
-def test_copies_are_dealt_out_evenly(num_parts: int) -> None:
-    copy_of = used(np.random.default_rng(0).integers(1, 4, 30_000))
-    part_of = deal_out_copies(copy_of, num_parts)
-    assert np.bincount(part_of).std() < 0.02 * len(copy_of) / num_parts
-    pairs = np.unique(copy_of * num_parts + part_of, return_counts=True)[1]
-    assert pairs.max() == -(-3 // num_parts)
 
 
 def test_a_sample_that_is_used_often_needs_as_many_packs() -> None:
@@ -137,18 +88,3 @@ def test_without_copies_nothing_changes() -> None:
     same = plan_packs(lengths, SEQ_LENGTH, copy_of=np.arange(len(lengths)))
     assert np.array_equal(plain.sample_ids, same.sample_ids)
     assert np.array_equal(plain.pack_offsets, same.pack_offsets)
-
-
-def test_locality_takes_copies_round_by_round() -> None:
-    copy_of = used(np.full(1000, 3))
-    assert rounds_of_copies(copy_of).tolist() == np.repeat([0, 1, 2], 1000).tolist()
-    plan = plan_packs(
-        np.full(3000, 100),
-        1000,
-        copy_of=copy_of,
-        assignment="locality",
-        source_order=copy_of,
-        window_packs=10,
-    )
-    rounds = np.argsort(plan.sample_ids) // 1000
-    assert (rounds == np.repeat([0, 1, 2], 1000)).mean() > 0.95

@@ -8,9 +8,7 @@ from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
     idle_share,
-    reorder_packs,
 )
-from offline_packing.planner.strategies.strategy import Packs
 
 
 @pytest.mark.parametrize("layout", [RankLayout(1), RankLayout(8, 2), RankLayout(3, 0)])
@@ -37,19 +35,6 @@ def test_steps_follow_energons_own_split(num_ranks, num_workers) -> None:
             assert mine.tolist() == [worker + i * num_workers for i in range(len(mine))]
 
 
-def test_cost_groups_leave_ranks_hardly_idle() -> None:
-    rng = np.random.default_rng(0)
-    tokens = np.minimum(8192, np.exp(rng.normal(6.5, 1.0, 30_000)).astype(np.int64) + 8)
-    layout = RankLayout(8, 2)
-    idle = {}
-    for name, order in (("random", None), ("grouped", layout)):
-        plan = plan_packs(tokens, 8192, order=order)
-        cost = np.add.reduceat(tokens[plan.sample_ids] ** 2.0, plan.pack_offsets[:-1])
-        idle[name] = idle_share(cost, layout)
-    assert idle["random"] > 0.2
-    assert idle["grouped"] < 0.01
-
-
 def test_groups_come_in_random_order() -> None:
     cost = np.random.default_rng(0).random(4000)
     order = cost_grouped_order(cost, RankLayout(4), seed=2)
@@ -61,13 +46,6 @@ def test_plan_uses_the_given_cost() -> None:
     cost = np.arange(64.0)
     plan = plan_packs(tokens, 10, order=RankLayout(4), cost=cost)
     assert idle_share(cost[plan.sample_ids], RankLayout(4)) < 0.05
-
-
-def test_reorder_keeps_packs_whole() -> None:
-    packs = Packs(np.array([5, 6, 7, 8, 9]), np.array([0, 2, 3, 5]))
-    moved = reorder_packs(packs, np.array([2, 0]))
-    assert moved.sample_ids.tolist() == [8, 9, 5, 6]
-    assert moved.pack_offsets.tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("arguments", [{"num_ranks": 0}, {"num_ranks": 2, "num_workers": -1}])

@@ -31,12 +31,6 @@ def test_any_integer_type_is_accepted_and_lengths_are_padded(dtype) -> None:
     assert result.set_aside_ids.tolist() == [3]
 
 
-def test_lengths_above_65535_are_not_truncated() -> None:
-    result = admit_samples(np.array([65_536, 70_000, 262_145]), 262_144)
-    assert result.lengths.tolist() == [65_536, 70_000]
-    assert result.set_aside_ids.tolist() == [2]
-
-
 def test_lengths_beyond_int32_are_set_aside() -> None:
     result = admit_samples(np.array([2**40, 3]), 10)
     assert result.set_aside_ids.tolist() == [0]

@@ -8,6 +8,7 @@ import pytest
 from offline_packing.planner.plan_packs import plan_packs
 from offline_packing.planner.ranks.picture_split import SplitFigures, even_samples, split_figures
 from offline_packing.planner.strategies.strategy import Packs
+from tests.helpers.pack_lists import as_lists
 
 
 def drawn(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -29,10 +30,6 @@ def slow_figures(packs: list[list[int]], units: np.ndarray, tower: np.ndarray, s
     return 1 - spent / taken
 
 
-def lists(packs: Packs) -> list[list[int]]:
-    return [part.tolist() for part in np.split(packs.sample_ids, packs.pack_offsets[1:-1])]
-
-
 def test_the_example_of_the_module() -> None:
     tower = np.array([9.0, 8, 2, 1, 1, 1])
     packs, ones = Packs(np.arange(6), np.array([0, 6])), np.ones(6, int)
@@ -49,11 +46,11 @@ def test_order_evens_shares_and_keeps_packs(size: int) -> None:
     plan = plan_packs(tokens, 2048, seed=3)
     packs = Packs(plan.sample_ids, plan.pack_offsets)
     after = even_samples(packs, units, tower, size)
-    assert list(map(sorted, lists(after))) == list(map(sorted, lists(packs)))
+    assert list(map(sorted, as_lists(after))) == list(map(sorted, as_lists(packs)))
     text = units[packs.sample_ids] == 0
     assert np.array_equal(after.sample_ids[text], packs.sample_ids[text])
     idle = [split_figures(some, units, tower, size).idle for some in (packs, after)]
-    slow = [slow_figures(lists(some), units, tower, size) for some in (packs, after)]
+    slow = [slow_figures(as_lists(some), units, tower, size) for some in (packs, after)]
     assert idle == pytest.approx(slow)
     assert idle[1] < 0.7 * idle[0]
 
@@ -71,21 +68,3 @@ def test_what_is_missing_is_named(change: dict[str, object], message: str) -> No
     arguments = {"picture_ranks": 2, "units": units, "tower_cost": tower}
     with pytest.raises(ValueError, match=message):
         plan_packs(tokens, 1024, **(arguments | change))
-
-
-@pytest.mark.parametrize("strategy", ["auto", "first_fit_shuffle"])
-def test_a_plan_keeps_its_packs(strategy: str) -> None:
-    """The order inside packs alone evens shares; the plan repeats itself."""
-    tokens, units, tower = drawn(300)
-    options = {"strategy": strategy, "seed": 5}
-    split = {"picture_ranks": 2, "units": units, "tower_cost": tower}
-    plain, plan = plan_packs(tokens, 1024, **options), plan_packs(tokens, 1024, **options, **split)
-    again = plan_packs(tokens, 1024, **options, **split)
-    assert np.array_equal(plan.sample_ids, again.sample_ids)
-    assert [sorted(pack) for pack in plan] == [sorted(pack) for pack in plain]
-    idle = [
-        split_figures(Packs(some.sample_ids, some.pack_offsets), units, tower, 2).idle
-        for some in (plain, plan)
-    ]
-    assert idle[1] < 0.8 * idle[0]
-    assert plan.info.settings["picture_ranks"] == 2

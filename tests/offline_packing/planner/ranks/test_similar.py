@@ -15,13 +15,6 @@ def drawn(count: int, seed: int, texts: float) -> tuple[np.ndarray, np.ndarray]:
     return tower + rng.lognormal(1, 0.5, count), tower
 
 
-def test_the_example_of_the_module() -> None:
-    tower, language = np.array([1.0, 3, 1, 3]), np.array([8.0, 7, 7, 8])
-    steps = similar_steps(tower + language, tower, 2)
-    assert {frozenset(step) for step in steps.tolist()} == {frozenset({0, 2}), frozenset({1, 3})}
-    assert phase_times((tower + language)[steps], tower[steps]).sum() == 1 + 8 + 3 + 8
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_near_the_best_of_all_deals(seed: int) -> None:
     """All pairings of eight packs, tried one by one."""

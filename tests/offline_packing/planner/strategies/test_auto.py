@@ -7,29 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.planner.strategies.auto import TOLERANCE, auto, tilted_sampling
+from offline_packing.planner.strategies.auto import TOLERANCE, auto
 from offline_packing.planner.strategies.composition import Composition
-from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import (
     best_fit_decreasing,
     count_lengths,
     lower_bound,
 )
-from offline_packing.planner.strategies.linear_program.pattern_lp import coarsen, pattern_lp, refine
+from offline_packing.planner.strategies.linear_program.pattern_lp import pattern_lp
 from offline_packing.planner.strategies.linear_program.pricing import (
     as_integers,
     bound_of,
     price_patterns,
     prove_bound,
 )
-from offline_packing.planner.strategies.tilted_sampling import tilted_fills
-
-
-def narrow_lengths(num_samples: int) -> np.ndarray:
-    """576 vision tokens and a short text: no short samples to fill gaps with."""
-    rng = np.random.default_rng(1234)
-    text = np.exp(np.log(60) + 0.6 * rng.standard_normal(num_samples))
-    return (596 + np.clip(text, 4, 1500)).astype(np.int32)
+from tools.benchmarks.length_distributions import draw_lengths
 
 
 def fewest_packs(lengths: list[int], capacity: int) -> int:
@@ -76,7 +68,7 @@ def test_bounds_never_exceed_the_optimum_and_auto_is_near_it(lengths) -> None:
 
 @pytest.mark.parametrize("seq_length", [8192, 32_768])
 def test_narrow_distribution_reaches_the_bound(seq_length) -> None:
-    counts = count_lengths(narrow_lengths(100_000), seq_length)
+    counts = count_lengths(draw_lengths("narrow", 100_000), seq_length)
     composition = auto(counts)
     assert_packs_all(composition, counts)
     bound = lower_bound(counts)
@@ -89,21 +81,13 @@ def test_narrow_distribution_needs_no_linear_program(monkeypatch) -> None:
     def refuse(*args: object, **kwargs: object) -> Composition:
         raise AssertionError("the linear program ran")
 
-    counts = count_lengths(narrow_lengths(100_000), 8192)
+    counts = count_lengths(draw_lengths("narrow", 100_000), 8192)
     program = pattern_lp(counts)
     # By its name in the package, the module is hidden behind the function.
     monkeypatch.setattr(
         sys.modules["offline_packing.planner.strategies.auto"], "pattern_lp", refuse
     )
     assert auto(counts).num_packs <= program.num_packs + 2
-
-
-def test_random_exact_fills_serve_very_many_lengths_of_medium_spread() -> None:
-    # Narrow fills leave 16 packs above the bound here, the rounded linear program 18.
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.normal(1300, 300, 100_000), 1, 8192).astype(np.int32)
-    counts = count_lengths(lengths, 8192)
-    assert auto(counts).num_packs <= lower_bound(counts) + max(2, TOLERANCE * lower_bound(counts))
 
 
 def test_pricing_proves_a_bound_that_the_sum_of_tokens_does_not() -> None:
@@ -178,46 +162,3 @@ def test_many_different_long_lengths() -> None:
     composition = auto(counts)
     assert_packs_all(composition, counts)
     assert composition.num_packs < 1.01 * lower_bound(counts)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=100),
-    granule=st.sampled_from([2, 7, 16]),
-)
-def test_refined_packs_keep_every_length_within_capacity(lengths, granule) -> None:
-    counts = count_lengths(np.array(lengths, np.int32), 200)
-    coarse = coarsen(counts, granule)
-    assert coarse.sum() == len(lengths)
-    composition = refine(best_fit_decreasing(coarse), counts, granule)
-    assert_packs_all(composition, counts)
-
-
-def test_tilted_fills_are_exact_and_seeded() -> None:
-    counts = count_lengths(narrow_lengths(20_000), 8192)
-    drawn, left = tilted_fills(counts, seed=3)
-    assert (drawn.pattern_tokens() == 8192).all()
-    assert (drawn.used_counts(8193) + left).tolist() == counts.tolist()
-    assert drawn.num_packs > 0.5 * lower_bound(counts)
-    again, _ = tilted_fills(counts, seed=3)
-    other, _ = tilted_fills(counts, seed=4)
-    assert np.array_equal(drawn.lengths, again.lengths)
-    assert not np.array_equal(drawn.lengths, other.lengths)
-
-
-@pytest.mark.parametrize("method", [exact_fill, tilted_sampling, pattern_lp, auto])
-def test_seed_decides_and_input_is_kept(method) -> None:
-    counts = count_lengths(narrow_lengths(2000), 4096)
-    before = counts.copy()
-    first, second = method(counts, seed=9), method(counts, seed=9)
-    assert np.array_equal(counts, before)
-    for a, b in zip(first[:4], second[:4], strict=True):
-        assert np.array_equal(a, b)
-
-
-def test_exact_fill_of_very_many_short_samples() -> None:
-    counts = np.zeros(8193, np.int64)
-    counts[1] = 100_000
-    composition = exact_fill(counts)
-    assert_packs_all(composition, counts)
-    assert composition.num_packs == lower_bound(counts) == 13

@@ -24,17 +24,11 @@ from offline_packing.planner.strategies.peers.hash_bucket import (
     hash_bucket,
     select_seeds,
 )
-from offline_packing.planner.strategies.strategy import Packs
 from tests.helpers.markdown import blocks
+from tests.helpers.pack_lists import as_lists
 
 PAGE = (Path(__file__).parents[4] / "docs/configuration.md").read_text()
 POWERS = PowersOfTwoPhase(kind="powers_of_two")
-
-
-def as_lists(packs: Packs) -> list[list[int]]:
-    return [
-        ids.tolist() for ids in np.split(packs.sample_ids, packs.pack_offsets[1:-1]) if len(ids)
-    ]
 
 
 def contents(composition: Composition) -> list[list[int]]:
@@ -146,19 +140,6 @@ def test_powers_of_two_equal_the_round_robin_and_are_all_full(case):
     assert all(sum(pack) == capacity for pack in packs)
 
 
-def test_a_pack_of_powers_of_two_is_as_diverse_as_it_can_be():
-    packs = contents(POWERS.run(counts_of([8] * 9 + [16] * 9 + [32] * 9, 64)))
-    assert packs[0] == [8, 8, 16, 32]
-
-
-def test_a_deadlock_is_solved_by_one_greedy_pack_and_then_diversity_goes_on():
-    """Two of 32 and two of 8 at 64: round robin stops at 8 + 32 + 8, greedily 32 + 32 is full."""
-    assert contents(POWERS.run(counts_of([32, 32, 8, 8], 64))) == [[32, 32]]
-    mixed = contents(POWERS.run(counts_of([32] * 4 + [8] * 6, 64)))
-    assert mixed[0] == [8, 8, 8, 8, 32]
-    assert [32, 32] in mixed
-
-
 SEED_PHASES = [
     {"min_samples": 1, "min_fill": 0.95},
     {"min_samples": 4, "min_fill": 0.9},
@@ -180,19 +161,6 @@ def test_seed_phases_equal_the_loop_over_seeds(case, limits, half):
         seeds.sort(key=lambda seed: -potential(seed, buckets, capacity, phase.min_samples))
     expected = seeds_oracle(seeds, buckets, capacity, phase)
     assert contents(phase.run(counts_of(lengths, capacity))) == expected
-
-
-@pytest.mark.parametrize(
-    ("fillers", "expected"),
-    [
-        ({2: 4, 3: 12, 10: 5}, [60, 2, 2, 2, 3, 10, 10, 10]),
-        ({2: 4, 4: 2, 30: 1}, [60, 2, 2, 2, 2, 30]),  # one 2 or two 4: equally dense
-    ],
-)
-def test_a_seed_takes_the_shortest_then_the_densest_then_the_longest(fillers, expected):
-    phase = SeedPhase(kind="seeds", min_samples=5, min_fill=0.9)
-    lengths = [60, *Counter(fillers).elements()]
-    assert contents(phase.run(counts_of(lengths, 100))) == [expected]
 
 
 @given(case=lengths_and_capacity(), per_length=st.integers(0, 4))
@@ -344,12 +312,3 @@ def test_a_mixture_fills_its_packs(seq_length):
 def test_wrong_phases_are_refused_by_name(phases, message):
     with pytest.raises(ValueError, match=message):
         hash_bucket.options(phases=phases)
-
-
-def test_unusable_lengths_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"sample 1 has 65 tokens.*seq_length 64"):
-        hash_bucket(np.array([3, 65]), 64)
-
-
-def test_no_samples_make_no_packs():
-    assert hash_bucket(np.zeros(0, np.int32), 64).num_packs == 0
