@@ -1,13 +1,8 @@
 """ConstantLengthDataset: nanoVLM's packs, within every limit, ahead of the trainer; exact loss."""
 
-import gc
 import json
 import os
-import pickle
 import runpy
-import threading
-import time
-from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from offline_packing.demo.training import IMAGE_TOKEN, tiny_qwen2_vl, token_losses
-from offline_packing.errors import StageError
-from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.constant_length import ConstantLengthDataset
-from task_encoders.families import build_sample_encoder
-from tests.helpers.online_samples import Indexed, Stream
-from tests.helpers.texts_and_images import random_samples
+from tests.helpers.online_samples import Indexed
 
 GOLDEN = Path(__file__).parents[1] / "planner" / "strategies" / "nanovlm_knapsack.json"
 SEQ_LENGTH = 1024
@@ -145,145 +134,3 @@ def test_lengths_without_images_are_refused() -> None:
     dataset = drawn(20)
     with pytest.raises(ValueError, match="lengths tell of no images"):
         constant_length(dataset, lengths=[sample["length"] for sample in dataset])
-
-
-def test_rows_have_one_length() -> None:
-    given = [{"input_ids": torch.full((length,), length)} for length in (5, 9, 3, 7, 6)]
-    rows = list(
-        constant_length(Indexed(given), seq_length=12, delta=0, yields="rows", pad_token_id=99)
-    )
-    assert [row["input_ids"].shape for row in rows] == [(1, 12)] * 3
-    found = []
-    for row in rows:
-        lengths = row["cu_seq_lens_q"].diff().tolist()
-        assert row["position_ids"].tolist() == [[i for n in lengths for i in range(n)]]
-        found += [n for n in lengths if (row["input_ids"] == n).sum() == n]
-    assert sorted(found) == [3, 5, 6, 7, 9]
-    assert sum(int((row["input_ids"] == 99).sum()) for row in rows) == 3 * 12 - 30
-    with pytest.raises(ValueError, match="yields is 'row'; it must be 'samples' or 'rows'"):
-        constant_length(Indexed(given), yields="row")
-
-
-def test_faults_of_the_source_are_one_clear_error_at_the_trainer() -> None:
-    class Failing(Stream):
-        def __iter__(self):
-            yield from self._samples
-            raise OSError("the disk is gone")
-
-    class Short(Stream):
-        def __len__(self) -> int:
-            return 12
-
-    for dataset, message in (
-        (Failing(drawn(5)), r"failed after 5 samples: OSError: the disk is gone"),
-        (Short(drawn(5)), r"ended after 5 samples, and its length is 12"),
-        (Stream([]), "the dataset is empty"),
-        (Indexed([]), "the dataset is empty"),
-    ):
-        with pytest.raises(StageError, match=message):
-            list(constant_length(dataset))
-    with pytest.raises(StageError, match=r"the disk is gone"):
-        list(DataLoader(constant_length(Failing(drawn(5))), batch_size=None, num_workers=2))
-
-
-def producers() -> int:
-    return sum(thread.name == "prefetch" for thread in threading.enumerate())
-
-
-def test_a_trainer_that_stops_midway_leaves_no_thread() -> None:
-    dataset = constant_length(Indexed(drawn(1000)), buffer_size=100, queue_size=2)
-    for taken, _ in enumerate(dataset):
-        if taken == 3:
-            assert producers() == 1
-            break
-    gc.collect()
-    end = time.monotonic() + 60
-    while producers() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert producers() == 0
-
-
-@pytest.mark.parametrize("strategy", ["knapsack", "auto"])
-@pytest.mark.parametrize("taken", [0, 1, 17, 60])
-def test_it_goes_on_where_its_state_was_taken(strategy: str, taken: int) -> None:
-    def make() -> ConstantLengthDataset:
-        return constant_length(Indexed(drawn(500)), strategy=strategy, buffer_size=60)
-
-    dataset = make()
-    packs = iter(dataset)
-    begin = [next(packs) for _ in range(taken)]
-    state = dataset.state_dict()
-    resumed = make()
-    resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
-    whole = numbers(make())
-    assert numbers(begin) + numbers(resumed) == whole
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stateful_loader_goes_on_with_the_pack_that_comes_next(num_workers: int) -> None:
-    def make() -> Any:
-        dataset = constant_length(Indexed(drawn(300)), buffer_size=40, queue_size=3)
-        return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
-
-    loader = make()
-    packs = iter(loader)
-    begin = [next(packs) for _ in range(9)]
-    state = pickle.dumps(loader.state_dict())
-    resumed = make()
-    resumed.load_state_dict(pickle.loads(state))
-    assert numbers(begin) + numbers(resumed) == numbers(make())
-
-
-def test_packed_loss_and_gradients_equal_unpacked_ones(tmp_path: Path) -> None:
-    encoder = build_sample_encoder("qwen2_vl", max_pixels=16 * 784)
-    encoded = [
-        encoder.encode(sample, files)
-        for kind in ("one_image", "multi_image", "text_only")
-        for sample, files in random_samples(kind, 1, tmp_path)
-    ]
-    packs = list(constant_length(Indexed(encoded), seq_length=512, delta=0))
-    assert max(map(len, packs)) > 1
-    rows = [padding_free_collator(pack, pad_to_length=512) for pack in packs]
-    without_boundaries = [
-        {name: value for name, value in row.items() if not name.startswith("cu_seq_lens")}
-        | {"position_ids": torch.cat([torch.arange(512)[None, None], row["position_ids"][1:]])}
-        for row in rows
-    ]
-    model = tiny_qwen2_vl(weight_std=0.08).eval()
-    alone, alone_gradients = losses_and_gradients(model, map(unpacked, chain(*packs)))
-    packed, packed_gradients = losses_and_gradients(model, rows)
-    with torch.no_grad():
-        control = torch.cat([token_losses(model, **row) for row in without_boundaries])
-    assert (packed - alone).abs().max() <= 1e-5
-    for name, gradient in alone_gradients.items():
-        difference = (packed_gradients[name] - gradient).abs().max()
-        assert difference <= 1e-4 * gradient.abs().max(), name
-    assert (control - alone).abs().max() >= 0.1
-
-
-def losses_and_gradients(
-    model: Any, rows: Iterable[dict[str, Any]]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of every labelled token, and the gradients of their sum."""
-    model.zero_grad()
-    losses = []
-    for row in rows:
-        losses.append(token_losses(model, **row))
-        losses[-1].sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return torch.cat(losses).detach(), found
-
-
-def unpacked(sample: Any) -> dict[str, Any]:
-    """The inputs of a sample alone: the model itself finds the positions."""
-    tokens = torch.from_numpy(sample.tokens)[None]
-    inputs = {
-        "input_ids": tokens,
-        "labels": torch.from_numpy(sample.labels)[None],
-        "mm_token_type_ids": (tokens == IMAGE_TOKEN).int(),
-        "use_cache": False,
-    }
-    if len(sample.image_grid_thw):
-        inputs["pixel_values"] = torch.from_numpy(sample.pixel_values)
-        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw).long()
-    return inputs

@@ -26,8 +26,6 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
-from tests.helpers.parity import Gradients
-from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
 from tests.helpers.unpacked_folders import blend_of, crude_folder, folder_of, words
 from tests.helpers.videos import make_video
 
@@ -302,13 +300,6 @@ def test_nothing_usable_is_one_error(tmp_path: Path) -> None:
             batches(folder, repeat=repeat)
 
 
-def test_an_empty_dataset_is_one_error(tmp_path: Path) -> None:
-    folder = crude_folder(tmp_path / "crude", 1, shards=1)
-    (folder / ".nv-meta" / "split.yaml").write_text("exclude: []\nsplit_parts: {train: []}\n")
-    with pytest.raises(Exception, match="No shards found in split part 'train'"):
-        batches(folder)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_tar_that_ends_early_is_one_error(num_workers: int, tmp_path: Path) -> None:
     folder = crude_folder(tmp_path / "crude", 30, shards=1)
@@ -326,35 +317,3 @@ def test_a_worker_that_dies_is_one_error(texts: Path) -> None:
         os.kill(workers[0].pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
             list(rows)
-
-
-def test_packed_loss_equals_unpacked_loss(tmp_path: Path) -> None:
-    save_tokenizer("qwen2_vl", tmp_path)
-    options = {"processor": str(tmp_path), "seq_length": 1024, **encoder_options("qwen2_vl")}
-    encoder = task_encoder(**options)
-    folder = crude_folder(tmp_path / "crude", 9)
-    model = tiny_model("qwen2_vl", encoder.encoder.media_token_ids)
-    packs = batches(folder, encoder=encoder)
-    single = get_packed_train_dataset(
-        folder,
-        PackedTaskEncoder(settings=UNPACKED, **options),
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        repeat=False,
-    )
-    alone = {row.sub_sample_keys[0]: row for row in get_packed_loader(single)}
-    assert 1 < len(packs) < len(alone) == 9
-    leaking = {
-        tuple(row.sub_sample_keys): row
-        for row in batches(folder, encoder=task_encoder(cross_sample_attention=True, **options))
-    }
-    found, expected = Gradients(model), Gradients(model)
-    for pack in packs:
-        rows = [alone[key] for key in pack.sub_sample_keys]
-        logits = torch.cat([expected.add(row) for row in rows])
-        torch.testing.assert_close(found.add(pack), logits, atol=1e-5, rtol=0)
-        if len(rows) > 1:
-            control = Gradients(model).add(leaking[tuple(pack.sub_sample_keys)])
-            assert (control - logits).abs().max() >= 0.1
-    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-    for name, gradient in expected.sums.items():
-        assert (found.sums[name] - gradient).norm() < 1e-4 * gradient.norm() + 1e-8, name

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from offline_packing.online.collate import padding_free_collator
+from offline_packing.online.constant_length import ConstantLengthDataset
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.packed_dataset import PackedIterableDataset
 from task_encoders.packs.tokenized import IGNORE_INDEX
@@ -47,6 +48,9 @@ MODES: dict[str, Callable[[list[Any]], Any]] = {
         PackedIterableDataset(Indexed(as_dicts(samples)), seq_length=128, strategy="auto"),
         batch_size=2,
         collate_fn=padding_free_collator,
+    ),
+    "constant, padded": lambda samples: ConstantLengthDataset(
+        samples, seq_length=160, delta=0, yields="rows", pad_token_id=3
     ),
     "dynamic": lambda samples: DynamicBatches(samples, max_seq_len=160),
     "dynamic, padded": lambda samples: DynamicBatches(

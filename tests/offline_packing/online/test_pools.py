@@ -1,15 +1,13 @@
 """The pool gives back every item once, within all limits, and goes on from a saved state."""
 
-import pickle
 from itertools import chain
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.online.pools import PackingPool
-from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from offline_packing.planner.windows import WindowOptions
 from task_encoders.samples import SampleError
 from tests.helpers.windows import window_options
 
@@ -40,27 +38,6 @@ def test_every_item_comes_back_once_within_all_limits(stream, options):
         assert 0 < sum(tokens for _, tokens, _ in pack) <= options.seq_length
         if options.budgets:
             assert sum(images for _, _, images in pack) <= options.budgets["images"]
-
-
-@given(stream=streams, options=option_sets, cut=st.integers(0, 120))
-@settings(max_examples=100, deadline=None)
-def test_a_restored_pool_gives_the_identical_rest(stream, options, cut):
-    pool = PackingPool[Item](options)
-    add(pool, stream[:cut])
-    saved = pickle.dumps((pool.state(), pool.waiting))
-    rest = add(pool, stream[cut:]) + pool.finish()
-    restored = PackingPool[Item](options)
-    restored.restore(*pickle.loads(saved))
-    assert add(restored, stream[cut:]) + restored.finish() == rest
-
-
-def test_packs_are_the_planners():
-    lengths = np.random.default_rng(0).integers(1, 3000, 700)
-    options = WindowOptions(seq_length=8192, window=128)
-    planner, pool = WindowPlanner(options), PackingPool[int](options)
-    planned = [planner.push(lengths), planner.finish()]
-    packs = [pack for i, n in enumerate(lengths.tolist()) for pack in pool.add(i, n)]
-    assert list(chain(*packs, *pool.finish())) == [i for part in planned for i in part.sample_ids]
 
 
 @pytest.mark.parametrize(

@@ -101,20 +101,6 @@ def test_an_error_of_the_dataset_is_raised_behind_the_items_before_it() -> None:
     assert list(items) == []
 
 
-@pytest.mark.parametrize("taken", [1, 7, 30])
-def test_the_state_is_that_of_the_last_item_taken(taken: int) -> None:
-    source = Counting(30)
-    dataset = Prefetched(source, queue_size=4)
-    items = iter(dataset)
-    for _ in range(taken):
-        next(items)
-    while source.made < min(29, taken + 3):  # the producer runs ahead
-        time.sleep(0.01)
-    resumed = Prefetched(Counting(30), queue_size=4)
-    resumed.load_state_dict(dataset.state_dict())
-    assert list(resumed) == list(range(taken, 30))
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataset_without_a_state_or_epochs(num_workers: int) -> None:
     """It is read again up to the last item taken."""
@@ -159,8 +145,3 @@ def test_the_producer_makes_a_state_for_a_window_not_for_a_pack(strategy: str) -
     packs = CountingStates(samples, seq_length=64, buffer_size=500, strategy=strategy)
     assert sum(1 for _ in Prefetched(packs)) == 1000
     assert packs.num_states <= 2000 / 500 + 2
-
-
-def test_a_queue_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="queue_size is 0; it must be at least 1"):
-        Prefetched(Counting(3), queue_size=0)

@@ -14,6 +14,7 @@ from torch import distributed
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.errors import StageError
+from offline_packing.online.constant_length import ConstantLengthDataset
 from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.packed_dataset import PackedIterableDataset
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered
@@ -31,6 +32,10 @@ def packed(kind: Any = Indexed, **options: Any) -> PackedIterableDataset:
 def dynamic(kind: Any = Indexed, **options: Any) -> DynamicBatches:
     defaults = {"max_seq_len": 64, "buffer_size": 7, "collate": list}
     return DynamicBatches(kind(numbered(LENGTHS)), **{**defaults, **options})
+
+
+def constant_length(kind: Any = Indexed, **options: Any) -> ConstantLengthDataset:
+    return ConstantLengthDataset(kind(numbered(LENGTHS)), seq_length=64, buffer_size=7, **options)
 
 
 def numbers(packs: Any) -> list[list[int]]:
@@ -58,6 +63,7 @@ MAKERS = {
     "emit": lambda kind, **o: packed(kind, leftovers="emit", **o),
     "auto": lambda kind, **o: packed(kind, strategy="auto", **o),
     "lengths": lambda kind, **o: packed(kind, strategy="auto", lengths=LENGTHS, **o),
+    "constant": lambda kind, **o: constant_length(kind, **o),
     "dynamic": lambda kind, **o: dynamic(kind, **o),
     "fixed": lambda kind, **o: dynamic(kind, dyn_bsz=False, micro_batch_size=3, **o),
 }
@@ -86,6 +92,7 @@ def test_the_tail_is_the_same_after_a_save_at_every_batch(maker, kind) -> None:
     ("maker", "num_workers", "world_size"),
     [
         ("auto", 1, 1),
+        ("constant", 2, 1),
         ("dynamic", 0, 2),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
@@ -113,32 +120,6 @@ def test_workers_and_ranks_resume_exactly(maker, num_workers, world_size) -> Non
     assert set_aside == 3
     usable = np.flatnonzero(LENGTHS <= 64).tolist()
     assert sorted(number for pack in found for number in pack) == usable
-
-
-def test_shuffled_epochs_resume() -> None:
-    def make() -> Any:
-        return loader_of(packed(shuffle=True, strategy="auto"))
-
-    first = numbers(make())
-    loader = make()
-    loader.dataset.set_epoch(1)
-    second, states = saves(loader, every=10)
-    assert second != first
-    for count, state in states.items():
-        resumed = make()
-        resumed.load_state_dict(pickle.loads(state))
-        assert numbers(resumed) == second[count:]
-
-
-def test_a_stream_with_a_state_is_not_read_from_its_beginning() -> None:
-    loader = loader_of(packed(SavableStream, strategy="auto"))
-    iterator = iter(loader)
-    for _ in range(25):
-        next(iterator)
-    resumed = loader_of(packed(SavableStream, strategy="auto"))
-    resumed.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
-    assert numbers(resumed) == numbers(iterator)
-    assert resumed.dataset.dataset.given < len(LENGTHS) * 3 / 4
 
 
 def test_samples_of_known_length_are_not_read_again() -> None:

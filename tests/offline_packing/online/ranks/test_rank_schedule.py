@@ -13,23 +13,13 @@ from offline_packing import plan_packs
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSampler, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
 from task_encoders.families import FAMILIES
+from tools.benchmarks.length_distributions import draw_sft
 
 BUDGET = 8192
 COST = FAMILIES["qwen2_vl"].cost
 
 
-def sft_lengths(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of texts, pictures, talks and long documents, and vision patches."""
-    rng = np.random.default_rng(1234)
-    kind = rng.random(count)
-    text = np.clip(np.exp(np.log(180) + 0.9 * rng.standard_normal(count)), 8, 4096)
-    other = [rng.integers(*limits, count) for limits in ((256, 1501), (1000, 4001), (3000, 8193))]
-    tokens = np.select([kind < 0.3, kind < 0.7, kind < 0.9], [text, *other[:2]], other[2])
-    share = np.where(kind < 0.3, 0, rng.uniform(0.3, 0.95, count))
-    return tokens.astype(np.int64), np.minimum(4 * tokens * share, 14_000).astype(np.int64)
-
-
-TOKENS, PATCHES = sft_lengths(60_000)
+TOKENS, PATCHES = (sizes.astype(np.int64) for sizes in draw_sft(60_000))
 PICTURES = np.maximum(1, -(-PATCHES // 4000))
 TOWER = PICTURES * np.asarray(COST.tower_flops(PATCHES / PICTURES), np.float64)
 FLOPS = COST.language_flops(TOKENS) + TOWER
@@ -39,18 +29,6 @@ def items_of(epoch: EpochSchedule) -> list[list[list[int]]]:
     """[step][rank] -> items."""
     steps, ranks = epoch.table.shape
     return [[epoch.items(s, r).tolist() for r in range(ranks)] for s in range(steps)]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3, 8, 64])
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_samples_come_once_in_micro_batches_within_the_budget(num_ranks: int, epoch: int) -> None:
-    schedule = RankSchedule(TOKENS[:3000], FLOPS[:3000], num_ranks, BUDGET, seed=3)
-    steps = items_of(schedule.epoch(epoch))
-    flat = [item for step in steps for own in step for item in own]
-    assert sorted(flat) == list(range(3000))
-    assert all(own and TOKENS[own].sum() <= BUDGET for step in steps for own in step)
-    fewest = plan_packs(TOKENS[:3000], BUDGET).num_packs
-    assert len(steps) == -(-fewest // num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 64, 500])
@@ -64,20 +42,6 @@ def test_packs_come_once_and_fill_the_last_step(num_ranks: int) -> None:
     assert set(times.tolist()) <= {1, 2}
     assert (times == 2).sum() == -count % num_ranks
     assert all(len({item for (item,) in step}) == num_ranks for step in steps)
-
-
-def test_fewer_packs_than_ranks() -> None:
-    steps = items_of(RankSchedule(np.full(3, 10), num_ranks=8).epoch(0))
-    assert len(steps) == 1
-    assert sorted(np.bincount(np.concatenate(steps[0]))) == [2, 3, 3]
-
-
-def test_samples_that_cannot_be_divided_are_repeated() -> None:
-    """Two never fit one micro batch: there is nothing to divide."""
-    steps = items_of(RankSchedule(np.full(10, 6), None, 4, budget=8).epoch(0))
-    times = np.bincount([item for step in steps for own in step for item in own])
-    assert len(steps) == 3
-    assert sorted(times.tolist()) == [1] * 8 + [2] * 2
 
 
 @given(
@@ -103,12 +67,6 @@ def test_repeated_is_only_what_fills_the_last_step(
     assert len(steps) == -(-fewest // num_ranks)
 
 
-@pytest.mark.parametrize(("count", "num_ranks"), [(10, 4), (5003, 64)])
-def test_equal_samples_that_can_be_divided_come_once(count: int, num_ranks: int) -> None:
-    steps = items_of(RankSchedule([700] * count, num_ranks=num_ranks, budget=2048).epoch(0))
-    assert sorted(item for step in steps for own in step for item in own) == list(range(count))
-
-
 def test_eight_ranks_cost_the_same_at_each_step() -> None:
     for cost in (FLOPS, None):
         epoch = RankSchedule(TOKENS, cost, 8, BUDGET).epoch(0)
@@ -129,12 +87,6 @@ def test_one_packed_folder_serves_all_layouts() -> None:
         assert epoch.idle_share <= 0.01, num_ranks
     assert idle_share(cost, layout) < 0.005
     assert idle_share(cost, RankLayout(16, 2)) > 0.2  # as written
-
-
-def test_idle_share_is_what_ranks_wait() -> None:
-    epoch = RankSchedule(np.array([3, 1]), np.array([9.0, 3.0]), 2).epoch(0)
-    assert epoch.cost.tolist() in ([[9, 3]], [[3, 9]])
-    assert epoch.idle_share == pytest.approx(6 / 18)
 
 
 @pytest.fixture(scope="module")
@@ -239,25 +191,6 @@ def test_epochs_differ_and_are_reproducible(budget: int | None) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_sampler_goes_on_from_any_step(budget: int | None, rank: int) -> None:
-    lengths = TOKENS[: 120 if budget else 33]
-    schedule = RankSchedule(lengths, None, 5, budget)
-    sampler = RankSampler(schedule, rank)
-    states, drawn = [sampler.state_dict()], []
-    for epoch in range(2):
-        assert len(sampler) == len(schedule.epoch(epoch).table)
-        for items in sampler:
-            drawn.append(items)
-            states.append(sampler.state_dict())
-    assert len(drawn) > 8
-    for step, state in enumerate(states):
-        restored = RankSampler(RankSchedule(lengths, None, 5, budget), rank)
-        restored.load_state_dict(state)
-        assert [*restored, *restored, *restored][: len(drawn) - step] == drawn[step:]
-
-
-@pytest.mark.parametrize("budget", [None, BUDGET])
 def test_another_number_of_ranks_trains_the_rest_of_the_epoch(budget: int | None) -> None:
     lengths = TOKENS[:500]
     trained: list[int] = []
@@ -286,17 +219,8 @@ def test_what_is_longer_than_the_budget_is_set_aside(caplog: pytest.LogCaptureFi
     assert [sorted(items) for items in RankSampler(schedule, 0)] == [[0, 2]]
 
 
-def test_arguments_stay_as_they_are() -> None:
-    lengths = np.array([2, 3])
-    schedule = RankSchedule(lengths)
-    assert lengths.tolist() == [2, 3]
-    assert schedule.cost.tolist() == [4, 9]
-
-
 def test_bad_arguments_are_named() -> None:
     lengths = np.array([3, 4])
-    with pytest.raises(ValueError, match="num_ranks is 0; it must be at least 1"):
-        RankSchedule(lengths, None, 0)
     with pytest.raises(ValueError, match=r"cost \(3,\) must have a value per length \(2,\)"):
         RankSchedule(lengths, np.ones(3))
     for nothing in (lengths[:0], lengths + 8):
