@@ -1,7 +1,6 @@
 """Names in upper case are read as others are; compressed files that are not read are refused."""
 
 import bz2
-import json
 import lzma
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,6 @@ def test_files_in_upper_case(tmp_path: Path, name: str, beside: bool) -> None:
     assert set(got.values()) == {"ok"}
     assert {key.rpartition("/")[2] for key in got} == expected
     assert not any(".TAR" in key for key in got)
-
-
-def test_keys_of_upper_case_files(tmp_path: Path) -> None:
-    write_file(tmp_path / "A.JSONL", TEXT)
-    write_file(tmp_path / "B.Json", json.dumps([json.loads(TEXT)]).encode())
-    for kind, key in (("jsonl", "A:1"), ("json", "B:1")):
-        assert outcomes({"format": kind, "path": str(tmp_path)}, tmp_path) == {key: "ok"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
-from offline_packing.index.set_aside import read_set_aside
-from offline_packing.measure.measure import measure
-from offline_packing.runs.set_aside import aside_while_measuring
 from tests.helpers import formats
 from tests.helpers.accounting import account, open_one
-from tests.helpers.datasets import make_run
 
 SAMPLES = formats.draw_samples(5, seed=1)
-CASES_PER_FORMAT = 14
 #: damaged files among whole ones, of all formats: FUZZED_SAMPLES=400 takes two CPU minutes
 CASES = int(os.environ.get("FUZZED_SAMPLES", "45"))
 
@@ -89,40 +84,19 @@ def end_lines_in_cr(data: bytes, rng: np.random.Generator) -> bytes:
     return data.replace(b"\n", b"\r")
 
 
-MUTATIONS = (cut, flip, overwrite, insert, remove, repeat)
-ALL_MUTATIONS = (*MUTATIONS, zero, flip_end, empty, encode, end_lines_in_cr)
-
-
-def damaged(root: Path, seed: int) -> Iterator[str]:
-    """Damage one file, or two; yields what was done."""
-    rng = np.random.default_rng(seed)
-    files = sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size)
-    for path in rng.choice(np.array(files, dtype=object), rng.integers(1, 3)):
-        mutation = MUTATIONS[rng.integers(len(MUTATIONS))]
-        path.write_bytes(mutation(path.read_bytes() or b"0", rng))
-        yield f"{mutation.__name__} {path.relative_to(root)}"
-
-
-@pytest.mark.parametrize("name", formats.WRITERS)
-def test_damaged_sources(tmp_path: Path, name: str) -> None:
-    config = formats.WRITERS[name](tmp_path / "whole", SAMPLES)
-    seen: Counter[str] = Counter()
-    for seed in range(CASES_PER_FORMAT):
-        root = tmp_path / f"case{seed}"
-        shutil.copytree(tmp_path / "whole", root)
-        path = config["path"].replace(str(tmp_path / "whole"), str(root))
-        done = list(damaged(root, seed))
-        try:
-            found = account(open_one({**config, "path": path}, tmp_path / f"scratch{seed}"))
-        except StageError as error:
-            seen["refused: more than a line" if "\n" in str(error) else "refused"] += 1
-            continue
-        # A file that is one record stays one; of others, damage may make more or fewer.
-        assert (len(found) == len(SAMPLES)) if name == "pairs" else found, done
-        seen.update(outcome for _, outcome, _ in found)
-    assert seen["ok"] > CASES_PER_FORMAT  # most of most datasets is left
-    assert set(seen) - {"ok"}  # and not all that was damaged went unnoticed
-    assert "refused: more than a line" not in seen
+MUTATIONS = (
+    cut,
+    flip,
+    overwrite,
+    insert,
+    remove,
+    repeat,
+    zero,
+    flip_end,
+    empty,
+    encode,
+    end_lines_in_cr,
+)
 
 
 def count_lines(data: bytes) -> int:
@@ -153,14 +127,8 @@ def several(name: str, root: Path) -> dict[str, Any]:
 
 
 def measured(config: dict[str, Any], out: Path) -> Counter[str]:
-    """Records by file or folder of the three, and by what became of them."""
-    run = make_run({"task": "bmr", **config}, out, engine={"workers": 0, "samples_per_part": 2})
-    index = measure(run)
-    found = Counter({"ok": index.info.num_samples})
-    tables = read_set_aside(aside_while_measuring(run.workspace, index.info))
-    found.update(reason for table in tables for reason in table["reason"].to_pylist())
-    assert found.total() == index.info.all_records
-    return found
+    """Records by what became of them."""
+    return Counter(outcome for _, outcome, _ in account(open_one(config, out)))
 
 
 @pytest.fixture(scope="module", params=formats.WRITERS)
@@ -178,7 +146,7 @@ def whole(
 def test_one_damaged_file_among_others(
     tmp_path: Path, whole: tuple[str, Path, dict[str, Any], int]
 ) -> None:
-    """Measured for real: all samples of other files are there, and each that can be counted of the
+    """All samples of other files are there, and each that can be counted of the
     damaged one is measured or set aside; a refusal names the file and what to do."""
     name, folder, config, total = whole
     for case in range(-(-CASES // len(formats.WRITERS))):
@@ -188,7 +156,7 @@ def test_one_damaged_file_among_others(
         files = sorted(p for p in root.rglob("*") if p.is_file() and "images" not in p.parts)
         path = files[rng.integers(len(files))]
         was = path.read_bytes()
-        mutation = ALL_MUTATIONS[rng.integers(len(ALL_MUTATIONS))]
+        mutation = MUTATIONS[rng.integers(len(MUTATIONS))]
         path.write_bytes(mutation(was or b"0", rng))
         what = f"{name} {case}: {mutation.__name__} {path.relative_to(root)}"
         own = {key: value.replace(str(folder), str(root)) for key, value in config.items()}

@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -59,11 +58,6 @@ def write_jsonl(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
     return {"format": "jsonl", "path": str(root)}
 
 
-def write_gz(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
-    write_file(root / "a.jsonl.gz", gzip.compress(lines(records)))
-    return {"format": "jsonl", "path": str(root)}
-
-
 def write_csv(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
     root.mkdir()
     with open(root / "a.csv", "w", newline="") as file:
@@ -74,12 +68,6 @@ def write_csv(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
                 {k: v if isinstance(v, str) else json.dumps(v) for k, v in record.items()}
             )
     return {"format": "csv", "path": str(root)}
-
-
-def write_pairs(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
-    for record in records:
-        write_file(root / f"{record['id']}.json", json.dumps(record).encode())
-    return {"format": "pairs", "path": str(root)}
 
 
 def write_tar(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -95,7 +83,7 @@ def write_parquet(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
     return {"format": "parquet", "path": str(root)}
 
 
-WRITERS = (write_jsonl, write_gz, write_csv, write_pairs, write_tar, write_parquet)
+WRITERS = (write_jsonl, write_csv, write_tar, write_parquet)
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)

@@ -22,7 +22,6 @@ from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern
-from tests.helpers.command import invoke
 from tests.helpers.datasets import dialogue, image_bytes, make_run, plan_summary
 from tests.helpers.formats import lines, write_file
 from tests.helpers.tiny_tokenizer import tiny_tokenizer
@@ -162,41 +161,6 @@ def test_the_input_of_an_instruction_belongs_to_its_prompt(given: str | None) ->
     assert sample.turns[0].prompt == ("Translate.\na house" if given else "Translate.")
     assert told(content, fields=fields) == []
     assert "input" in FieldMap(fields).columns()
-
-
-def write_questions(folder: Path, count: int = 12) -> Path:
-    """JSON Lines of q, answer, image and shot, a second picture."""
-    for i in range(count):
-        write_file(folder / f"{i}.jpg", image_bytes(112, 112))
-    records = [
-        {"q": "<image>What?", "answer": "This.", "image": f"{i}.jpg", "shot": f"{i}b.jpg"}
-        for i in range(count)
-    ]
-    write_file(folder / "a.jsonl", lines(records))
-    return folder / "a.jsonl"
-
-
-def test_the_command_keeps_pictures_and_tells_what_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_questions(tmp_path / "data")
-    config = tmp_path / "pack.yaml"
-    config.write_text(
-        f"source: {{format: jsonl, path: {path}, task: vqa, fields: {{question: q}}}}\n"
-        f"output: {{path: {tmp_path / 'out'}}}\nengine: {{workers: 2, samples_per_part: 5}}\n"
-    )
-    invoke("measure", config)
-    line = "field 'shot' holds media that no sample uses; name it in source.fields"
-    assert caplog.text.count(f"warning: {line} (about 12 samples, such as a:1: '0b.jpg')") == 1
-    named = {"question": "q"}
-    source = {"format": "jsonl", "path": str(path), "task": "vqa", "fields": named}
-    run = make_run(source, tmp_path / "again", engine={"samples_per_part": 5})
-    info = measure(run).info
-    assert (info.lost_fields, info.lost_examples) == ({line: 12}, {line: "a:1: '0b.jpg'"})
-    columns = pq.read_table(run.workspace.index, columns=["num_images"])["num_images"]
-    assert columns.to_pylist() == [1] * 12
-    run.workspace.index_info.unlink()  # the counts of finished parts are read back
-    assert measure(run).info.warnings == info.warnings
 
 
 def test_columns_with_pictures_that_are_not_read(tmp_path: Path) -> None:

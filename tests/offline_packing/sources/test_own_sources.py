@@ -1,22 +1,19 @@
 """A source of one's own is one file; its options are declared there, and the configuration, the
 fingerprint and the source itself take them from there."""
 
-import ast
 import sys
 from pathlib import Path
 
 import pytest
 
 import offline_packing.sources as sources_package
-from offline_packing.config.packing import load_config, parse_config
+from offline_packing.config.packing import parse_config
 from offline_packing.errors import ConfigError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import open_sources
 from offline_packing.sources import SOURCES, Source
-from tests.helpers.datasets import image_bytes, make_run
-
-ROOT = Path(__file__).parents[3]
+from tests.helpers.datasets import make_run
 
 MODULE = '''
 from offline_packing.sources import Source
@@ -81,53 +78,3 @@ def test_a_name_in_the_registry_is_all_that_a_format_needs(
     other = {**source, "format": "jsonl", "first": 2}
     with pytest.raises(ConfigError, match="first applies to format first only; remove it"):
         parse_config({"source": other, "output": {"path": str(tmp_path / "out")}})
-
-
-def test_the_example_runs(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.jpg").write_bytes(image_bytes())
-    (tmp_path / "data" / "vqa.csv").write_text("a.jpg,What?,A square.\na.jpg,Why?,Because.\n")
-    (tmp_path / "pack.yaml").write_text(
-        "source: {format: 'examples.csv_source:CsvSource', task: vqa, "
-        f"path: {tmp_path / 'data' / 'vqa.csv'}}}\noutput: {{path: {tmp_path / 'out'}}}\n"
-    )
-    config = load_config(tmp_path / "pack.yaml")
-    (source,) = open_sources(config)
-    records = [record for part in source.scan(10).parts for record in source.records(part)]
-    assert len(records) == 2
-    run = make_run(config.source[0].model_dump(), tmp_path / "packed")
-    assert measure(run).info.num_samples == 2
-
-
-#: What every source has, and how much of it is used: no options of how its records are read.
-OF_ALL = {"format", "path", "task", "name", "skip", "repeat", "weight"}
-MODULES = {
-    path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "offline_packing").rglob("*.py")
-}
-
-
-def names_option(path: Path, option: str) -> bool:
-    """Return True if a module declares an option or takes it out of a source's options."""
-    for node in ast.walk(MODULES[path]):
-        match node:
-            case ast.ClassDef(name=name) if name.endswith("Options"):
-                fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
-                if any(isinstance(one, ast.Name) and one.id == option for one in fields):
-                    return True
-            case ast.Attribute(value=ast.Name(id="options"), attr=name) if name == option:
-                return True
-            case ast.Attribute(value=ast.Attribute(attr="options"), attr=name) if name == option:
-                return True
-    return False
-
-
-@pytest.mark.parametrize(
-    "option",
-    sorted({name for one in SOURCES.values() for name in one.Options.model_fields} - OF_ALL),
-)
-def test_an_option_touches_two_files(option: str) -> None:
-    """Named where it is declared and where it is used; a format may have its own, or a default."""
-    named = {path for path in MODULES if names_option(path, option)}
-    formats = {path for path in named if path.parent.name == "formats"}
-    assert named
-    assert len(named - formats) <= 2, named

@@ -1,6 +1,5 @@
 """Sources elsewhere (fsspec), of one's own (plug-in), and with fields of their own."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from offline_packing.config.packing import load_config
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MeasuredSample
 from offline_packing.sources.roots.remote import RemoteRoot
@@ -21,7 +19,6 @@ from tests.helpers.formats import write_file
 SAMPLES = formats.draw_samples(4) + [
     (f"v{key}", *rest) for key, *rest in formats.draw_video_samples(3, single=True)
 ]
-EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize(
@@ -113,51 +110,3 @@ def test_columns_of_images(tmp_path: Path, form: str) -> None:
     config["fields"] = {"caption": "nothing"}
     with pytest.raises(StageError, match="has the columns key, jpg, text; name those"):
         accounting.outcomes(config, tmp_path)
-
-
-def test_alpaca_form(tmp_path: Path) -> None:
-    write_file(tmp_path / "images" / "a.jpg", image_bytes())
-    record = {
-        "instruction": "<image>What",
-        "input": "is it?",
-        "output": "A square.",
-        "history": [["Hello", "Hi"]],
-        "system": "Be brief.",
-        "images": ["images/a.jpg"],
-    }
-    write_file(tmp_path / "a.json", json.dumps([record, {"output": "x"}]).encode())
-    write_json(tmp_path / "dataset_info.json", {"a": {"file_name": "a.json"}})
-    config = {"format": "llama_factory", "path": str(tmp_path), "dataset": "a"}
-    source = accounting.open_one(config, tmp_path)
-    (key, _, row), (_, second, _) = accounting.account(source)
-    assert second == "bad_record"
-    assert row is not None
-    sample = source.read_sample(key, row.json, 1)
-    assert sample.system == "Be brief."
-    assert [(turn.prompt, turn.answer) for turn in sample.turns] == [
-        ("Hello", "Hi"),
-        ("<image>What\nis it?", "A square."),
-    ]
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_example_configurations_are_valid(path: Path) -> None:
-    assert load_config(path).source
-
-
-def test_example_of_mid_training(tmp_path: Path) -> None:
-    """The example reads folders of Parquet files with id, image and caption."""
-    image = pa.struct([pa.field("bytes", pa.binary()), pa.field("path", pa.string())])
-    overrides = [f"output.path={tmp_path / 'out'}", "engine={workers: 0}"]
-    for i in range(3):
-        rows = {
-            "id": [f"{i}-{j}" for j in range(4)],
-            "image": pa.array([{"bytes": image_bytes(56 * (j + 1))} for j in range(4)], image),
-            "caption": [f"A picture of kind {j}." for j in range(4)],
-        }
-        (tmp_path / f"folder{i}").mkdir()
-        pq.write_table(pa.table(rows), tmp_path / f"folder{i}" / "0.parquet")
-        overrides.append(f"source.{i}.path={tmp_path / f'folder{i}'}")
-    config = load_config(EXAMPLES / "llava_onevision_mid_training_85m.yaml", overrides)
-    run = make_run([source.model_dump() for source in config.source], tmp_path / "out")
-    assert pack_all(run).counts.packed == 12

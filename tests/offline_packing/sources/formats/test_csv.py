@@ -15,9 +15,7 @@ from offline_packing.errors import StageError
 from offline_packing.sources import open_source
 from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.formats import jsonl
-from offline_packing.sources.recognise import recognise
 from task_encoders.samples import SampleError
-from tests.helpers.command import invoke
 
 cells = st.text(st.sampled_from('ab", \n\té;'), max_size=9)
 
@@ -92,17 +90,3 @@ def test_a_heading_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
     with pytest.raises(StageError, match=r"a\.csv: it has 2 columns named 'text'"):
         read(tmp_path / "a.csv")
-
-
-def test_from_init_to_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = "".join(f'"What, {i}?","It is ""{i}""\nor so"\n' for i in range(9))
-    (tmp_path / "qa.csv").write_text(f"question,answer\n{rows}broken\n")
-    found = recognise("qa.csv")
-    assert (found.options["format"], found.options["task"]) == ("csv", "vqa")
-    (tmp_path / "pack.yaml").write_text(
-        "source: {format: csv, path: qa.csv, task: vqa, text_only: true}\noutput: {path: out}\n"
-        "pack: {seq_length: 256, max_set_aside: 0.2}\nengine: {workers: 0}\n"
-    )
-    assert "set aside 1, for example" in invoke("run", "--deep", "pack.yaml").stdout
-    assert "1 cells, the heading has 2" in invoke("set-aside", "pack.yaml").stdout

@@ -89,14 +89,11 @@ def test_missing_member(tmp_path: Path) -> None:
     assert outcomes == {"a/k": "missing_image", "a/l": "bad_record"}
 
 
-def test_splits_and_excluded_shards(tmp_path: Path) -> None:
+def test_another_split(tmp_path: Path) -> None:
     members = [("k.jpg", JPEG), ("k.txt", b"A.")]
     crude = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
     prepared(tmp_path, crude, *members)
     assert [key for key, *_ in rows(tmp_path, "captioning", split="val")] == ["b/k"]
-    both = "split_parts: {train: [a.tar, b.tar]}\nexclude: [a.tar]\n"
-    prepared(tmp_path, crude, *members, split=both)
-    assert [key for key, *_ in rows(tmp_path, "captioning")] == ["b/k"]
 
 
 CAPTIONING = sample_type("CaptioningSample", image="jpg", caption="txt")
@@ -195,25 +192,6 @@ def test_split_that_is_not_there(tmp_path: Path, splits: str) -> None:
         rows(tmp_path, "captioning")
 
 
-def test_what_energon_prepared(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.energon")
-    from megatron.energon.epathlib import EPath
-    from megatron.energon.flavors import BaseWebdatasetFactory
-
-    names = [f"shard-{i}.tar" for i in range(3)]
-    for i, name in enumerate(names):
-        members = [(f"k{i}.jpg", JPEG), (f"k{i}.json", b'{"caption": "A square."}')]
-        write_file(tmp_path / name, tar_bytes(members))
-    BaseWebdatasetFactory.prepare_dataset(
-        EPath(tmp_path), names, split_parts_ratio=[("train", 1.0)], workers=1
-    )
-    description = sample_type("CaptioningSample", image="jpg", caption="json[caption]")
-    write_file(tmp_path / ".nv-meta" / "dataset.yaml", description.encode())
-    found = rows(tmp_path, "captioning")
-    assert sorted(key for key, *_ in found) == [f"shard-{i}/k{i}" for i in range(3)]
-    assert {outcome for _, outcome, _ in found} == {"ok"}
-
-
 def test_what_the_default_split_leaves_out_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,13 +204,6 @@ def test_what_the_default_split_leaves_out_is_said(
     assert not caplog.text
     with pytest.raises(StageError, match=r"a split 'test'; .* one of: train, val$"):
         rows(root, "captioning", split="test")
-
-
-def test_an_empty_split_is_not_offered(tmp_path: Path) -> None:
-    split = "split_parts: {train: [a.tar], val: [], test: []}\nexclude: []\n"
-    root = prepared(tmp_path, "__class__: CrudeWebdataset\n", split=split)
-    with pytest.raises(StageError, match=r"'val'; set source\.split to one of: train$"):
-        rows(root, "captioning", split="val")
 
 
 def test_a_metadataset_is_not_told_to_be_prepared(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from task_encoders.samples import SourceSample
 from tests.helpers import formats
 from tests.helpers.datasets import make_run, pack_all
 from tests.helpers.formats import Sample
-from tests.helpers.videos import make_video
 
 SAMPLES = formats.draw_samples(11)
 
@@ -71,17 +70,6 @@ def test_samples_are_read_again(tmp_path: Path, name: str) -> None:
         assert keys == [key for key, *_ in SAMPLES]
 
 
-@pytest.mark.parametrize("name", ["webdataset_gz", "jsonl_zst", "parquet", "huggingface"])
-def test_packs_hold_what_the_source_held(tmp_path: Path, name: str) -> None:
-    source = {**formats.WRITERS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
-    assert pack_all(make_run(source, tmp_path / "out")).counts.packed == len(SAMPLES)
-    again = {"format": "packs", "path": str(tmp_path / "out"), "task": "bmr"}
-    found = read_back(make_run(again, tmp_path / "again"))
-    ordered = [found[key] for key in sorted(found)]
-    assert [text_of(sample) for sample, _, _ in ordered] == expected_texts(SAMPLES)
-    assert [images for _, images, _ in ordered] == [images for *_, images in SAMPLES]
-
-
 #: Of samples with one medium: all formats; with several: those that can name them.
 VIDEO_SAMPLES = formats.draw_video_samples(5, single=True)
 MIXED_SAMPLES = formats.draw_video_samples(6, single=False)
@@ -110,34 +98,3 @@ def test_videos_of_every_format_come_out_as_they_went_in(
     unpacked = read_back(make_run(again, tmp_path / "again", model=model))
     repacked = {key: value[1:] for key, value in unpacked.items()}
     assert repacked == {key: value[1:] for key, value in found.items()}
-
-
-def test_captioned_videos_in_a_tar(tmp_path: Path) -> None:
-    """As video datasets come: a clip and its caption as text."""
-    members = []
-    for i in range(4):
-        members += [(f"{i:04d}.mp4", make_video(4 + i)), (f"{i:04d}.txt", b"A bar moves.")]
-    formats.write_file(tmp_path / "data" / "000.tar", formats.tar_bytes(members))
-    source = {"format": "webdataset", "path": str(tmp_path / "data"), "task": "captioning"}
-    found = read_back(make_run(source, tmp_path / "out"))
-    assert [media for _, media, _ in found.values()] == [[data] for _, data in members[::2]]
-    assert all(sample.videos for sample, _, _ in found.values())
-
-
-def test_packing_packs_again_loses_nothing(tmp_path: Path) -> None:
-    source = {**formats.webdataset(tmp_path / "data", SAMPLES), "task": "bmr"}
-    manifest = pack_all(make_run(source, tmp_path / "one"))
-    first = {"format": "packs", "path": str(tmp_path / "one"), "task": "bmr"}
-    longer = make_run(first, tmp_path / "two", pack={"seq_length": 1024})
-    again = pack_all(longer)
-    assert again.counts.packed == manifest.counts.packed == len(SAMPLES)
-    assert sum(again.counts.packs.values()) < sum(manifest.counts.packs.values())
-    second = {"format": "packs", "path": str(tmp_path / "two"), "task": "bmr"}
-    one, two = (
-        {key: (text_of(sample), *rest) for key, (sample, *rest) in read_back(run).items()}
-        for run in (
-            make_run(first, tmp_path / "read_one"),
-            make_run(second, tmp_path / "read_two"),
-        )
-    )
-    assert one == two

@@ -90,17 +90,6 @@ def test_damaged_arrays(tmp_path: Path, name: str, text: str, outcomes: list[str
     assert reasons == outcomes
 
 
-def test_an_array_that_is_cut_says_how_many_records_are_known(tmp_path: Path) -> None:
-    whole = json.dumps([{"a": number} for number in range(1000)])
-    (tmp_path / "a.json").write_text(whole[: whole.index('{"a": 40}')])
-    *records, last = read(tmp_path / "a.json", 40)
-    assert [record.content for record in records] == [{"a": number} for number in range(40)]
-    assert isinstance(last.content, SampleError)
-    assert (last.key, last.content.reason) == ("a.json", "damaged_source")
-    assert "has no end" in last.content.detail
-    assert "(after a:40)" in last.content.detail
-
-
 @pytest.mark.parametrize("block", [1, 7, 1 << 16])
 @pytest.mark.parametrize(("name", "text"), [("a.jsonl.gz", "{}%s{}"), ("a.json.gz", "[{}%s{}]")])
 def test_blank_records_are_counted_but_not_split(

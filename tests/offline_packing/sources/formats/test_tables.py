@@ -16,7 +16,7 @@ from offline_packing.sources import open_source
 from offline_packing.sources.formats import tables
 from offline_packing.sources.reading import arrow_batches, row_files, row_reader
 from offline_packing.sources.reading.arrow_batches import ArrowBatches
-from offline_packing.sources.reading.row_files import RowFile, value_bytes
+from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
@@ -292,15 +292,6 @@ def test_a_table_above_the_memory_of_its_task(
     run = make_run(source, tmp_path / "out", engine={"workers": 2}, pack={"max_set_aside": 1})
     info = measure(run).info
     assert (info.num_samples, dict(info.set_aside)) == (3, {"damaged_source": 3})
-
-
-def test_bytes_of_values_that_share_memory() -> None:
-    texts = ["ab", "c" * 100, None, "ab"]
-    plain = pa.array(texts)
-    for array in (plain.dictionary_encode(), plain.cast(pa.string_view())):
-        batch = pa.record_batch({"a": array, "b": pa.StructArray.from_arrays([array], ["c"])})
-        assert 2 * 104 <= value_bytes(batch) <= 2 * 104 + 100
-        assert value_bytes(batch.slice(1, 1)) - value_bytes(batch.slice(0, 1)) == 2 * 98
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Records and media of remote sources are read ahead, in few requests."""
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from offline_packing.sources.reading.locators import read_locator
 from offline_packing.sources.reading.read_ahead import read_ahead
 from offline_packing.sources.roots.remote import FileRange, RemoteRoot, neighbors
 from offline_packing.verify.verify import verify
-from task_encoders.storage.remote_requests import count_repeats
 from tests.helpers import formats
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, write_planned
 from tests.helpers.object_store import ObjectStore
@@ -123,18 +121,6 @@ def test_changed_and_missing_files(root: RemoteRoot) -> None:
         "kept": bytes,
         "cut": ChangedError,
     }
-
-
-def test_failing_requests_are_repeated(root: RemoteRoot, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(root, "a.tar", b"0123456789")
-    root._filesystem.failures = 3
-    waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    before = count_repeats()
-    (place,) = read_ahead([Locator("bytes", "a.tar", 2, 3)], lambda at: [(root, at)])
-    assert read_locator(root, place) == b"234"
-    assert waits == [1, 2, 5]
-    assert count_repeats() - before == 3
 
 
 def records(folder: Path, count: int) -> None:
