@@ -10,19 +10,17 @@ import pytest
 from PIL import Image
 
 from offline_packing.measure.measure import measure
-from offline_packing.report.report import report
 from offline_packing.sources import SourceRecord
 from offline_packing.sources.lost_fields import control_text, lost_fields
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.storage.files import read_json
 from task_encoders.media.image import decode_image
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.load_tokenizer import load_tokenizer
 from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern
-from tests.helpers.datasets import dialogue, image_bytes, make_run, plan_summary
+from tests.helpers.datasets import dialogue, image_bytes, make_run
 from tests.helpers.formats import lines, write_file
 from tests.helpers.tiny_tokenizer import tiny_tokenizer
 
@@ -180,7 +178,7 @@ TEMPLATED = "<|im_start|>user\nWhat?<|im_end|>"
 
 
 def test_texts_that_already_hold_a_template(tmp_path: Path) -> None:
-    """Told in the log, in the summary and in the report, with a sample."""
+    """Told with a sample."""
     records = [{"question": TEMPLATED if i else "What?", "answer": "This."} for i in range(4)]
     write_file(tmp_path / "a.jsonl", lines(records))
     source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
@@ -191,11 +189,6 @@ def test_texts_that_already_hold_a_template(tmp_path: Path) -> None:
         ("'<|im_start|>',", 3),
     ]
     assert "such as a:2: '<|im_start|>user\\nWhat?<|im_end|>" in info.warnings[1]
-    assert plan_summary(run).count("take it out (about 3 samples") == 2
-    report(run)
-    assert read_json(run.workspace.report / "report.json")["warnings"] == info.warnings
-    page = (run.workspace.report / "report.html").read_text()
-    assert page.count("take it out (about 3 samples") == 2
 
 
 def test_every_control_token_of_a_vocabulary_is_found() -> None:

@@ -51,12 +51,3 @@ def test_they_stay_together_where_the_sum_would_wait_too_long() -> None:
     limit = idle_shares(by_sum, np.zeros(by_sum.shape))[0] + MAX_LOSS
     assert idle_shares(cost[table], tower[table])[0] <= limit
     assert np.array_equal(np.sort(table, axis=None), np.arange(4000))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_few_packs_and_no_tower(num_ranks: int) -> None:
-    for count in range(0, 80, num_ranks):
-        cost, _, texts = packs(count)
-        features = np.stack([texts, texts == 1], axis=1).astype(float)
-        table = spread_steps(cost, None, num_ranks, features, features)
-        assert np.array_equal(np.sort(table, axis=None), np.arange(count))
