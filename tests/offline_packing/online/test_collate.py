@@ -56,14 +56,6 @@ def test_padding_is_one_more_segment(
     assert row["max_length_q"] == max(*lengths, padding)
 
 
-def test_packs_are_padded_after_merging() -> None:
-    """A loader's batch of two packs, of 3 tokens and of 2."""
-    first, second = lettered(3, 2)
-    row = padding_free_collator([[first], [second]], pad_to_length=8)
-    assert row["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
-    assert first["labels"].tolist() == [1, 2, 3]  # the dataset's own tensors stay as they are
-
-
 def test_positions_of_media_restart() -> None:
     """Rows of M-RoPE stay those of each sample; text counts in all three."""
     first, second, third = lettered(3, 2, 4)

@@ -259,11 +259,6 @@ def test_a_blend_by_weights_never_ends(num_workers: int, texts: Path, tmp_path: 
     assert sum(map(len, first + rest)) > 2 * 20  # the smaller comes again
 
 
-def test_repetitions_of_a_blend_are_part_of_its_epoch(texts: Path, tmp_path: Path) -> None:
-    blend = blend_of(tmp_path / "blend.yaml", [texts], epochs=2)
-    assert Counter(itertools.chain(*keys_of(batches(blend)))) == Counter(KEYS * 2)
-
-
 def test_measured_is_encoded() -> None:
     """Pictures, a video, padding: what is planned is what the row takes."""
     encoder = task_encoder(pad_multiple=16, seq_length=4096, max_pixels=28 * 28 * 64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.online.packed_dataset import PackedIterableDataset
@@ -54,17 +54,6 @@ def _no_thread_is_left() -> Iterator[None]:
     while producers() and time.monotonic() < end:
         time.sleep(0.01)
     assert producers() == 0
-
-
-def test_all_items_in_their_order() -> None:
-    dataset = Prefetched(Counting(1000), queue_size=3)
-    assert list(dataset) == list(range(1000))
-    assert list(dataset) == list(range(1000))
-
-
-def test_two_workers_split_and_read_ahead() -> None:
-    loader = DataLoader(Prefetched(Counting(101)), batch_size=None, num_workers=2)
-    assert sorted(loader) == list(range(101))
 
 
 def test_the_producer_is_no_further_ahead_than_the_queue_is_long() -> None:

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -194,14 +193,3 @@ def test_groups_share_no_pack() -> None:
 def test_what_slots_cannot_keep_is_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"context_parallel cannot keep {named}"):
         plan_packs(np.full(9, 8), 512, context_parallel=ContextParallel(8, 64), **given)
-
-
-def test_a_plan_of_slots_is_saved_whole(tmp_path: Path) -> None:
-    num_tokens = _heavy(200, 3, 500)
-    plan = plan_packs(num_tokens, 512, context_parallel=ContextParallel(8, 64))
-    plan.save(tmp_path)
-    again = PackPlan.load(tmp_path)
-    assert again.info == plan.info
-    assert np.array_equal(again.cp_sizes, plan.cp_sizes)
-    assert np.array_equal(again.slot_offsets, plan.slot_offsets)
-    assert again.statistics()["num_slots"] == len(plan.slot_offsets) - 1

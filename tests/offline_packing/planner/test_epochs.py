@@ -81,10 +81,3 @@ def test_limits_are_kept(arguments: dict[str, Any]) -> None:
         assert "homogeneous" not in arguments or len(set(kinds[pack].tolist())) == 1
         assert "copy_of" not in arguments or len(set((pack // 2).tolist())) == len(pack)
     assert np.array_equal(np.sort(plans[1].sample_ids), np.arange(2000))
-
-
-def test_the_same_seed_gives_the_same_packs() -> None:
-    lengths = draw(500)
-    plans = [plan_packs(lengths, SEQ_LENGTH, seed=3, mixed=True) for _ in range(2)]
-    assert np.array_equal(plans[0].sample_ids, plans[1].sample_ids)
-    assert np.array_equal(plans[0].pack_offsets, plans[1].pack_offsets)

@@ -68,8 +68,6 @@ def test_compressed_files_that_are_not_read(
 
 
 UPPER: dict[str, tuple[str, list[tuple[str, bytes]]]] = {
-    "text": ("captioning", [("a.JPEG", JPEG), ("a.TXT", b"A square.")]),
-    "json": ("captioning", [("a.JPG", JPEG), ("a.JSON", b'{"caption": "A square."}')]),
     "described": (
         "captioning",
         [("a.Jpg", JPEG), ("a.Txt", b"A square."), ("a.Json", b'{"width": 56}')],

@@ -1,11 +1,8 @@
 """Sources elsewhere (fsspec), of one's own (plug-in), and with fields of their own."""
 
 from pathlib import Path
-from typing import Any
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import ConfigError, StageError
@@ -85,28 +82,3 @@ def test_fields_of_pairs(tmp_path: Path) -> None:
     assert row.media[0][0].container == "x.jpg"
     missing = {**config, "fields": {"caption": "captions[1].content"}}
     assert accounting.outcomes(missing, tmp_path) == {"a": "bad_record"}
-
-
-@pytest.mark.parametrize("form", ["bytes", "struct", "path"])
-def test_columns_of_images(tmp_path: Path, form: str) -> None:
-    image = image_bytes()
-    write_file(tmp_path / "images" / "a.jpg", image)
-    values: dict[str, Any] = {
-        "bytes": image,
-        "struct": {"bytes": image, "path": "elsewhere.jpg"},
-        "path": "a.jpg",
-    }
-    table = pa.table({"key": ["k", "l"], "jpg": [values[form], None], "text": ["A square.", "B."]})
-    (tmp_path / "data").mkdir()
-    pq.write_table(table, tmp_path / "data" / "a.parquet")
-    config = {
-        "format": "parquet",
-        "path": str(tmp_path / "data"),
-        "image_root": str(tmp_path / "images"),
-        "task": "captioning",
-        "fields": {"id": "key", "images": "jpg", "caption": "text"},
-    }
-    assert accounting.outcomes(config, tmp_path) == {"k": "ok", "l": "missing_image"}
-    config["fields"] = {"caption": "nothing"}
-    with pytest.raises(StageError, match="has the columns key, jpg, text; name those"):
-        accounting.outcomes(config, tmp_path)

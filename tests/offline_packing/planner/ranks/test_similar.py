@@ -55,9 +55,3 @@ def test_never_worse_than_sorted(seed: int, num_ranks: int, steps: int, texts: f
     )
     assert two <= sorted_two + 1e-9
     assert one <= best_one + 0.01 + 1e-9
-
-
-def test_idle_shares_of_nothing() -> None:
-    assert idle_shares(np.zeros((0, 4)), np.zeros((0, 4))) == (0, 0)
-    assert idle_shares(np.zeros((2, 4)), np.zeros((2, 4))) == (0, 0)
-    assert np.array_equal(similar_steps(np.zeros(0), None, 4), np.zeros((0, 4)))

@@ -77,19 +77,6 @@ def test_narrow_distribution_reaches_the_bound(seq_length) -> None:
         assert best_fit_decreasing(counts).num_packs > 1.03 * bound
 
 
-def test_narrow_distribution_needs_no_linear_program(monkeypatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> Composition:
-        raise AssertionError("the linear program ran")
-
-    counts = count_lengths(draw_lengths("narrow", 100_000), 8192)
-    program = pattern_lp(counts)
-    # By its name in the package, the module is hidden behind the function.
-    monkeypatch.setattr(
-        sys.modules["offline_packing.planner.strategies.auto"], "pattern_lp", refuse
-    )
-    assert auto(counts).num_packs <= program.num_packs + 2
-
-
 def test_pricing_proves_a_bound_that_the_sum_of_tokens_does_not() -> None:
     # Only two samples of about 3000 fit 8192: half as many packs as samples, however it is done.
     rng = np.random.default_rng(0)

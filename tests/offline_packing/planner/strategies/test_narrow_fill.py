@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.planner.strategies.histogram import count_lengths, even_packs
+from offline_packing.planner.strategies.histogram import even_packs
 from offline_packing.planner.strategies.narrow_fill import narrow_fills
-from tools.benchmarks.length_distributions import draw_lengths
 
 
 @st.composite
@@ -36,13 +35,6 @@ def test_no_pack_is_too_full_and_no_sample_is_lost(counts, seed, max_patterns, m
     assert (packs.pattern_tokens() < len(counts)).all()
     np.testing.assert_array_equal(packs.used_counts(len(counts)) + left, counts)
     assert (left >= 0).all()
-
-
-def test_a_few_thousand_patterns_serve_a_million_samples():
-    packs, _ = narrow_fills(
-        count_lengths(draw_lengths("narrow", 1_000_000), 8192), max_patterns=3000
-    )
-    assert len(packs.multiplicity) < 6000
 
 
 def test_very_long_samples_stand_beside_the_shortest():
