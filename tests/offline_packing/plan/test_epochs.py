@@ -19,7 +19,6 @@ from task_encoders.loading.packed_dataset import (
     PackedLoader,
     get_packed_loader,
     get_packed_train_dataset,
-    get_packed_val_dataset,
 )
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -113,19 +112,6 @@ def test_restored_at_each_step_around_the_edge(packed: Run, num_workers: int) ->
         tail = keys_of(itertools.islice(iter(again), len(keys) - step - 1))
         PackedLoader.close(again)
         assert tail == keys[step + 1 :]
-
-
-def test_validation_has_one_epoch(packed: Run) -> None:
-    encoder = PackedTaskEncoder(
-        seq_length=256, model=packed.config.model, settings=PackingSettings(packed=True)
-    )
-    dataset = get_packed_val_dataset(
-        packed.workspace.root,
-        encoder,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-    )
-    found = Counter(itertools.chain(*keys_of(get_packed_loader(dataset))))
-    assert found == Counter(itertools.chain(*samples_of(packed, "val")))
 
 
 @pytest.mark.parametrize(("num_workers", "is_warned"), [(1, False), (5, True)])

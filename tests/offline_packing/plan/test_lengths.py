@@ -1,6 +1,5 @@
 """Lengths measured elsewhere are planned like those of an index, and the index alone is read."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.lengths import plan_lengths, write_assignment
 from offline_packing.plan.make_plan import make_plan
-from offline_packing.plan.plan import preview_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from tests.helpers.command import invoke
@@ -129,21 +127,15 @@ def test_budgets_and_set_asides(tmp_path: Path) -> None:
         plan_lengths(config, ("pack.on_overlong=error",), tmp_path / "l.csv", None)
 
 
-def test_every_epoch_has_all_samples_in_other_packs(tmp_path: Path) -> None:
-    rows = "".join(f"s{i},{20 + i % 7}\n" for i in range(200))
-    (tmp_path / "l.csv").write_text(f"key,tokens\n{rows}long,999\n")
-    config = write_config(tmp_path, seq_length=128, epochs=2)
-    summary = plan_lengths(config, (), tmp_path / "l.csv", tmp_path / "out.parquet")
-    found = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert "epochs                  2" in summary
-    assert [row["key"] for row in found if row["pack"] is None] == ["long"]
-    epochs = [found[:200], found[200:400]]
-    packs: list[set[frozenset[str]]] = []
-    for epoch in epochs:
-        assert {row["key"] for row in epoch} == {f"s{i}" for i in range(200)}
-        numbers = sorted({row["pack"] for row in epoch})
-        packs.append({frozenset(r["key"] for r in epoch if r["pack"] == n) for n in numbers})
-    assert len(packs[0] & packs[1]) < len(packs[0]) / 10
+def test_packs_of_one_kind_and_a_limit_of_samples(tmp_path: Path) -> None:
+    rows = "".join(f"s{i},20,{i % 2}\n" for i in range(40))
+    (tmp_path / "l.csv").write_text(f"key,tokens,num_images\n{rows}")
+    config = write_config(tmp_path, seq_length=128, homogeneous=True, max_samples=4)
+    plan_lengths(config, (), tmp_path / "l.csv", tmp_path / "out.parquet")
+    kinds: dict[int, list[int]] = {}
+    for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
+        kinds.setdefault(row["pack"], []).append(int(row["key"][1:]) % 2)
+    assert sorted(kinds.values()) == [[0] * 4] * 5 + [[1] * 4] * 5
 
 
 @pytest.mark.parametrize(
@@ -201,23 +193,3 @@ def test_command(tmp_path: Path) -> None:
         in invoke("plan-lengths", config, lengths, "pack.seed=1", "--output", output).stdout
     )
     assert sorted(tmp_path.iterdir()) == [lengths, output, config]
-
-
-def test_planning_again_opens_no_source_file(measured: Run) -> None:
-    root, opened = measured.config.source[0].path, list[str]()
-    sys.addaudithook(
-        lambda event, values: (
-            opened.append(str(values[0]))
-            if event == "open" and str(values[0]).startswith(root)
-            else None
-        )
-    )
-    again = make_run(
-        measured.config.source[0].model_dump(),
-        measured.workspace.root,
-        pack={"seq_length": 512, "seed": 1, "budgets": {"images": 9}},
-    )
-    assert "of 512 tokens" in preview_plan(again, open_index(again))
-    assert opened == []
-    next(Path(root).rglob("*.jpg")).read_bytes()
-    assert len(opened) == 1  # or nothing was watched

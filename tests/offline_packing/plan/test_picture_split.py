@@ -10,7 +10,7 @@ import pytest
 from launch.data.open_packs import open_packs
 from launch.data.packed_data import check_room, read_packed_data
 from offline_packing.config.sections import PackConfig
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.index.pack_table import split_of_packs
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
@@ -19,7 +19,7 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders import PackedTaskEncoder, required_pad_multiple
 from task_encoders.families import model_cost
-from tests.helpers.datasets import make_config, make_run, mixed_pairs, pack_all, plan_summary
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all, plan_summary
 
 SIZE = 2
 PACK: dict[str, Any] = {
@@ -115,17 +115,3 @@ def test_padding_is_what_ranks_cut(size: int, multiple: int, padding: int) -> No
     if multiple <= 4:
         options = {"context_parallel": size, "tensor_parallel": multiple}
         assert padding == required_pad_multiple(**options, sequence_parallel=multiple > 1)
-
-
-@pytest.mark.parametrize(
-    ("pack", "message"),
-    [
-        ({"context_parallel": {"size": 2, "ranks": 2}}, "write {size: 4}"),
-        ({"context_parallel": {"size": 512}}, "multiples of 1024 > seq_length 512"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(
-    tmp_path: Path, pack: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(tmp_path / "source", tmp_path / "packed", pack=pack)

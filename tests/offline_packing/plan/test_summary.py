@@ -10,21 +10,6 @@ from offline_packing.planner.plan_packs import plan_packs
 from offline_packing.runs.figures import plan_figures, sample_figures
 
 
-@pytest.mark.parametrize(
-    ("lengths", "batch_size", "expected"),
-    [
-        ([5, 5, 5, 5], 2, 20),
-        ([1, 9], 2, 18),
-        ([1, 9, 4], 1, 14),
-        # batches [1 9][4], [1 4][9], [4 9][1]: 18 + 4, 8 + 9, 18 + 1
-        ([1, 9, 4], 2, (22 + 17 + 19) / 3),
-        ([3, 7], 8, 14),
-    ],
-)
-def test_padded_tokens(lengths: list[int], batch_size: int, expected: float) -> None:
-    assert padded_tokens(np.bincount(lengths), batch_size) == pytest.approx(expected)
-
-
 def test_padded_tokens_are_the_mean_over_orders() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 400, 1003)

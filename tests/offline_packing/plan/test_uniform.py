@@ -1,7 +1,6 @@
 """pack.order.uniform from plan to loaders: at each step all ranks have images, or none has."""
 
 import itertools
-import json
 import re
 import shutil
 from collections.abc import Collection
@@ -25,7 +24,6 @@ from offline_packing.verify.verify import verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all, plan_summary
-from tests.helpers.repairs import repair
 
 ORDER = {"num_ranks": 4, "num_workers": 2, "uniform": True}
 
@@ -98,19 +96,6 @@ def test_energons_loader_over_two_epochs(ranks: int, workers: int, size: int, fo
     steps = list(zip(*drawn, strict=True))
     assert all(len(set(step)) == 1 for step in steps)
     assert size > 1 or {step[0] for step in steps} == {True, False}
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_ranks_that_take_packs_in_turn(split: str, folder: Path) -> None:
-    packs = PackedFolder(folder, split=split)
-    columns = packs.columns()
-    assert columns is not None
-    assert packs.uniform_ranks == 4
-    images = [any(name.startswith("img") for name in pack.media) for pack in packs]
-    assert (columns.media > 0).tolist() == images
-    assert sorted(packs.order) == list(range(len(packs)))
-    for ranks in (2, 4):
-        are_alike([tuple(step) for step in np.reshape(images, (-1, ranks))])
 
 
 def test_costs_are_those_of_index_and_plan(folder: Path) -> None:
@@ -218,30 +203,3 @@ def test_a_blend_keeps_steps_and_the_share_of_each_output(folder: Path, tmp_path
     assert features is not None
     assert features[:, -1].mean() == 3 / 4
     assert np.array_equal(features[:, 0], columns.media == np.unique(columns.media)[1])
-
-
-def test_packs_without_it_mix(source: dict[str, str], tmp_path: Path) -> None:
-    order = {"num_ranks": 4, "num_workers": 2}
-    pack_all(make_run(source, tmp_path / "packed", pack={"seq_length": 200, "order": order}))
-    packs = PackedFolder(tmp_path / "packed")
-    columns = packs.columns()
-    assert columns is not None
-    assert packs.uniform_ranks == 0
-    assert packs.order.tolist() == list(range(len(packs)))
-
-
-def test_a_flipped_kind_of_a_pack_is_damage_to_the_manifest(
-    source: dict[str, str], tmp_path: Path
-) -> None:
-    run = make_run(source, tmp_path / "packed", pack={"seq_length": 200, "order": ORDER})
-    pack_all(run)
-    path = tmp_path / "packed" / "manifest.json"
-    before = path.read_bytes()
-    media = json.loads(before)["shards"][0]["media"]
-    other = media.translate(str.maketrans("01", "10"))
-    path.write_bytes(before.replace(f'"{media}"'.encode(), f'"{other}"'.encode(), 1))
-    result = verify(run)
-    assert "manifest.json is not what was written" in "\n".join(result.problems)
-    repair(run)
-    assert path.read_bytes() == before
-    assert verify(run).ok
