@@ -6,7 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from offline_packing.errors import DiskFullError, StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.measure.measure import measure
-from offline_packing.plan.make_plan import make_plan
-from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage import files
 from offline_packing.storage.files import remove_temporaries, write_atomically
@@ -29,7 +27,6 @@ from tests.helpers.datasets import (
     make_run,
     pack_all,
     plan_index,
-    write_json,
     write_planned,
 )
 from tests.helpers.outputs import shard_files
@@ -55,21 +52,6 @@ def leftovers(run: Run) -> list[str]:
     return [path.name for path in run.workspace.root.rglob("*.tmp")]
 
 
-def limited(limit: int, config: Path) -> "subprocess.CompletedProcess[str]":
-    """`run` in a process that may write no file larger than `limit` bytes."""
-
-    def limit_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    return subprocess.run(
-        [sys.executable, "-m", "offline_packing", "run", str(config), "--quiet"],
-        preexec_fn=limit_files,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_write_that_the_system_refuses(data: Path, tmp_path: Path) -> None:
     """A real failure of the system call, as a disk that is full gives it."""
     config = tmp_path / "config.yaml"
@@ -78,7 +60,13 @@ def test_write_that_the_system_refuses(data: Path, tmp_path: Path) -> None:
         f"output: {{path: {tmp_path}/out}}\n"
         "engine: {workers: 0}\n"
     )
-    failed = limited(40_000, config)
+    failed = subprocess.run(
+        [sys.executable, "-m", "offline_packing", "run", str(config), "--quiet"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert failed.returncode == 1
     assert failed.stderr.startswith(f"error: {tmp_path}/out/train-000000.tar cannot be written: ")
     assert failed.stderr.endswith("; free some space and run again\n")
@@ -219,38 +207,15 @@ def test_changed_config_is_named(
         verb(changed)
 
 
-@pytest.fixture
-def running(data: Path, tmp_path: Path) -> Iterator[Path]:
-    """A configuration whose output another process holds."""
+def test_two_launches_at_once(data: Path, tmp_path: Path) -> None:
+    run = make_run(data, tmp_path / "out")
     config = tmp_path / "config.yaml"
-    config.write_text(
-        f"source: {{format: pairs, path: {data}, task: captioning}}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {workers: 0}\n"
-    )
-    program = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from offline_packing.runs.run import Workspace\n"
-        "with Workspace(Path(sys.argv[1])).lock():\n"
-        "    print('held', flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "out")], stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"held\n"
-    yield config
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-def test_two_launches_at_once(running: Path) -> None:
-    second = CliRunner().invoke(cli, ["run", str(running)])
+    config.write_text(run.config.model_dump_json())
+    with run.workspace.lock():
+        second = CliRunner().invoke(cli, ["run", str(config)])
+        status = CliRunner().invoke(cli, ["status", str(config)])  # may look on
     assert isinstance(second.exception, StageError)
     assert str(second.exception).startswith("another run is working on output")
-    status = CliRunner().invoke(cli, ["status", str(running)])  # may look on
     assert status.output == "measure   not begun\nplan      not done\n"
 
 
@@ -266,25 +231,6 @@ def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     assert killed.returncode == -9
     with workspace.lock():
         assert workspace.packing.exists()
-
-
-def test_duplicate_samples_over_files_of_one_source(tmp_path: Path) -> None:
-    """Two files of one source hold the same samples: those of the first stay."""
-    for name in ("a", "b"):
-        write_json(
-            tmp_path / f"data/{name}.json",
-            [{"id": i, "from": name, "caption": f"number {i}"} for i in range(20)],
-        )
-    source = {"format": "json", "path": str(tmp_path / "data"), "task": "captioning"}
-    run = make_run(source, tmp_path / "out", engine={"samples_per_part": 7})
-    counts = pack_all(run).counts
-    assert counts.samples == 40
-    assert counts.packed == 20
-    assert counts.set_aside == {"duplicate_key": 20}
-    assert verify(run, deep=True).ok
-    places = open_index(run).table("json")["json"].combine_chunks().field("container")
-    planned = make_plan(run, open_index(run)).packs.sample_ids
-    assert set(places.take(planned).to_pylist()) == {"a.json"}
 
 
 def test_temporaries_of_living_writers_stay(tmp_path: Path) -> None:

@@ -69,16 +69,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert "verify" in result.stdout
 
 
-@pytest.mark.exhaustive
-def test_measure_plan_and_report(config: str) -> None:
-    """Each in a process of its own; `run` below has them all in one."""
-    expected = {"measure": "measured 8", "plan": "packs           ", "report": "8 samples = 8"}
-    for verb, text in expected.items():
-        result = run_blocked(BLOCKED, verb, config)
-        assert result.returncode == 0, result.stderr
-        assert text in result.stdout
-
-
 @pytest.mark.parametrize(
     "layout",
     [

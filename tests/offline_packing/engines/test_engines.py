@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offline_packing.engines import ENGINES
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.runs.run import build_engine
 from tests.helpers.datasets import make_config
 
@@ -30,10 +30,3 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         next(engine.run(abs, [-1]))
-
-
-def test_slurm_without_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PACKING_RANK", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match=r"start it with launch/pack_slurm\.sh"):
-        ENGINES["slurm"](1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,6 @@ class ThreadEngine(Engine):
     """Threads of this process."""
 
     tasks_done = 0
-    functions: ClassVar[list[str]] = []
 
     def run(
         self,
@@ -26,7 +25,6 @@ class ThreadEngine(Engine):
         tasks: Iterable[Any],
         listener: Callable[[int], object] | None = None,
     ) -> Iterator[Any]:
-        ThreadEngine.functions.append(function.__name__)
         with ThreadPoolExecutor(self.workers) as pool:
             for result in pool.map(function, tasks):
                 ThreadEngine.tasks_done += 1
@@ -47,15 +45,3 @@ def test_an_engine_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         written.append(shard_files(run))
     assert ThreadEngine.tasks_done > 6  # parts of the index; shards, written and verified
     assert written[0] == written[1]
-
-
-@pytest.mark.parametrize("place", ["{}/out", "memory:/{}/out"])
-def test_functions_have_names(tmp_path: Path, place: str) -> None:
-    """Ray's dashboard shows tasks by them, wherever the output lies."""
-    ThreadEngine.functions.clear()
-    output = {"path": place.format(tmp_path)}
-    config = make_config(captioning_pairs(tmp_path / "data"), Path(), output=output)
-    run = Run(config, ThreadEngine(1))
-    pack_all(run)
-    verify(run)
-    assert {"measure_part", "write_shard", "verify_shard"} <= set(ThreadEngine.functions)

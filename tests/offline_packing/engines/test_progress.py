@@ -8,21 +8,12 @@ from typing import Any
 from offline_packing.engines.local import Advance, LocalEngine
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
-from tests.helpers.slow_tasks import STEPS, check_progress, slow_task
+from tests.helpers.slow_tasks import check_progress
 
 
 def test_progress_is_told_before_the_task_ends(tmp_path: Path) -> None:
     with LocalEngine(1) as engine:
         check_progress(engine, tmp_path)
-
-
-def test_nobody_needs_to_listen(tmp_path: Path) -> None:
-    (tmp_path / "heard").touch()
-    with LocalEngine(0) as engine:
-        assert list(engine.run(slow_task, [tmp_path])) == [STEPS]
-        told: list[int] = []
-        assert list(engine.run(slow_task, [tmp_path] * 2, told.append)) == [STEPS] * 2
-    assert told == [1] * 2 * STEPS
 
 
 class Recorded(LocalEngine):

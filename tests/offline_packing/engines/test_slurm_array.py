@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,6 @@ from tests.helpers.datasets import (
     plan_index,
     write_planned,
 )
-
-
-@dataclass(frozen=True)
-class Numbered:
-    number: int
-
-
-def number_of(task: Numbered) -> int:
-    return task.number
 
 
 def array(index: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
@@ -82,22 +72,6 @@ def test_rank(environment: dict[str, str], expected: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "stride", "processes"),
-    [(0, 7, 1, 1), (1, 8, 1, 1), (2, 14, 4, 1), (9, 9, 1, 1), (1, 3, 1, 3)],
-)
-def test_ranks_of_an_array_are_all_different(
-    first: int, last: int, stride: int, processes: int
-) -> None:
-    indices = range(first, last + 1, stride)
-    ranks = [
-        find_rank(array(i, first, last, len(indices), stride) | step(process, processes))
-        for i in indices
-        for process in range(processes)
-    ]
-    assert ranks == [(rank, len(ranks)) for rank in range(len(indices) * processes)]
-
-
-@pytest.mark.parametrize(
     "environment",
     [
         {},
@@ -122,15 +96,6 @@ def rank_engine(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> 
     monkeypatch.setenv("PACKING_RANK", str(rank))
     monkeypatch.setenv("PACKING_WORLD_SIZE", str(world_size))
     return SlurmEngine(0)
-
-
-def test_each_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks = [Numbered(i) for i in range(20)]
-    done: list[int] = []
-    for rank in range(3):
-        engine = rank_engine(monkeypatch, rank, 3)
-        done += engine.run(number_of, engine.share(tasks))
-    assert sorted(done) == list(range(20))
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,9 @@ import numpy as np
 import pytest
 
 from offline_packing.errors import StageError
-from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
-from offline_packing.verify.render import render_verdict
-from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
-from task_encoders.storage.paths import REMEDY
 from tests.helpers.datasets import (
     captioning_pairs,
     make_run,
@@ -36,8 +32,6 @@ UNCHECKED = {
     r"_packing/index/_started\.json": "read while the index is not complete only",
 }
 LAYOUTS = ("energon", "references", "indexed", "llava_onevision")
-#: Repairs that `make test` tries, of all files.
-REPAIRED = (("references", "deleted"),)
 
 Edit = Callable[[Path], None]
 
@@ -136,37 +130,6 @@ def test_every_file_is_checked(finished: Run, edit: Edit) -> None:
     assert found_in(finished) == ""
 
 
-@pytest.mark.parametrize(
-    ("finished", "edit"),
-    [
-        pytest.param(layout, edit, id=f"{layout}-{name}", marks=marks)
-        for layout in LAYOUTS
-        for name, edit in EDITS.items()
-        for marks in [[] if (layout, name) in REPAIRED else pytest.mark.exhaustive]
-    ],
-    indirect=["finished"],
-)
-def test_run_makes_again_what_is_discarded(finished: Run, edit: Edit) -> None:
-    """Each file that verify checks is the same after it."""
-    root = finished.workspace.root
-    repaired = 0
-    for path in files_of(finished):
-        name = str(path.relative_to(root))
-        if any(re.fullmatch(one, name) for one in UNCHECKED):
-            continue
-        before = path.read_bytes()
-        edit(path)
-        assert found_in(finished) != ""
-        repair(finished)
-        repaired += 1
-        assert verify(finished).ok, name
-        if path.suffix != ".sqlite":
-            assert path.read_bytes() == before, name
-    assert repaired > 20
-    assert not finished.workspace.damaged.exists()
-    assert verify(finished, deep=True).ok
-
-
 @pytest.mark.parametrize("content", [b"7\n", b"[]", b"", b'{"a": 1}', None])
 def test_json_that_is_no_object_or_lost_its_end(packed: Run, content: bytes | None) -> None:
     """Named like any other damage, and made again."""
@@ -187,39 +150,6 @@ def test_json_that_is_no_object_or_lost_its_end(packed: Run, content: bytes | No
         assert path.name in result.problems[0]
         repair(packed)
         assert path.read_bytes() == before
-
-
-def test_repair_leaves_nothing_half_written(packed: Run) -> None:
-    """Also of a run that was killed: temporaries, and files that were discarded."""
-    workspace = packed.workspace
-    left = [
-        workspace.nv_meta / "split.yaml.0123456789ab.tmp",
-        workspace.root / "manifest.json.0.tmp",
-    ]
-    for path in left:
-        path.write_bytes(b"half")
-    before = workspace.index_info.read_bytes()
-    apart = workspace.damaged / "_packing/index.json"
-    apart.parent.mkdir(parents=True)
-    workspace.index_info.replace(apart)
-    repair(packed)
-    assert not any(path.exists() for path in left)
-    assert not workspace.damaged.exists()
-    assert workspace.index_info.read_bytes() == before
-    assert verify(packed).ok
-
-
-@pytest.mark.parametrize("content", ["split_parts: {train: [train-000000.tar]}\n", ""])
-def test_edited_metadata_is_named(packed: Run, content: str) -> None:
-    path = packed.workspace.nv_meta / "split.yaml"
-    before = path.read_bytes()
-    path.write_text(content)
-    result = verify(packed)
-    assert result.num_problems == 1
-    assert ".nv-meta/split.yaml differs from what was written" in result.problems[0]
-    assert ".nv-meta/split.yaml differs" in repair(packed)
-    assert path.read_bytes() == before
-    assert verify(packed).ok
 
 
 def test_database_is_compared_by_its_rows(packed: Run) -> None:
@@ -271,27 +201,6 @@ def test_copy_without_the_plan(packed: Run) -> None:
         verify(packed)
 
 
-def test_what_cannot_be_made_again_comes_back(packed: Run, tmp_path: Path) -> None:
-    """Without its source an index keeps its damage, and a second run makes the rest again."""
-    aside = packed.workspace.set_aside / "part-00000.parquet"
-    flip_middle(aside)
-    damaged = aside.read_bytes()
-    for path in packed.workspace.nv_meta.glob("*"):
-        path.unlink()
-    (packed.workspace.plan / "summary.txt").unlink()
-    (tmp_path / "data").rename(tmp_path / "gone")
-    with pytest.raises(StageError, match=r"set_aside/part-00000\.parquet cannot be made .*data"):
-        repair(packed)
-    assert aside.read_bytes() == damaged
-    pack_all(packed)
-    assert [found.split()[0] for found in verify(packed).problems] == [
-        "_packing/set_aside/part-00000.parquet"
-    ]
-    (tmp_path / "gone").rename(tmp_path / "data")
-    repair(packed)
-    assert verify(packed, deep=True).ok
-
-
 def test_index_of_another_source_is_not_taken(packed: Run, tmp_path: Path) -> None:
     """Measured again it is another one: index and plan stay what they were."""
     record = next((tmp_path / "data").rglob("*.json"))
@@ -332,24 +241,3 @@ def test_changed_plan_is_named(packed: Run) -> None:
             verb(packed)
     repair(packed)
     assert verify(packed).ok
-
-
-def test_parts_of_a_killed_run_have_their_hash(tmp_path: Path) -> None:
-    run = make_run(captioning_pairs(tmp_path / "data", 40), tmp_path / "out")
-    measure(run)
-    before = run.workspace.index_info.read_bytes()
-    run.workspace.index_info.unlink()
-    (run.workspace.index / "part-00001.parquet").unlink()
-    measure(run)
-    assert run.workspace.index_info.read_bytes() == before
-
-
-def test_verdict_says_what_helps() -> None:
-    def verdict(problems: int, repairable: int, in_source: int = 0) -> str:
-        counts = {"num_repairable": repairable, "num_in_source": in_source}
-        return render_verdict(VerifyResult(num_problems=problems, **counts))
-
-    assert verdict(2, 2) == f"2 problems; 2 of damaged files: {REMEDY}"
-    assert verdict(3, 2).startswith(f"3 problems; 2 of damaged files: {REMEDY}; 1 of shards that")
-    assert REMEDY not in verdict(3, 0)
-    assert "repair or remove them there, and pack again" in verdict(1, 0, 1)

@@ -1,7 +1,6 @@
 """Copies of what cannot be read at any place: made once, kept while needed, then removed."""
 
 import errno
-import gzip
 import multiprocessing
 import os
 import signal
@@ -14,16 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
-from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.sources.reading import row_reader
 from offline_packing.sources.reading.row_files import RowFile
 from offline_packing.storage.streams import unpacked_copy
 from offline_packing.verify.verify import verify
-from offline_packing.write.write import preview_write
 from task_encoders.packs.manifest import Manifest
 from tests.helpers import formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
@@ -102,13 +98,6 @@ def test_each_group_is_decoded_once_for_all_shards(
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
     assert len(write_planned(run).shards) > 5
     assert decoded == [1]
-
-
-def test_which_groups_a_shard_decodes() -> None:
-    starts, sizes = [0, 1000, 2000, 3000], [100 << 20, 100 << 20, 1 << 20]
-    rows = np.array([0, *range(1000, 1200), 2500])
-    assert row_reader.decoded_at_once(starts, sizes, rows).tolist() == [False, True, True]
-    assert row_reader.decoded_at_once(starts, sizes, rows[:0]).tolist() == [False] * 3
 
 
 def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> dict[str, Any]:
@@ -205,26 +194,3 @@ def test_no_room_to_unpack(tmp_path: Path) -> None:
         unpacked_copy("name", "a.gz", tmp_path / "unpacked", full)
     assert not list((tmp_path / "unpacked").glob("*.unpacked"))
     assert not list((tmp_path / "unpacked").glob("*.tmp"))
-
-
-def test_dry_run_says_how_much_disk_it_takes(tmp_path: Path) -> None:
-    records = formats.with_files(tmp_path / "data", formats.draw_samples(12))
-    text = formats.lines(records)
-    formats.write_file(tmp_path / "data" / "a.jsonl.gz", gzip.compress(text))
-    source = {"format": "jsonl", "path": str(tmp_path / "data"), "task": "bmr"}
-    run = make_run(source, tmp_path / "out")
-    measure(run)
-    plan_index(run)
-    assert f"up to {len(text):,} bytes of unpacked files" in preview_write(
-        run, open_index(run), open_plan(run)
-    )
-    write_planned(run)
-
-
-def test_two_workers_share_the_copies(tmp_path: Path) -> None:
-    source = compressed_source(tmp_path / "data", "webdataset_gz")
-    alone = pack_all(make_run(source, tmp_path / "alone"))
-    run = make_run(source, tmp_path / "together", engine={"workers": 2})
-    with LocalEngine(2) as engine:
-        together = pack_all(Run(run.config, engine))
-    assert shard_hashes(together) == shard_hashes(alone)
