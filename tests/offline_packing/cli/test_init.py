@@ -51,27 +51,6 @@ def test_the_task_is_told_from_the_records(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("record", "prompt"),
-    [
-        ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, "Add.\n1 and 2"),
-        ({"query": "1 and 2?", "response": "3"}, "1 and 2?"),
-    ],
-)
-def test_records_of_alpaca_and_ms_swift_are_known(
-    record: dict[str, str], prompt: str, tmp_path: Path
-) -> None:
-    path, to = tmp_path / "a.json", tmp_path / "pack.yaml"
-    write_file(path, b"[" + lines([record] * 3).strip().replace(b"\n", b",") + b"]")
-    invoke("init", path, "--to", to, "--output", tmp_path / "out")
-    (source,) = load_config(to).source
-    assert (source.task, source.format_options()) == ("vqa", {})
-    (example, *_) = recognise(str(path)).examples
-    assert example.sample is not None
-    assert [(turn.prompt, turn.answer) for turn in example.sample.turns] == [(prompt, "3")]
-    assert example.lost == ()
-
-
 def test_what_is_not_found_or_not_read_is_shown(tmp_path: Path) -> None:
     image = formats.draw_samples(1)[0][2][0]
     write_file(tmp_path / "data" / "images" / "a.jpg", image)

@@ -48,9 +48,3 @@ def test_what_is_not_for_bash_is_not_run(name: str, monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(cli, ["launch", name])
     assert result.exit_code == 1
     assert f"{name} is not run with bash; --print says where it is" in result.output
-
-
-def test_an_unknown_script() -> None:
-    result = CliRunner().invoke(cli, ["launch", "../setup.py"])
-    assert result.exit_code == 1
-    assert "no script '../setup.py'; there are pack, pack_slurm," in result.output

@@ -42,13 +42,15 @@ def test_overrides(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         EXAMPLE,
-        "pack.seq_length=4096",
+        "pack.seq_length=1e4",
+        "model.max_aspect_ratio=5e1",
         "source.path=other/data=set",
         "output.split={train: 0.9, val: 0.1}",
         "report.global_batch_size=32",
         "source.name=no",
     )
-    assert config.pack.seq_length == 4096
+    assert config.pack.seq_length == 10_000
+    assert config.model.max_aspect_ratio == 50
     assert config.source[0].path == "other/data=set"
     assert config.output.split == {"train": 0.9, "val": 0.1}
     assert config.report.global_batch_size == 32
@@ -62,24 +64,6 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
     assert replaced.task == "vqa"
 
 
-def test_yaml_numbers(tmp_path: Path) -> None:
-    config = load(
-        tmp_path,
-        SMALLEST,
-        "pack.seq_length=1e4",
-        "output.split={train: 1e0}",
-        "model.max_aspect_ratio=5e1",
-    )
-    assert config.pack.seq_length == 10_000
-    assert config.output.split == {"train": 1.0}
-    assert config.model.max_aspect_ratio == 50
-
-
-def test_frozen(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load(tmp_path, SMALLEST).pack.seq_length = 1  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -87,29 +71,14 @@ def test_frozen(tmp_path: Path) -> None:
             "pack.seq_len=1",
             r"pack\.seq_len is not a known field; valid: seq_length, strategy, seed",
         ),
-        ("packing.seed=1", r"packing is not a known field; valid: source, model, pack, output"),
-        ("model.min_pixel=1", r"model\.min_pixel is not a known field; valid: .*, min_pixels, max"),
         ("source.fmt=x", r"source\.0\.fmt is not a known field; valid: format, path, task"),
-        (
-            "source.format=tar",
-            r"source\.0\.format='tar': .*choose one of: pairs, captions, json, jsonl",
-        ),
         ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
-        ("model.family=llama", r"model\.family='llama': .*choose one of: qwen2_vl"),
         (
             "pack.strategy=best",
             r"pack\.strategy='best': .*choose one of: auto, best",
         ),
-        ("engine.name=spark", r"engine\.name='spark': .*choose one of: local"),
-        (
-            "pack.on_overlong=drop",
-            r"'drop' .*choose 'set_aside', 'error' or 'split_turns'",
-        ),
         ("pack.seq_length=0", r"pack\.seq_length=0: .*greater than or equal to 1"),
-        ("pack.seq_length=8192.5", r"pack\.seq_length=8192\.5: .*valid integer"),
-        ("pack.seq_length=many", r"pack\.seq_length='many': .*valid integer"),
         ("engine.workers=true", r"engine\.workers=True: a number is needed"),
-        ("engine.workers=-1", r"engine\.workers=-1"),
         ("model.max_pixels=100", r"min_pixels 3136 > max_pixels 100; lower min_pixels"),
         ("output.split={}", r"output\.split: no split"),
         ("output.split={train: 0.5}", r"shares sum to 0\.5; make them sum to 1"),
@@ -120,21 +89,16 @@ def test_frozen(tmp_path: Path) -> None:
             r"output\.path='s3://…@b/x': keys in a URL",
         ),
         ("output.path=s3://", r"output\.path='s3://': .*no bucket; write s3://BUCKET/FOLDER"),
-        ("source.path=gs:///data", r"source\.0\.path='gs:///data': .*no bucket; write gs://BUCKET"),
-        ("source.skip=[ftp://k:secret@b/x]", r"source\.0\.skip\.0='ftp://…@b/x': keys in a URL"),
         ("source.path=ftp://k:secret@b/x", r"source\.0\.path='ftp://…@b/x': keys in a URL"),
         ("output.key_prefix=a.b", r"key_prefix='a\.b': string should match pattern"),
         ("source.path=", r"source\.0\.path=None: .*valid string"),
-        ("output=", r"output=None"),
         ("source=[]", r"source.*no source; name at least one"),
         ("pack.seed", r"'pack\.seed' is not of the form a\.b=value"),
-        ("pack..seed=1", r"not of the form a\.b=value"),
         ("pack.seed.more=1", r"pack\.seed is 0, not a mapping"),
         ("pack.seed=99999999999999999999", r"pack\.seed=9+: .*less than or equal to 9223372036"),
         ("pack.seq_length=3000000000", r"pack\.seq_length=3000000000: .*equal to 2147483647"),
         ("pack.pad_multiple=8193", r"pad_multiple 8193 > seq_length 8192"),
         ("pack.max_set_aside=nan", r"pack\.max_set_aside='nan': .*finite"),
-        ("pack.assignment=random", r"choose 'shuffle', 'locality' or 'balance'"),
         ("pack.assignment=3", r"pack\.assignment=3 is not a list"),
         ("pack.order=8", r"pack\.order=8 is not a mapping; .*fields among: num_ranks, num_workers"),
         ("pack.budgets={pixels: 3}", r"pack\.budgets\.pixels.*'images'"),
@@ -170,12 +134,10 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
     ("pack", "message"),
     [
         ({"strategy": "hash_bucket", "strategy_options": {"phase": 1}}, "valid: phases"),
-        ({"strategy": "hash_bucket", "strategy_options": {"phases": [{"kind": "x"}]}}, "'seeds'"),
         (
             {"strategy": "first_fit_shuffle", "strategy_options": {"chunk_size": 0}},
             "chunk_size: Input should be greater than or equal to 1",
         ),
-        ({"strategy": "knapsack", "strategy_options": {"num_images": [1]}}, "no option 'num_im"),
         ({"order": {"num_ranks": 2}, "assignment": "locality"}, "choose one of them"),
         ({"max_samples": 2, "strategy": "hash_bucket"}, "cannot honour budget 'samples'; choose "),
         ({"budgets": {"images": 2}, "strategy": "hash_bucket"}, "cannot honour budget 'images'"),
@@ -196,13 +158,6 @@ def test_one_assignment_needs_no_list(tmp_path: Path) -> None:
     assert one.pack.assignment == ("balance",)
     both = load(tmp_path, EXAMPLE, "pack.assignment=[shuffle, balance]")
     assert both.pack.assignment == ("shuffle", "balance")
-
-
-def test_options_of_a_strategy(tmp_path: Path) -> None:
-    overrides = ("pack.strategy=knapsack", "pack.strategy_options={extra_packs: 5}")
-    assert load(tmp_path, EXAMPLE, *overrides).pack.strategy_options == {"extra_packs": 5}
-    pack = load(tmp_path, EXAMPLE, *overrides, "pack.budgets.images=18").pack
-    assert (pack.strategy, pack.budgets) == ("knapsack", {"images": 18})
 
 
 def test_missing_file(tmp_path: Path) -> None:

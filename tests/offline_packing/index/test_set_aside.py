@@ -53,11 +53,6 @@ def test_the_first_reason_counts() -> None:
     assert aside.first("not_drawn") is None
 
 
-def test_nothing() -> None:
-    aside = AsideSamples.merge([])
-    assert (len(aside.ids), aside.reasons, aside.first("overlong")) == (0, {}, None)
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(set_aside, "_NAMED_AT_ONCE", at_once)
@@ -88,9 +83,3 @@ def test_all_but_the_first(rows: list[tuple[int, str]]) -> None:
     # A poor hash: 'a' and 'c' collide, and so do the two sources.
     expected = [i for i, row in enumerate(rows) if row in rows[:i]]
     assert duplicates([(source, key, ord(key) % 2) for source, key in rows]) == expected
-
-
-def test_equal_hashes_of_different_keys() -> None:
-    assert duplicates([(0, "a", 7), (0, "b", 7)]) == []
-    assert duplicates([(0, "a", 7), (1, "a", 7)]) == []
-    assert duplicates([(0, "a", 7), (0, "b", 7), (0, "a", 7)]) == [2]

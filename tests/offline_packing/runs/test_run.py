@@ -35,19 +35,3 @@ def test_without_a_terminal_there_are_lines(
             r"measure: [\d,]+ of 600,000 records, \d+%, (\d\d:\d\d|\?) left", line
         ), line
     assert lines[-1].startswith("measure: 300,000 of 600,000 records, 50%, ")
-
-
-@pytest.mark.usefixtures("impatient")
-def test_an_unknown_total_is_no_total(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with make(tmp_path).bar("measure", None, "record") as bar:
-        bar.update(5000)
-    assert "measure: 5,000 records in 00:00" in capsys.readouterr().err
-
-
-def test_a_short_stage_and_a_quiet_one_say_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for shown in (True, False):
-        with make(tmp_path, shown).bar("verify", 10, "pack") as bar:
-            bar.update(10)
-    assert capsys.readouterr().err == ""

@@ -3,22 +3,18 @@
 import csv
 import io
 import json
-import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from offline_packing.cli import main as cli
-from offline_packing.index.set_aside import group_set_aside
-from offline_packing.measure.measure import measure
-from offline_packing.runs.set_aside import aside_while_measuring, render_examples
 from offline_packing.sources.reading.contents import describe_others, find_image_root
 from offline_packing.sources.recognise import recognise
-from tests.helpers.datasets import captioning_pairs, dialogue, image_bytes, make_run, write_json
+from tests.helpers.datasets import captioning_pairs, image_bytes, write_json
 
 
 def make(tmp_path: Path, source: str) -> Path:
@@ -33,18 +29,24 @@ def make(tmp_path: Path, source: str) -> Path:
     return path
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path
-) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the real entry point."""
-    monkeypatch.setattr(sys, "argv", ["offline-packing", *map(str, arguments)])
-    status = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        status = int(end.code or 0)
-    found = capsys.readouterr()
-    return status, found.out, found.err
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The real entry point: its exit status, stdout and stderr."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["offline-packing", *map(str, arguments)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        found = capsys.readouterr()
+        return status, found.out, found.err
+
+    return call
 
 
 def questions(path: Path, count: int, image: str = "{i}.jpg", first: int = 0) -> None:
@@ -62,14 +64,12 @@ def images(folder: Path, count: int) -> None:
         (folder / f"{i}.jpg").write_bytes(image_bytes())
 
 
-def test_pictures_that_are_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pictures_that_are_elsewhere(tmp_path: Path, run: Command) -> None:
     """Every picture is somewhere else: the run stops, and says where they are."""
     questions(tmp_path / "data/vqa.jsonl", 30)
     images(tmp_path / "data/pictures/train", 30)
     config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
-    status, out, error = run(monkeypatch, capsys, "run", config)
+    status, out, error = run("run", config)
     assert status == 1
     assert "'vqa:1' in " in error
     assert "'0.jpg': No such file" in error
@@ -78,19 +78,17 @@ def test_pictures_that_are_elsewhere(
     images(tmp_path / "deep/pictures/train", 30)
     config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/deep/anno/vqa.jsonl, task: vqa}}")
     shutil.rmtree(tmp_path / "out")
-    status, out, error = run(monkeypatch, capsys, "run", config)
+    status, out, error = run("run", config)
     root = f"{tmp_path}/deep/pictures"
     assert f"it is under {root!r}: set source.image_root={root}" in error
     assert f"  missing_image             30  'vqa:1' in {tmp_path}/deep/anno/vqa.jsonl: " in out
     shutil.rmtree(tmp_path / "out")
-    status, out, error = run(monkeypatch, capsys, "run", config, f"source.image_root={root}")
+    status, out, error = run("run", config, f"source.image_root={root}")
     assert status == 0
     assert "30 packed, 0 set aside" in out
 
 
-def test_one_source_of_two_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_source_of_two_is_lost(tmp_path: Path, run: Command) -> None:
     """Though it is few of all samples."""
     captioning_pairs(tmp_path / "pairs", 60)
     write_json(tmp_path / "gone/a.json", {"caption": "a circle"})
@@ -98,20 +96,16 @@ def test_one_source_of_two_is_lost(
         f"[{{format: pairs, path: {tmp_path}/pairs, task: captioning}}, "
         f"{{format: pairs, path: {tmp_path}/gone, task: captioning}}]"
     )
-    status, out, error = run(monkeypatch, capsys, "run", make(tmp_path, source))
+    status, out, error = run("run", make(tmp_path, source))
     assert status == 1
     assert f"source '{tmp_path}/gone' yields no sample, all are set aside: missing_image 1" in error
     assert "'gone/a' in" in error
-    status, out, _ = run(
-        monkeypatch, capsys, "run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet"
-    )
+    status, out, _ = run("run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet")
     assert status == 0
     assert "60 packed + 1 set aside" in out
 
 
-def test_too_many_of_a_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_of_a_source(tmp_path: Path, run: Command) -> None:
     """The limit, how to go on, and that going on neither measures nor plans again; what measure
     and plan left out counts, what the configuration leaves out does not."""
     root = captioning_pairs(tmp_path / "data", 36)
@@ -120,7 +114,7 @@ def test_too_many_of_a_source(
     write_json(root / "long.json", {"caption": "red " * 900})
     (root / "long.jpg").write_bytes(image_bytes())
     config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
-    status, out, error = run(monkeypatch, capsys, "run", config)
+    status, out, error = run("run", config)
     assert status == 1
     assert (
         "error: 3 of 39 samples (7.7%) are set aside, more than pack.max_set_aside=0.05: "
@@ -129,18 +123,18 @@ def test_too_many_of_a_source(
     assert "go on with pack.max_set_aside=0.077" in error
     assert "set aside by the plan, for example:\n  overlong                   1  'long' in " in out
     assert "raise pack.seq_length or lower model.max_pixels" in out
-    assert "go on with pack.max_set_aside=0.077" in run(monkeypatch, capsys, "write", config)[2]
+    assert "go on with pack.max_set_aside=0.077" in run("write", config)[2]
     assert not list((tmp_path / "out").glob("*.tar"))
     plan = (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns
-    status, out, error = run(monkeypatch, capsys, "run", config, "pack.max_set_aside=0.077")
+    status, out, error = run("run", config, "pack.max_set_aside=0.077")
     assert status == 0
     assert (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns == plan
     # What is complete stays so.
-    assert run(monkeypatch, capsys, "run", config)[0] == 0
+    assert run("run", config)[0] == 0
     shutil.rmtree(tmp_path / "out")
     for path in root.glob("broken*"):
         path.unlink()
-    status, out, error = run(monkeypatch, capsys, "run", config, "source.repeat=0.5")
+    status, out, error = run("run", config, "source.repeat=0.5")
     assert status == 0, error
 
 
@@ -157,59 +151,33 @@ def test_nothing_of_the_data_reaches_a_terminal_raw(tmp_path: Path) -> None:
     config = make(tmp_path, f"{{format: jsonl, path: {path}, task: vqa, text_only: true}}")
     command = [sys.executable, "-m", "offline_packing"]
     shown = ""
-    for verb in ("measure", "plan", "write", "set-aside"):
-        done = subprocess.run([*command, verb, config], capture_output=True, text=True)
+    for verb in ("measure", "plan", "write", "set-aside", "set-aside --csv"):
+        done = subprocess.run([*command, *verb.split(), config], capture_output=True, text=True)
         shown += done.stdout + done.stderr
     assert "measure: warning: field " in shown
     assert shown.count("x1b[2J") > 4
     assert not {"\x1b", "\x9b", "\u202e"} & set(shown)
 
 
-def test_a_damaged_picture_is_named_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = captioning_pairs(tmp_path / "data", 9)
-    (root / "cut.jpg").write_bytes(image_bytes()[:-40])
-    write_json(root / "cut.json", {"caption": "red", "images": ["cut.jpg"]})
-    (root / "none.png").write_bytes(b"")
-    write_json(root / "none.json", {"caption": "red", "images": ["none.png"]})
-    config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
-    _, out, _ = run(monkeypatch, capsys, "measure", config)
-    for reason, name in (("truncated_image", "cut.jpg"), ("bad_image", "none.png")):
-        stem = name.partition(".")[0]
-        line = (
-            rf"  {reason} +1  '{stem}' in {root}: '{name}': .*\n +repair or remove it in the source"
-        )
-        assert re.search(line, out), out
-
-
-def test_list_of_what_is_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_of_what_is_set_aside(tmp_path: Path, run: Command) -> None:
     root = captioning_pairs(tmp_path / "data", 30)
     (root / 'with "quotes", commas.json').write_text("{")
     write_json(root / "long.json", {"caption": "red " * 900})
-    write_json(root / "escape.json", {"caption": "red", "images": ["\x1b[2J\x9b\u202e.jpg"]})
     (root / "long.jpg").write_bytes(image_bytes())
     config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
-    status, _, error = run(monkeypatch, capsys, "set-aside", config)
+    status, _, error = run("set-aside", config)
     assert (status, "run measure first" in error) == (1, True)
-    run(monkeypatch, capsys, "measure", config)
-    run(monkeypatch, capsys, "plan", config)
-    _, out, _ = run(monkeypatch, capsys, "set-aside", config, "--csv")
+    run("measure", config)
+    run("plan", config)
+    _, out, _ = run("set-aside", config, "--csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [(row["key"], row["source"], row["reason"]) for row in rows] == [
-        ("escape", str(root), "missing_image"),
         ('with "quotes", commas', str(root), "bad_json"),
         ("long", str(root), "overlong"),
     ]
-    _, out, _ = run(monkeypatch, capsys, "set-aside", config, "--reason", "overlong")
+    _, out, _ = run("set-aside", config, "--reason", "overlong")
     assert [line.split("\t")[::2] for line in out.splitlines()] == [["long", "overlong"]]
-    assert run(monkeypatch, capsys, "set-aside", config, "--reason", "nonsense")[0] == 2
-    for form in ([], ["--csv"]):
-        _, out, _ = run(monkeypatch, capsys, "set-aside", config, *form)
-        assert not {"\x1b", "\x9b", "\u202e"} & set(out)
-        assert "x1b[2J" in out
+    assert run("set-aside", config, "--reason", "nonsense")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -220,34 +188,26 @@ def test_list_of_what_is_set_aside(
         ("parquet", "holds no *.parquet; set source.path, or 2 *.tar here: "),
     ],
 )
-def test_another_format(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    source_format: str,
-    message: str,
-) -> None:
+def test_another_format(tmp_path: Path, run: Command, source_format: str, message: str) -> None:
     (tmp_path / "data/shards").mkdir(parents=True)
     for i in range(2):
         (tmp_path / f"data/shards/{i}.tar").write_bytes(b"")
     config = make(tmp_path, f"{{format: {source_format}, path: {tmp_path}/data, task: captioning}}")
-    status, _, error = run(monkeypatch, capsys, "run", config)
+    status, _, error = run("run", config)
     assert status == 1
     assert message in error
 
 
-def test_a_folder_of_pictures_that_is_a_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_pictures_that_is_a_link(tmp_path: Path, run: Command) -> None:
     """init and the run name the link's target, with which the run succeeds."""
     questions(tmp_path / "data/vqa.jsonl", 30, "train/{i}.jpg")
     images(tmp_path / "far/away/train", 30)
     (tmp_path / "data/train").symlink_to(tmp_path / "far/away/train")
     config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
     root = f"source.image_root={tmp_path}/far/away"
-    assert run(monkeypatch, capsys, "run", config)[2].count(f"; set {root};") == 1
+    assert run("run", config)[2].count(f"; set {root};") == 1
     shutil.rmtree(tmp_path / "out")
-    assert run(monkeypatch, capsys, "run", config, root)[0] == 0
+    assert run("run", config, root)[0] == 0
     found = recognise(str(tmp_path / "data/vqa.jsonl"))
     assert found.options["image_root"] == f"{tmp_path}/far/away"
     (tmp_path / "far/away/train").rename(tmp_path / "far/away/other")
@@ -256,41 +216,7 @@ def test_a_folder_of_pictures_that_is_a_link(
     found = recognise(str(tmp_path / "data/vqa.jsonl"))
     assert "REFUSED: 'train/0.jpg' is behind a link to" in found.examples[0].missing["train/0.jpg"]
     shutil.rmtree(tmp_path / "out")
-    assert "rename what the link leads to" in run(monkeypatch, capsys, "run", config)[2]
-
-
-@pytest.mark.parametrize(
-    ("record", "reason", "words"),
-    [
-        (
-            {"messages": [{"role": "narrator", "content": "a"}]},
-            "bad_roles",
-            "'narrator' is none of user, tool, system, developer, assistant, human, gpt",
-        ),
-        ({"messages": dialogue("a")}, "bad_roles", "the last message be an answer"),
-        (
-            {"messages": dialogue("What is <image>?", "A tag.")},
-            "image_count_mismatch",
-            "for 0 images; name them, or write <image> otherwise if it is text",
-        ),
-        (
-            {"messages": [*dialogue("a"), {"role": "assistant", "content": "b", "weight": 0}]},
-            "bad_record",
-            "all weigh 0 (loss_weight, weight, loss, train): leave such samples out",
-        ),
-    ],
-)
-def test_what_is_said_of_dialogues(
-    record: dict[str, Any], reason: str, words: str, tmp_path: Path
-) -> None:
-    write_json(tmp_path / "a.jsonl", record)
-    path = str(tmp_path / "a.jsonl")
-    one = make_run({"format": "jsonl", "path": path, "task": "bmr"}, tmp_path / "out")
-    groups = group_set_aside(aside_while_measuring(one.workspace, measure(one).info))
-    text = render_examples(one.config, groups)
-    assert reason in text
-    assert words in " ".join(text.split())
-    assert "source.fields" not in text
+    assert "rename what the link leads to" in run("run", config)[2]
 
 
 def test_hints_look_near_only(tmp_path: Path) -> None:

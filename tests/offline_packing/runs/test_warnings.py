@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
@@ -51,49 +50,12 @@ def told(run: Run) -> list[str]:
     return found
 
 
-def test_what_stands_in_two_splits_of_groups(tmp_path: Path) -> None:
-    """Groups count instead of pictures; without them, no picture stands in two splits."""
-    records = [{**asked(i % 10, i % 5), "own": i} for i in range(40)]
-    split = {"split": {"train": 0.5, "val": 0.5}}
-    run = run_of(tmp_path, records, **split)
-    assert not any("split" in line for line in told(run))
-    (source,) = run.config.model_dump(mode="json", exclude_none=True)["source"]
-    grouped = make_run(
-        {**source, "fields": {"group": "own"}},
-        tmp_path / "grouped",
-        output=split,
-        pack={"seq_length": 64},
-    )
-    (line,) = [line for line in told(grouped) if "split" in line]
-    assert line == (
-        "split val: 4 of 5 images and videos and 8 of 10 samples stand in split train, too; "
-        "without source.fields.group they are on one side"
-    )
-
-
-def test_data_of_which_all_are_alike(tmp_path: Path) -> None:
-    found = told(run_of(tmp_path, [asked(i, 3, "Yes.") for i in range(6)]))
-    assert found == [
-        "5 of 6 samples repeat an earlier one, such as 'a:2'",
-        "6 of 6 samples show 1 image or video, such as 'a:1'",
-        "about 6 of 6 answers are 'Yes.'",
-    ]
-
-
 def test_conversations_as_vqa(tmp_path: Path) -> None:
     record = {"image": "0.jpg", "messages": dialogue("<image>a", "b", "c", "d")}
     records = [asked(0, 1), {**record, "id": 1}, {**record, "id": 2, "system": "Be brief."}]
     (line,) = told(run_of(tmp_path / "vqa", records))
     assert line.startswith("2 of 3 samples have several turns under task vqa")
     assert told(run_of(tmp_path / "bmr", records, "bmr")) == []
-
-
-def test_parts_are_put_together(tmp_path: Path) -> None:
-    """One answer in each part, and two in all; parts of a killed run are read back."""
-    run = run_of(tmp_path, [asked(i, i % 10, "Yes." if i < 16 else "No.") for i in range(32)])
-    assert measure(run).info.common["answers"] == (16, "'Yes.'")
-    run.workspace.index_info.unlink()
-    assert measure(run).info.common["answers"] == (16, "'Yes.'")
 
 
 @pytest.mark.parametrize(

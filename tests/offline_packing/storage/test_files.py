@@ -7,9 +7,7 @@ import pytest
 from offline_packing.errors import StageError
 from offline_packing.storage.files import (
     atomic_file,
-    read_json,
     read_range,
-    to_json,
     write_atomically,
 )
 
@@ -39,14 +37,3 @@ def test_read_range(tmp_path: Path) -> None:
             read_range(path, 0, size, whole=whole)
     with pytest.raises(StageError, match="cannot be read: No such file"):
         read_range(tmp_path / "b", 0, 1, whole=False)
-
-
-def test_json_is_the_same_for_equal_content(tmp_path: Path) -> None:
-    first, second = {"a": 1, "b": {"d": 2, "c": "é"}}, {"b": {"c": "é", "d": 2}, "a": 1}
-    assert to_json(first) == to_json(second)
-    write_atomically(tmp_path / "a.json", to_json(first))
-    assert read_json(tmp_path / "a.json") == first
-    assert read_json(tmp_path / "nowhere.json") is None
-    (tmp_path / "a.json").write_bytes(b'{"a":')
-    with pytest.raises(StageError, match=r"a\.json is damaged"):
-        read_json(tmp_path / "a.json")

@@ -32,13 +32,6 @@ def test_objects_are_read_at_the_same_time(tmp_path: Path) -> None:
     assert [b"0", *found] == [name.encode() for name in NAMES]
 
 
-def test_local_files_are_read_one_by_one(tmp_path: Path) -> None:
-    begun: list[str] = []
-    found = read_each(tmp_path, begun.append, NAMES)
-    next(found)
-    assert begun == ["0"]
-
-
 def test_a_missing_object_is_an_error(tmp_path: Path) -> None:
     folder = path_of(f"memory://{tmp_path.name}")
     write_atomically(folder / "0", b"0")

@@ -4,6 +4,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -30,6 +31,15 @@ def output(
     return tmp_path / name
 
 
+def read_from(path: Path, **options: Any) -> Any:
+    """The dataset that a trainer opens at a blend."""
+    encoder = PackedTaskEncoder(
+        seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
+    )
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    return get_packed_train_dataset(path, encoder, worker_config=config, **options)
+
+
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("blend")
@@ -48,13 +58,7 @@ def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
     assert [entry["path"] for entry in document["splits"]["val"]["blend"]] == list(
         map(str, outputs)
     )
-    encoder = PackedTaskEncoder(
-        seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
-    )
-    dataset = get_packed_train_dataset(
-        path, encoder, worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
-    )
-    loader = iter(get_loader(dataset))
+    loader = iter(get_loader(read_from(path)))
     drawn = Counter(
         Path(key).name[0] for _ in range(4 * sum(weights)) for key in next(loader).__key__
     )
@@ -108,12 +112,8 @@ def test_a_blend_of_epochs_is_read_once(outputs: list[Path], tmp_path: Path) -> 
     path.write_text(blend(outputs, epochs=True))
     splits = yaml.safe_load(path.read_text())["splits"]
     assert [entry["repetitions"] for entry in splits["train"]["blend_epochized"]] == [1, 1]
-    encoder = PackedTaskEncoder(
-        seq_length=512, max_pixels=50176, settings=PackingSettings(packed=True)
-    )
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    read = get_packed_train_dataset(path, encoder, worker_config=config, repeat=False)
-    keys = [key for row in get_packed_loader(read) for key in row.__key__]
+    read = get_packed_loader(read_from(path, repeat=False))
+    keys = [key for row in read for key in row.__key__]
     assert len(set(keys)) == len(keys)
 
 
@@ -128,12 +128,8 @@ def test_a_blend_that_energon_does_not_draw_from(
     document["splits"]["train"]["blend"][0]["weight"] = weight
     path = tmp_path / "blend.yaml"
     path.write_text(yaml.safe_dump(document))
-    encoder = PackedTaskEncoder(
-        seq_length=512, max_pixels=50176, settings=PackingSettings(packed=True)
-    )
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     with pytest.raises(PackingSettingsError, match=message):
-        get_packed_train_dataset(path, encoder, worker_config=config, repeat=repeat)
+        read_from(path, repeat=repeat)
 
 
 def test_outputs_made_with_defaults(tmp_path: Path) -> None:
@@ -154,11 +150,7 @@ def test_outputs_made_with_defaults(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{8}_ps_00000000", keys["a"][0])
     path = tmp_path / "blend.yaml"
     path.write_text(blend([tmp_path / "a", tmp_path / "b"]))
-    encoder = PackedTaskEncoder(
-        seq_length=512, max_pixels=28 * 28 * 64, settings=PackingSettings(packed=True)
-    )
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    loader = iter(get_loader(get_packed_train_dataset(path, encoder, worker_config=config)))
+    loader = iter(get_loader(read_from(path)))
     drawn = {next(loader).__key__[0] for _ in range(12 * len(keys["a"]))}
     assert drawn == {f"{tmp_path}/{name}/{key}" for name in "ab" for key in keys[name]}
 
@@ -167,10 +159,14 @@ def test_outputs_of_the_same_files_are_a_warning(
     outputs: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blend(outputs)
+    assert not caplog.text  # equal pictures are in the same split of both
+    first = outputs[0]
+    split = {"split": {"train": 0.8, "val": 0.2}, "split_seed": 1}
+    other = output(tmp_path, "c", 20, output={"key_prefix": "c", **split})
+    blend([first, other])
     assert "were both packed from" not in caplog.text
-    first, second = outputs
     shared = rf"{first}: \d+ of \d+ images and videos in split val stand in the train split of "
-    assert re.search(shared + str(second), caplog.text)
+    assert re.search(shared + str(other), caplog.text)
     source = first.parent / "data_a"
     pack_all(make_run(source, tmp_path / "again", pack={"seed": 1, "seq_length": 512}))
     blend([first, tmp_path / "again"])
