@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import webdataset
 from click.testing import CliRunner
-from megatron.energon import WorkerConfig, get_loader, get_savable_loader
+from megatron.energon import WorkerConfig, get_loader
 from megatron.energon.cli.main import main as energon
 
 from offline_packing.config.packing import PackingConfig, parse_config
@@ -132,32 +131,6 @@ def test_the_plain_webdataset_library_reads_every_sample(
         assert all(name in sample for names in nested for name in names)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_restored_loader_goes_on_with_the_identical_packs(
-    num_workers: int, written: dict[str, Written]
-) -> None:
-    def loader() -> Any:
-        return get_savable_loader(
-            training.packed_train_dataset(
-                written["bmr"].path, "bmr", SEQ_LENGTH, num_workers=num_workers, repeat=False,
-                **MODEL,
-            )
-        )  # fmt: skip
-
-    first = loader()
-    iterator = iter(first)
-    for _ in range(3):
-        next(iterator)
-    state = first.save_state_rank()
-    expected = list(iterator)
-    second = loader()
-    second.restore_state_rank(state)
-    restored = list(second)
-    assert len(expected) > 3
-    assert [batch.__key__ for batch in restored] == [batch.__key__ for batch in expected]
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(restored, expected, strict=True))
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_packed_equals_unpacked_token_by_token(task: str, written: dict[str, Written]) -> None:
     dataset = training.packed_train_dataset(written[task].path, task, SEQ_LENGTH, **MODEL)
@@ -167,11 +140,3 @@ def test_packed_equals_unpacked_token_by_token(task: str, written: dict[str, Wri
     assert difference.num_tokens > 30
     assert difference.packed <= 1e-4
     assert difference.without_boundaries >= 1e-1
-
-
-def test_a_task_encoder_with_other_settings_is_refused(written: dict[str, Written]) -> None:
-    other = MODEL | {"max_pixels": 28 * 28 * 32}
-    with pytest.raises(ValueError, match="max_pixels"):
-        training.packed_train_dataset(written["vqa"].path, "vqa", SEQ_LENGTH, **other)
-    with pytest.raises(ValueError, match="seq_length 512"):
-        training.packed_train_dataset(written["vqa"].path, "vqa", 512, **MODEL)

@@ -1,8 +1,6 @@
 """Images, videos and text from files to packs, through Energon's loader, into both models."""
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from megatron.energon import WorkerConfig, get_loader
 from PIL import Image
 
 from offline_packing.demo import training
@@ -22,13 +19,7 @@ from offline_packing.report.preview_text import render_pack
 from offline_packing.runs.artifacts import open_index
 from offline_packing.storage.tars import scan_tar
 from offline_packing.verify.verify import verify
-from task_encoders.concatenate import split_row
-from task_encoders.energon_samples import BATCH_TENSORS
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.model_inputs import normalise_pixels, to_transformers_kwargs
-from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import PackingSettings
+from task_encoders.model_inputs import normalise_pixels
 from tests.helpers.datasets import (
     image_bytes,
     make_run,
@@ -37,11 +28,11 @@ from tests.helpers.datasets import (
     write_json,
 )
 from tests.helpers.elements import Elements
+from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.videos import make_video, video_pairs
 
 SEQ_LENGTH = 1024
 MODEL = {"max_pixels": 28 * 28 * 16, "video_min_pixels": 784, "video_max_pixels": 784 * 9}
-VIDEO = {"video_min_pixels": 784, "video_max_pixels": 784 * 9}
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +42,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     run = make_run(source, root / "out", model=MODEL, pack={"seq_length": SEQ_LENGTH})
     pack_all(run)
     return run
-
-
-def task_encoder(
-    family: str = "qwen2_vl", processor: str = "builtin", **options: Any
-) -> PackedTaskEncoder:
-    return PackedTaskEncoder(
-        seq_length=SEQ_LENGTH,
-        family=family,
-        processor=processor,
-        max_pixels=MODEL["max_pixels"],
-        **VIDEO,
-        settings=PackingSettings(packed=True, bmr=True),
-        **options,
-    )
-
-
-def load(path: Path, encoder: PackedTaskEncoder, micro_batch_size: int = 1) -> list[Any]:
-    dataset = get_packed_train_dataset(
-        path,
-        encoder,
-        micro_batch_size=micro_batch_size,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        repeat=False,
-    )
-    return list(get_loader(dataset))
 
 
 def test_every_sample_is_packed_and_verified(run: Any) -> None:
@@ -113,38 +79,8 @@ def test_members_of_a_pack(run: Any) -> None:
     assert {name.rpartition(".")[2] for name in names} == {"mp4", "webm", "avi", "mov"}
 
 
-def test_raw_bytes_arrive_through_energon(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived: list[bytes] = []
-    encoder = task_encoder()
-    encode = encoder.encode_sample
-
-    def collect(sample: Any) -> Any:
-        arrived.extend(map(bytes, sample.media.values()))
-        return encode(sample)
-
-    monkeypatch.setattr(encoder, "encode_sample", collect)
-    batches = load(Path(run.config.output.path), encoder)
-    assert not any(batch.dropped for batch in batches)
-    folder = Path(run.config.source[0].path)
-    written = [file.read_bytes() for file in folder.iterdir() if file.suffix != ".json"]
-    assert len(written) == 15
-    assert sorted(arrived) == sorted(written)
-
-
-def test_energons_installed_command_accepts_the_folder(run: Any) -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("energon"), "lint", run.config.output.path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        input="n\n",
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_a_batch_holds_images_and_videos(run: Any) -> None:
-    batches = load(Path(run.config.output.path), task_encoder(), micro_batch_size=2)
+    batches = batches_of(run.workspace.root, encoder_of(run), micro_batch_size=2)
     assert sum(len(batch.image_grid_thw) for batch in batches) == 6
     assert sum(len(batch.video_grid_thw) for batch in batches) == 9
     for batch in batches:
@@ -154,24 +90,12 @@ def test_a_batch_holds_images_and_videos(run: Any) -> None:
         assert batch.num_tiles.shape == (len(batch.image_grid_thw),)
 
 
-def test_packs_by_number_equal_those_of_the_loader(run: Any) -> None:
-    folder = PackedFolder(Path(run.config.output.path), task_encoder())
-    batches = load(folder.path, task_encoder())
-    assert len(batches) == len(folder) > 0
-    for number, batch in enumerate(batches):
-        for name in BATCH_TENSORS:
-            assert torch.equal(getattr(folder.batch([number]), name), getattr(batch, name)), name
-        parts = split_row(folder.row(number).row)
-        assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens[0])
-        for part in parts:  # each has the videos that its tokens stand for
-            videos = int((part.tokens == 151_656).sum()), int((part.tokens == 151_655).sum())
-            assert videos == (len(part.pixel_values_videos) // 4, len(part.pixel_values) // 4)
-
-
 def test_pixels_of_videos_may_travel_as_bytes(run: Any) -> None:
     path = Path(run.config.output.path)
     for values, as_bytes in zip(
-        load(path, task_encoder()), load(path, task_encoder(pixel_transport="uint8")), strict=True
+        batches_of(path, encoder_of(run)),
+        batches_of(path, encoder_of(run, pixel_transport="uint8")),
+        strict=True,
     ):
         assert as_bytes.pixel_values_videos.dtype == torch.uint8
         same = normalise_pixels(as_bytes)
@@ -180,55 +104,12 @@ def test_pixels_of_videos_may_travel_as_bytes(run: Any) -> None:
 
 
 def test_packed_equals_unpacked(run: Any) -> None:
-    batches = load(Path(run.config.output.path), task_encoder(), micro_batch_size=2)
+    batches = batches_of(run.workspace.root, encoder_of(run), micro_batch_size=2)
     model = training.tiny_qwen2_vl(weight_std=0.08)
     difference = training.compare_packed_with_unpacked(model, batches)
     assert difference.num_tokens > 100
     assert difference.packed <= 1e-4
     assert difference.without_boundaries >= 1e-1
-
-
-def test_other_settings_are_refused(run: Any) -> None:
-    encoder = PackedTaskEncoder(
-        seq_length=SEQ_LENGTH,
-        max_pixels=MODEL["max_pixels"],
-        settings=PackingSettings(packed=True, bmr=True),
-    )
-    with pytest.raises(ValueError, match="video_max_pixels 7056"):
-        load(Path(run.config.output.path), encoder)
-
-
-def test_either_family_trains_on_the_packs(
-    run: Any, builtin_checkpoint: Path, tmp_path: Path
-) -> None:
-    """With one tokenizer, positions of videos are all that differs, and these are made when a pack
-    is read: measured lengths, plans and packs are the same, so neither refuses the other's."""
-    processor = str(builtin_checkpoint)
-    outputs = []
-    for family in ("qwen2_vl", "qwen2_5_vl"):
-        one = make_run(
-            {"format": "pairs", "path": run.config.source[0].path, "task": "bmr"},
-            tmp_path / family,
-            model={**MODEL, "family": family, "processor": processor},
-            pack={"seq_length": SEQ_LENGTH},
-        )
-        pack_all(one)
-        outputs.append((Path(one.config.output.path), open_index(one).table()))
-    (ours, index), (theirs, other_index) = outputs
-    for shard in ours.glob("*.tar"):
-        assert shard.read_bytes() == (theirs / shard.name).read_bytes()
-    assert index.equals(other_index)
-    qwen2 = load(theirs, task_encoder("qwen2_vl", processor))
-    qwen2_5 = load(ours, task_encoder("qwen2_5_vl", processor))
-    assert len(qwen2) == len(qwen2_5) > 0
-    differing = 0
-    for a, b in zip(qwen2, qwen2_5, strict=True):
-        assert torch.equal(a.tokens, b.tokens)
-        assert torch.equal(a.video_grid_thw, b.video_grid_thw)
-        if not torch.equal(a.position_ids, b.position_ids):
-            assert len(a.video_grid_thw)
-            differing += 1
-    assert differing
 
 
 def test_preview_shows_grids_and_first_frames(run: Any) -> None:
@@ -252,19 +133,6 @@ def test_preview_shows_grids_and_first_frames(run: Any) -> None:
         assert bar.mean() > 180
 
 
-def test_transformers_reads_the_videos(run: Any) -> None:
-    """The values of a video reach the loss: without them, or turned round, it is another."""
-    batch = next(
-        b for b in load(Path(run.config.output.path), task_encoder()) if len(b.video_grid_thw)
-    )
-    model = training.tiny_qwen2_vl(weight_std=0.08)
-    kwargs = to_transformers_kwargs(batch)
-    with torch.no_grad():
-        losses = training.token_losses(model, **kwargs)
-        kwargs["pixel_values_videos"] = kwargs["pixel_values_videos"].flip(0)
-        assert float((training.token_losses(model, **kwargs) - losses).abs().max()) > 1e-2
-
-
 @pytest.mark.parametrize("task", ["captioning", "vqa"])
 def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> None:
     for i in range(6):
@@ -279,11 +147,7 @@ def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> No
     result = verify(run, deep=True)
     assert result.ok, result.problems
     assert (result.num_samples, result.num_videos) == (6, 6)
-    settings = PackingSettings(packed=True, vqa=task == "vqa")
-    encoder = PackedTaskEncoder(
-        seq_length=1024, max_pixels=MODEL["max_pixels"], settings=settings, **VIDEO
-    )
-    batches = load(tmp_path / "out", encoder)
+    batches = batches_of(tmp_path / "out", encoder_of(run))
     assert sum(len(batch.video_grid_thw) for batch in batches) == 6
     assert all(batch.imgs.tolist() == [[0.0]] for batch in batches)
 
@@ -367,24 +231,6 @@ def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
     result = verify(run, deep=True)
     assert result.num_problems == 1
     assert "truncated_video" in result.problems[0]
-    encoder = PackedTaskEncoder(
-        seq_length=1024,
-        max_pixels=MODEL["max_pixels"],
-        **VIDEO,
-        settings=PackingSettings(packed=True),
-    )
-    (batch,) = load(tmp_path / "out", encoder)
+    (batch,) = batches_of(tmp_path / "out", encoder_of(run))
     assert batch.sub_sample_keys == ["good"]
     assert "bad: truncated_video" in batch.dropped[0]
-
-
-def test_one_and_several_workers_write_the_same_bytes(run: Any, tmp_path: Path) -> None:
-    source = run.config.source[0].model_dump()
-    pack = {"seq_length": SEQ_LENGTH}
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder, workers in zip(folders, (0, 2), strict=True):
-        engine = {"workers": workers, "samples_per_part": 3}
-        pack_all(make_run(source, folder, model=MODEL, pack=pack, engine=engine))
-    one, two = ({f.name: f.read_bytes() for f in folder.glob("*.tar*")} for folder in folders)
-    assert one == two
-    assert len(one) > 1

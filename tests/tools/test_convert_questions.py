@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.accounting import account, open_one
 from tests.helpers.datasets import dialogue, image_bytes
-from tests.helpers.formats import WRITERS, draw_samples, lines, write_file
+from tests.helpers.formats import WRITERS, lines, write_file
 from tools.convert_questions import main
 
 QUESTIONS = [
@@ -133,17 +133,6 @@ def test_what_stays_apart(tmp_path: Path) -> None:
 def test_output_is_never_overwritten(questions: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["jsonl", str(questions), str(tmp_path), "--form", "copies"])
-
-
-def test_images_inside_a_table(tmp_path: Path) -> None:
-    samples = draw_samples(3)
-    twice = [*samples, ("again", dialogue("And this?", "The same."), samples[0][2])]
-    source = WRITERS["parquet"](tmp_path / "data", twice)
-    out = tmp_path / "pairs"
-    assert main(["parquet", source["path"], str(out), "--form", "copies"]) == 0
-    names = {path.name for path in out.iterdir() if path.suffix != ".json"}
-    assert names == {"s0000.jpg", "s0001.png", "s0002.jpg", "again.jpg"}
-    assert (out / "s0001.png").read_bytes() == samples[1][2][0]
 
 
 def test_a_list_of_questions(tmp_path: Path) -> None:

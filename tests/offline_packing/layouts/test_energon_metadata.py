@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
-from megatron.energon.task_encoder import DefaultTaskEncoder
 from packaging.specifiers import SpecifierSet
 
 from offline_packing.errors import DiskFullError, StageError
@@ -90,27 +88,6 @@ def test_files(packed: Run) -> None:
     assert split["train"][0] == "train-000000.tar"
     assert split["val"][0] == "val-000000.tar"
     assert split["test"] == []
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_energon_loads_every_pack(packed: Run, split: str) -> None:
-    class RawPacks(DefaultTaskEncoder):
-        decoder = None
-
-    dataset = get_val_dataset(
-        packed.workspace.root,
-        split_part=split,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        task_encoder=RawPacks(),
-        batch_size=None,
-    )
-    packs = list(get_loader(dataset))
-    manifest = json.loads(packed.workspace.manifest.read_text())
-    assert len(packs) == manifest["counts"]["packs"][split]
-    for pack in packs:
-        images, captions, meta = (pack.record[name] for name in ("images", "captions", "meta"))
-        assert len(captions) == len(images) == len(meta["keys"])
-        assert all(isinstance(pack.media[name], bytes) for name in images)
 
 
 def test_uuid_follows_the_content(packed: Run, tmp_path: Path) -> None:

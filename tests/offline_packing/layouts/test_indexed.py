@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.energon import WorkerConfig, get_loader
 from torch.utils.data import DataLoader
 
 from offline_packing.errors import StageError
@@ -19,9 +17,8 @@ from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.energon_samples import BATCH_TENSORS
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import SEQUENCES, IndexedFile
 from task_encoders.packs.pack import PackFormatError
@@ -37,6 +34,7 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
+from tests.helpers.energon_batches import batches_of
 from tests.helpers.videos import make_video
 
 SEQ_LENGTH = 1024
@@ -78,20 +76,15 @@ def prefix_of(run: Run) -> Path:
     return run.workspace.root / "packed_seq_dataset"
 
 
-def batches_of_tars(run: Run, encoder: PackedTaskEncoder, workers: int) -> Iterator[PackedBatch]:
-    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
-    folder = run.workspace.root
-    dataset = get_packed_train_dataset(folder, encoder, worker_config=config, repeat=False)
-    return iter(get_loader(dataset))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"pad_to_seq_length": True, "pixel_transport": "uint8"}])
 def test_rows_are_those_of_the_tars(
     runs: dict[str, Run], workers: int, options: dict[str, Any]
 ) -> None:
     encoder = task_encoder(**options)
-    expected = {b.__key__[0]: b for b in batches_of_tars(runs["energon"], encoder, workers)}
+    expected = {
+        b.__key__[0]: b for b in batches_of(runs["energon"].workspace.root, encoder, workers)
+    }
     dataset = IndexedPackDataset(prefix_of(runs["indexed"]), encoder)
     found = list(DataLoader(dataset, batch_size=None, num_workers=workers))
     assert [batch.__key__[0] for batch in found] == sorted(expected)
@@ -112,7 +105,7 @@ def test_megatron_core_opens_it(runs: dict[str, Run]) -> None:
     assert len(shards) > 1
     count = len(theirs.document_indices) - 1
     assert count == len(ours) == sum(shard["packs"] for shard in shards)
-    rows = {b.__key__[0]: b for b in batches_of_tars(runs["energon"], task_encoder(), 0)}
+    rows = {b.__key__[0]: b for b in batches_of(runs["energon"].workspace.root, task_encoder())}
     num_tokens = 0
     for i in range(count):
         first = theirs.document_indices[i]

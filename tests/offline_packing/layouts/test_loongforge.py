@@ -10,14 +10,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from megatron.energon import WorkerConfig, get_loader
 
 from offline_packing.layouts.loongforge import _room_of_images
 from offline_packing.verify.verify import verify
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.media.image import VisionSettings, smart_resize
-from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
@@ -26,6 +22,7 @@ from tests.helpers.datasets import (
     make_run,
     pack_all,
 )
+from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.loongforge import CALL, SYSTEM, tool_dialogues
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.videos import make_video
@@ -204,14 +201,6 @@ def test_our_task_encoder_reads_them(tmp_path: Path, task: str) -> None:
         source = {"format": "pairs", "path": str(captioning_pairs(tmp_path / "source", 14))}
         run = make_run(source | {"task": task}, tmp_path / "out", output={"layout": "loongforge"})
     pack_all(run)
-    encoder = PackedTaskEncoder(
-        seq_length=run.config.pack.seq_length,
-        model=run.config.model,
-        settings=PackingSettings(packed=True, bmr=task == "bmr"),
-    )
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = get_packed_train_dataset(
-        run.workspace.root, encoder, worker_config=config, repeat=False
-    )
-    keys = [key for batch in get_loader(dataset) for key in batch.sub_sample_keys]
+    batches = batches_of(run.workspace.root, encoder_of(run))
+    keys = [key for batch in batches for key in batch.sub_sample_keys]
     assert len(set(keys)) == len(keys) == 14

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.energon import WorkerConfig
 
 from offline_packing.runs.run import Run
 from offline_packing.verify.render import render_verdict
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
-from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
-from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import PackingSettings
 from tests.helpers import formats
 from tests.helpers.command import invoke
 from tests.helpers.datasets import make_run, pack_all
+from tests.helpers.energon_batches import batches_of, encoder_of
 
 #: Layout, and the file that says where media lie.
 LAYOUTS = {"references": "metadataset.yaml", "indexed": "media_roots.json"}
@@ -36,15 +33,10 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 
 def batches(run: Run) -> list[PackedBatch]:
-    encoder = PackedTaskEncoder(
-        seq_length=512, model=run.config.model, settings=PackingSettings(packed=True, bmr=True)
-    )
-    root = run.workspace.root
+    root, encoder = run.workspace.root, encoder_of(run)
     if run.config.output.layout == "indexed":
         return list(IndexedPackDataset(root / "packed_seq_dataset", encoder))
-    worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = get_packed_train_dataset(root, encoder, worker_config=worker, repeat=False)
-    return list(get_packed_loader(dataset))
+    return batches_of(root, encoder)
 
 
 def write_config(run: Run, path: Path) -> Path:

@@ -2,25 +2,23 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from megatron.energon import WorkerConfig, get_loader
 
 from offline_packing.errors import ConfigError
+from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.energon_samples import BATCH_TENSORS
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
+from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import make_config, make_run, mixed_pairs, pack_all
+from tests.helpers.energon_batches import batches_of, encoder_of
 
 SEQ_LENGTH = 1024
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Run]:
     root = tmp_path_factory.mktemp("pretokenized")
     source = {"format": "pairs", "path": str(mixed_pairs(root / "source")), "task": "bmr"}
     runs = {}
@@ -35,25 +33,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
     return runs
 
 
-def task_encoder(**options: Any) -> PackedTaskEncoder:
-    settings = PackingSettings(packed=True, bmr=True)
-    return PackedTaskEncoder(
-        seq_length=SEQ_LENGTH, max_pixels=28 * 28 * 64, settings=settings, **options
-    )
+def batches(run: Run, encoder: PackedTaskEncoder | None = None) -> list[PackedBatch]:
+    return batches_of(run.workspace.root, encoder or encoder_of(run))
 
 
-def batches(run: Any, encoder: PackedTaskEncoder) -> list[Any]:
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = get_packed_train_dataset(
-        Path(run.config.output.path), encoder, worker_config=config, repeat=False
-    )
-    return list(get_loader(dataset))
-
-
-def test_rows_are_the_same_without_a_tokenizer(folders: dict[bool, Any]) -> None:
-    without = task_encoder()
+def test_rows_are_the_same_without_a_tokenizer(folders: dict[bool, Run]) -> None:
+    without = encoder_of(folders[False])
     without.encoder.texts = SimpleNamespace()  # type: ignore[attr-defined]
-    expected = batches(folders[False], task_encoder())
+    expected = batches(folders[False])
     found = batches(folders[True], without)
     assert len(expected) > 2
     for one, other in zip(expected, found, strict=True):
@@ -62,18 +49,16 @@ def test_rows_are_the_same_without_a_tokenizer(folders: dict[bool, Any]) -> None
     assert batches(folders[False], without) == []
 
 
-def test_ids_of_another_tokenizer_are_not_used(folders: dict[bool, Any]) -> None:
-    encoder = task_encoder()
+def test_ids_of_another_tokenizer_are_not_used(folders: dict[bool, Run]) -> None:
+    encoder = encoder_of(folders[True])
     encoder._digest = "0" * 16
-    for one, other in zip(
-        batches(folders[False], task_encoder()), batches(folders[True], encoder), strict=True
-    ):
+    for one, other in zip(batches(folders[False]), batches(folders[True], encoder), strict=True):
         assert torch.equal(one.tokens, other.tokens)
     encoder.encoder.texts = SimpleNamespace()  # type: ignore[attr-defined]
     assert batches(folders[True], encoder) == []
 
 
-def test_they_are_verified_as_others_are(folders: dict[bool, Any]) -> None:
+def test_they_are_verified_as_others_are(folders: dict[bool, Run]) -> None:
     assert verify(folders[True], deep=True).ok
 
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_val_dataset
-from megatron.energon.cli.main import main as energon
 from megatron.energon.task_encoder import DefaultTaskEncoder
 
 from offline_packing.errors import ConfigError
@@ -79,15 +77,6 @@ def test_the_bytes_are_the_same(tmp_path: Path, layout: str) -> None:
 def test_other_layouts_refuse_them(tmp_path: Path, layout: str) -> None:
     with pytest.raises(ConfigError, match=f"layout {layout} has no file per shard"):
         make_run(tmp_path, tmp_path / "out", output={"layout": layout, "shards_per_folder": 2})
-
-
-@pytest.mark.parametrize(("verb", "said"), [("info", "9 samples"), ("lint", "Checking")])
-def test_energon_describes_them(both: list[Run], verb: str, said: str) -> None:
-    for run in both:
-        command = [verb, str(run.workspace.root)]
-        output = CliRunner().invoke(energon, command, catch_exceptions=False)
-        assert output.exit_code == 0
-        assert said in output.output
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -11,7 +11,7 @@ import pytest
 
 from offline_packing.index.table import key_hash
 from offline_packing.measure import identity
-from offline_packing.measure.identity import first_of_equal, rename_repeated
+from offline_packing.measure.identity import rename_repeated
 from offline_packing.measure.measure import measure
 from offline_packing.plan.make_plan import make_plan
 from offline_packing.runs.artifacts import open_index
@@ -151,11 +151,3 @@ def test_copies_of_a_repeated_id(tmp_path: Path) -> None:
     packed = {key for _, pack in packs_of(run) for key in pack}
     assert len(packed) == 24
     assert {key.partition("#")[0] for key in packed} == set(keys_of(run))
-
-
-def test_first_of_equal() -> None:
-    rng = np.random.default_rng(0)
-    for size in (0, 1, 2, 1000):
-        hashes = rng.integers(0, 100, size).astype(np.uint64)
-        first = first_of_equal(hashes)
-        assert first.tolist() == [hashes.tolist().index(value) for value in hashes.tolist()]

@@ -149,14 +149,6 @@ def test_pairs_text_only_name(tmp_path: Path) -> None:
     assert found == {"output_00000001": None, "output_1": ()}
 
 
-@pytest.mark.parametrize("samples_per_part", [1, 3, 100])
-def test_pairs_parts(tmp_path: Path, samples_per_part: int) -> None:
-    names = [f"{i % 3}/{i:03d}.json" for i in range(20)]
-    source = make_pairs(tmp_path, names)
-    found = [record.key for record in records(source, samples_per_part)]
-    assert found == sorted(name.removesuffix(".json") for name in names)
-
-
 def test_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     source = make_pairs(tmp_path / "pairs", ["a.json", "a.jpg"])
     first = source.scan(10).fingerprint

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from offline_packing.errors import ConfigError, StageError
@@ -16,7 +15,6 @@ from offline_packing.index.info import IndexInfo
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
-from offline_packing.storage.key_set import KeySet, hash_keys, sort_hashes
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -188,15 +186,3 @@ def test_what_cannot_be_left_out(tmp_path: Path) -> None:
     captioning_pairs(root, 11, first=10)
     with pytest.raises(StageError, match=r"2 added .*source\.skip=\S+/old and another output"):
         measure(old)
-
-
-def test_set_of_keys(tmp_path: Path) -> None:
-    keys = [f"part/{i}" for i in range(3000)]
-    assert len(sort_hashes([])) == 0
-    known = KeySet(tmp_path / "keys.npy")
-    known.save(sort_hashes([hash_keys(keys), hash_keys(keys[:9])]))
-    assert all(key in known for key in keys)
-    assert not any(f"{key}x" in known for key in keys)
-    assert "\udcff" not in known
-    stored = np.load(tmp_path / "keys.npy")
-    assert stored.nbytes == 3000 * 16

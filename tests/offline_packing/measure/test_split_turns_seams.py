@@ -101,12 +101,14 @@ def test_other_layouts(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("repeat", [0.5, 1.5])
 def test_drawn_conversations(repeat: float, tmp_path: Path) -> None:
-    """All parts of a conversation are used equally often."""
+    """All parts of a conversation are used equally often, and no two of them share a pack."""
     records = [record(f"c{i}", 9) for i in range(16)]
     run = run_of(tmp_path, records, source={"repeat": repeat}, pack={"max_set_aside": 1})
     pack_all(run)
     assert verify(run, deep=True).ok
-    uses = Counter(key.partition("#")[0] for _, own in packs_of(run) for key in own)
+    packs = packs_of(run)
+    assert all(len(set(names(own))) == len(own) for _, own in packs)
+    uses = Counter(key.partition("#")[0] for _, own in packs for key in own)
     parts: dict[str, set[int]] = {}
     for row in index_rows(run):
         parts.setdefault(row["key"].partition("[")[0], set()).add(uses[row["key"]])
@@ -134,17 +136,6 @@ def test_conversations_whose_parts_no_template_takes(
     assert (row["key"], row["reason"], row["detail"]) == ("no", "not_in_template", why)
     assert manifest.counts.records == {"read": 3, "packed": 2, "set_aside": 1}
     assert "not_in_template       1\n" in plan_summary(run)
-
-
-def test_several_uses(tmp_path: Path) -> None:
-    """Neither copies of a part nor parts of one conversation share a pack."""
-    records = [record(f"c{i}", 8) for i in range(8)] + [record(f"s{i}", 1) for i in range(8)]
-    run = run_of(tmp_path, records, source={"repeat": 2.0})
-    packs = packed_well(run)
-    keys = [key.partition("#")[0] for _, own in packs for key in own]
-    assert set(Counter(keys).values()) == {2}
-    for _, own in packs:
-        assert len(set(names(own))) == len(own)
 
 
 def test_new_conversations(tmp_path: Path) -> None:

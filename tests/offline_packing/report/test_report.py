@@ -205,18 +205,6 @@ def test_examples_and_drawn_packs(run: Run) -> None:
         assert 0 < length <= width <= 512
 
 
-def test_narrow_screens_name_every_figure(run: Run) -> None:
-    """There a table's head is hidden, and a cell shows the name of its column."""
-    read_report(run)
-    elements = Elements(read_page(run))
-    figures = elements.attributes.count(("class", "number"))
-    names = [value for name, value in elements.attributes if name == "data-name"]
-    heads = re.findall(r'<th class="number">(.*?)</th>', read_page(run))
-    assert len(names) >= figures - len(heads) > 40
-    assert {*names} >= {*heads, "tokens per epoch", "bytes"}
-    assert all(names)
-
-
 def test_several_sources(tmp_path: Path) -> None:
     """Also two of the same keys, told apart by their names, and repeats."""
     one, two = captioning_pairs(tmp_path / "one", 20), captioning_pairs(tmp_path / "two", 30, 1)

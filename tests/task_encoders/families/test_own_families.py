@@ -2,18 +2,14 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
-from megatron.energon import WorkerConfig, get_loader
 
 from offline_packing.verify.verify import verify
-from task_encoders.families import FAMILIES
+from task_encoders.families import FAMILIES, model_options
 from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder, Qwen2VLOptions
-from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.energon_batches import batches_of, encoder_of
 
 
 class PlainEncoder(Qwen2VLEncoder):
@@ -34,19 +30,6 @@ class PlainOptions(Qwen2VLOptions):
 PLAIN_VL = dataclasses.replace(QWEN2_VL, name="plain_vl", Options=PlainOptions, build=PlainEncoder)
 
 
-def batches_of(folder: Path, family: str, **limits: int) -> list[Any]:
-    encoder = PackedTaskEncoder(
-        seq_length=512,
-        family=family,
-        settings=PackingSettings(packed=True, bmr=True),
-        **limits,
-    )
-    here = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    return list(
-        get_loader(get_packed_train_dataset(folder, encoder, worker_config=here, repeat=False))
-    )
-
-
 def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, PLAIN_VL.name, PLAIN_VL)
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
@@ -54,7 +37,7 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     manifest = pack_all(run)
     assert manifest.config["model"]["max_pixels"] == 28 * 28 * 16
     assert verify(run, deep=True).ok
-    batches = batches_of(tmp_path / "out", "plain_vl")
+    batches = batches_of(tmp_path / "out", encoder_of(run))
     keys = [key for batch in batches for key in batch.sub_sample_keys]
     assert len(keys) == len(set(keys)) == manifest.counts.packed == 30
     for batch in batches:
@@ -62,5 +45,6 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert batch.imgs.min() >= 0
         assert batch.imgs.max() <= 1
     assert any(batch.imgs.max() > 0.5 for batch in batches)
+    other = {"family": "qwen2_vl", "max_pixels": 28 * 28 * 16}
     with pytest.raises(ValueError, match="plain_vl"):
-        batches_of(tmp_path / "out", "qwen2_vl", max_pixels=28 * 28 * 16)
+        batches_of(tmp_path / "out", encoder_of(run, model=model_options(**other)))

@@ -1,6 +1,5 @@
 """Packs by their number equal those of Energon's loader, bytes and tensors."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from megatron.energon import WorkerConfig
 from torch.utils.data import DataLoader
 
 from task_encoders.concatenate import merge_rows, split_row
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
-from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
+from tests.helpers.energon_batches import batches_of
 from tests.helpers.legacy_packs import legacy_vqa_folder, text_folder
 from tests.helpers.unpacked_folders import blend_of
 
@@ -49,12 +47,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def energon_batches(path: Path, encoder: PackedTaskEncoder, **options: Any) -> list[PackedBatch]:
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    dataset = get_packed_train_dataset(path, encoder, worker_config=config, repeat=False, **options)
-    return list(get_packed_loader(dataset))
-
-
 def assert_same(ours: PackedBatch, theirs: PackedBatch) -> None:
     for name in BATCH_TENSORS:
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=0)
@@ -66,7 +58,7 @@ def assert_same(ours: PackedBatch, theirs: PackedBatch) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_batches_equal_the_loaders(task: str, size: int, packed: Path) -> None:
     encoder = task_encoder(task)
-    theirs = energon_batches(packed / task, encoder, micro_batch_size=size)
+    theirs = batches_of(packed / task, encoder, micro_batch_size=size)
     folder = PackedFolder(packed / task, encoder)
     assert len(folder) > 3
     starts = range(0, len(folder), size)
@@ -140,18 +132,9 @@ def test_a_dataloader_reads_it(context: str, packed: Path) -> None:
         assert_same(batch, folder.batch(own))
 
 
-def test_it_is_pickled_small(packed: Path) -> None:
-    folder = PackedFolder(packed / "vqa")
-    data = pickle.dumps(folder)
-    assert len(data) < 4000
-    assert list(pickle.loads(data)) == list(folder)
-
-
 def test_a_blend(packed: Path, tmp_path: Path) -> None:
     """Each pack once, and the datasets mixed."""
-    single = {
-        task: energon_batches(packed / task, task_encoder(task)) for task in ("captioning", "bmr")
-    }
+    single = {task: batches_of(packed / task, task_encoder(task)) for task in ("captioning", "bmr")}
     path = blend_of(tmp_path / "blend.yaml", [packed / task for task in single], epochs=1)
     encoder = PackedTaskEncoder(
         seq_length=SEQ_LENGTH, settings=PackingSettings(packed=True), **MODEL
@@ -169,20 +152,12 @@ def test_a_blend(packed: Path, tmp_path: Path) -> None:
         assert task in origins[len(origins) // 2 :]
 
 
-def test_remote_folders(packed: Path, tmp_path: Path) -> None:
-    local = PackedFolder(packed / "vqa", task_encoder("vqa"))
-    url = f"msc://__filesystem__{packed / 'vqa'}"
-    folder = PackedFolder(url, task_encoder("vqa"))
-    assert list(pickle.loads(pickle.dumps(folder))) == list(local)
-    assert_same(folder.batch([1, 0]), local.batch([1, 0]))
-
-
 def test_folders_of_others(tmp_path: Path) -> None:
     """Prepared by Energon itself; with shards left out."""
     encoder = task_encoder("vqa", seq_length=2048, check_lengths=False)
     legacy = legacy_vqa_folder(tmp_path / "legacy", packs=4)
     folder = PackedFolder(legacy, encoder)
-    batches = energon_batches(legacy, encoder)
+    batches = batches_of(legacy, encoder)
     for number, batch in enumerate(batches):
         assert_same(folder.batch([number]), batch)
     assert len(batches) == len(folder) == 4

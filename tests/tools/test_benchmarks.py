@@ -1,0 +1,142 @@
+"""The benchmarks, and tools that guard a claim, run on small input."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.helpers.tools import BENCHMARKS, benchmark, run_benchmark
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "rows"),
+    [
+        (
+            "benchmark_online",
+            ["loaders", "--samples", "200", "--buffer", "50"],
+            ["captions | binpack, carry", "captions | auto, carry", "sft | dynamic, buffer 200"],
+        ),
+        (
+            "benchmark_online",
+            ["planning", "--samples", "200"],
+            ["captions | auto |  |", "captions | knapsack | 18 |"],
+        ),
+        (
+            "benchmark_online",
+            ["buffers", "--samples", "300"],
+            ["1 | 300 | 50 |", "128 | 2 | 5000 |"],
+        ),
+        (
+            "benchmark_ranks",
+            ["idle", "--samples", "2000", "--many", "500"],
+            ["8192 x 32 |", "8192 x 128 |"],
+        ),
+        ("benchmark_ranks", ["uniform", "--samples", "3000"], ["30% | 8 |", "95% | 128 |"]),
+        (
+            "benchmark_planner",
+            ["budgets", "--samples", "3000", "--patches", "22000"],
+            ["22000 |"],
+        ),
+        ("narrow_gaps", ["--samples", "2000"], ["729 + gamma(2, 20) | 2,000 |"]),
+    ],
+)
+def test_it_prints_a_table(name: str, arguments: list[str], rows: list[str]) -> None:
+    result = run_benchmark(name, *arguments)
+    assert result.exit_code == 0, result.output
+    for row in rows:
+        assert f"| {row}" in result.stdout
+
+
+def test_it_is_a_script() -> None:
+    """In a process of its own, by its path."""
+    script = BENCHMARKS / "benchmark_planner.py"
+    command = [sys.executable, str(script), "order", "--samples", "300"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "| for 8 x 2 | 8 x 2 |" in result.stdout
+
+
+def test_a_measured_index_is_a_distribution(tmp_path: Path) -> None:
+    index = tmp_path / "out" / "_packing" / "index"
+    index.mkdir(parents=True)
+    for number, num_tokens in enumerate((np.arange(100, 4000), np.array([9000]))):
+        table = pa.table({"num_tokens": num_tokens.astype(np.int32)})  # 9000: in no pack
+        pq.write_table(table, index / f"part-{number:05d}.parquet")
+    distributions = ("--distribution", index, "--distribution", tmp_path / "out")
+    result = run_benchmark("benchmark_planner", "streaming", "--samples", "2000", *distributions)
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {tmp_path}")]
+    assert len(rows) == 2
+    assert rows[0].split("|")[2:7] == rows[1].split("|")[2:7]
+
+
+#: In place of LLaMA-Factory's: one sample to a row, and it forgets the shortest.
+SOURCE = "def greedy_knapsack(lengths, capacity):\n    return [[n] for n in sorted(lengths)[1:]]\n"
+
+
+def test_a_line_of_a_packer(tmp_path: Path) -> None:
+    fills = benchmark("fills_of_packers")
+    samples = fills.draw_captions(400)
+    own = fills.run_packer("this project, auto", tmp_path, samples)
+    assert own["rows"] == -(-samples.tokens.sum() // fills.SEQ_LENGTH)
+    assert own["fill"] == pytest.approx(samples.tokens.sum() / (own["rows"] * fills.SEQ_LENGTH))
+    assert own["lost"] == own["lost_tokens"] == 0
+    file = tmp_path / "llama-factory/src/llamafactory/data/processor/processor_utils.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(SOURCE)
+    other = fills.run_packer("LLaMA-Factory, batches of 1,000", tmp_path, samples)
+    assert (other["rows"], other["lost"]) == (399, 1)
+    assert other["lost_tokens"] == pytest.approx(samples.tokens.min() / samples.tokens.sum())
+    assert other["mib"] > 0
+
+
+def test_each_mode_is_fuller_than_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = benchmark("packing_picture")
+    monkeypatch.setattr(picture, "NUM_SAMPLES", 640)
+    monkeypatch.setattr(sys, "argv", ["packing_picture.py", str(tmp_path / "p.png")])
+    picture.main()
+    shares = [float(s) for s in re.findall(r"([\d.]+)% full", capsys.readouterr().out)]
+    assert len(shares) == 3
+    assert shares == sorted(shares)
+    assert shares[0] < 60 < 90 < shares[1]
+    assert Image.open(tmp_path / "p.png").size == (1210, 506)
+
+
+def test_ms_swift_carries_its_last_pack_over() -> None:
+    """Three samples fill a pack: 1,000 leave one over, which the next window takes in."""
+    pytest.importorskip("binpacking")
+    function = (
+        benchmark("planner_peers").PEERS["ms-swift (windows of 1,000, last pack carried)"].function
+    )
+    packs = function([300] * 2000, 1000)
+    assert sorted(index for pack in packs for index in pack) == list(range(2000))
+    assert len(packs) == 667  # windows by themselves make 668
+
+
+def test_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["scale_test.py", "--lengths", "3000", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    benchmark("scale_test").main()
+    assert "plan-lengths" in capsys.readouterr().out
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.exhaustive
+def test_killed_uploads_are_made_again() -> None:
+    """Half of the kills are of a worker, the others of the whole run."""
+    pytest.importorskip("moto")
+    options = ["--kills", "2", "--workers", "2"]
+    command = [sys.executable, "-m", "tools.kill_uploads", *options]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    assert "rerun made the local run's objects and left none" in done.stdout
