@@ -1,4 +1,4 @@
-"""Options and fixtures of all tests."""
+"""Fixtures of all tests."""
 
 import gc
 import json
@@ -11,15 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.object_store import ObjectStore, serve_objects
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--real-data",
-        metavar="DIR",
-        default=str(Path(__file__).parents[1] / "docs/images"),
-        help="images and videos that every family's encoder is held against transformers on",
-    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,11 +38,13 @@ def _freeze_what_is_there(_frozen_objects_stay_frozen: None) -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def bmr_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def bmr_environment() -> Iterator[None]:
     """The variables of packed dialogues."""
-    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
-    monkeypatch.setenv("OFFLINE_PACKING_BMR", "1")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OFFLINE_PACKED_DATA", "1")
+        environment.setenv("OFFLINE_PACKING_BMR", "1")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,17 +28,14 @@ __class__: CrudeWebdataset
 """
 
 
-def vqa_pack(
-    rng: np.random.Generator, name: str, count: int, *, paths: bool = False
-) -> dict[str, bytes]:
-    """Members of one pack of `count` sub-samples, as the VQA packers of others write it. `paths`:
-    the JSON names the files that the images came from."""
+def vqa_pack(rng: np.random.Generator, name: str, count: int) -> dict[str, bytes]:
+    """Members of one pack of `count` sub-samples, as the VQA packers of others write it."""
     members = {
         f"img{i}.jpg": random_image(rng, 60 + 10 * i, 50 + 7 * i, orientation=1)
         for i in range(count)
     }
     record = {
-        "images": [f"/data/{name}/{member}" for member in members] if paths else list(members),
+        "images": list(members),
         "prompts": [f"<image>\nWhat is {i}?" for i in range(count)],
         "captions": [f"It is {i} in {name}." for i in range(count)],
     }
@@ -71,13 +68,10 @@ def write_folder(
     return path
 
 
-def legacy_vqa_folder(
-    path: Path, dataset_yaml: str = DATASET_YAML, packs: int = 12, *, paths: bool = False
-) -> Path:
+def legacy_vqa_folder(path: Path, dataset_yaml: str = DATASET_YAML, packs: int = 12) -> Path:
     rng = np.random.default_rng(0)
     members: list[tuple[str, Any]] = [
-        (f"ps_{i:08d}", vqa_pack(rng, f"ps_{i:08d}", int(rng.integers(1, 4)), paths=paths))
-        for i in range(packs)
+        (f"ps_{i:08d}", vqa_pack(rng, f"ps_{i:08d}", int(rng.integers(1, 4)))) for i in range(packs)
     ]
     half = packs // 2
     return write_folder(path, [dict(members[:half]), dict(members[half:])], dataset_yaml)

@@ -63,18 +63,6 @@ def as_batch(packed: PackedRow) -> Any:
     )
 
 
-def test_one_row_of_positions_stays_one() -> None:
-    samples = [sample("a", 3), sample("b", 2)]
-    for each in samples:
-        object.__setattr__(each, "position_ids", np.arange(len(each.tokens))[None])
-    packed = concatenate(samples, pad_token_id=PAD, pad_multiple=2, pad_to_length=8)
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
-    merged = merge_rows([packed, packed])
-    assert to_transformers_kwargs(as_batch(merged))["position_ids"].tolist() == [
-        [0, 1, 2, 3, 0, 1, 0, 1] * 2
-    ]
-
-
 def test_the_documented_example() -> None:
     packed = row(3, 2, 4)
     assert packed.cu_lengths.tolist() == [0, 3, 5, 9]
@@ -125,13 +113,6 @@ def test_cross_sample_attention_is_one_segment_with_running_positions() -> None:
     assert packed.cu_lengths.tolist() == [0, 5, 6]
     assert packed.position_ids[1].tolist() == [0, 1, 2, 3, 4, 0]
     assert packed.labels[[0, 3]].tolist() == [IGNORE_INDEX] * 2
-
-
-def test_rows_merge_without_padding() -> None:
-    merged = merge_rows([row(3, 2), row(4)])
-    assert merged.cu_lengths.tolist() == [0, 3, 5, 9]
-    assert merged.tokens.shape == (9,)
-    assert_same_rows(merge_rows([row(3, 2)]), row(3, 2))
 
 
 def test_a_shift_over_the_whole_row_stays_inside_every_sub_sample() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset
+from megatron.energon import WorkerConfig, get_loader, get_savable_loader
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
@@ -17,7 +17,7 @@ from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import normalise_pixels
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
+from task_encoders.settings import PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.legacy_packs import (
     CRUDE_YAML,
     DATASET_YAML,
@@ -89,16 +89,6 @@ def test_the_layout_people_already_have_loads(dataset_yaml: str, tmp_path: Path)
     assert tokenizer_text == [f"ps_{i:08d}" for i in range(12)]
 
 
-def test_paths_in_the_json_mean_the_members_by_number(folder: Path, tmp_path: Path) -> None:
-    other = legacy_vqa_folder(tmp_path / "vqa", paths=True)
-    pairs = list(zip(batches(folder), batches(other), strict=True))
-    assert len(pairs) == 12
-    for ours, theirs in pairs:
-        assert not theirs.dropped
-        assert torch.equal(ours.tokens, theirs.tokens)
-        assert torch.equal(ours.imgs, theirs.imgs)
-
-
 def test_micro_batches_merge_packs_into_one_row(folder: Path) -> None:
     singles = list(batches(folder))
     doubles = list(batches(folder, micro_batch_size=2))
@@ -110,35 +100,6 @@ def test_micro_batches_merge_packs_into_one_row(folder: Path) -> None:
         assert torch.equal(double.imgs, torch.cat([first.imgs, second.imgs]))
 
 
-@pytest.mark.parametrize(("num_workers", "repeat"), [(0, True), (0, False), (2, False)])
-def test_a_restored_loader_gives_the_identical_remaining_packs(
-    folder: Path, num_workers: int, repeat: bool
-) -> None:
-    def loader() -> Any:
-        dataset = get_packed_train_dataset(
-            folder,
-            task_encoder(),
-            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
-            repeat=repeat,
-        )
-        return get_savable_loader(dataset)
-
-    first = loader()
-    iterator = iter(first)
-    seen = [next(iterator).__key__ for _ in range(5)]
-    state = first.save_state_rank()
-    expected = list(itertools.islice(iterator, 20))  # to, or over, the end of the epoch
-    assert len(expected) == (20 if repeat else 7)
-    second = loader()
-    second.restore_state_rank(state)
-    restored = list(itertools.islice(iter(second), 20))
-    assert [b.__key__ for b in restored] == [b.__key__ for b in expected]
-    assert seen != [b.__key__ for b in restored[:5]]
-    for ours, theirs in zip(restored, expected, strict=True):
-        assert torch.equal(ours.tokens, theirs.tokens)
-        assert torch.equal(ours.imgs, theirs.imgs)
-
-
 def test_one_sample_can_be_restored_by_its_key(folder: Path) -> None:
     dataset = get_packed_train_dataset(
         folder, task_encoder(), worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -148,28 +109,6 @@ def test_one_sample_can_be_restored_by_its_key(folder: Path) -> None:
     again = loader.restore_sample(third.__restore_key__)
     assert again.__key__ == third.__key__
     assert torch.equal(again.tokens, third.tokens)
-
-
-@pytest.mark.parametrize(
-    ("environ", "names"),
-    [
-        ({}, f"set {PACKED}=1"),
-        ({PACKED: "true"}, f"{PACKED}='true'"),
-        ({PACKED: "1", VQA: "1", BMR: "1"}, f"{VQA}=1 and {BMR}=1"),
-        ({VQA: "1"}, f"{PACKED}=1"),
-    ],
-)
-def test_a_wrong_environment_stops_with_one_line(
-    environ: dict[str, str], names: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (PACKED, VQA, BMR):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(PackingSettingsError) as error:
-        next(batches(folder, task_encoder(settings=None)))
-    assert names in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("where", ["subflavors", "meta"])
@@ -186,27 +125,6 @@ def test_an_environment_that_contradicts_the_shards_stops(where: str, tmp_path: 
     assert next(batches(path)).__key__ == ["ps_00000000"]
     with pytest.raises((PackingSettingsError, FatalSampleError), match=rf"set {PACKED}=1 {VQA}=1"):
         next(batches(path, task_encoder(PackingSettings(packed=True))))
-
-
-def test_a_blend_needs_packed_data_alone(folder: Path, tmp_path: Path) -> None:
-    other = legacy_vqa_folder(tmp_path / "b", DATASET_YAML + "subflavors: {offline_packing: vqa}\n")
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"      - {{path: {folder}, weight: 1, subflavors: {{offline_packing: vqa}}}}\n"
-        f"      - {{path: {other}, weight: 1}}\n"
-    )
-    dataset = get_train_dataset(
-        blend,
-        task_encoder=task_encoder(PackingSettings(packed=True)),
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        batch_size=1,
-        shuffle_buffer_size=None,
-        max_samples_per_sequence=None,
-    )
-    seen = list(itertools.islice(iter(get_loader(dataset)), 8))
-    assert len(seen) == 8
-    assert all((batch.labels != IGNORE_INDEX).any() for batch in seen)
 
 
 def sub_sample_faults() -> dict[str, Any]:
@@ -260,14 +178,6 @@ def test_lengths_that_differ_from_the_measured_ones_stop(tmp_path: Path) -> None
     assert unchecked.sub_sample_keys == ["x"]
 
 
-def test_a_sample_that_is_no_pack_stops(folder: Path) -> None:
-    from megatron.energon import VQASample
-
-    sample = VQASample(__key__="k", __restore_key__=(), image=None, context="q", answers="a")
-    with pytest.raises(FatalSampleError, match="offline-packing"):
-        task_encoder().encode_sample(sample)
-
-
 def test_a_row_that_its_padding_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="2048 is not a multiple of pad_multiple 24; set"):
         task_encoder(pad_to_seq_length=True, pad_multiple=24)
@@ -295,18 +205,6 @@ def test_pixels_sent_as_bytes_become_the_same_values(folder: Path, micro_batch_s
         assert normalise_pixels(same) is same
         for name in BATCH_TENSORS:
             assert torch.equal(getattr(same, name), getattr(values, name)), name
-
-
-@pytest.mark.parametrize("transport", ["float32", "uint8"])
-def test_threads_encode_the_same_rows(folder: Path, transport: str) -> None:
-    one, three = (
-        list(batches(folder, task_encoder(pixel_transport=transport, encode_threads=number)))
-        for number in (1, 3)
-    )
-    for alone, together in zip(one, three, strict=True):
-        assert alone.sub_sample_keys == together.sub_sample_keys
-        for name in BATCH_TENSORS:
-            assert torch.equal(getattr(alone, name), getattr(together, name)), name
 
 
 @pytest.mark.parametrize(

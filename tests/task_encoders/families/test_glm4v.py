@@ -1,23 +1,180 @@
-"""GLM-V's texts: tokens and labels equal transformers' own and those of the published template, and
-what is measured is what is encoded."""
+"""GLM-V: tokens, labels, grids, times, pixels and positions equal transformers' own, texts are
+those of the published template, and what is measured is what is encoded."""
 
+import io
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import Glm4vProcessor, Glm46VProcessor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.modeling_glm4v import Glm4vModel
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.glm46v.modeling_glm46v import Glm46VModel
 
-from task_encoders.families import build_sample_encoder, family_of_processor
+from task_encoders.families import build_sample_encoder, family_of_processor, model_options
+from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.glm_template import GLM_TEMPLATE
+from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
-from tests.helpers.glm_reference import IMAGE, REFERENCES, Reference, differences
+from tests.helpers.datasets import image_bytes
+from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.glm_tokenizer import CONTROL, save_glm_tokenizer
+from tests.helpers.media_references import opened
+from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+from tests.helpers.transformers_sources import needs_transformers, transformers_function
+from tests.helpers.videos import odd_clips
+
+REFERENCES: dict[str, tuple[Any, ...]] = {
+    "glm4v": (Glm4vProcessor, Glm4vImageProcessorPil, Glm4vModel, "Glm4vVideoProcessor"),
+    "glm46v": (Glm46VProcessor, Glm46VImageProcessorPil, Glm46VModel, "Glm46VVideoProcessor"),
+}
+LIMITS = {"min_pixels": 4 * 28**2, "max_pixels": 192 * 28**2}
+LIMITS |= {"video_min_pixels": 4 * 28**2, "video_max_pixels": 200 * 28**2}
+IMAGE = image_bytes(56, 56)
+
+
+class Reference:
+    """A family's encoder, and transformers' processor and positions."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        processor_class, image_processor, self.model, self.videos = REFERENCES[family]
+        self.family = family
+        self.tokenizer = save_glm_tokenizer(folder)
+        self.encoder: Any = build_sample_encoder(family, str(folder), resize="pil", **LIMITS)
+
+        class ImagesAndText(processor_class):  # type: ignore[misc]
+            @classmethod
+            def get_attributes(cls) -> list[str]:
+                return ["image_processor", "tokenizer"]
+
+        size = {"shortest_edge": LIMITS["min_pixels"], "longest_edge": LIMITS["max_pixels"]}
+        self.processor: Any = ImagesAndText(
+            image_processor(size=size), self.tokenizer, chat_template=GLM_TEMPLATE
+        )
+        self.processor.video_processor = SimpleNamespace(merge_size=2)
+        special = "|".join(map(re.escape, CONTROL))
+        self.special = re.compile(f"({special})")
+        self.ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in CONTROL}
+
+    def arguments(self, sample: SourceSample) -> tuple[Any, Any]:
+        """Messages and tools; the template takes calls with objects."""
+        messages = to_chat(sample)
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                if isinstance(call["function"]["arguments"], str):
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return messages, json.loads(sample.tools) if sample.tools else None
+
+    def text(self, sample: SourceSample, template: str = GLM_TEMPLATE) -> str:
+        """The conversation as the template writes it, with what control tokens spell in texts
+        between noncharacters, and the token that ends its last answer."""
+        messages, tools = self.arguments(sample)
+        plain = json.dumps([messages, tools], ensure_ascii=False)
+        messages, tools = json.loads(
+            self.special.sub(lambda m: f"\ue000{CONTROL.index(m[0])}\ue001", plain)
+        )
+        text = self.processor.apply_chat_template(
+            messages, tools=tools, tokenize=False, chat_template=template
+        )
+        return str(text) + ("<|observation|>" if sample.turns[-1].calls else "<|user|>")
+
+    def arrays(
+        self, sample: SourceSample, folder: Path, videos: list[VideoHeader]
+    ) -> tuple[list[int], Any]:
+        """Ids, and image grids and pixel values of transformers; videos by their metadata."""
+        images = [opened((folder / name).read_bytes()) for name in sample.images]
+        pixels = self.processor.image_processor(images, return_tensors="np") if images else None
+        grids = iter(() if pixels is None else pixels["image_grid_thw"])
+        clips = iter(videos)
+        ids: list[int] = []
+        for i, part in enumerate(self.special.split(self.text(sample))):
+            if part == "<|image|>":
+                ids += [self.ids[part]] * (int(np.prod(next(grids))) // 4)
+            elif part == "<|video|>":
+                ids += self.tokenizer(self.video_text(next(clips)))["input_ids"]
+            elif i % 2:
+                ids.append(self.ids[part])
+            elif part:
+                part = re.sub("\ue000(\\d+)\ue001", lambda m: CONTROL[int(m[1])], part)
+                ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
+        return ids, pixels
+
+    def video_text(self, header: VideoHeader) -> str:
+        """As the processor writes it in the place of <|video|>."""
+        needs_transformers("5.10", "has no replace_video_token in its processor")
+        sampled = self.encoder.sample_video(header)
+        frames = [*sampled.frames, *sampled.frames[len(sampled.frames) // 2 * 2 :]]
+        metadata = SimpleNamespace(
+            fps=header.fps, timestamps=[frame / header.fps for frame in frames]
+        )
+        inputs = {"video_grid_thw": torch.tensor([sampled.grid]), "video_metadata": [metadata]}
+        return str(self.processor.replace_video_token(inputs, video_idx=0))
+
+    def positions(self, encoded: Any, images: Any, videos: list[VideoHeader]) -> Any:
+        """Positions of an encoded sample by get_rope_index."""
+        vision = SimpleNamespace(spatial_merge_size=2)
+        model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+        model.get_vision_position_ids = self.model.get_vision_position_ids.__get__(model)
+        types = self.processor.create_mm_token_type_ids([encoded.tokens])
+        grids = [self.encoder.sample_video(header).grid for header in videos]
+        positions, _ = self.model.get_rope_index(
+            model,
+            torch.from_numpy(encoded.tokens)[None],
+            torch.tensor(types),
+            image_grid_thw=None if images is None else torch.tensor(images["image_grid_thw"]),
+            video_grid_thw=torch.tensor(grids) if grids else None,
+        )
+        return positions[:, 0].numpy()
+
+
+def labels_of(reference: Reference, tokens: list[int], trained: list[bool]) -> list[int]:
+    """Answers, after <|assistant|>, with the next message's first token, as TRL marks them."""
+    ends = {reference.ids[f"<|{role}|>"] for role in ("user", "observation", "system")}
+    labels, turn, is_answer = [], -1, False
+    for token in tokens:
+        labels.append(token if is_answer and trained[turn] else IGNORE_INDEX)
+        is_answer = (is_answer or token == reference.ids["<|assistant|>"]) and token not in ends
+        turn += token == reference.ids["<|assistant|>"]
+    return labels
+
+
+def differences(
+    reference: Reference,
+    sample: SourceSample,
+    folder: Path,
+    images: list[bytes],
+    videos: list[bytes],
+) -> list[str]:
+    """Names of what differs from transformers in an encoded sample, or in what is measured or
+    stored of it. Raises SampleError where it cannot be encoded."""
+    encoder = reference.encoder
+    headers = [read_video_header(io.BytesIO(data)) for data in videos]
+    encoded = encoder.encode(sample, images, videos)
+    tokens, theirs = reference.arrays(sample, folder, headers)
+    labels = labels_of(reference, tokens, [turn.weight > 0 for turn in sample.turns])
+    pairs = {
+        "tokens": (encoded.tokens, tokens),
+        "labels": (encoded.labels, labels),
+        "positions": (encoded.position_ids, reference.positions(encoded, theirs, headers)),
+        "videos": (len(encoded.video_grid_thw), 0),
+        **own_pairs(encoder, sample, images, videos, encoded),
+    }
+    if images and not videos:
+        for name in ("image_grid_thw", "pixel_values"):
+            pairs[name] = (getattr(encoded, name), theirs[name])
+    return unequal(pairs)
+
 
 #: FUZZED_SAMPLES=20000 takes some minutes.
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
@@ -109,12 +266,6 @@ def test_checkpoints_of_one_model_type_are_told_apart(model_type: str, tmp_path:
             build_sample_encoder(other, str(folder))
 
 
-def test_it_needs_a_checkpoint() -> None:
-    for family in REFERENCES:
-        with pytest.raises(ValueError, match=f"{family} has no built-in vocabulary"):
-            build_sample_encoder(family)
-
-
 def test_media_in_tool_results_that_the_template_shows_as_python_does(tmp_path: Path) -> None:
     """GLM-4.5V's template writes tool results that are not text as lists of parts."""
     literal = GLM_TEMPLATE.replace("response>\\n' + text +", "response>\\n' ~ message.content ~")
@@ -129,3 +280,120 @@ def test_media_in_tool_results_that_the_template_shows_as_python_does(tmp_path: 
                 encoder.measure(sample, [(56, 56)])
         else:
             assert encoder.measure(sample, []).num_tokens > 20
+
+
+def test_fuzzed_images(reference: Reference, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    for index in range(min(SAMPLES, 400)):
+        sample, files = random_sample(rng, KINDS[index % len(KINDS)], index, tmp_path)
+        assert differences(reference, sample, tmp_path, files, []) == []
+
+
+def test_images_and_videos_in_one_conversation(reference: Reference, tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    for index in range(min(SAMPLES, 400) // 4):
+        text = random_text(rng, 5)
+        media = rng.permutation(["<image>", "<video>", "<video>"][: 1 + index % 3]).tolist()
+        prompt = text + "".join(f"{medium}{random_text(rng, 3)}" for medium in media)
+        chosen = rng.integers(0, len(odd_clips()), media.count("<video>"))
+        clips = [odd_clips()[i] for i in chosen]
+        images = [IMAGE] * media.count("<image>")
+        names = tuple(f"{i}.jpg" for i in range(len(images)))
+        (tmp_path / "0.jpg").write_bytes(IMAGE)
+        turns = (Turn(prompt, "Yes.", thought="So."),)
+        sample = SourceSample("v", "bmr", turns, names, videos=tuple("ab"[: len(clips)]))
+        assert differences(reference, sample, tmp_path, images, clips) == []
+        encoded = reference.encoder.encode(sample, images, clips)
+        alone = [reference.encoder.encode(_of("image"), [data]).pixel_values for data in images]
+        clip_rows = [reference.encoder.encode(_of("video"), [], [c]).pixel_values for c in clips]
+        rows = {"<image>": iter(alone), "<video>": iter(clip_rows)}
+        expected = np.concatenate([next(rows[medium]) for medium in media])
+        np.testing.assert_array_equal(encoded.pixel_values, expected)
+
+
+def _of(kind: str) -> SourceSample:
+    return SourceSample("m", "bmr", (Turn("a", "b"),), **{f"{kind}s": ("c",)})
+
+
+@pytest.mark.parametrize("clip", range(4))
+def test_pictures_of_a_video_hold_what_transformers_cuts(reference: Reference, clip: int) -> None:
+    """The steps of its torch backend, one after another."""
+    torch_encoder: Any = build_sample_encoder(
+        reference.family, reference.encoder.options.processor, resize="torch", **LIMITS
+    )
+    data = odd_clips()[clip]
+    header = read_video_header(io.BytesIO(data))
+    sampled = torch_encoder.sample_video(header)
+    frames = [np.array(f) for f in decode_frames(data, header, sampled.frames, 10**6)]
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    size = (sampled.grid[1] * 14, sampled.grid[2] * 14)
+    resized = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
+    vision = torch_encoder.vision
+    mean, std = (torch.tensor(x) * (1.0 / (1 / 255)) for x in (vision.mean, vision.std))
+    values = (resized.float() - mean[:, None, None]) / std[:, None, None]
+    patchify = transformers_function(reference.family, "patchify", reference.videos)
+    expected, *grid = patchify(None, values[None], 14, 2, 2)
+    encoded = torch_encoder.encode(_of("video"), [], [data])
+    assert tuple(grid) == sampled.grid
+    np.testing.assert_array_equal(encoded.pixel_values, expected[0].numpy())
+
+
+def test_sizes_and_frames_are_those_of_transformers(reference: Reference) -> None:
+    encoder: Any = build_sample_encoder(reference.family, reference.encoder.options.processor)
+    options = encoder.options
+    resize = transformers_function(reference.family, "smart_resize")
+    sample_frames = transformers_function(reference.family, "sample_frames", reference.videos)
+    processor = SimpleNamespace(fps=2, max_duration=300, temporal_patch_size=2)
+    rng = np.random.default_rng(7)
+
+    def size() -> tuple[int, int]:
+        height, width = (int(np.exp(rng.uniform(0, np.log(5000)))) for _ in range(2))
+        return height, width
+
+    def expected_size(count: int, height: int, width: int, limits: Any) -> tuple[int, int] | None:
+        try:
+            resized = resize(count, height, width, 2, 28, *limits)
+        except ValueError:
+            return None
+        return resized[0] // 14, resized[1] // 14
+
+    counts: Counter[str] = Counter()
+    for _ in range(50 * min(SAMPLES, 400)):
+        height, width = size()
+        expected = expected_size(2, height, width, (options.min_pixels, options.max_pixels))
+        try:
+            found = encoder.image_medium(height, width).grid[1:]
+        except SampleError:
+            found = None
+            counts["narrow"] += 1
+        assert found == expected, (height, width)
+    limits = options.video_min_pixels, options.video_max_pixels
+    for _ in range(12 * min(SAMPLES, 420)):
+        fps = float(rng.choice([rng.uniform(0.2, 120), 23.976, 24, 25, 30, 60, 1]))
+        total = max(1, min(int(np.exp(rng.uniform(-3, np.log(4000))) * fps), 50_000))
+        height, width = size()
+        metadata = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
+        frames = sample_frames(processor, metadata).tolist()
+        try:
+            sampled = encoder.sample_video(VideoHeader(total, fps, height, width))
+        except SampleError as error:
+            if error.reason == "bad_video":
+                counts["no frame"] += 1
+                assert frames == []
+            else:
+                assert expected_size(len(frames), height, width, limits) is None
+            continue
+        counts["odd"] += len(sampled.frames) % 2
+        assert [*sampled.frames, *sampled.frames[len(sampled.frames) // 2 * 2 :]] == frames
+        expected = expected_size(len(frames), height, width, limits)
+        assert sampled.grid == (len(frames) // 2, *(expected or ()))
+    assert counts["narrow"] > 100
+    assert counts["odd"] > 100
+
+
+@pytest.mark.parametrize("kind", ["", "video_"])
+@pytest.mark.parametrize("limits", [(783, 784), (1000, 900)])
+def test_limits_that_hold_no_token(kind: str, limits: tuple[int, int]) -> None:
+    given = dict(zip((f"{kind}min_pixels", f"{kind}max_pixels"), limits, strict=True))
+    with pytest.raises(ValueError, match=f"784 <= {kind}min_pixels <= {kind}max_pixels"):
+        model_options(family="glm4v", **given)

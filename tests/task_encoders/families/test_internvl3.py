@@ -1,5 +1,6 @@
-"""InternVL3: tiles, pixels, ids and labels equal those of transformers' processor and template."""
+"""InternVL3: tiles, frames, pixels, ids and labels equal those of transformers."""
 
+import io
 import json
 import os
 import re
@@ -12,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
+import torch
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as tiling
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
+from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer
@@ -25,11 +27,11 @@ from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.media_references import BACKENDS, by_both, real_pictures
+from tests.helpers.media_references import by_both
 from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import INTERNVL, save_tokenizer
-from tests.helpers.transformers_sources import needs_transformers
-from tests.helpers.videos import make_video
+from tests.helpers.transformers_sources import needs_transformers, transformers_function
+from tests.helpers.videos import make_video, odd_clips
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
 #: Of one tile each.
@@ -70,13 +72,16 @@ def test_tiles_are_transformers_own(folder: Path, least: int, most: int, count: 
         assert measured.num_tokens == 256 * tiles + 2 + text
 
 
-def differing_samples(
-    encoder: Any, processor: Any, files: list[bytes]
-) -> list[tuple[int, list[str]]]:
-    """Numbers of the samples, of two images each, whose pixels, tiles, tokens or positions are not
-    transformers', and which of these."""
-    token, found = encoder.media_token_ids["image_token_id"], []
-    for number, (encoded, ours, theirs) in enumerate(by_both(encoder, processor, files, 2)):
+def test_pixels_are_transformers_own(folder: Path) -> None:
+    """Also tiles, tokens and positions, of samples of two images each."""
+    options = {"image_size": 56, "max_tiles": 6, "resize": "pil"}
+    encoder: Any = build_sample_encoder("internvl3", str(folder), **options)
+    size = {"height": 56, "width": 56}
+    processor = tiling.GotOcr2ImageProcessorPil(size=size, max_patches=6, **NORMAL)
+    rng = np.random.default_rng(1)
+    files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(40)]
+    token = encoder.media_token_ids["image_token_id"]
+    for encoded, ours, theirs in by_both(encoder, processor, files, 2):
         tiles = np.asarray(theirs["num_patches"]).tolist()
         per_tile = encoded.image_grid_thw[0, 1] ** 2 // 4
         pairs = {
@@ -85,32 +90,7 @@ def differing_samples(
             "tokens": ((encoded.tokens == token).sum(), sum(tiles) * per_tile),
             "positions": (encoded.position_ids, [range(len(encoded.tokens))]),
         }
-        if names := unequal(pairs):
-            found.append((number, names))
-    return found
-
-
-def image_processor(resize: str, side: int, **options: Any) -> Any:
-    """transformers' own, of either backend; that of torch needs torchvision."""
-    name = "GotOcr2ImageProcessor" + "Pil" * (resize == "pil")
-    size = {"height": side, "width": side}
-    return getattr(transformers, name)(size=size, **NORMAL, **options)
-
-
-@BACKENDS
-def test_pixels_are_transformers_own(folder: Path, resize: str) -> None:
-    options = {"image_size": 56, "max_tiles": 6, "resize": resize}
-    encoder = build_sample_encoder("internvl3", str(folder), **options)
-    rng = np.random.default_rng(1)
-    files = [random_image(rng, random_side(rng), random_side(rng)) for _ in range(40)]
-    assert differing_samples(encoder, image_processor(resize, 56, max_patches=6), files) == []
-
-
-@BACKENDS
-def test_real_pictures(folder: Path, resize: str, request: pytest.FixtureRequest) -> None:
-    encoder = build_sample_encoder("internvl3", str(folder), resize=resize)
-    files = real_pictures(request.config.getoption("--real-data"))
-    assert differing_samples(encoder, image_processor(resize, 448), files) == []
+        assert unequal(pairs) == []
 
 
 class Reference:
@@ -220,3 +200,69 @@ def test_options_that_do_not_fit_are_refused() -> None:
         model_options(family="internvl3", min_tiles=5, max_tiles=4)
     with pytest.raises(ValueError, match="image_size 450 is not a multiple of 28"):
         model_options(family="internvl3", image_size=450)
+
+
+OF_VIDEO = SourceSample("v", "captioning", (Turn("", "A."),), videos=("c",))
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "longest"), [(8, 1_000_000), (1, 200_000), (13, 50_000), (64, 10_000)]
+)
+def test_frames_and_lengths(folder: Path, num_frames: int, longest: int) -> None:
+    """Videos of as many frames or more; others are refused by both."""
+    encoder: Any = build_sample_encoder("internvl3", str(folder), video_num_frames=num_frames)
+    expected_length = len(video_ids(folder, num_frames)) + len(encoder.tokenizer.encode("A.")) + 1
+    sample_frames = transformers_function("internvl", "sample_frames", "InternVLVideoProcessor")
+    processor = SimpleNamespace(num_frames=num_frames, initial_shift=True)
+    rng = np.random.default_rng(1)
+    short = 0
+    for _ in range(SAMPLES):
+        total = int(np.exp(rng.uniform(0, np.log(longest))))
+        height, width = (int(side) for side in rng.integers(1, 4000, 2))
+        fps = float(rng.uniform(0.5, 120)) if rng.integers(2) else None
+        header = VideoHeader(total, fps, height, width)
+        metadata = SimpleNamespace(total_num_frames=total, fps=fps)
+        try:
+            measured = encoder.measure(OF_VIDEO, [], [header])
+        except SampleError as error:
+            assert error.reason == "bad_video"  # noqa: PT017
+            with pytest.raises(ValueError, match="can't be sampled"):
+                sample_frames(processor, metadata)
+            short += 1
+            continue
+        assert encoder.sample_video(header).frames == sample_frames(processor, metadata).tolist()
+        assert measured.grid_thw == ((num_frames, 32, 32),)
+        assert measured.num_tokens == expected_length
+    assert 0.6 * SAMPLES > short >= (num_frames > 1)
+
+
+def video_ids(folder: Path, num_frames: int) -> list[int]:
+    """Of the text that the processor writes in the place of <video>."""
+    needs_transformers("5.15", "has no replace_video_token in its processor")
+    start, end, image = INTERNVL
+    tokens = {"start_image_token": start, "end_image_token": end, "image_token": image}
+    processor = SimpleNamespace(**tokens, image_seq_length=256)
+    inputs = {"pixel_values_videos": [np.zeros(num_frames)]}
+    text = InternVLProcessor.replace_video_token(processor, inputs, 0)
+    ids: list[int] = checkpoint_tokenizer(str(folder))(text)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("clip", range(4))
+def test_pixels(folder: Path, clip: int) -> None:
+    """The steps of transformers' processor, one after another."""
+    encoder: Any = build_sample_encoder(
+        "internvl3", str(folder), image_size=56, video_num_frames=5, resize="torch"
+    )
+    data = odd_clips()[clip]
+    header = read_video_header(io.BytesIO(data))
+    frames = decode_frames(data, header, encoder.sample_video(header).frames, 10**6)
+    pixels = torch.from_numpy(np.stack([np.array(one) for one in frames])).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(pixels, (56, 56), mode="bicubic", antialias=True)
+    normal = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    mean, std = (torch.tensor(x)[:, None, None] * (1.0 / (1 / 255)) for x in normal)
+    values = ((resized.float() - mean) / std).reshape(5, 3, 4, 14, 4, 14)
+    encoded = encoder.encode(OF_VIDEO, [], [data])
+    assert encoded.image_grid_thw.tolist() == [[1, 4, 4]] * 5
+    expected = values.permute(0, 2, 4, 1, 3, 5).reshape(80, -1)
+    np.testing.assert_array_equal(encoded.pixel_values, expected.numpy())

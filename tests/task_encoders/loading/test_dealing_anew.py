@@ -13,7 +13,6 @@ from megatron.energon import WorkerConfig
 from launch.data.loader_state import from_plain, to_plain
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.rows.pack_dealing import Dealer, Stretch
 from task_encoders.settings import PackingSettings
 from tests.helpers.legacy_packs import text_folder
 
@@ -108,31 +107,3 @@ def test_the_datasets_of_a_blend_are_dealt_each(
         assert max(own) - min(own) <= (kind == "blend")
     if kind == "blend_epochized":
         assert set(counts.values()) == {2}
-
-
-def test_many_changes_of_many_workers() -> None:
-    """Only numbers: 1,000 packs in two ranges by turns, through six changes."""
-    dealer = Dealer([(0, 500), (500, 1000)], first_turn=3)
-    stretches: list[Stretch] = []
-    read: collections.Counter[int] = collections.Counter()
-    total = 0
-    for ranks, per_rank, steps in [(4, 2, 60), (3, 1, 30), (16, 4, 3), (1, 1, 100), (7, 3, 20)]:
-        now = Stretch(ranks, per_rank, ())
-        begin = stretches[-1].first_epoch if stretches else 0
-        at = []
-        for worker in range(ranks * per_rank):
-            epoch, place = begin, 0
-            packs = dealer.deal(epoch, now, stretches)[worker]
-            for _ in range(steps):
-                while place == len(packs):
-                    epoch, place = epoch + 1, 0
-                    packs = dealer.deal(epoch, now, stretches)[worker]
-                read[int(packs[place])] += 1
-                place += 1
-            at.append((epoch, place))
-        total += steps * len(at)
-        stretches.append(Stretch(ranks, per_rank, at))
-    assert total == sum(read.values())
-    low, high = ([read[pack] for pack in range(*ends)] for ends in ((0, 500), (500, 1000)))
-    assert max(low) - min(low) <= 1
-    assert max(high) - min(high) <= 1

@@ -5,24 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from task_encoders.loading.folder_shards import spread
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from tests.helpers.legacy_packs import text_folder
-
-
-@pytest.mark.parametrize(
-    ("sizes", "draws", "expected"),
-    [
-        ([3], [3], [0, 1, 2]),
-        ([2, 4], [4, 4], [0, 2, 1, 3, 0, 4, 1, 5]),
-        ([4, 2], [4, 2], [0, 4, 1, 2, 5, 3]),
-        ([0, 2], [0, 3], [0, 1, 0]),
-    ],
-)
-def test_datasets_are_spread_over_an_epoch(
-    sizes: list[int], draws: list[int], expected: list[int]
-) -> None:
-    assert spread(sizes, draws).tolist() == expected
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +66,6 @@ def test_other_splits_have_each_pack_once(folders: Path) -> None:
     entries = (f"path: {name}, weight: 1, split_part: train" for name in "ba")
     path = blend(folders, "blend", *entries, split="val")
     assert keys(path, "val") == ["b0", "b1", "b2", "b3", "b4", "b5", "a0", "a1", "a2"]
-
-
-def test_remote_folders(folders: Path) -> None:
-    url = f"msc://__filesystem__{folders}/a"
-    path = blend(folders, "blend", f"path: '{url}', weight: 3", "path: b, weight: 6")
-    assert keys(url) == ["a0", "a1", "a2"]
-    assert keys(path)[:3] == ["b0", "a0", "b1"]
 
 
 def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:

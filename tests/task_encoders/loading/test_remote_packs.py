@@ -26,7 +26,6 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack_format import PREFIX
 from task_encoders.settings import PackingSettings
-from task_encoders.storage import remote_requests
 from task_encoders.storage.energon_paths import energon_url
 from task_encoders.storage.paths import StorageError, path_of
 from task_encoders.storage.remote_requests import RemoteError
@@ -190,20 +189,6 @@ def test_forked_workers_have_connections_of_their_own(bucket: str) -> None:
         os._exit(int(path.fs.delegate is inherited))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert path.fs.delegate is inherited
-
-
-def test_failing_requests(
-    folders: Any, store: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A third of the requests fail, and are made again."""
-    monkeypatch.setattr(remote_requests, "WAITS", (0.01,) * 5)
-    before = remote_requests.count_repeats()
-    url = store(folders("energon"), "s3")
-    object_store.fail(0.3)
-    packs = [pack.media for pack in PackedFolder(url)]
-    assert packs == [pack.media for pack in PackedFolder(folders("energon"))]
-    assert object_store.counts()["failed"] > 3
-    assert remote_requests.count_repeats() > before
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Patches of both backends: every value where it belongs, as transformers' own backend has it."""
 
-import importlib.util
 import io
 from typing import Any
 
@@ -95,27 +94,6 @@ def test_images_that_pillow_holds_in_blocks(resize: str, width: int, height: int
     if resize == "pil":
         pixels = np.array(image.resize(size, Image.Resampling.BICUBIC))
     np.testing.assert_array_equal(rows[0].reshape(3, 14, 14), pixels[:14, :14].transpose(2, 0, 1))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_torch_equals_transformers_itself(family: str) -> None:
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-
-    rng = np.random.default_rng(1)
-    vision = build_sample_encoder(family, resize="torch", max_pixels=200_000).vision  # type: ignore[attr-defined]
-    processor = Qwen2VLImageProcessor(
-        size={"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels},
-        patch_size=vision.patch_size,
-        image_mean=list(vision.mean),
-        image_std=list(vision.std),
-    )
-    for _ in range(20):
-        width, height = (int(side) for side in rng.integers(20, 500, 2))
-        data = png(rng, width, height)
-        expected = processor([Image.open(io.BytesIO(data))], return_tensors="np")
-        values = normalisation(vision).values(image_patches(decode_image(data), vision)[0], 2)
-        np.testing.assert_array_equal(values, expected["pixel_values"])
 
 
 @pytest.mark.parametrize("resize", BACKENDS)

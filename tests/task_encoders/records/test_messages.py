@@ -195,38 +195,13 @@ def test_prompts_that_captioning_would_not_show(content: dict[str, Any], is_lost
         check_prompts_are_shown(sample)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same dialogues, as content lists and with <image> in the text."""
-    folder = tmp_path_factory.mktemp("data")
-    marked, listed = [], []
-    for i in range(6):
-        name = f"{i}.jpg"
-        write_file(folder / name, image_bytes(56 + 28 * i, 84))
-        answer = {"role": "assistant", "content": f"It is {i}."}
-        marked.append({"messages": dialogue(f"<image>What {i}?", f"It is {i}."), "images": [name]})
-        parts = [
-            {"type": "image_url", "image_url": {"url": name}},
-            {"type": "text", "text": f"What {i}?"},
-        ]
-        listed.append({"messages": [{"role": "user", "content": parts}, answer]})
-    write_file(folder / "marked.jsonl", lines(marked))
-    write_file(folder / "listed.jsonl", lines(listed))
-    return folder
-
-
-def test_content_lists_measure_as_the_same_samples(data: Path, tmp_path: Path) -> None:
-    found = []
-    for name in ("marked", "listed"):
-        source = {"format": "jsonl", "path": str(data / f"{name}.jsonl"), "task": "bmr"}
-        info = measure(make_run(source, tmp_path / name)).info
-        found.append((info.num_samples, info.num_tokens, info.set_aside, info.lost_fields))
-    assert found[0] == found[1]
-    assert found[0][0] == 6
-
-
-def test_the_wrong_task_trains_nothing_unless_asked_to(data: Path, tmp_path: Path) -> None:
-    source = {"format": "jsonl", "path": str(data / "marked.jsonl"), "task": "captioning"}
+def test_the_wrong_task_trains_nothing_unless_asked_to(tmp_path: Path) -> None:
+    records = [
+        {"messages": dialogue(f"<image>What {i}?", "So."), "images": ["a.jpg"]} for i in range(6)
+    ]
+    write_file(tmp_path / "a.jpg", image_bytes())
+    write_file(tmp_path / "data.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(tmp_path / "data.jsonl"), "task": "captioning"}
     assert measure(make_run(source, tmp_path / "a")).info.set_aside == {"lost_prompt": 6}
     wanted = measure(make_run({**source, "ignore_prompts": True}, tmp_path / "b")).info
     assert (wanted.num_samples, wanted.set_aside) == (6, {})

@@ -134,6 +134,7 @@ def test_marks_of_videos(prompts: list[str], fields: dict[str, Any], expected: l
         ("<image> <image>", {"video": "a.mp4"}, "image_count_mismatch"),
         ("<image> <video>", {"video": "a.mp4"}, "image_count_mismatch"),
         ("<video> <video>", {"video": "a.mp4"}, "video_count_mismatch"),
+        ("<video>", {"videos": ["a.mp4", "b.mp4"]}, "video_count_mismatch"),
         ("What?", {"videos": [7]}, "bad_record"),
     ],
 )

@@ -103,11 +103,6 @@ def test_qwen2_5_has_eight_more_tokens_which_text_spells(qwen2_5: Path) -> None:
         assert answer == slow.encode_answer("assistant\n", cut)
 
 
-def test_an_unknown_special_token_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"<\|nonsense\|>"):
-        load_tokenizer("builtin").special_id("<|nonsense|>")
-
-
 def test_ids_are_spelled_as_text_and_control_tokens() -> None:
     fast, slow = load_tokenizer("builtin"), TransformersTokenizer(builtin_tokenizer())
     text = "Grüße <|im_end|>, 世界 🙂"  # written, not meant
@@ -125,13 +120,6 @@ def test_ids_are_spelled_as_text_and_control_tokens() -> None:
     assert len(parts) > 1
     assert list(fast.spell(parts)) == [("𓀀", False)]
     assert list(fast.spell(parts[:1])) == [("\ufffd", False)]
-
-
-def test_a_saved_checkpoint_runs_on_tiktoken(builtin_checkpoint: Path) -> None:
-    loaded = load_tokenizer(str(builtin_checkpoint))
-    assert isinstance(loaded, TiktokenTokenizer)
-    for text in texts(50):
-        assert loaded.encode(text) == load_tokenizer("builtin").encode(text)
 
 
 def test_a_tokenizer_without_a_tiktoken_form_is_used_as_it_is(tmp_path: Path) -> None:
