@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from task_encoders.energon_samples import PackedBatch
@@ -86,6 +87,16 @@ def inputs_of(packs: PackedFolder, batch: PackedBatch) -> Inputs:
 def samples_alone(packs: PackedFolder, number: int) -> list[Inputs]:
     """Each sample of a pack."""
     return [inputs_of(packs, packed_batch([s])) for s in encoded_alone(packs, number)]
+
+
+def token_losses_alone(model: Any, packs: PackedFolder, number: int) -> torch.Tensor:
+    """Loss of each labelled token of a pack's samples, one sample at a time."""
+    losses = []
+    for inputs in samples_alone(packs, number):
+        labels = inputs.pop("labels")[0, 1:]
+        logits = model(**inputs).logits[0, :-1]
+        losses.append(F.cross_entropy(logits, labels, reduction="none")[labels != IGNORE_INDEX])
+    return torch.cat(losses)
 
 
 def one_sample(packs: PackedFolder, number: int) -> list[Inputs]:

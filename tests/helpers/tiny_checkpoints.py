@@ -194,18 +194,22 @@ def packed_batch(samples: Sequence[EncodedSample], **options: Any) -> PackedBatc
     return batch_rows([sample])
 
 
-def forward(model: Any, batch: PackedBatch, labels: torch.Tensor | None) -> Any:
-    """Losses of a `PackedMegatronModel`, or its logits without labels."""
-    return model(
+def forward(
+    model: Any, batch: PackedBatch, labels: torch.Tensor | None, group: Any = None
+) -> torch.Tensor:
+    """Losses of a `PackedMegatronModel`, or its logits without labels; of this rank's tokens, if a
+    group shares the row."""
+    result: torch.Tensor = model(
         batch.tokens,
         batch.position_ids,
-        to_packed_seq_params(batch),
+        to_packed_seq_params(batch, group),
         batch.imgs,
         batch.image_grid_thw,
         labels,
         batch.pixel_values_videos,
         batch.video_grid_thw,
     )
+    return result
 
 
 def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Runs of `launch.train_transformers` on tiny checkpoints of every family."""
 
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from launch.loop.setup import run
 from launch.loop.trainer import Trainer
-from launch.train_transformers import main
+from launch.train_transformers import load_config, main
 from task_encoders.families import build_sample_encoder
 from task_encoders.packs.manifest import Manifest
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
@@ -77,6 +79,18 @@ def train(arguments: list[str], status: int = 0) -> str:
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == status, result.output
     return result.output
+
+
+def run_here(arguments: list[str]) -> int:
+    """The command, as one rank of a group."""
+    return run(load_config(arguments[0], arguments[1:]))
+
+
+def stop_here(arguments: list[str]) -> int:
+    """The same, stopped in its third step."""
+    step = Interrupted(3, partial(os.kill, os.getpid(), signal.SIGTERM))
+    Trainer._step = step  # type: ignore[method-assign,assignment]
+    return run_here(arguments)
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:

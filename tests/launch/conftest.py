@@ -1,10 +1,23 @@
-"""Fixtures of the tests of training through transformers."""
+"""Packs that tests of training share."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.packed_runs import bmr_folder, captioning_folder
 from tests.helpers.transformers_runs import Case, make_case
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed dialogues."""
+    return bmr_folder(tmp_path_factory.mktemp("dialogues"))
+
+
+@pytest.fixture(scope="session")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed captions."""
+    return captioning_folder(tmp_path_factory.mktemp("captions"))
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from launch.train import cli
 from launch.train_transformers import load_config as load_transformers_config
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
-from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, captioning_folder, losses
+from tests.helpers.packed_runs import BMR_ENVIRONMENT, losses
 from tests.helpers.ports import free_port
 from tests.helpers.unpacked_folders import crude_folder
 
@@ -42,11 +42,6 @@ SMALL = (
     "batch.global_batch_packs=2",
     "validation.every=0",
 )
-
-
-@pytest.fixture(scope="module")
-def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"))
 
 
 def start(
@@ -116,12 +111,12 @@ each_module = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def sft_run(module: str, dialogues: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sft_run(module: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped by SIGTERM, and then left to finish; all its paths are relative to a
     folder in which another package has this one's name."""
     cwd = tmp_path_factory.mktemp("sft")
     output = cwd / "out"
-    (cwd / "packs").symlink_to(dialogues)
+    (cwd / "packs").symlink_to(folder)
     (cwd / "my.yaml").write_text((ROOT / "launch" / "sft.yaml").read_text())
     (cwd / "launch").mkdir()
     (cwd / "launch" / "__init__.py").write_text("raise SystemExit('not this one')\n")
@@ -147,12 +142,10 @@ def run_here(*overrides: str, module: str = "launch.train") -> bool:
 
 
 @pytest.fixture(scope="module")
-def whole_run(
-    module: str, dialogues: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[float]:
+def whole_run(module: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of the run that nothing stopped."""
     output = tmp_path_factory.mktemp("whole")
-    paths = (f"data.path={dialogues}", f"output.path={output}")
+    paths = (f"data.path={folder}", f"output.path={output}")
     steps = (f"train.iterations={STEPS}", "checkpoint={every: 0, export: false}")
     assert run_here(*paths, *steps, *SMALL, module=module)
     return losses(output)
@@ -167,10 +160,10 @@ def test_a_stopped_run_is_the_run_that_was_not(sft_run: Path, whole_run: list[fl
 @pytest.mark.exhaustive
 @each_module
 def test_a_killed_run_is_the_run_that_was_not(
-    module: str, dialogues: Path, whole_run: list[float], tmp_path: Path
+    module: str, folder: Path, whole_run: list[float], tmp_path: Path
 ) -> None:
     steps = (f"train.iterations={STEPS}", "checkpoint.every=2")
-    arguments = (f"data.path={dialogues}", f"output.path={tmp_path}", *steps, *SMALL)
+    arguments = (f"data.path={folder}", f"output.path={tmp_path}", *steps, *SMALL)
     killed = start("sft_qwen2_vl.sh", *arguments, MODULE=module)
     wait_for_steps(killed, tmp_path, 3)
     victim = rank_of(killed)
@@ -184,7 +177,7 @@ def test_a_killed_run_is_the_run_that_was_not(
 
 
 def test_a_killed_rank_is_one_line(
-    dialogues: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As torchrun tells of it."""
     killed = ProcessFailure(local_rank=0, pid=17, exitcode=-signal.SIGKILL, error_file="")
@@ -196,7 +189,7 @@ def test_a_killed_rank_is_one_line(
     for name, value in BMR_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     yaml_file = str(ROOT / "launch" / "sft.yaml")
-    status = main(["-m", "launch.train", yaml_file, f"data.path={dialogues}"])
+    status = main(["-m", "launch.train", yaml_file, f"data.path={folder}"])
     assert status == 128 + signal.SIGKILL
     assert capsys.readouterr().err == "error: Signal 9 (SIGKILL) received by PID 17\n"
 
@@ -215,8 +208,8 @@ def test_the_checkpoint_of_the_script_loads_in_transformers(sft_run: Path) -> No
 
 @pytest.mark.exhaustive
 @each_module
-def test_ctrl_c_stops_torchrun_and_its_ranks(module: str, dialogues: Path, tmp_path: Path) -> None:
-    paths = (f"data.path={dialogues}", f"output.path={tmp_path}", f"train.iterations={STEPS}")
+def test_ctrl_c_stops_torchrun_and_its_ranks(module: str, folder: Path, tmp_path: Path) -> None:
+    paths = (f"data.path={folder}", f"output.path={tmp_path}", f"train.iterations={STEPS}")
     process = start("sft_qwen2_vl.sh", *paths, *SMALL, MODULE=module)
     wait_for_steps(process, tmp_path, 1)
     os.killpg(process.pid, signal.SIGINT)  # to all, as a terminal does
@@ -224,11 +217,8 @@ def test_ctrl_c_stops_torchrun_and_its_ranks(module: str, dialogues: Path, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_stage_1_trains_the_projector_on_two_processes(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = captioning_folder(tmp_path_factory.mktemp("captions"))
-    arguments = (f"data.path={folder}", f"output.path={tmp_path}", "train.iterations=2", *SMALL)
+def test_stage_1_trains_the_projector_on_two_processes(captions: Path, tmp_path: Path) -> None:
+    arguments = (f"data.path={captions}", f"output.path={tmp_path}", "train.iterations=2", *SMALL)
     process = start("pretrain_qwen2_vl.sh", *arguments, NPROC_PER_NODE="2")
     text = finish(process)
     assert process.returncode == 0, text
@@ -304,8 +294,8 @@ def test_a_family_without_a_built_in_processor_is_trained_and_exported(
     assert all(parameter.isfinite().all() for parameter in trained.parameters())
 
 
-def test_stage_1_5_refuses_packs_of_another_task(dialogues: Path, tmp_path: Path) -> None:
-    arguments = (f"data.path={dialogues}", f"output.path={tmp_path}", *SMALL)
+def test_stage_1_5_refuses_packs_of_another_task(folder: Path, tmp_path: Path) -> None:
+    arguments = (f"data.path={folder}", f"output.path={tmp_path}", *SMALL)
     process = start("pretrain_qwen2_vl.sh", *arguments, STAGE="1.5")
     text = finish(process)
     assert process.returncode != 0

@@ -1,7 +1,5 @@
 """Adapters trained on packs, through transformers and peft."""
 
-import os
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -9,29 +7,21 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
-from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from launch.config import DataConfig
-from launch.data.micro_batches import build_task_encoder
-from launch.data.packed_data import read_packed_data
-from launch.loop.setup import run
-from launch.loop.trainer import Trainer
 from launch.model.config import LoraOptions, TransformersModelConfig
 from launch.model.transformers_model import build_transformers_model
-from launch.train_transformers import load_config
-from task_encoders.concatenate import split_row
-from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.model_inputs import media_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.packed_runs import losses
+from tests.helpers.parity import token_losses_alone
+from tests.helpers.peers import open_packs
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (
     Case,
-    Interrupted,
     assert_equal_runs,
     command,
+    run_here,
     stop,
+    stop_here,
     train,
     weights,
 )
@@ -69,29 +59,11 @@ def _adapters_of_samples(
     model = build_transformers_model(config, device=torch.device("cpu")).model
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
-    data = read_packed_data(folder / "packed")
-    config_of_data = DataConfig(path=str(folder / "packed"), pixel_transport="float32")
-    encoder = build_task_encoder(config_of_data, data)
-    packs = PackedFolder(folder / "packed", encoder)
+    packs = open_packs(folder / "packed")
     for step in range(num_steps):
         first = step * packs_per_step
-        rows = [packs.row(number).row for number in range(first, first + packs_per_step)]
-        samples = [sample for row in rows for sample in split_row(row)]
-        num_labels = sum(int((sample.labels[1:] != IGNORE_INDEX).sum()) for sample in samples)
-        for sample in samples:
-            inputs = {
-                "input_ids": sample.tokens[None],
-                "position_ids": sample.position_ids[:, None],
-            }
-            media = media_kwargs(
-                sample.pixel_values,
-                sample.image_grid_thw,
-                sample.pixel_values_videos,
-                sample.video_grid_thw,
-            )
-            logits = model(**inputs, **media, use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits, sample.labels[1:], reduction="sum")
-            (loss / num_labels).backward()
+        numbers = range(first, first + packs_per_step)
+        torch.cat([token_losses_alone(model, packs, n) for n in numbers]).mean().backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         adamw.step()
         adamw.zero_grad()
@@ -121,10 +93,6 @@ def test_a_stopped_run_of_adapters_goes_on(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def _run_here(arguments: list[str]) -> int:
-    return run(load_config(arguments[0], arguments[1:]))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"])
 def test_sharded_adapters(family: str, case: Case, tmp_path: Path) -> None:
@@ -133,7 +101,7 @@ def test_sharded_adapters(family: str, case: Case, tmp_path: Path) -> None:
     options = ["model.lora={}", "schedule.learning_rate=1e-4"]
     train(make(tmp_path / "one", *options))
     sharded = make(tmp_path / "two", *options, "model.fsdp=true")
-    assert run_ranks(2, tmp_path / "ranks", _run_here, sharded) == [0, 0]
+    assert run_ranks(2, tmp_path / "ranks", run_here, sharded) == [0, 0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     ours, theirs = adapters(tmp_path / "one"), adapters(tmp_path / "two")
     assert ours.keys() == theirs.keys()
@@ -141,12 +109,6 @@ def test_sharded_adapters(family: str, case: Case, tmp_path: Path) -> None:
     merged, expected = weights(tmp_path / "two"), weights(tmp_path / "one")
     assert max(float((merged[n] - expected[n]).abs().max()) for n in expected) < 1e-5
     stopped = make(tmp_path / "stopped", *options, "model.fsdp=true")
-    assert run_ranks(2, tmp_path / "a", _stop, stopped) == [143, 143]
-    assert run_ranks(2, tmp_path / "b", _run_here, stopped) == [0, 0]
+    assert run_ranks(2, tmp_path / "a", stop_here, stopped) == [143, 143]
+    assert run_ranks(2, tmp_path / "b", run_here, stopped) == [0, 0]
     assert_equal_runs(tmp_path / "two", tmp_path / "stopped")
-
-
-def _stop(arguments: list[str]) -> int:
-    step = Interrupted(3, partial(os.kill, os.getpid(), signal.SIGTERM))
-    Trainer._step = step  # type: ignore[method-assign,assignment]
-    return _run_here(arguments)

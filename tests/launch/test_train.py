@@ -53,12 +53,6 @@ def test_the_rank_whose_disk_is_full_says_so(
     assert capsys.readouterr().err == "error: a cannot be written\n"
 
 
-def test_other_errors_keep_their_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), failing_in_one_line(debug=False):
-        raise ValueError("data.path: no such folder")
-    assert capsys.readouterr().err == "error: data.path: no such folder\n"
-
-
 def test_the_package_that_stops_an_import_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Imports fail as where torchvision does not match torch."""
     error = ModuleNotFoundError("Could not import module 'PreTrainedModel'.")

@@ -1,40 +1,44 @@
-"""Training through transformers as a command: any family, stopped and resumed, on several ranks,
-in bfloat16; and what it refuses."""
+"""Training through transformers as a command: any family, all that packs can be, stopped and
+resumed, on several ranks; where it can go wrong, and what it refuses."""
 
 import json
-import os
+import resource
 import runpy
 import shutil
 import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from transformers import (
-    AutoConfig,
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
 
+from launch.loop import setup
 from launch.loop.setup import run
 from launch.loop.trainer import Trainer
+from launch.model.config import transformers_classes
 from launch.train import cli
 from launch.train_transformers import load_config, main
 from tests.helpers.hf_trainers import several_packs
-from tests.helpers.packed_runs import losses
+from tests.helpers.packed_runs import losses, step_lines
 from tests.helpers.parity import check_losses
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (
     FAMILIES,
     STOPS,
     Case,
-    Interrupted,
     assert_equal_runs,
     command,
+    pack_dialogues,
+    run_here,
     stop,
+    stop_here,
     train,
     weights,
 )
@@ -97,31 +101,6 @@ def test_random_weights_are_the_same_for_one_seed(case: Case, tmp_path: Path) ->
     assert len(AutoTokenizer.from_pretrained(tmp_path / "first" / "hf")) > 600
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("qwen3_vl of videos", "internvl3"),
-        *(
-            pytest.param(f"{family}{kind}", marks=pytest.mark.exhaustive)
-            for family in ("qwen2_vl", "qwen2_5_vl")
-            for kind in ("", " of videos")
-        ),
-        pytest.param("qwen3_vl", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_same_packs_as_in_launch_train(name: str, case: Case, tmp_path: Path) -> None:
-    """From one checkpoint, with texts, pictures, several of them, and videos."""
-    family = name.partition(" of ")[0]
-    ten_steps = partial(command, case(name), family=family)
-    options = ["train.iterations=10", "data.order=interleaved", "schedule.learning_rate=1e-4"]
-    result = CliRunner().invoke(cli, ten_steps(tmp_path / "megatron", *options))
-    assert result.exit_code == 0, result.output
-    train(ten_steps(tmp_path / "transformers", *options))
-    ours, theirs = losses(tmp_path / "transformers"), losses(tmp_path / "megatron")
-    assert ours == pytest.approx(theirs, abs=1e-4)
-    assert len(ours) == 10
-
-
 def test_steps_are_those_of_the_samples_alone(tmp_path: Path) -> None:
     """And those of `launch.train`: packs of several samples, with images and videos."""
     checkpoint, packed = several_packs("qwen3_vl", tmp_path)
@@ -162,10 +141,6 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     assert_equal_runs(whole, tmp_path, steps=12)
 
 
-def _run_here(arguments: list[str]) -> int:
-    return run(load_config(arguments[0], arguments[1:]))
-
-
 @pytest.mark.parametrize(
     ("family", "ranks", "fsdp"),
     [
@@ -190,16 +165,10 @@ def test_ranks_change_no_loss(
     one = undisturbed(family, *options)
     options.append(f"model.fsdp={str(fsdp).lower()}")
     arguments = command(case(family), tmp_path / "several", *options, family=family)
-    assert run_ranks(ranks, tmp_path / "ranks", _run_here, arguments) == [0] * ranks
+    assert run_ranks(ranks, tmp_path / "ranks", run_here, arguments) == [0] * ranks
     assert losses(tmp_path / "several") == pytest.approx(losses(one), abs=1e-5)
     ours, theirs = weights(one), weights(tmp_path / "several")
     assert max(float((ours[n] - theirs[n]).abs().max()) for n in ours) < 1e-4
-
-
-def _stop(arguments: list[str]) -> int:
-    step = Interrupted(3, partial(os.kill, os.getpid(), signal.SIGTERM))
-    Trainer._step = step  # type: ignore[method-assign,assignment]
-    return _run_here(arguments)
 
 
 @pytest.mark.exhaustive
@@ -207,60 +176,19 @@ def test_a_sharded_run_is_resumed(case: Case, tmp_path: Path) -> None:
     """A resumed run is equal to the last bit; on other ranks, to rounding."""
     arguments = partial(command, case("qwen2_vl"))
     sharded = ["model.fsdp=true", "schedule.decay=constant", "schedule.warmup=0"]
-    run_ranks(2, tmp_path / "a", _run_here, arguments(tmp_path / "whole", *sharded))
+    run_ranks(2, tmp_path / "a", run_here, arguments(tmp_path / "whole", *sharded))
     stopped = arguments(tmp_path / "stopped", *sharded)
-    assert run_ranks(2, tmp_path / "b", _stop, stopped) == [143, 143]
-    run_ranks(2, tmp_path / "c", _run_here, stopped)
+    assert run_ranks(2, tmp_path / "b", stop_here, stopped) == [143, 143]
+    run_ranks(2, tmp_path / "c", run_here, stopped)
     assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
     moved = arguments(tmp_path / "moved", *sharded)
-    run_ranks(4, tmp_path / "d", _run_here, [*moved, "train.iterations=4"])
+    run_ranks(4, tmp_path / "d", run_here, [*moved, "train.iterations=4"])
     run_ranks(2, tmp_path / "e", _run_accepting, moved)
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
 
 def _run_accepting(arguments: list[str]) -> int:
     return run(load_config(arguments[0], arguments[1:]), ["train.iterations"])
-
-
-def _changed(masters: torch.Tensor, before: torch.Tensor) -> float:
-    return float((masters != before).float().mean())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "llava_1_5"])
-def test_a_bfloat16_checkpoint_learns_as_in_float32(
-    family: str, case: Case, tmp_path: Path
-) -> None:
-    """After 20 steps, the loss is within 1e-3. Before, it is up to 6e-3 behind: weights that begin
-    as values of bfloat16 have to move half the way to the next before computing sees it."""
-    folder = tmp_path / "case"
-    shutil.copytree(case(family), folder, ignore=shutil.ignore_patterns("source"))
-    # Weights near .02, as in models that people have: computing rounds those near 1 more.
-    config = AutoConfig.from_pretrained(folder / "model")
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "model")
-    changed, found = {}, {}
-    for dtype in ("bfloat16", "float32"):
-        options = [f"model.dtype={dtype}", "train.iterations=20", "schedule.learning_rate=1e-5"]
-        still = [*options, "train.iterations=1", "schedule.learning_rate=1e-30"]
-        output = tmp_path / dtype
-        train(command(folder, output, *options, family=family))
-        train(command(folder, tmp_path / f"still_{dtype}", *still, family=family))
-        after, before = _masters(output, 20), _masters(tmp_path / f"still_{dtype}", 1)
-        changed[dtype] = _changed(after, before)
-        found[dtype] = losses(output)
-    assert changed["float32"] > 0.5
-    assert changed["bfloat16"] == pytest.approx(changed["float32"], abs=0.01)
-    assert found["bfloat16"] == pytest.approx(found["float32"], abs=6e-3)
-    assert found["bfloat16"][-1] == pytest.approx(found["float32"][-1], abs=1e-3)
-
-
-def _masters(output: Path, step: int) -> torch.Tensor:
-    """All float32 weights of a run's checkpoint."""
-    path = output / "checkpoints" / f"iter_{step:08d}" / "rank_00000.pt"
-    state = torch.load(path, weights_only=True)
-    return torch.cat([master.flatten() for master in state["optimizer"]["masters"]])
 
 
 def run_example(folder: Path, output: Path, *options: str) -> None:
@@ -352,3 +280,143 @@ def test_launch_train_refuses_what_it_lacks(case: Case, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, command(case("qwen2_vl"), tmp_path / "run", "model.lora={}"))
     assert result.exit_code == 2
     assert "model.lora" in result.output
+
+
+@pytest.fixture
+def store(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Address of the folder of a case in a store of multi-storage-client."""
+    provider = {"type": "file", "options": {"base_path": str(case("qwen2_vl"))}}
+    config = tmp_path / "msc.json"
+    config.write_text(json.dumps({"profiles": {"packs": {"storage_provider": provider}}}))
+    monkeypatch.setenv("MSC_CONFIG", str(config))
+    return "msc://packs"
+
+
+@pytest.mark.parametrize("form", ["references", "indexed", "remote", "remote, written"])
+def test_the_same_packs_in_another_form(form: str, case: Case, store: str, tmp_path: Path) -> None:
+    """Give the same losses, in training and validation."""
+    folder = case("qwen2_vl")
+    options = ["train.iterations=2", "validation.every=2", "checkpoint.export=false"]
+    packed: Any = tmp_path / "packed"
+    if form.startswith("remote"):
+        packed = f"{store}/packed"
+        options += ["data.order=written"] * form.endswith("written")
+    else:
+        pack_dialogues("qwen2_vl", folder, packed, output={"layout": form})
+    train(command(folder, tmp_path / "tars", *options))
+    train(command(folder, tmp_path / "other", *options, f"data.path={packed}"))
+    lines = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("tars", "other")]
+    assert losses(tmp_path / "other") == losses(tmp_path / "tars")
+    validated = [line.partition('"validation_loss"')[2] for line in lines]
+    assert validated[0] == validated[1] != ""
+
+
+def test_packs_of_several_epochs(case: Case, tmp_path: Path) -> None:
+    """Two passes train each sample twice, in other packs."""
+    folder, packed = case("qwen2_vl"), tmp_path / "packed"
+    output = {"layout": "references", "split": {"train": 1.0}}
+    made = pack_dialogues("qwen2_vl", folder, packed, pack={"epochs": 2}, output=output)
+    options = [f"data.path={packed}", "train.iterations=null", "train.epochs=2"]
+    options += ["data.repeat=false", "checkpoint={every: 0, export: false}"]
+    train(command(folder, tmp_path / "run", *options))
+    lines = step_lines(tmp_path / "run")
+    assert sum(line["sub_samples"] for line in lines) == 2 * made.of_an_epoch("samples")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava_1_5"])
+def test_frozen_parts_stay_with_recomputation(family: str, case: Case, tmp_path: Path) -> None:
+    folder, output = case(family), tmp_path / "run"
+    options = ["model.freeze=[vision,language]", "model.recompute=full", "train.iterations=2"]
+    train(command(folder, output, *options, family=family))
+    before = AutoModelForImageTextToText.from_pretrained(folder / "model").state_dict()
+    after = AutoModelForImageTextToText.from_pretrained(output / "hf").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all("merger" in name or "projector" in name for name in changed)
+
+
+TIED = ["model.checkpoint=null", "model.tie_word_embeddings=true", "checkpoint.every=0"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_tied_embeddings_are_one_matrix(fsdp: bool, case: Case, tmp_path: Path) -> None:
+    arguments = command(case("qwen2_5_vl"), tmp_path / "run", *TIED, family="qwen2_5_vl")
+    arguments += ["train.iterations=2", f"model.fsdp={str(fsdp).lower()}"]
+    if fsdp:
+        train([*arguments, "model.fsdp=false", f"output.path={tmp_path / 'one'}"])
+        assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
+        ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "one")
+        assert max(float((ours[n] - theirs[n]).abs().max()) for n in theirs) < 1e-4
+    else:
+        train(arguments)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert "lm_head.weight" not in weights(tmp_path / "run")
+    assert isinstance(model, transformers_classes("qwen2_5_vl").model)
+
+
+@pytest.mark.parametrize(
+    "where", ["_validate", pytest.param("_save", marks=pytest.mark.exhaustive)]
+)
+def test_a_signal_between_steps(
+    where: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In validation or in saving; the run goes on as if nothing had happened."""
+    make = partial(command, case("qwen2_vl"))
+    options = ["validation.every=2"]
+    train(make(tmp_path / "whole", *options))
+    stopped = make(tmp_path / "stopped", *options)
+    method = getattr(Trainer, where)
+
+    def signalled(trainer: Trainer) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return method(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, where, signalled)
+        train(stopped, 143)
+    assert len(losses(tmp_path / "stopped")) == 3
+    train(stopped)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_ctrl_c_before_the_first_step(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # others may ignore it
+    monkeypatch.setattr(setup, "build_trainer", lambda *_: signal.raise_signal(signal.SIGINT))
+    arguments = command(case("qwen2_vl"), tmp_path / "run")
+    try:
+        assert "stopped by SIGINT; run again to continue" in train(arguments, 130)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = partial(command, case("qwen2_vl"))
+    train(make(tmp_path / "whole"))
+    arguments = make(tmp_path / "stopped")
+    save, limits = Trainer._save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(trainer: Trainer) -> int:
+        if trainer.iteration == 4:  # files end in the middle of the weights
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        return save(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", limited)
+        try:
+            said = train(arguments, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    full = tmp_path / "stopped" / "checkpoints" / "iter_00000004.tmp" / "model_00.pt"
+    reason = "File too large; free some space and run again"
+    assert said.endswith(f"error: {full} cannot be written: {reason}\n")
+    found = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
+    assert found == ["iter_00000002", "iter_00000004.tmp"]
+    train(arguments)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
+    assert not list((tmp_path / "stopped" / "checkpoints").glob("*.tmp"))

@@ -1,36 +1,21 @@
 """The three forms in which benchmark_training.py gives the same samples to a model."""
 
+from pathlib import Path
+
 import pytest
 
 from task_encoders.energon_samples import PackedBatch
-from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder
 from tests.helpers.tools import benchmark
 
-PADDED_BATCH = 3
 
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PackedBatch]]:
+def test_all_forms_hold_the_same_samples(folder: Path, tmp_path: Path) -> None:
     loaders = benchmark("training_loaders")
-    packed = bmr_folder(tmp_path_factory.mktemp("bmr"))
-    unpacked = tmp_path_factory.mktemp("unpacked")
-    loaders.write_unpacked(packed, unpacked)
-    return {
-        mode: list(
-            loaders.build_loader(
-                mode,
-                packed=packed,
-                unpacked=unpacked,
-                num_workers=0,
-                padded_batch_size=PADDED_BATCH,
-                buffer_size=20,
-            )
-        )
+    loaders.write_unpacked(folder, tmp_path)
+    options = {"num_workers": 0, "padded_batch_size": 3, "buffer_size": 20}
+    rows: dict[str, list[PackedBatch]] = {
+        mode: list(loaders.build_loader(mode, packed=folder, unpacked=tmp_path, **options))
         for mode in loaders.MODES
     }
-
-
-def test_all_forms_hold_the_same_samples(rows: dict[str, list[PackedBatch]]) -> None:
     keys = {
         mode: sorted(key for batch in batches for key in batch.sub_sample_keys)
         for mode, batches in rows.items()
@@ -42,25 +27,6 @@ def test_all_forms_hold_the_same_samples(rows: dict[str, list[PackedBatch]]) -> 
     assert len(keys["offline"]) > 20
     assert keys["padded"] == keys["online"] == keys["offline"]
     assert tokens["padded"] == tokens["online"] == tokens["offline"]
-
-
-def test_a_padded_row_is_as_wide_as_its_longest_sample(rows: dict[str, list[PackedBatch]]) -> None:
-    padding = 0
-    for batch in rows["padded"]:
-        widths = batch.cu_lengths[0].diff()
-        real = [int((~part).sum()) for part in batch.attn_mask[0].split(widths.tolist())]
-        assert len(real) <= PADDED_BATCH
-        assert set(widths.tolist()) == {max(real)}
-        assert batch.position_ids.shape == (3, 1, batch.tokens.shape[1])
-        padding += int(batch.attn_mask.sum())
-    assert padding > 0
-
-
-@pytest.mark.parametrize("mode", ["online", "offline"])
-def test_packed_rows_are_not_padded(mode: str, rows: dict[str, list[PackedBatch]]) -> None:
-    assert not any(batch.attn_mask.any() for batch in rows[mode])
-    assert max(batch.tokens.shape[1] for batch in rows[mode]) <= SEQ_LENGTH
-    assert len(rows["offline"]) <= len(rows["online"])
 
 
 def test_the_table_compares_with_padding() -> None:

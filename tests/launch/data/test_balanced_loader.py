@@ -22,19 +22,11 @@ from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.loader_states import check_states
 from tests.helpers.packed_runs import (
     WHOLE_VOCABULARY,
-    bmr_folder,
-    losses,
     make_config,
     make_trainer,
     step_lines,
 )
 from tests.helpers.rank_processes import run_ranks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"))
-
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -97,28 +89,6 @@ def test_the_seed_of_a_run_decides_its_order(order: str, folder: Path, tmp_path:
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(orders[2])
     assert (orders[0] == orders[2]) == (order == "written")
-
-
-def test_a_run_trains_on_it_and_resumes(folder: Path, tmp_path: Path) -> None:
-    def config(output: Path, iterations: int) -> Any:
-        return make_config(
-            folder,
-            output,
-            data={"order": "balanced", "num_workers": 0},
-            train={"iterations": iterations},
-            schedule={"decay": "constant", "warmup": 0},
-            checkpoint={"every": 2},
-        )
-
-    whole, seen, _ = make_trainer(config(tmp_path / "whole", 4))
-    assert whole.run()
-    first, before, _ = make_trainer(config(tmp_path / "parts", 2))
-    assert first.run()
-    second, after, _ = make_trainer(config(tmp_path / "parts", 4), accept=["train.iterations"])
-    second.resume()
-    assert second.run()
-    assert before.keys + after.keys == seen.keys
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def train_an_epoch(folder: Path, output: Path) -> tuple[list[str], ModelCost]:

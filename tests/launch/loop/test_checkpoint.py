@@ -12,9 +12,7 @@ from launch.loop.checkpoint import VERSION
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.storage.files import read_json, seal, to_json
 from tests.helpers.packed_runs import (
-    BMR_ENVIRONMENT,
     KilledError,
-    bmr_folder,
     losses,
     make_config,
     make_trainer,
@@ -36,11 +34,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"))
-
-
 def trainer_of(folder: Path, output: Path, every: int = 2, keep: int = 2, **options: Any) -> Any:
     config = make_config(
         folder, output, train={"iterations": STEPS}, checkpoint={"every": every, "keep": keep}
@@ -49,13 +42,10 @@ def trainer_of(folder: Path, output: Path, every: int = 2, keep: int = 2, **opti
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, with checkpoints after steps 2 and 4."""
     output = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in BMR_ENVIRONMENT.items():
-            environment.setenv(name, value)
-        assert trainer_of(folder, output).run()
+    assert trainer_of(folder, output).run()
     return output
 
 

@@ -26,7 +26,7 @@ from task_encoders.packs.pack import Pack
 from task_encoders.records.record import to_sample
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
-from tests.helpers.packed_runs import BMR_ENVIRONMENT, SEQ_LENGTH, make_config, make_trainer
+from tests.helpers.packed_runs import SEQ_LENGTH, make_config, make_trainer
 
 ANSWERS = {"Nothing of this.": 0, "A quarter counts.": 0.25, "All of it.": 1}
 
@@ -137,10 +137,8 @@ def test_loss_and_gradient_are_those_by_hand(
     runs: dict[str, Run],
     normalization: Normalization,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bmr_environment: None,
 ) -> None:
-    for variable, value in BMR_ENVIRONMENT.items():
-        monkeypatch.setenv(variable, value)
     config = make_config(
         runs["tars"].workspace.root,
         tmp_path,

@@ -1,4 +1,4 @@
-"""Steps and batch sizes from manifests."""
+"""Steps, batch sizes and learning rates from manifests; checks made before a model is built."""
 
 import json
 import logging
@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 from torch import distributed
+from transformers import Qwen2VLConfig
 
 from launch.config import DataConfig, LaunchConfig
 from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import PackedData, check_validation, read_packed_data
-from launch.loop.ends import check_ends
-from launch.loop.plan import plan_training
+from launch.loop.ends import check_ends, check_token_ids
+from launch.loop.plan import DECAYS, learning_rate, plan_training
 from launch.loop.setup import check_alike
+from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
-from task_encoders.families import build_sample_encoder, model_options
+from task_encoders.families import build_sample_encoder
 from task_encoders.packs.manifest import Slots
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
-from tests.helpers.packed_runs import SEQ_LENGTH, bmr_folder, captioning_folder
+from tests.helpers.packed_runs import SEQ_LENGTH
 from tests.helpers.rank_processes import run_ranks
 
 BLEND = """\
@@ -32,16 +34,6 @@ splits:
       - {{path: {captions}, weight: 3}}
       - {{path: {dialogues}, weight: 1}}
 """
-
-
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_folder(tmp_path_factory.mktemp("captions"))
-
-
-@pytest.fixture(scope="module")
-def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("dialogues"))
 
 
 def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> Any:
@@ -94,10 +86,10 @@ def test_the_task_encoder_is_of_the_family_that_is_trained(
     assert encoders[0].fingerprint == encoders[1].fingerprint
 
 
-def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, dialogues: Path, tmp_path: Path) -> None:
+def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, folder: Path, tmp_path: Path) -> None:
     blend = tmp_path / "blend.yaml"
-    blend.write_text(BLEND.format(captions=captions, dialogues=dialogues))
-    first, second = read_packed_data(captions), read_packed_data(dialogues)
+    blend.write_text(BLEND.format(captions=captions, dialogues=folder))
+    first, second = read_packed_data(captions), read_packed_data(folder)
     data = read_packed_data(blend)
     assert data.num_packs == first.num_packs + second.num_packs
     expected = 0.75 * first.samples_per_pack + 0.25 * second.samples_per_pack
@@ -106,15 +98,15 @@ def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, dialogues: Path, tmp_
 
 
 def test_datasets_measured_differently_cannot_be_blended(
-    captions: Path, dialogues: Path, tmp_path: Path
+    captions: Path, folder: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    manifest = json.loads((dialogues / "manifest.json").read_bytes())
+    manifest = json.loads((folder / "manifest.json").read_bytes())
     manifest["config"]["model"]["max_pixels"] = 12_544
     (other / "manifest.json").write_text(json.dumps(manifest))
-    (other / ".nv-meta").symlink_to(dialogues / ".nv-meta")
-    for shard in dialogues.glob("*.tar*"):
+    (other / ".nv-meta").symlink_to(folder / ".nv-meta")
+    for shard in folder.glob("*.tar*"):
         (other / shard.name).symlink_to(shard)
     blend = tmp_path / "blend.yaml"
     blend.write_text(BLEND.format(captions=captions, dialogues=other))
@@ -203,7 +195,7 @@ def test_a_decay_that_undoes_the_weights_is_said(caplog: pytest.LogCaptureFixtur
 
 
 def test_frozen_language_model_and_packs_without_pictures(
-    captions: Path, dialogues: Path, tmp_path: Path
+    captions: Path, folder: Path, tmp_path: Path
 ) -> None:
     assert read_packed_data(captions).has_media
     manifest = json.loads((captions / "manifest.json").read_bytes())
@@ -217,14 +209,14 @@ def test_frozen_language_model_and_packs_without_pictures(
 
 
 def test_what_a_manifest_says_of_order_and_blend(
-    captions: Path, dialogues: Path, tmp_path: Path
+    captions: Path, folder: Path, tmp_path: Path
 ) -> None:
     blend = tmp_path / "blend.yaml"
-    blend.write_text(BLEND.format(captions=captions, dialogues=dialogues))
+    blend.write_text(BLEND.format(captions=captions, dialogues=folder))
     blended = read_packed_data(blend).blended
     assert [(folder.name, share) for folder, _, share in blended] == [
         (captions.name, 0.75),
-        (dialogues.name, 0.25),
+        (folder.name, 0.25),
     ]
     manifest = json.loads((captions / "manifest.json").read_bytes())
     manifest["config"]["pack"]["order"] = {"num_ranks": 4, "num_workers": 1}
@@ -325,8 +317,62 @@ def test_ranks_started_differently_stop(tmp_path: Path) -> None:
         assert message.startswith("train.seed is '3' on rank 0 and '4' on rank 1")
 
 
-def test_a_default_and_its_value_are_one_setting() -> None:
-    """A manifest is read back as it was given; packs of the defaults must still match."""
-    given = model_options(**model_options().model_dump())
-    built = [build_sample_encoder(model).fingerprint for model in (model_options(), given)]
-    assert built[0] == built[1]
+def rates(decay: str, warmup: int = 4, iterations: int = 20) -> list[float]:
+    return [
+        learning_rate(
+            i,
+            iterations=iterations,
+            warmup_iterations=warmup,
+            max_rate=1.0,
+            min_rate=0.1,
+            decay=decay,
+        )
+        for i in range(iterations)
+    ]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_rises_over_the_warmup_and_never_leaves_its_bounds(decay: str) -> None:
+    values = rates(decay)
+    assert values[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert max(values) == 1.0
+    assert min(values[4:]) >= 0.1
+    assert values[4:] == sorted(values[4:], reverse=True)
+
+
+def test_no_warmup_starts_at_the_maximum() -> None:
+    assert rates("cosine", warmup=0)[0] == 1.0
+
+
+def test_decays_end_just_above_the_minimum() -> None:
+    assert 0.1 < rates("linear")[-1] < 0.2
+    assert 0.1 < rates("cosine")[-1] < 0.12
+    assert set(rates("constant")[4:]) == {1.0}
+
+
+def test_steps_beyond_the_last_stay_at_the_minimum() -> None:
+    rate = learning_rate(
+        99, iterations=20, warmup_iterations=0, max_rate=1.0, min_rate=0.1, decay="cosine"
+    )
+    assert rate == pytest.approx(0.1)
+
+
+def test_checkpoint_with_other_media_tokens(tmp_path: Path) -> None:
+    own = build_sample_encoder("qwen2_vl").media_token_ids
+    for name in own:
+        folder = tmp_path / name
+        Qwen2VLConfig(**{**own, name: 5}).save_pretrained(folder)
+        with pytest.raises(
+            StageError, match=f"config.json has {name} 5, the packs .* {own[name]};"
+        ):
+            check_token_ids(ModelConfig(checkpoint=folder), own)
+    Qwen2VLConfig(**own).save_pretrained(tmp_path / "same")
+    check_token_ids(ModelConfig(checkpoint=tmp_path / "same"), own)
+
+
+def test_model_without_the_tokens_of_the_packs(tmp_path: Path) -> None:
+    own = build_sample_encoder("qwen2_vl").media_token_ids
+    Qwen2VLConfig(**own, text_config={"vocab_size": 1000}).save_pretrained(tmp_path)
+    for model in (ModelConfig(checkpoint=tmp_path), ModelConfig(text={"vocab_size": 1000})):
+        with pytest.raises(StageError, match=r"has vocab_size 1,000, and the packs hold"):
+            check_token_ids(model, own)

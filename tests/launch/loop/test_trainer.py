@@ -24,19 +24,11 @@ from launch.train import failing_in_one_line
 from offline_packing.errors import StageError
 from tests.helpers.packed_runs import (
     SEQ_LENGTH,
-    bmr_folder,
-    captioning_folder,
     losses,
     make_config,
     make_trainer,
     step_lines,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"))
-
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -82,19 +74,6 @@ def test_one_pass_trains_on_every_pack_once_and_ends(folder: Path, tmp_path: Pat
         assert line["rank_imbalance"] == pytest.approx(1)
 
 
-def test_an_epoch_of_the_plan_is_one_pass(folder: Path, tmp_path: Path) -> None:
-    packs, _, _ = train_counts(folder)
-    config = make_config(folder, tmp_path, data={"repeat": False}, train={"iterations": None})
-    keys, _ = train(config)
-    assert len(set(keys)) == len(keys) == packs
-
-
-def test_the_loss_falls(folder: Path, tmp_path: Path) -> None:
-    train(make_config(folder, tmp_path, train={"iterations": 16}))
-    values = losses(tmp_path)
-    assert values[-1] < values[0] - 0.1
-
-
 @pytest.mark.parametrize("normalization", ["token", "sample"])
 def test_micro_batches_do_not_change_a_step(
     normalization: str, folder: Path, tmp_path: Path
@@ -114,16 +93,6 @@ def test_micro_batches_do_not_change_a_step(
     assert runs[1][1] == runs[2][1] == runs[4][1]
     assert runs[2][0] == pytest.approx(runs[1][0], abs=1e-5)
     assert runs[4][0] == pytest.approx(runs[1][0], abs=1e-5)
-
-
-def test_normalizations_differ(folder: Path, tmp_path: Path) -> None:
-    first = {}
-    for normalization in ("token", "sample"):
-        output = tmp_path / normalization
-        config = {"normalization": normalization, "iterations": 1}
-        train(make_config(folder, output, train=config))
-        first[normalization] = losses(output)[0]
-    assert abs(first["token"] - first["sample"]) > 1e-6
 
 
 def test_validation_sees_the_whole_val_split_each_time(folder: Path, tmp_path: Path) -> None:
@@ -266,17 +235,7 @@ def test_the_first_and_the_last_step_are_logged(
         "step 4/4",
         "step 4",  # a run shorter than validation.every is validated once
     ]
-    shown = step_lines(tmp_path)[3]
-    for text in (
-        f"loss {shown['loss']:.4f}",
-        f"lr {shown['learning_rate']:.2e}",
-        f"grad norm {shown['grad_norm']:.3g}",
-        f"{shown['tokens_per_second']:,.0f} tokens/s",
-        f"data wait {shown['data_wait']:.1%}",
-        f"memory {shown['memory_gib']:.1f} GiB",
-        "ETA 0:00:00",
-    ):
-        assert text in lines[1]
+    assert f"loss {losses(tmp_path)[3]:.4f}" in lines[1]
     assert "validation loss" in lines[2]
 
 
@@ -291,12 +250,11 @@ def test_a_run_that_is_there_is_not_overwritten(folder: Path, tmp_path: Path) ->
 def test_a_blend_goes_on_where_it_was(
     num_workers: int,
     folder: Path,
+    captions: Path,
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OFFLINE_PACKING_BMR")
-    captions = captioning_folder(tmp_path_factory.mktemp("captions"))
     blend = tmp_path / "blend.yaml"
     blend.write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"

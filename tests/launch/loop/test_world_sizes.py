@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from launch.loop.parallel import initialize_parallel
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.packed_runs import (
-    BMR_ENVIRONMENT,
     bmr_folder,
     losses,
     make_config,
@@ -85,15 +84,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def legs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def legs(folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("legs")
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in BMR_ENVIRONMENT.items():
-            environment.setenv(name, value)
-        results = [
-            run_ranks(ranks, output / f"processes_{step}", train, folder, output, step, 1)
-            for ranks, step in LEGS
-        ]
+    results = [
+        run_ranks(ranks, output / f"processes_{step}", train, folder, output, step, 1)
+        for ranks, step in LEGS
+    ]
     return results, output
 
 
@@ -123,14 +119,13 @@ def test_weights_and_moments_go_on_as_they_were(legs: Any, order: str) -> None:
         assert all(map(torch.equal, saved, restored))
 
 
-def test_tensor_parallel_ranks_go_on_with_their_own_parts(folder: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in BMR_ENVIRONMENT.items():
-            environment.setenv(name, value)
-        four, two = (
-            run_ranks(ranks, tmp_path / f"processes_{ranks}", train, folder, tmp_path, step, 2)
-            for ranks, step in ((4, 1), (2, 2))
-        )
+def test_tensor_parallel_ranks_go_on_with_their_own_parts(
+    folder: Path, bmr_environment: None, tmp_path: Path
+) -> None:
+    four, two = (
+        run_ranks(ranks, tmp_path / f"processes_{ranks}", train, folder, tmp_path, step, 2)
+        for ranks, step in ((4, 1), (2, 2))
+    )
     for tensor_rank in range(2):
         saved = whole([four[tensor_rank], four[2 + tensor_rank]], "after", "written")
         restored = whole([two[tensor_rank]], "before", "written")

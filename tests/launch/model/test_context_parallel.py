@@ -17,17 +17,15 @@ from torch import distributed
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
-from launch.model.attention_kernels import varlen_attention
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.context_parallel import part_of_rank
-from launch.model.megatron_model import PackedMegatronModel, build_model
+from launch.model.megatron_model import build_model
 from launch.model.vision_tower import share_frames
-from task_encoders.energon_samples import PackedBatch
-from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,
+    forward,
     gathered_gradients,
     packed_batch,
     row_samples,
@@ -64,35 +62,6 @@ def test_segments_of_other_lengths_are_refused() -> None:
         part_of_rank(row_of([4, 6]), 2, 0)
 
 
-@settings(max_examples=30, deadline=None)
-@given(size=st.integers(1, 5), chunks=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_parts_attend_as_the_whole_row(size: int, chunks: list[int]) -> None:
-    row = row_of([2 * size * chunk for chunk in chunks])
-    total = int(row.cu_seqlens_q[-1])
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, total, 2, 8, generator=generator)
-    options: dict[str, Any] = {"scale": 0.3, "causal": True, "backend": "sdpa"}
-    whole = {"cu_seqlens": row.cu_seqlens_q, "max_seqlen": row.max_seqlen_q}
-    expected = varlen_attention(query, key, value, **whole, **options)
-    parts = [part_of_rank(row, size, rank) for rank in range(size)]
-    order = torch.cat([part.own for part in parts])
-    assert sorted(order.tolist()) == list(range(total))
-    for rank, part in enumerate(parts):
-        found = varlen_attention(
-            query[part.own],
-            key[order][part.keys],
-            value[order][part.keys],
-            cu_seqlens=part.cu_seqlens_q,
-            max_seqlen=part.max_seqlen_q,
-            cu_seqlens_kv=part.cu_seqlens_kv,
-            max_seqlen_kv=part.max_seqlen_kv,
-            **options,
-        )
-        torch.testing.assert_close(found, expected[part.own], atol=1e-5, rtol=1e-5)
-        assert (part.owner[part.own] == rank).all()
-        assert part.cu_seqlens_kv.diff().max() == part.max_seqlen_kv
-
-
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 4), flops=st.lists(st.integers(1, 50), max_size=7))
 def test_frames_are_shared_as_evenly_as_order_allows(size: int, flops: list[int]) -> None:
@@ -105,21 +74,6 @@ def test_frames_are_shared_as_evenly_as_order_allows(size: int, flops: list[int]
 
 def shares(bounds: Sequence[int], flops: Sequence[int]) -> list[int]:
     return [sum(flops[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-def token_losses(model: PackedMegatronModel, batch: PackedBatch, group: Any = None) -> torch.Tensor:
-    """(1, S); of this rank's tokens, if a group shares the row."""
-    losses: torch.Tensor = model(
-        tokens=batch.tokens,
-        position_ids=batch.position_ids,
-        packed_seq_params=dataclasses.replace(to_packed_seq_params(batch), cp_group=group),
-        imgs=batch.imgs,
-        image_grid_thw=batch.image_grid_thw,
-        labels=shift_labels(batch.labels),
-        pixel_values_videos=batch.pixel_values_videos,
-        video_grid_thw=batch.video_grid_thw,
-    )
-    return losses
 
 
 def compute(
@@ -137,11 +91,12 @@ def compute(
         model = build_model(config, device=device)
         samples = row_samples(reference, row)
         batch = packed_batch(samples, pad_multiple=2 * context if context > 1 else 1)
-        labelled = shift_labels(batch.labels)[0] != IGNORE_INDEX
+        labels = shift_labels(batch.labels)
+        labelled = labels[0] != IGNORE_INDEX
         with torch.no_grad():
             one_segment = dataclasses.replace(batch, cu_lengths=batch.cu_lengths[:, [0, -1]])
-            control = token_losses(model, one_segment, group)
-        losses = token_losses(model, batch, group)
+            control = forward(model, one_segment, labels, group)
+        losses = forward(model, batch, labels, group)
         losses.sum().backward()
         losses = losses.detach().clone()
         for whole in (control, losses):

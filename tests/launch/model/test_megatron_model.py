@@ -46,10 +46,7 @@ def build(**config: Any) -> PackedMegatronModel:
 def token_losses(
     model: PackedMegatronModel, batch: PackedBatch, labels: torch.Tensor | None = None
 ) -> torch.Tensor:
-    losses: torch.Tensor = forward(
-        model, batch, shift_labels(batch.labels) if labels is None else labels
-    )
-    return losses
+    return forward(model, batch, shift_labels(batch.labels) if labels is None else labels)
 
 
 def gradients(model: PackedMegatronModel) -> dict[str, torch.Tensor]:

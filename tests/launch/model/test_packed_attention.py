@@ -111,20 +111,6 @@ def test_core_attention_takes_both_of_megatrons_layouts() -> None:
     assert torch.equal(out_rows[:, 0], out_thd.flatten(1))
 
 
-def test_padded_boundaries_are_those_of_the_row() -> None:
-    # segments of 3 and 2 tokens, padded to 4 each: [a a a _ b b _ _]
-    query, key, value = random_tensors((8, 2, 8), (8, 2, 8), (8, 2, 8))
-    padded = boundaries([4, 4])
-    params = packed_seq_params(
-        [3, 2], qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
-    )
-    out = core_attention()(query, key, value, None, packed_seq_params=params)
-    for start, end in ((0, 3), (4, 6)):
-        q, k, v = (t[start:end] for t in (query, key, value))
-        expected = masked_attention(q, k, v, [end - start], causal=True, scale=8**-0.5)
-        torch.testing.assert_close(out[start:end], expected, atol=1e-5, rtol=1e-5)
-
-
 def test_boundaries_are_required() -> None:
     query, key, value = random_tensors((4, 1, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8))
     with pytest.raises(ValueError, match="needs packed_seq_params"):

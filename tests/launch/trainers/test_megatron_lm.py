@@ -21,8 +21,7 @@ from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_bat
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder
+from tests.helpers.packed_runs import bmr_folder
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import small_checkpoint, small_packs, two_losses
 from tests.helpers.rank_processes import run_ranks
@@ -87,31 +86,6 @@ def test_every_rank_receives_what_the_first_has_read(tmp_path: Path) -> None:
                     assert ours[name] == value
 
 
-def test_labels_are_those_of_the_next_token() -> None:
-    initialize_parallel(1)
-    batches = example_batches()
-    for batch in batches:
-        found = get_batch(iter([batch]), torch.device("cpu"))
-        assert torch.equal(found.labels[:, :-1], batch.labels[:, 1:])
-        assert found.labels[0, -1] == IGNORE_INDEX
-        assert torch.equal(found.loss_mask.bool(), found.labels != IGNORE_INDEX)
-        assert found.loss_mask.sum() == batch.loss_mask.sum() > 10
-
-
-def test_a_batch_is_what_its_record_says() -> None:
-    for batch in example_batches():
-        sizes: dict[str, int] = {}
-        for name, spec in BATCH_TENSORS.items():
-            tensor = getattr(batch, name)
-            assert tensor.dtype == spec.dtype
-            expected = [int(size) if size.isdigit() else None for size in spec.shape]
-            found = list(tensor.shape)
-            assert len(found) == len(expected)
-            assert all(e in (None, f) for e, f in zip(expected, found, strict=True)), name
-            if "S" in spec.shape:
-                assert sizes.setdefault("S", found[spec.shape.index("S")]) == found[-1]
-
-
 class OwnTaskEncoder(PackedTaskEncoder):
     """Somebody's: it notes what it encodes."""
 
@@ -126,14 +100,8 @@ class OwnTaskEncoder(PackedTaskEncoder):
 OWN = f"{__name__}:OwnTaskEncoder"
 
 
-@pytest.fixture
-def dialogues(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in BMR_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
 def test_the_example_trains_on_packs(
-    tmp_path: Path, dialogues: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, bmr_environment: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a task encoder of one's own."""
     folder = bmr_folder(tmp_path)
@@ -151,7 +119,7 @@ def test_the_example_trains_on_packs(
 
 
 def test_steps_are_those_of_launch_and_of_the_samples_alone(
-    tmp_path: Path, dialogues: None
+    tmp_path: Path, bmr_environment: None
 ) -> None:
     checkpoint = small_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
     packed = small_packs("qwen2_5_vl", checkpoint, tmp_path)

@@ -15,7 +15,6 @@ from launch.trainers.megatron_lm import build_dataloaders
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers.legacy_packs import text_folder
-from tests.helpers.packed_runs import captioning_folder
 from tests.helpers.rank_processes import run_ranks
 
 NUM_PACKS = 8
@@ -74,21 +73,19 @@ class OwnTaskEncoder(PackedTaskEncoder):
 
 
 def test_validation_and_an_encoder_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    captions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
-    folder = captioning_folder(tmp_path)
     initialize_parallel()
-    config = DataConfig(path=str(folder), task_encoder=f"{__name__}:OwnTaskEncoder")
-    encoder = build_task_encoder(config, read_packed_data(folder))
+    config = DataConfig(path=str(captions), task_encoder=f"{__name__}:OwnTaskEncoder")
+    encoder = build_task_encoder(config, read_packed_data(captions))
     assert isinstance(encoder, OwnTaskEncoder)
-    _, validation, _ = build_dataloaders(arguments(folder, eval_iters=1), encoder)
+    _, validation, _ = build_dataloaders(arguments(captions, eval_iters=1), encoder)
     assert validation is not None
     assert next(validation[0]).num_tokens > 0
 
 
-def test_an_encoder_that_is_not_there(tmp_path: Path) -> None:
-    folder = captioning_folder(tmp_path)
-    config = DataConfig(path=str(folder), task_encoder="json:Nothing")
+def test_an_encoder_that_is_not_there(captions: Path) -> None:
+    config = DataConfig(path=str(captions), task_encoder="json:Nothing")
     with pytest.raises(ValueError, match=r"json:Nothing.*name a 'module:Class'"):
-        build_task_encoder(config, read_packed_data(folder))
+        build_task_encoder(config, read_packed_data(captions))

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, TrainingArguments
 
 from launch.model.config import config_of_preset, transformers_classes
@@ -13,8 +12,7 @@ from launch.trainers.transformers_trainer import PackedTrainer, UnreadPacks, col
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.hf_trainers import QUIET, check_resuming
-from tests.helpers.packed_runs import BMR_ENVIRONMENT
-from tests.helpers.parity import refuse_packs_of_few, samples_alone
+from tests.helpers.parity import refuse_packs_of_few, token_losses_alone
 from tests.helpers.peers import open_packs, small_checkpoint, small_packs
 
 
@@ -43,15 +41,9 @@ def make(
     return PackedTrainer(args=args, model=model, train_dataset=packs, eval_dataset=packs)
 
 
+@torch.no_grad()
 def losses_alone(model: Any, packs: PackedFolder, number: int) -> torch.Tensor:
-    """Loss of each labelled token of a pack's samples, one sample at a time."""
-    losses = []
-    for inputs in samples_alone(packs, number):
-        labels = inputs.pop("labels")[0, 1:]
-        with torch.no_grad():
-            logits = model(**inputs).logits[0, :-1]
-        losses.append(F.cross_entropy(logits, labels, reduction="none")[labels != IGNORE_INDEX])
-    return torch.cat(losses)
+    return token_losses_alone(model, packs, number)
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2), (4, 1)])
@@ -125,10 +117,8 @@ def test_evaluation_reads_the_same_rows(model: Any, packs: PackedFolder, tmp_pat
 
 
 def test_a_resumed_run_is_the_run_that_went_on(
-    case: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[Path, Path], tmp_path: Path, bmr_environment: None
 ) -> None:
-    for name, value in BMR_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     packs, losses = check_resuming(make, *case, tmp_path)
     assert len(packs) == len(losses) == 6
 

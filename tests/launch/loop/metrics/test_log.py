@@ -10,17 +10,12 @@ import pytest
 
 from launch.config import MetricsConfig
 from launch.loop.metrics.log import MetricsLog, read_metrics
-from tests.helpers.packed_runs import bmr_folder, make_config, make_trainer, step_lines
+from tests.helpers.packed_runs import make_config, make_trainer, step_lines
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 #: what users compare runs by
 SHOWN = ("loss", "tokens_per_second", "fill", "samples_seen")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"))
 
 
 @pytest.mark.parametrize(
