@@ -11,7 +11,6 @@ from transformers import AttentionInterface, AutoModelForImageTextToText
 from launch.model.packed_attention import vision_attention
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs
-from tests.helpers.parity import check_losses
 from tests.helpers.peers import open_packs, pack_dialogues, small_checkpoint
 from tests.helpers.tiny_families import STILL
 from tests.helpers.videos import short_dialogues
@@ -95,15 +94,6 @@ def several_packs(family: str, root: Path) -> tuple[Path, Path]:
     checkpoint = small_checkpoint(family, root / "checkpoint")
     pairs = short_dialogues(root / "source", 24, videos=family not in STILL)
     return checkpoint, pack_dialogues(pairs, family, checkpoint, root, seq_length=1024)
-
-
-def check_steps_alone(make: MakeTrainer, family: str, root: Path) -> float:
-    """The losses of a trainer on the first two packs are those of their samples alone. Returns the
-    largest difference."""
-    checkpoint, packed = several_packs(family, root)
-    packs, losses, _ = recorded_run(make, checkpoint, packed, root / "output", steps=2)
-    assert packs == [0, 1]
-    return check_losses(packed, checkpoint, losses)
 
 
 def use_segment_attention(model: Any) -> None:

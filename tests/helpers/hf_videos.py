@@ -79,55 +79,15 @@ def some_frames(path: str, numbers: Sequence[int]) -> np.ndarray:
     return np.stack([found[number] for number in numbers])
 
 
-#: What the names of a family's classes in transformers begin with: of processor, of that of images
-#: and of that of videos.
-_CLASSES = {
-    "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
-    "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VL", "Qwen2VL"),
-    "qwen3_vl": ("Qwen3VL", "Qwen2VL", "Qwen3VL"),
-    "qwen3_5": ("Qwen3VL", "Qwen2VL", "Qwen3VL"),
-    "llava_onevision_1_5": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
-    "glm4v": ("Glm4v", "Glm4v", "Glm4v"),
-    "glm46v": ("Glm46V", "Glm46V", "Glm46V"),
-    "gemma4": ("Gemma4", "Gemma4", "Gemma4"),
-    "gemma4_unified": ("Gemma4Unified", "Gemma4Unified", "Gemma4Unified"),
-    "internvl3": ("InternVL", "GotOcr2", "InternVL"),
-}
-#: Families with videos whose processors are compared.
-WITH_PROCESSORS = tuple(_CLASSES)
-
-
 def processor_of(family: str, encoder: Any, tokenizer: Any) -> Any:
-    """A family's processor with the sizes and frames of an encoder that resizes with torch; of
-    GLM-V and Gemma with its defaults."""
+    """The processor of one of Qwen's families with the sizes and frames of an encoder that resizes
+    with torch."""
     assert encoder.options.resize == "torch"
-    whole, of_images, of_videos = _CLASSES[family]
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+    of_videos = "Qwen3VL" if family == "qwen3_vl" else "Qwen2VL"
     reading: Any = type(
         "Reading", (_FromPyAV, getattr(transformers, f"{of_videos}VideoProcessor")), {}
     )
-    image_options: dict[str, Any] = {}
-    video_options: dict[str, Any] = {"do_sample_frames": True}
-    if of_images == "Qwen2VL":
-        image_options, own = _qwen_options(encoder)
-        video_options |= own
-    elif family == "internvl3":
-        side = {"height": encoder.options.image_size, "width": encoder.options.image_size}
-        normal = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-        image_options = {"size": side, **normal}
-        video_options |= {**image_options, "num_frames": encoder.options.video_num_frames}
-    parts = {
-        "image_processor": getattr(transformers, f"{of_images}ImageProcessor")(**image_options),
-        "tokenizer": tokenizer,
-        "video_processor": reading(**video_options),
-    }
-    if family.startswith("gemma4"):
-        parts["feature_extractor"] = getattr(transformers, f"{whole}AudioFeatureExtractor")()
-    template = tokenizer.chat_template
-    return getattr(transformers, f"{whole}Processor")(**parts, chat_template=template)
-
-
-def _qwen_options(encoder: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the processors of images and of videos."""
     shared = {
         "patch_size": encoder.vision.patch_size,
         "image_mean": list(encoder.vision.mean),
@@ -138,5 +98,10 @@ def _qwen_options(encoder: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         for limits in (encoder.vision, encoder.video)
     )
     frames = {"min_frames": encoder.video.min_frames, "max_frames": encoder.video.max_frames}
-    of_videos = {"size": video_size, "fps": encoder.video.fps, **frames, **shared}
-    return {"size": image_size, **shared}, of_videos
+    options = {"size": video_size, "fps": encoder.video.fps, **frames, **shared}
+    return getattr(transformers, f"{name}Processor")(
+        image_processor=transformers.Qwen2VLImageProcessor(size=image_size, **shared),
+        tokenizer=tokenizer,
+        video_processor=reading(do_sample_frames=True, **options),
+        chat_template=tokenizer.chat_template,
+    )

@@ -16,8 +16,6 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from launch.trainers.automodel import PacksConfig
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.samples import SourceSample, Turn
-from task_encoders.text.pieces import to_chat
 from tests.helpers.automodel import (
     CAPTION_TEMPLATE,
     conversation,
@@ -77,24 +75,6 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             num_packs += 1
     assert num_packs > 5
     say(f"{VERSION}: {num_packs} packs of {task} are what its own packing makes of their samples")
-
-
-def test_its_placeholder_images_are_attended(loaded: Any, say: Say) -> None:
-    """AutoModel adds an image to every sample without one, so that no rank's vision tower idles,
-    and masks it; its packing takes the mask away again. Packs have none."""
-    model, processor = loaded
-    text = {"conversation": to_chat(plain_dialogue())}
-    batch = own_batch([text, text], processor, model)
-    image = batch["input_ids"][0] == model.config.image_token_id
-    attended = batch["attention_mask"][0, 0]
-    assert image.any()
-    assert attended[-1][image].any()  # by the last token, in its sample
-    say(f"{VERSION}: its placeholder images are attended to once packed; packs have none")
-
-
-def plain_dialogue() -> SourceSample:
-    turns = (Turn("What is two and two?", "Four."),)
-    return SourceSample(key="text", task="bmr", turns=turns)
 
 
 def numbers_read(packed: Path) -> list[int]:

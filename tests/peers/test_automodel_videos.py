@@ -25,7 +25,6 @@ from tests.helpers.automodel import (
 )
 from tests.helpers.peers import assert_same, open_packs, stored_samples
 from tests.helpers.video_packs import MODEL, video_packs
-from tests.helpers.videos import make_video
 
 Say = Callable[[str], None]
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
@@ -88,18 +87,3 @@ def test_packs_with_videos_are_what_its_packing_would_give(
     assert (other_positions > 0) == (family == "qwen2_5_vl")
     but = f", but for the seconds in positions of {other_positions}" * (other_positions > 0)
     say(f"{VERSION}: {num_packs} {family} packs of {task} with {num_videos} videos as its own{but}")
-
-
-def test_its_frames_are_those_of_qwen_vl_utils(tmp_path: Path, say: Say) -> None:
-    """Also the last one of a video; and an odd number is raised to an even one."""
-    from nemo_automodel.components.datasets.vlm.utils import _read_video_frames
-
-    data = make_video(28, 10)
-    (tmp_path / "video.mp4").write_bytes(data)
-    processor = processor_of("qwen2_vl", "bmr")
-    _, _, theirs = _read_video_frames(str(tmp_path / "video.mp4"), processor, return_metadata=True)
-    header = read_video_header(io.BytesIO(data))
-    ours = build_sample_encoder("qwen2_vl", **MODEL).sample_video(header).frames
-    assert theirs == [0, 5, 11, 16, 22, 27]
-    assert list(ours) == [0, 7, 14, 21]
-    say(f"{VERSION}: takes other frames of videos than transformers, with the last, and more")

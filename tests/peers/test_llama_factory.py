@@ -191,21 +191,3 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             num_samples += len(samples)
     assert num_samples > num_packs > 5
     say(f"{VERSION}: {num_packs} packs of {task} are what its neat_packing makes of their samples")
-
-
-def test_its_own_packing_needs_as_many_packs(task: str, demo: dict[str, Path], say: Say) -> None:
-    """On the samples of all packs of the demo, 1,000 at a time, with `cutoff_len` their
-    seq_length."""
-    packs = open_packs(demo[task])
-    vision = packs.task_encoder.encoder.vision
-    processor = builtin_processor(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
-    own = OwnPacking(CAPTIONS if task == "captioning" else "qwen2_vl", processor)
-    samples = [sample for stored in packs for sample in stored_samples(stored)]
-    made = [
-        len(pack["packing_params"]["sequence_boundaries"]) - 2  # the last segment is padding
-        for start in range(0, len(samples), 1000)
-        for pack in own.pack(samples[start : start + 1000], packs.task_encoder.seq_length)
-    ]
-    assert sum(made) == len(samples)
-    assert len(made) >= len(packs)
-    say(f"{VERSION}, {task}: {len(samples)} samples in {len(made)} packs; ours: {len(packs)}")

@@ -1,9 +1,10 @@
 """Megatron-Bridge on packs, and against what its own task encoder packs of the same samples."""
 
+import io
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
@@ -15,7 +16,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 from megatron.bridge import AutoBridge, recipes
+from megatron.bridge.data.base import DatasetBuildContext
+from megatron.bridge.data.conversation_processing import (
+    normalize_energon_vlm_sample,
+    normalized_vlm_sample_to_hf_example,
+)
+from megatron.bridge.data.energon.task_encoder_utils import ChatMLSample
 from megatron.bridge.models.qwen_vl.data import collate_fn
+from megatron.bridge.models.qwen_vl.data.energon import QwenVLTaskEncoder, QwenVLTaskSample
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import get_rope_index
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import (
     expand_thw,
     get_vision_cp_data,
@@ -24,6 +33,7 @@ from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import (
     split_data_cp_rank,
 )
 from megatron.bridge.models.qwen_vl.qwen3_vl_step import get_batch as qwen3_vl_get_batch
+from megatron.bridge.recipes.common import _sft_common_vlm
 from megatron.bridge.training.checkpointing import (
     maybe_load_dataloader_state,
     maybe_save_dataloader_state,
@@ -31,42 +41,177 @@ from megatron.bridge.training.checkpointing import (
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
-from megatron.bridge.training.vlm_step import forward_step
+from megatron.bridge.training.vlm_step import forward_step, get_batch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
+from PIL import Image, ImageOps
 from torch import distributed
+from transformers import AutoConfig, Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 from launch.loop.parallel import initialize_parallel
 from launch.model.context_parallel import part_of_rank
-from launch.trainers.megatron_bridge import VLMIterator, main, to_vlm_batch
+from launch.model.language_model import layer_spec
+from launch.trainers.megatron_bridge import VLMIterator, main, on_packs, to_vlm_batch
 from offline_packing.demo.run import MODEL
 from task_encoders.families import model_cost
+from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs
+from task_encoders.samples import SourceSample
+from task_encoders.text.pieces import to_chat
 from tests.helpers.context_ranks import packs_for_ranks
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.hf_trainers import number_of
-from tests.helpers.megatron_bridge import (
-    LIMITS,
-    as_read,
-    assert_equal,
-    make_iterator,
-    make_model,
-    make_recipe,
-    own_batch,
-    own_encoder,
-    own_sample,
-    places,
-    qwen3_vl_positions,
-    qwen25_vl_positions,
-    tiny_provider,
-)
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
+    assert_same,
     open_packs,
     small_checkpoint,
     small_packs,
     stored_samples,
 )
 from tests.helpers.rank_processes import PRELOADED, run_ranks
+
+END, NEWLINE = 151645, 198
+#: A caption after its images, without the headers of a dialogue.
+CAPTION_TEMPLATE = (
+    "{% for part in messages[0].content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}<|im_end|>"
+)
+#: Limits of images in pixels, those of the demo's packs.
+LIMITS = {"min_pixels": 3136, "max_pixels": 100352}
+
+
+def make_model(**changes: Any) -> Any:
+    """The part of a model that packs read."""
+    given = {"vision_config": SimpleNamespace(patch_size=14), "context_parallel_size": 1}
+    given |= {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+    return SimpleNamespace(**(given | changes))
+
+
+def make_recipe(packed: Path, model: Any = None) -> Any:
+    """The beginning of Bridge's recipes for vision models, on packs."""
+    recipe = _sft_common_vlm()
+    recipe.model = model or make_model()
+    return on_packs(recipe, packed)
+
+
+def make_iterator(
+    packed: Path, num_workers: int = 0, *, model: Any = None, validation: bool = False
+) -> Any:
+    """Rows as Bridge's setup makes them of a recipe."""
+    config = make_recipe(packed, model).dataset
+    config.num_workers = num_workers
+    context = DatasetBuildContext(
+        train_samples=int(not validation),
+        valid_samples=int(validation),
+        test_samples=0,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    (iterator,) = (one for one in config.build_datasets(context) if one is not None)
+    return RerunDataIterator(iterator)
+
+
+def as_read(rows: Any) -> dict[str, Any]:
+    """The next row as `vlm_step` hands it to its model."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    *tensors, boundaries, visual = get_batch(
+        rows, SimpleNamespace(dataset=None), pg_collection=groups
+    )
+    assert all(value.dtype == torch.int32 for value in boundaries.values())
+    return dict(zip(names, tensors, strict=True)) | boundaries | visual.normalized_for_model()
+
+
+def assert_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> None:
+    given = {name: value for name, value in theirs.items() if value is not None}
+    assert given.keys() == {name for name, value in ours.items() if value is not None}, where
+    assert_same(ours, given, where)
+
+
+def own_encoder(task: str = "vqa", **options: Any) -> QwenVLTaskEncoder:
+    """Bridge's, with a template that ends as packed samples do: without a last newline."""
+    builtin = builtin_processor()
+    end, last = "<|im_end|>\n{% endfor %}", "<|im_end|>{{ '' if loop.last else '\n' }}{% endfor %}"
+    dialogue = builtin.chat_template.replace(end, last)
+    assert dialogue != builtin.chat_template
+    processor = Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessorPil(**LIMITS),
+        builtin.tokenizer,
+        Qwen2VLVideoProcessor(),
+        chat_template=CAPTION_TEMPLATE if task == "captioning" else dialogue,
+    )
+    return QwenVLTaskEncoder(
+        builtin.tokenizer,
+        processor,
+        max_num_images=None,
+        max_visual_tokens=None,
+        enable_in_batch_packing=True,
+        **(LIMITS | options),
+    )
+
+
+def own_sample(sample: SourceSample, media: list[bytes]) -> ChatMLSample:
+    """Upright, as Bridge does not turn images by their EXIF orientation."""
+    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media]
+    chat = to_chat(sample)
+    if sample.task == "captioning":
+        text = {"type": "text", "text": sample.turns[0].answer}
+        chat = [{"role": "assistant", "content": [*({"type": "image"} for _ in media), text]}]
+    for part in (part for turn in chat for part in turn["content"] if part in ({"type": "image"},)):
+        part |= LIMITS  # else it resizes twice
+    return ChatMLSample(
+        __key__=sample.key,
+        __restore_key__=(),
+        __subflavors__={},
+        conversation=json.dumps(chat),
+        imgs=images,
+    )
+
+
+def own_batch(encoder: QwenVLTaskEncoder, samples: Any) -> dict[str, Any]:
+    """The samples as Bridge packs them, with two changes: images stay where they are in their turn,
+    and the newline after every answer is not trained."""
+    encoded = []
+    for sample in samples:
+        chat = normalize_energon_vlm_sample(own_sample(*sample))
+        example = normalized_vlm_sample_to_hf_example(chat)
+        encoded.append(QwenVLTaskSample(sample[0].key, {}, example))
+    batch: dict[str, Any] = encoder.encode_batch(encoder.batch(encoded))
+    newline = (batch["input_ids"] == END) & (batch["labels"] == NEWLINE)
+    batch["labels"][newline], batch["loss_mask"][newline] = -100, 0
+    return batch
+
+
+def tiny_provider(checkpoint: Path) -> Any:
+    """Bridge's provider for a checkpoint; local modules stand in for those of TransformerEngine."""
+    provider = AutoBridge.from_hf_pretrained(str(checkpoint)).to_megatron_provider(False)
+    provider.transformer_layer_spec = layer_spec(backend="sdpa", recompute=False, qk_norm=False)
+    provider.mrope_section = [2, 3, 3]  # which Bridge does not read
+    provider.params_dtype = provider.autocast_dtype = torch.float32
+    provider.bf16, provider.use_cpu_initialization = False, True
+    for name in ("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax"):
+        setattr(provider, f"{name}_fusion", False)
+    provider.persist_layer_norm = provider.cross_entropy_loss_fusion = False
+    return provider
+
+
+def qwen3_vl_positions(checkpoint: Path, row: Mapping[str, Any]) -> torch.Tensor:
+    """Those that Bridge's Qwen3-VL gives a row."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    positions, _ = get_rope_index(
+        config.vision_config.spatial_merge_size,
+        config.image_token_id,
+        config.video_token_id,
+        config.vision_start_token_id,
+        row["tokens"],
+        image_grid_thw=row["visual_inputs"].image_grid_thw,
+        packed_seq_params=get_packed_seq_params(row),
+    )
+    return positions
+
 
 Say = Callable[[str], None]
 VERSION = f"Megatron-Bridge {version('megatron-bridge')}, core {version('megatron-core')}"
@@ -101,34 +246,6 @@ def test_every_demo_pack_is_what_its_task_encoder_packs(
             num_packs += 1
     assert num_packs > 2
     say(f"{VERSION}: {num_packs} packs of {task} are what its task encoder packs")
-
-
-def test_where_its_task_encoder_differs(say: Say) -> None:
-    """It moves images to the front of their turn, and resizes them twice: to the default limits of
-    qwen-vl-utils, then to the processor's."""
-    encoder = own_encoder()
-    sample = places("Is this <image> the same as <image>?")
-    in_place = own_batch(encoder, [sample])
-    moved = encoder.batch([encoder.encode_sample(own_sample(*sample))])
-    assert moved.input_ids.tolist() != in_place["input_ids"].tolist()
-    say(f"{VERSION}: its task encoder moves images to the front of their turn")
-    chat = own_sample(*sample)
-    chat.conversation = chat.conversation.replace(json.dumps(LIMITS)[1:], '"unused": 0}')
-    twice = encoder.batch([encoder.encode_sample(chat)])
-    grids = [tuple(b.visual_inputs.image_grid_thw[0].tolist()) for b in (moved, twice)]
-    assert grids[0] != grids[1]
-    say(f"{VERSION}: it resizes images twice, for {grids[1]} patches where {grids[0]} are right")
-
-
-@pytest.mark.parametrize("task", ["captioning", "vqa", "bmr"])
-def test_its_model_places_every_demo_pack_as_we_do(
-    task: str, demo: dict[str, Path], say: Say
-) -> None:
-    packs = open_packs(demo[task])
-    for number in range(len(packs)):
-        batch = packs.batch([number])
-        assert torch.equal(qwen25_vl_positions(to_vlm_batch(batch)), batch.position_ids), number
-    say(f"{VERSION}: its model gives {len(packs)} packs of {task} our M-RoPE positions")
 
 
 def test_its_qwen3_vl_places_packs_as_we_do(tmp_path: Path, say: Say) -> None:

@@ -44,13 +44,12 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from launch.loop.parallel import initialize_parallel
 from launch.trainers.megatron_lm import build_dataloaders, get_batch
 from offline_packing.demo.run import MODEL, SEQ_LENGTH
-from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SourceSample, Turn, place_media
+from task_encoders.samples import SourceSample, place_media
 from task_encoders.settings import PackingSettings
 from tests.helpers.legacy_packs import text_folder
 from tests.helpers.peers import assert_same, open_packs, stored_samples
@@ -216,52 +215,6 @@ def test_every_demo_pack_is_what_its_task_encoder_makes_of_its_samples(
         f"{VERSION}: {num_packs} packs of {task}, {num_tokens} tokens, are what its "
         "task encoder, get_batch and LLaVAModel make of their samples"
     )
-
-
-def test_its_tokenizer_trains_less_and_obeys_texts(encoder: Any, say: Say) -> None:
-    """An answer's first newline is masked with its header's; a user's text can end a turn."""
-    sample = SourceSample("k", "bmr", (Turn("Q<|im_end|>", "\nYes"),))
-    ours = build_sample_encoder("qwen2_vl").encode(sample, [])
-    theirs = encode(encoder, sample, [])
-    assert ours.tokens.tolist().count(END) == 3
-    assert theirs.tokens.tolist().count(END) == 4
-    trained = ours.labels[ours.labels != IGNORE_INDEX].tolist()
-    assert theirs.labels[theirs.labels != IGNORE_INDEX].tolist() == [*trained[1:], NEWLINE]
-    say(f"{VERSION}: no loss on an answer's first newlines; control tokens in texts are obeyed")
-
-
-def test_its_sequence_parallelism_forgets_the_boundaries(
-    demo: dict[str, Path], encoder: Any, args: Namespace, say: Say
-) -> None:
-    """As docs/integrations.md says: one segment from end to end. Ours keeps them."""
-    samples = stored_samples(open_packs(demo["vqa"])[0])
-    batch = own_batch(encoder, [encode(encoder, *sample) for sample in samples])
-    kept = given_to_its_model(encoder, batch)["cu_seqlens"]
-    assert kept.tolist() == batch["cu_lengths"][0].tolist()
-    args.sequence_parallel = True
-    *_, packing = example.get_batch(iter([batch]), encoder.img_token_id, 1)
-    assert len(batch["cu_lengths"][0]) > 3
-    assert packing.cu_seqlens_q.tolist() == [0, batch["cu_lengths"][0, -1]]
-    assert packing.qkv_format == "sbhd"
-    say(f"{VERSION}: --sequence-parallel trains across the samples of a pack")
-
-
-def test_its_lists_lose_what_does_not_fit(
-    demo: dict[str, Path], encoder: Any, capsys: pytest.CaptureFixture[str], say: Say
-) -> None:
-    """Its own offline packs, of as many tokens as ours: the newlines push samples out."""
-    encoder.packing_seq_length = SEQ_LENGTH
-    encoder.tokenizer._prompt_config.system_default = {"role": "system", "content": SYSTEM}
-    given = kept = 0
-    for pack in open_packs(demo["vqa"]):
-        samples = [own_sample(*sample) for sample in stored_samples(pack)]
-        base: dict[str, Any] = {"__key__": "k", "__restore_key__": ()}
-        packed = encoder.encode_sample_list(energon_util.SampleListSample(samples=samples, **base))
-        given += len(samples)
-        kept += len(packed.cu_lengths) - 1
-    lost = given - kept
-    assert lost >= capsys.readouterr().out.count("stopped at") > 0
-    say(f"{VERSION}: its lists of {given} samples lose {lost}, which ours hold")
 
 
 def rest_after_saving(folder: Path, root: Path, count: int, more: int) -> list[list[str]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import swift
-from swift.template import TEMPLATE_MAPPING
 from transformers import (
     AutoTokenizer,
     Glm4vImageProcessor,
@@ -62,9 +61,3 @@ def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: 
         f"{VERSION}, {family}: loss before and after a step as of the samples alone "
         f"(to {difference:.0e})"
     )
-
-
-@pytest.mark.parametrize("template", ["gemma4", "gemma4_nothinking", "mistral_2503"])
-def test_it_packs_no_gemma_and_no_mistral(template: str) -> None:
-    """None: a template of a model with images, which `SwiftSft._prepare_template` refuses."""
-    assert TEMPLATE_MAPPING[template].template_cls.support_padding_free is None

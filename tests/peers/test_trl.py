@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import trl
-from datasets import Dataset, Image
+from datasets import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from launch.trainers.transformers_trainer import collate_packed
@@ -21,7 +21,7 @@ from task_encoders.model_inputs import MEDIA_INPUTS
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
-from tests.helpers.hf_trainers import QUIET, check_resuming, check_steps_alone, numbers_read
+from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
 from tests.helpers.hf_videos import processor_of, video_files
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
@@ -30,7 +30,6 @@ from tests.helpers.peers import (
     open_packs,
     stored_samples,
 )
-from tests.helpers.tiny_families import FURTHER
 
 Say = Callable[[str], None]
 EXAMPLE = Path(__file__).parents[2] / "examples/trl_sft_trainer.py"
@@ -156,16 +155,6 @@ def test_packs_with_videos_hold_what_its_collator_makes_of_the_samples(
     )
 
 
-def test_it_refuses_to_pack_pictures_itself(case: Any, tmp_path: Path) -> None:
-    checkpoint, _ = case
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
-    processor = builtin_processor()
-    rows = Dataset.from_dict({"messages": [[]], "images": [[]]})
-    args = SFTConfig(output_dir=str(tmp_path), **QUIET, packing=True)
-    with pytest.raises(ValueError, match="Packing is not supported for vision datasets"):
-        SFTTrainer(model, args, train_dataset=rows, processing_class=processor)
-
-
 @pytest.mark.parametrize("option", ["packing", "padding_free"])
 def test_packs_are_not_packed_again(option: str, case: Any, tmp_path: Path) -> None:
     checkpoint, packed = case
@@ -183,15 +172,6 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     say(
         f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}), "
         "6 steps resumed after 3 to the last bit"
-    )
-
-
-@pytest.mark.parametrize("family", FURTHER)
-def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
-    difference = check_steps_alone(make, family, tmp_path)
-    say(
-        f"{VERSION}, {family}: loss before and after a step as of the samples alone "
-        f"(to {difference:.0e})"
     )
 
 

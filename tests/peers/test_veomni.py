@@ -124,11 +124,6 @@ def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
     say(f"{VERSION}: its loader, saved in the middle of an epoch, goes on exactly")
 
 
-def test_packs_are_not_packed_again(case: Any) -> None:
-    with pytest.raises(ValueError, match=r"set train\.dyn_bsz false"):
-        make_loader(case[1], dyn_bsz=True)
-
-
 def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
     """On VeOmni's own model and loss; its trainer needs a GPU."""
     checkpoint, packed = case

@@ -15,7 +15,6 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from veomni.data import build_data_transform
 from veomni.data.chat_template import build_chat_template
 from veomni.data.data_collator import MainCollator
-from veomni.data.multimodal.video_utils import calculate_frame_indices
 from veomni.models.transformers.qwen2_5vl.generated import patched_modeling_qwen2_5_vl_gpu as vl_2_5
 from veomni.models.transformers.qwen2_vl.generated import patched_modeling_qwen2_vl_gpu as vl_2
 
@@ -28,7 +27,6 @@ from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.peers import assert_same, open_packs, stored_samples
 from tests.helpers.veomni import make_loader, own_sample
 from tests.helpers.video_packs import MODEL, video_packs
-from tests.helpers.videos import make_video
 
 Say = Callable[[str], None]
 VERSION = f"VeOmni {version('veomni')}"
@@ -105,13 +103,3 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
     but = f" and the seconds in positions of {other_positions}" * (other_positions > 0)
     said = f"{len(packs)} {family} packs of {task} with {num_videos} videos"
     say(f"{VERSION}: {said} as its own, but for resized frames{but}")
-
-
-def test_its_frames_are_those_of_qwen_vl_utils(say: Say) -> None:
-    """Also the last one of a video."""
-    theirs, _ = calculate_frame_indices(28, 10, **SAMPLING)
-    header = read_video_header(io.BytesIO(make_video(28, 10)))
-    encoder = build_sample_encoder("qwen2_vl", **MODEL)
-    assert theirs == [0, 9, 18, 27]
-    assert list(encoder.sample_video(header).frames) == [0, 7, 14, 21]
-    say(f"{VERSION}: takes other frames of videos than transformers, with the last")
