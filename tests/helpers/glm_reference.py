@@ -16,10 +16,10 @@ from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImagePr
 from transformers.models.glm46v.modeling_glm46v import Glm46VModel
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample
-from task_encoders.text.glm_template import GLM_TEMPLATE
 from task_encoders.text.pieces import to_chat
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal

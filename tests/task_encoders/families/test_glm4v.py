@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from task_encoders.families import build_sample_encoder, family_of_processor
+from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.glm_template import GLM_TEMPLATE
 from tests.helpers.conversations import random_conversation
 from tests.helpers.glm_reference import IMAGE, REFERENCES, Reference, differences
 from tests.helpers.glm_tokenizer import CONTROL, save_glm_tokenizer

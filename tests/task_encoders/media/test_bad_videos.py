@@ -15,18 +15,16 @@ from hypothesis import strategies as st
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.media import video_file
-from task_encoders.media.mp4_header import (
-    _data_end,
-    _NotPlainError,
-    _sample_sizes,
-    read_mp4_header,
-)
 from task_encoders.media.video import (
     sample_video,
     video_patches,
 )
 from task_encoders.media.video_file import (
     MissingPyAVError,
+    _data_end,
+    _NotPlainError,
+    _sample_sizes,
+    read_mp4_header,
     read_video_header,
 )
 from task_encoders.samples import SampleError

@@ -17,9 +17,6 @@ from PIL import Image
 from torch.nn import functional as F
 
 from task_encoders.media import video_file
-from task_encoders.media.mp4_header import (
-    read_mp4_header,
-)
 from task_encoders.media.patches import normalisation
 from task_encoders.media.video import (
     num_sampled_frames,
@@ -31,6 +28,7 @@ from task_encoders.media.video import (
 from task_encoders.media.video_file import (
     VideoHeader,
     decode_frames,
+    read_mp4_header,
     read_video_header,
 )
 from task_encoders.samples import SampleError
