@@ -148,7 +148,7 @@ def _waiting(
 
 def _online(stages: CompleteStages, plan: PackPlan) -> list[dict[str, Any]]:
     """Fill that first-fit-decreasing reaches on buffers of some samples in random order."""
-    from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
+    from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 
     pack, ids = stages.run.config.pack, plan.sample_ids
     rng = np.random.default_rng(pack.seed)

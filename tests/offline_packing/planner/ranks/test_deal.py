@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from offline_packing.planner.ranks.deal import deal_steps, even_order
-from offline_packing.planner.ranks.spread import BLOCK
+from offline_packing.planner.ranks.deal import BLOCK, deal_steps, even_order
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 83, 400])
