@@ -17,10 +17,10 @@ from torch import distributed
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
-from launch.model.attention_kernels import varlen_attention
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.context_parallel import part_of_rank
 from launch.model.megatron_model import PackedMegatronModel, build_model
+from launch.model.packed_attention import varlen_attention
 from launch.model.vision_tower import share_frames
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params

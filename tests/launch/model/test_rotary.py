@@ -7,7 +7,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
-from launch.model.rotary import rope_base, rope_frequencies
+from launch.model.language_model import rope_base, rope_frequencies
 from tests.helpers.transformers_sources import needs_transformers
 
 
