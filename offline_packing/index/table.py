@@ -62,7 +62,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see measured.py
         pa.field("json", pa.struct(LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
-        # of the bytes of each medium; columns from here on lack in older indexes
+        # of the bytes of each medium
         pa.field("media_hash", pa.large_list(pa.uint64())),
         pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: there is none
         # the record that this is a part of; then json has the size of the turns that the sample has
@@ -164,8 +164,10 @@ class Index:
         """Columns of one part. Raises StageError if the part is missing or has another number of
         rows than index.json says."""
         path, rows = self.paths[number], self.info.part_rows[number]
+        expected = self.info.hashes.get(path.parent.name, {}).get(path.name)
         try:
-            with open_table(self._copy_of(path)) as file:
+            # Of a part in object storage a copy, since stages ask for column after column.
+            with open_table(path if expected is None else kept_copy(path, expected)) as file:
                 # Without threads: handing a part to them takes longer than reading it.
                 table = file.read(list(columns), use_threads=False)
         except (OSError, pa.ArrowException) as error:
@@ -174,23 +176,13 @@ class Index:
             raise DamagedError(
                 f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
-        for place, name in enumerate(columns):
-            if name not in table.column_names:
-                field = INDEX_SCHEMA.field(name)
-                table = table.add_column(place, field, pa.nulls(rows, field.type))
         return table.select(list(columns))
 
-    def _copy_of(self, path: Path) -> Path:
-        """A part: if it is in object storage, and complete, a copy, since stages ask for column
-        after column."""
-        expected = self.info.hashes.get(path.parent.name, {}).get(path.name)
-        return path if expected is None else kept_copy(path, expected)
-
     def array(self, column: str) -> npt.NDArray[Any]:
-        """A numeric column as an array (num_samples,); 0 where an older index lacks it."""
+        """A numeric column as an array (num_samples,)."""
         kind = INDEX_SCHEMA.field(column).type.to_pandas_dtype()
         values, end = np.empty(self.info.num_samples, kind), 0
         for part in self.parts(column):
-            values[end : end + len(part)] = part[column].fill_null(0).to_numpy()
+            values[end : end + len(part)] = part[column].to_numpy()
             end += len(part)
         return values
