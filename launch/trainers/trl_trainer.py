@@ -10,6 +10,7 @@
 counts 1 per row, since it reads the length from the wrong dimension of M-RoPE's positions.
 """
 
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -36,4 +37,8 @@ class PackedSFTTrainer(TrainsPacks, SFTTrainer):
     def as_dataset(packs: Packs) -> Dataset:
         """A table of numbers, whose rows are the items of `UnreadPacks`."""
         numbers = Dataset.from_dict({"number": range(len(packs))})
-        return numbers.with_transform(lambda rows: {"packs": [packs] * len(rows["number"]), **rows})
+        return numbers.with_transform(partial(_with_packs, packs))
+
+
+def _with_packs(packs: Packs, rows: dict[str, list[int]]) -> dict[str, list[Any]]:
+    return {"packs": [packs] * len(rows["number"]), **rows}
