@@ -43,7 +43,7 @@ class PackedRow:
     media_counts: torch.Tensor  #: (P, 2) int32, images and videos of each segment
     is_padded: bool  #: whether padding was requested, needed or not
     normalisation: Normalisation | None = None  #: None: pixels are values already
-    image_layout: str = "patches"  #: see media.layouts.IMAGE_LAYOUTS
+    image_layout: str = "patches"  #: see model_inputs.IMAGE_LAYOUTS
 
     @property
     def labels(self) -> torch.Tensor:

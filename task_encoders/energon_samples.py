@@ -15,7 +15,7 @@ from megatron.energon import Batch, Sample, SampleDecoder
 from megatron.energon.edataclass import edataclass
 
 from task_encoders.concatenate import PackedRow, merge_rows
-from task_encoders.packs.notebook_html import html_table
+from task_encoders.packs.manifest import html_table
 from task_encoders.packs.pack import is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.storage.energon_paths import renew_clients_after_fork
@@ -187,7 +187,7 @@ class PackedBatch(Batch):
     dropped: list[str]
     #: context-parallel ranks that the row goes over, if packs differ in that
     local_cp_size: int | None = None
-    #: how transformers' model takes imgs: a name in media.layouts.IMAGE_LAYOUTS
+    #: how transformers' model takes imgs: a name in model_inputs.IMAGE_LAYOUTS
     image_layout: str = "patches"
 
     def _repr_html_(self) -> str:

@@ -2,13 +2,12 @@
 transformers' arguments."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from task_encoders.media.layouts import IMAGE_LAYOUTS, VIDEO_LAYOUTS
 from task_encoders.packs.tokenized import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -216,10 +215,75 @@ def media_kwargs(
 ) -> dict[str, Any]:
     """Media arguments of transformers' models, from a batch's fields with pixels as values.
 
-    `layout`: a name in media.layouts.IMAGE_LAYOUTS."""
+    `layout`: a name in model_inputs.IMAGE_LAYOUTS."""
     kwargs: dict[str, Any] = {}
     if len(image_grid_thw):
         kwargs |= IMAGE_LAYOUTS[layout](imgs, image_grid_thw.long())
     if video_grid_thw is not None and len(video_grid_thw):
         kwargs |= VIDEO_LAYOUTS[layout](pixel_values_videos, video_grid_thw.long())
     return kwargs
+
+
+def _tiles(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tiles of one size, in patches row by row, (T, 3, H, W): each image has t."""
+    return {"pixel_values": _whole(imgs, *grids[0, 1:].tolist())}
+
+
+def _padded(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Images of any size, in patches row by row: (N, 3, H, W), zero beyond each one's own height
+    and width, which are image_sizes (N, 2)."""
+    shapes = grids[:, 1:].tolist()
+    sizes = grids[:, 1:] * math.isqrt(imgs.shape[1] // 3)
+    padded = imgs.new_zeros(len(grids), 3, *sizes.amax(0).tolist())
+    parts = imgs.split([rows * columns for rows, columns in shapes])
+    for image, part, shape in zip(padded, parts, shapes, strict=True):
+        (own,) = _whole(part, *shape)
+        image[:, : own.shape[1], : own.shape[2]] = own
+    return {"pixel_values": padded, "image_sizes": sizes}
+
+
+def _whole(patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Images in patches (N·rows·columns, 3·p·p), whole: (N, 3, rows·p, columns·p)."""
+    size = math.isqrt(patches.shape[1] // 3)
+    cut = patches.reshape(-1, rows, columns, 3, size, size).permute(0, 3, 1, 4, 2, 5)
+    return cut.reshape(-1, 3, rows * size, columns * size)
+
+
+def _frame_sequences(videos: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A sequence for each frame, of which each video has t."""
+    steps = grids[:, 0]
+    values, places = _in_sequences(videos, grids.repeat_interleave(steps, 0))
+    return {
+        "pixel_values_videos": values,
+        "video_position_ids": places,
+        "num_frames_per_video": steps,
+    }
+
+
+def _in_sequences(pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches (N, L, D) row by row, zero after each picture's own, and their columns and rows
+    (N, L, 2), -1 there."""
+    parts = pixels.split(grids[:, 1:].prod(1).tolist())
+    places = [
+        torch.cartesian_prod(*map(torch.arange, one)).flip(1) for one in grids[:, 1:].tolist()
+    ]
+    pad = torch.nn.utils.rnn.pad_sequence
+    positions = pad(places, batch_first=True, padding_value=-1).to(grids.device)
+    return pad(list(parts), batch_first=True), positions
+
+
+#: Forms in which transformers' models take images, from rows of pixels and grids in patches.
+IMAGE_LAYOUTS: Final[Mapping[str, Callable[..., dict[str, torch.Tensor]]]] = {
+    "patches": lambda imgs, grids: {"pixel_values": imgs, "image_grid_thw": grids},
+    "squares": lambda imgs, _: {"pixel_values": _whole(imgs, 1, 1)},  # (N, 3, H, H)
+    "padded": _padded,
+    "tiles": _tiles,
+    "sequences": lambda imgs, grids: dict(
+        zip(("pixel_values", "image_position_ids"), _in_sequences(imgs, grids), strict=True)
+    ),
+}
+#: The same of videos, where families with this form of images take any.
+VIDEO_LAYOUTS: Final[Mapping[str, Callable[..., dict[str, torch.Tensor]]]] = {
+    "patches": lambda videos, grids: {"pixel_values_videos": videos, "video_grid_thw": grids},
+    "sequences": _frame_sequences,
+}

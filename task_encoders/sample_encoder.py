@@ -51,7 +51,7 @@ class EncodedSample:
     video_pixels: npt.NDArray[np.uint8]  #: (Q, C·T·p·p)
     video_grid_thw: npt.NDArray[np.int32]  #: (M, 3) in patches
     normalisation: Normalisation
-    image_layout: str = "patches"  #: see media.layouts.IMAGE_LAYOUTS
+    image_layout: str = "patches"  #: see model_inputs.IMAGE_LAYOUTS
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:

@@ -50,7 +50,7 @@ def bmr_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def builtin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the built-in tokenizer. To load one takes 4 s and 170 MB, once per folder."""
-    from task_encoders.text.builtin_tokenizer import builtin_tokenizer
+    from task_encoders.families.builtin_processor import builtin_tokenizer
 
     folder = tmp_path_factory.mktemp("builtin")
     builtin_tokenizer().save_pretrained(folder)

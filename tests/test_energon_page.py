@@ -15,12 +15,11 @@ from megatron.energon import SampleDecoder, WorkerConfig, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
 from launch.loop.parallel import initialize_parallel
-from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.families.builtin_processor import builtin_processor, builtin_tokenizer
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import read_manifest
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettingsError
-from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.legacy_packs import CRUDE_YAML, vqa_pack, write_folder
 from tests.helpers.markdown import blocks

@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 from offline_packing import plan_packs
-from task_encoders.packs.notebook_html import html_table
+from task_encoders.packs.manifest import html_table
 
 PATH = Path(__file__).parents[1] / "examples/first_packs.ipynb"
 

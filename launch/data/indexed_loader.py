@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.loading.folder_shards import dealt_in_rows
 from task_encoders.loading.indexed_dataset import IndexedPackDataset
-from task_encoders.loading.pack_columns import dealt_in_rows
 from task_encoders.loading.packed_folder import PackedFolder
 
 

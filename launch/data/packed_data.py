@@ -84,13 +84,14 @@ def read_packed_data(path: str | Path) -> PackedData:
     weights = [weight for _, weight in folders]
     per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
     drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
+    hashes = [manifest.content_hash for manifest in manifests]
     return PackedData(
         num_packs=sum(packs),
         num_samples=sum(samples),
         samples_per_pack=drawn,
         seq_length=max(manifest.seq_length for manifest in manifests),
         model=models[0],
-        content_hash=_common_hash([manifest.content_hash for manifest in manifests]),
+        content_hash=hashes[0] if len(hashes) == 1 else hash_bytes("".join(hashes).encode()),
         num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
         tasks=tuple(manifest.task for manifest in manifests),
         blended=tuple(
@@ -98,7 +99,12 @@ def read_packed_data(path: str | Path) -> PackedData:
             for (folder, weight), own in zip(folders, packs, strict=True)
             if len(folders) > 1
         ),
-        has_media=any(map(_has_media, manifests)),
+        has_media=any(
+            not shard.media or shard.media.strip("0")
+            for manifest in manifests
+            for shard in manifest.shards
+            if shard.split == "train"
+        ),
         ordered_for=_ordered_for(manifests[0]) if len(manifests) == 1 else None,
         **_slots_of(path, manifests),
     )
@@ -124,11 +130,6 @@ def _require_one_model(
                     f"{path}: {folders[0]} was measured with {name} {first!r}, {folder} with "
                     f"{value!r}; pack both with the same"
                 )
-
-
-def _has_media(manifest: Manifest) -> bool:
-    shards = [shard for shard in manifest.shards if shard.split == "train"]
-    return any(not shard.media or shard.media.strip("0") for shard in shards)
 
 
 def _ordered_for(manifest: Manifest) -> int | None:
@@ -232,10 +233,6 @@ def _read_manifest(folder: Path) -> Manifest:
     if not manifest.of_an_epoch("packs"):
         raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
     return manifest
-
-
-def _common_hash(hashes: Sequence[str]) -> str:
-    return hashes[0] if len(hashes) == 1 else hash_bytes("".join(hashes).encode())
 
 
 def _folders(path: str | Path) -> list[tuple[Path, float]]:

@@ -10,6 +10,11 @@
 A folder takes its name when all ranks have written and synced their files. They hold tensors,
 numbers and text, and are read with torch's weights_only loader, which runs no code. A checkpoint
 with a file that is gone, or not what was written, is not used: the newest whole one is.
+
+A resumed run must share its settings with the one that wrote the checkpoint: every field of the
+configuration is compared but those in `_FREE`, so that a new field is guarded until someone decides
+otherwise. Fields in `_FIXED` decide which weights there are and where the loader stands, so no
+other value can continue; any other may differ if it is named.
 """
 
 import logging
@@ -25,11 +30,13 @@ from megatron.energon.rng import SystemRng
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from launch.config import LaunchConfig
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.micro_batches import MicroBatches
-from launch.loop.adamw import RankAdamW
-from launch.loop.run_record import check_same_run
-from offline_packing.errors import DamagedError, StageError
+from launch.data.packed_data import PackedData
+from launch.loop.optimizer import RankAdamW
+from launch.loop.plan import TrainPlan
+from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -110,7 +117,9 @@ class CheckpointFolder:
         if self._rank < self._tensor_size:  # the first data parallel rank
             whole = {n: t for n, t in model_state.items() if not isinstance(t, DTensor)}
             written.append(_save_tensors(temporary / self._model_file, whole))
-        state = {**rank_state, "generators": _generator_state()}
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        generators = {"system": to_plain(SystemRng.save_state()), "cuda": cuda}
+        state = {**rank_state, "generators": generators}
         written.append(_save_tensors(temporary / _rank_file(self._rank), state))
         # Each rank hashes what it wrote: it has it in memory still, and elsewhere on a network file
         # system files can be seen late.
@@ -219,7 +228,9 @@ class CheckpointFolder:
             own = _load_tensors(path / _rank_file(self._rank), mmap=False)
             optimizer.load_state_dict(own["optimizer"])
             data.restore(own["data"])
-            _restore_generators(own["generators"])
+            SystemRng.restore_state(from_plain(own["generators"]["system"]))
+            if own["generators"]["cuda"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(own["generators"]["cuda"])
         else:
             logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
             size = self._tensor_size
@@ -285,12 +296,110 @@ def _load_tensors(path: Path, *, mmap: bool) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def _generator_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"system": to_plain(SystemRng.save_state()), "cuda": cuda}
+#: Fields, or whole sections, that do not change what is trained. The content of the packs is
+#: compared instead of their paths.
+_FREE: Final = (
+    "checkpoint",
+    "data.data_prefix",
+    "data.encode_threads",
+    "data.num_workers",
+    "data.path",
+    "data.pixel_transport",
+    "data.processor",
+    "metrics",
+    "model.attention",
+    "model.recompute",
+    "output",
+    "parallel.context",
+    "validation",
+)
+_FIXED: Final = (
+    "data.micro_batch_size",
+    "data.online",
+    "data.order",
+    "data.packs",
+    "data.repeat",
+    "model.built_by",
+    "model.dtype",
+    "model.family",
+    "model.fsdp",
+    "model.freeze",
+    "model.lora",
+    "model.preset",
+    "model.text",
+    "model.tie_word_embeddings",
+    "model.vision",
+    "parallel.tensor",
+    "train.seed",
+)
+#: Packs of a step, which follow from the batch size and the number of ranks.
+_STEP: Final = "packs_per_step"
 
 
-def _restore_generators(state: Mapping[str, Any]) -> None:
-    SystemRng.restore_state(from_plain(state["system"]))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def run_record(config: LaunchConfig, data: PackedData, plan: TrainPlan) -> dict[str, Any]:
+    """Settings that a checkpoint keeps of its run: plain values by dotted name."""
+    content = config.model_dump(mode="json")
+    compared = {
+        # A set's order differs between processes.
+        f"{section}.{name}": sorted(value) if name == "freeze" else value
+        for section, own in content.items()
+        for name, value in own.items()
+        if section not in _FREE and f"{section}.{name}" not in _FREE
+    }
+    return {
+        **dict(sorted(compared.items())),
+        "model.built_by": type(config.model).__name__,
+        "data.packs": {"path": config.data.path, "content_hash": data.content_hash},
+        _STEP: plan.packs_per_step,
+    }
+
+
+def check_same_run(
+    was: Mapping[str, Any], now: Mapping[str, Any], accept: Collection[str], checkpoint: object
+) -> list[str]:
+    """Compare the records of a checkpoint and of the run that resumes from it.
+
+    Returns:
+        A line for each accepted field that differs.
+
+    Raises:
+        MismatchError: other fields differ; a line for each.
+        ConfigError: an accepted name is not a field, or one that must be the same.
+    """
+    valid = {name for name in {*was, *now} if name not in _FIXED}
+    for name in sorted(set(accept) - valid):
+        why = "must be the same" if name in _FIXED else "no such field"
+        raise ConfigError(f"--accept-mismatch {name}: {why}; valid: {', '.join(sorted(valid))}")
+    differing = [n for n in sorted({*was, *now}) if _identity(was, n) != _identity(now, n)]
+    if any(name.startswith("batch.") for name in differing):
+        differing = [name for name in differing if name != _STEP]  # it follows
+    lines = {
+        name: f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
+        for name in differing
+    }
+    refused = [name for name in lines if name not in accept]
+    if refused:
+        said = [_head(checkpoint, refused), *(lines[name] for name in refused)]
+        raise MismatchError("\n  ".join(said))
+    return list(lines.values())
+
+
+def _head(checkpoint: object, refused: Collection[str]) -> str:
+    elsewhere = "or start a new run in another output.path"
+    if fixed := [name for name in refused if name in _FIXED]:
+        remedy = f"{', '.join(fixed)} must be the same to resume: restore it, {elsewhere}"
+    else:
+        options = " ".join(f"--accept-mismatch {name}" for name in refused)
+        remedy = f"restore them, add {options} if that is meant, {elsewhere}"
+    return f"checkpoint {checkpoint} was written by a run with other settings; {remedy}:"
+
+
+def _identity(record: Mapping[str, Any], name: str) -> Any:
+    value = record.get(name)
+    return value["content_hash"] if name == "data.packs" and value else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and "content_hash" in value:
+        return f"those of {value['path']} ({value['content_hash'][:8]})"
+    return repr(value)

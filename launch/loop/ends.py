@@ -104,15 +104,15 @@ class StopRequest:
         self.received = 0
 
     def __enter__(self) -> "StopRequest":
-        self._previous: dict[int, Any] = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
+        def on_signal(number: int, _: FrameType | None) -> None:
+            self.received = number
+
+        self._previous: dict[int, Any] = {s: signal.signal(s, on_signal) for s in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.received = number
 
 
 def export(model: Any, output: Path, steps: int) -> None:

@@ -17,13 +17,11 @@ from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, check_room, slot_ranks_of
 from launch.data.slot_loader import check_slots
-from launch.loop.adamw import FullyShardedAdamW, RankAdamW
-from launch.loop.checkpoint import CheckpointFolder, Deal
+from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
 from launch.loop.ends import check_ends, check_token_ids, export
-from launch.loop.optimizer import ShardedAdamW
+from launch.loop.optimizer import FullyShardedAdamW, RankAdamW, ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
-from launch.loop.run_record import run_record
 from launch.loop.trainer import Trainer
 from launch.model.config import TransformersModelConfig
 from launch.model.megatron_model import build_model

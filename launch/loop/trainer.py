@@ -18,15 +18,21 @@ from tqdm import tqdm
 
 from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches
-from launch.loop.adamw import RankAdamW
 from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.ends import StopRequest
 from launch.loop.loss import loss_terms, shift_labels, weighted_sum
-from launch.loop.metrics.counts import StepCounts, StepTotals
-from launch.loop.metrics.log import MetricsLog
+from launch.loop.metrics import (
+    Eta,
+    MetricsLog,
+    StepCounts,
+    StepTotals,
+    format_line,
+    memory_gib,
+    peak_flops,
+)
+from launch.loop.optimizer import RankAdamW
 from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import TrainPlan
-from launch.loop.progress import Eta, format_line, memory_gib, peak_flops
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import TRAINING
 from task_encoders.model_inputs import to_packed_seq_params

@@ -17,6 +17,7 @@ own slice, and gathering is a concatenation:
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -47,14 +48,6 @@ class WeightRule:
     #: this rank's slices -> this rank's parameter, and back
     join: Callable[[Tensors], torch.Tensor] = lambda parts: parts[0]
     split: Callable[[torch.Tensor], Tensors] = lambda parameter: [parameter]
-
-
-def _join_rows(parts: Tensors) -> torch.Tensor:
-    return torch.cat(parts)
-
-
-def _split_halves(parameter: torch.Tensor) -> Tensors:
-    return list(parameter.chunk(2))
 
 
 def join_qkv(parts: Tensors, head_dim: int) -> torch.Tensor:
@@ -91,12 +84,8 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
     heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = head_dim_of(text_config)
 
-    def qkv(parts: Tensors) -> torch.Tensor:
-        return join_qkv(parts, head_dim)
-
-    def un_qkv(parameter: torch.Tensor) -> Tensors:
-        return split_qkv(parameter, head_dim, heads // groups)
-
+    qkv = partial(join_qkv, head_dim=head_dim)
+    un_qkv = partial(split_qkv, head_dim=head_dim, heads_per_group=heads // groups)
     rules = {
         "embedding.word_embeddings.weight": WeightRule(("model.embed_tokens.weight",), 0),
         "decoder.final_layernorm.weight": WeightRule(("model.norm.weight",), None),
@@ -109,7 +98,9 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
             names = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
             rules[f"{ours}self_attention.linear_qkv.{kind}"] = WeightRule(names, 0, qkv, un_qkv)
         gate_up = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
-        rules[f"{ours}mlp.linear_fc1.weight"] = WeightRule(gate_up, 0, _join_rows, _split_halves)
+        rules[f"{ours}mlp.linear_fc1.weight"] = WeightRule(
+            gate_up, 0, torch.cat, lambda parameter: list(parameter.chunk(2))
+        )
         for name, (published, dim) in _ALONE.items():
             rules[f"{ours}{name}.weight"] = WeightRule((f"{theirs}{published}.weight",), dim)
     return rules

@@ -18,7 +18,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from launch.model.attention_kernels import select_backend
 from launch.model.config import ModelConfig, part_of, transformers_classes
 from launch.model.context_parallel import RowPart, cut_row
 from launch.model.hf_checkpoint import CheckpointReader, write_checkpoint
@@ -30,8 +29,14 @@ from launch.model.hf_weights import (
     published_shapes,
     written_name,
 )
-from launch.model.language_model import build_language_model, head_dim_of, token_losses
-from launch.model.rotary import rope_base, rope_frequencies
+from launch.model.language_model import (
+    build_language_model,
+    head_dim_of,
+    rope_base,
+    rope_frequencies,
+    token_losses,
+)
+from launch.model.packed_attention import select_backend
 from launch.model.vision_tower import (
     Medium,
     build_visual,

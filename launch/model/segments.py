@@ -95,17 +95,13 @@ def why_no_flash(config: Any) -> str:
     """The reason why flash attention cannot compute a model's; empty where it can."""
     if _shows_images(config):
         return "has no mask in which an image's tokens see each other"
-    layers = _layer_configs(config.get_text_config())
+    text = config.get_text_config()
+    of_layers = getattr(text, "per_layer_config", None)
+    layers = [of_layers[i] for i in range(text.num_hidden_layers)] if of_layers else [text]
     widest = max(getattr(one, "head_dim", 0) or 0 for one in layers)
     if widest > _FLASH_WIDTH:
         return f"takes heads of at most {_FLASH_WIDTH}, and this model has some of {widest}"
     return ""
-
-
-def _layer_configs(text: Any) -> list[Any]:
-    """The config of a language model, or those of its layers where these differ."""
-    of_layers = getattr(text, "per_layer_config", None)
-    return [of_layers[i] for i in range(text.num_hidden_layers)] if of_layers else [text]
 
 
 def _shows_images(config: Any) -> bool:

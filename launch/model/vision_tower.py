@@ -20,7 +20,7 @@ from launch.model.config import ModelConfig
 from launch.model.context_parallel import RowPart, hand_over
 from launch.model.packed_attention import register_vision_attention
 from task_encoders.families.base.cost import ModelCost
-from task_encoders.media.layouts import IMAGE_LAYOUTS
+from task_encoders.model_inputs import IMAGE_LAYOUTS
 
 #: Patches of each frame, in all, along its height, and along its width.
 _Frames = npt.NDArray[np.int64]
@@ -77,7 +77,7 @@ def picture_features(model: Any, tokens: torch.Tensor, medium: Medium, layout: s
 
     Args:
         tokens: (1, S).
-        layout: a name in media.layouts.IMAGE_LAYOUTS.
+        layout: a name in model_inputs.IMAGE_LAYOUTS.
 
     Raises:
         ValueError: there are other tokens than features.

@@ -33,7 +33,7 @@ from launch.model.segments import isolate_segments
 from launch.trainers.resuming import by_saved_names
 from launch.trainers.uniform import warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.pack_columns import dealt_in_rows
+from task_encoders.loading.folder_shards import dealt_in_rows
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.versions import require_supported

@@ -163,8 +163,10 @@ class Index:
         """Columns of one part. Raises StageError if the part is missing or has another number of
         rows than index.json says."""
         path, rows = self.paths[number], self.info.part_rows[number]
+        expected = self.info.hashes.get(path.parent.name, {}).get(path.name)
         try:
-            with open_table(self._copy_of(path)) as file:
+            # Of a part in object storage a copy, since stages ask for column after column.
+            with open_table(path if expected is None else kept_copy(path, expected)) as file:
                 # Without threads: handing a part to them takes longer than reading it.
                 table = file.read(list(columns), use_threads=False)
         except (OSError, pa.ArrowException) as error:
@@ -174,12 +176,6 @@ class Index:
                 f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
         return table.select(list(columns))
-
-    def _copy_of(self, path: Path) -> Path:
-        """A part: if it is in object storage, and complete, a copy, since stages ask for column
-        after column."""
-        expected = self.info.hashes.get(path.parent.name, {}).get(path.name)
-        return path if expected is None else kept_copy(path, expected)
 
     def array(self, column: str) -> npt.NDArray[Any]:
         """A numeric column as an array (num_samples,)."""

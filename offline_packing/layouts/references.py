@@ -34,9 +34,8 @@ from offline_packing.storage.files import atomic_file, write_atomically
 from offline_packing.storage.paths import local_copy, read_each
 from offline_packing.storage.tars import PackEntry
 from task_encoders.packs.manifest import Manifest
-from task_encoders.packs.pack import Pack, StoredMedia
+from task_encoders.packs.pack import MovedMediumError, Pack, StoredMedia, StoredMedium
 from task_encoders.packs.pack_format import METADATASET, index_of_key, media_part_names
-from task_encoders.packs.stored_media import MovedMediumError, StoredMedium
 from task_encoders.storage.paths import REMEDY, read_indexed, read_range
 
 if TYPE_CHECKING:

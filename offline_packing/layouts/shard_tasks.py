@@ -20,7 +20,7 @@ from offline_packing.layouts.shards import PlannedShard
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.conversation_part import ConversationPart
 from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
-from offline_packing.sources.reading.read_ahead import read_ahead
+from offline_packing.sources.reading.locators import read_ahead
 from offline_packing.sources.reading.row_files import record_columns
 from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
 from offline_packing.sources.roots.remote import Root

@@ -40,7 +40,7 @@ from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack_format import image_extension, video_extension
-from task_encoders.records.inline_media import is_inline
+from task_encoders.records.record import is_inline
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SampleError, SourceSample
 

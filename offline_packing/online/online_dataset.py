@@ -186,7 +186,10 @@ class _Pass:
                     self._read_one()
                     continue
                 if not self._num_packed:
-                    self._check_use()
+                    self._unusable.check_end(is_only_reader=self._reader.count == 1)
+                    if self._owner.repeat:
+                        place = f"worker {self._reader.worker} of rank {self._reader.rank}"
+                        raise StageError(f"{place} has no sample to repeat; take fewer workers")
                 if not self._owner.repeat:
                     raise StopIteration
                 self._begin(self._epoch + 1)
@@ -282,10 +285,3 @@ class _Pass:
             raise
         self._unusable.failures_in_a_row = 0
         return sample
-
-    def _check_use(self) -> None:
-        """Raise StageError at the end of an epoch in which no sample could be used."""
-        self._unusable.check_end(is_only_reader=self._reader.count == 1)
-        if self._owner.repeat:
-            place = f"worker {self._reader.worker} of rank {self._reader.rank}"
-            raise StageError(f"{place} has no sample to repeat; take fewer workers")

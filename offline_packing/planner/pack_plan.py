@@ -25,7 +25,7 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
-from task_encoders.packs.notebook_html import html_table
+from task_encoders.packs.manifest import html_table
 from task_encoders.storage.paths import path_of
 
 FORMAT_VERSION = 1

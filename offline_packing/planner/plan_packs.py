@@ -13,12 +13,13 @@ from offline_packing.planner.order import (
     RankLayout,
     cost_grouped_order,
     fill_slots,
+    kinds_of,
+    make_uniform,
     reorder_packs,
     shuffle_samples,
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.ranks.picture_split import even_samples
-from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
 from offline_packing.planner.request import (
     Admission,
     Budgets,

@@ -96,7 +96,7 @@ def pack_figures(
 
 def online_figures(pack: PackConfig, samples: Index, plan: PackPlan) -> list[dict[str, Any]]:
     """Fill that first-fit-decreasing reaches on buffers of some samples in random order."""
-    from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
+    from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 
     ids = plan.sample_ids
     rng = np.random.default_rng(pack.seed)

@@ -29,8 +29,13 @@ from offline_packing.sources.reading.locators import (
 from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.remote import Root, open_root
 from offline_packing.storage.key_set import KeySet
-from task_encoders.records.inline_media import decode_inline, is_inline
-from task_encoders.records.record import check_prompts_are_shown, load_json, to_sample
+from task_encoders.records.record import (
+    check_prompts_are_shown,
+    decode_inline,
+    is_inline,
+    load_json,
+    to_sample,
+)
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.samples.limits import check_cost
 from task_encoders.storage.paths import is_url

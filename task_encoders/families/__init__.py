@@ -16,14 +16,12 @@ from pydantic import BeforeValidator, SerializeAsAny
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint
 from task_encoders.families.base.family import Family
 from task_encoders.families.base.options import ModelOptions
-from task_encoders.families.gemma4 import GEMMA4
-from task_encoders.families.gemma4_unified import GEMMA4_UNIFIED
+from task_encoders.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
 from task_encoders.families.llava_1_5 import LLAVA_1_5
-from task_encoders.families.llava_onevision_1_5 import LLAVA_ONEVISION_1_5
 from task_encoders.families.mistral3 import MISTRAL3
-from task_encoders.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from task_encoders.families.qwen2_vl import LLAVA_ONEVISION_1_5, QWEN2_5_VL, QWEN2_VL
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
 from task_encoders.sample_encoder import SampleEncoder

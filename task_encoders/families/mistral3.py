@@ -19,10 +19,84 @@ from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.text.dialect import Dialect
 from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.mistral_template import MISTRAL, MISTRAL_TEMPLATE
-from task_encoders.text.pieces import Control
+from task_encoders.text.pieces import Control, Image
 from task_encoders.versions import require_at_least
+
+_PAIRS: Final = "INST|AVAILABLE_TOOLS|TOOL_RESULTS|SYSTEM_PROMPT|MODEL_SETTINGS|THINK"
+_ALONE: Final = "IMG|TOOL_CALLS|TOOL_CONTENT|ARGS|CALL_ID"
+
+#: An answer has no header: it begins after a question or a result that nothing else follows.
+MISTRAL: Final = Dialect(
+    rf"</?s>|\[/?(?:{_PAIRS})\]|\[(?:{_ALONE})\]",
+    r"\[/(?:INST|TOOL_RESULTS)\]"
+    r"(?!\[(?:INST|TOOL_RESULTS|SYSTEM_PROMPT|AVAILABLE_TOOLS|MODEL_SETTINGS)\])(.*?</s>)",
+    {"[IMG]": Image()},
+)
+
+#: One text and one image are written with the image in front.
+MISTRAL_TEMPLATE: Final = r"""
+{%- macro write(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- if content|length == 2 and content[0].type == 'text' and content[1].type == 'image' %}
+            {%- set content = [content[1], content[0]] %}
+        {%- endif %}
+        {%- for part in content %}
+            {%- if part.type not in ['text', 'image'] %}
+                {{- raise_exception('Only text and images are supported.') }}
+            {%- endif %}
+            {{- part.text if part.type == 'text' else '[IMG]' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- set state = namespace(tools=tools, before='') %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- set role, content = message.role, message.content %}
+    {%- if role == 'tool' and state.before not in ['assistant', 'tool']
+            or role == 'system' and state.before in ['assistant', 'tool']
+            or role not in ['user', 'assistant', 'tool', 'system']
+            or role != 'user' and content is not string
+            or role == 'user' == state.before and (content is not string
+                or loop.previtem.content is not string) %}
+        {{- raise_exception('Unexpected role ' ~ role ~ ' after ' ~ state.before) }}
+    {%- elif role == 'system' %}
+        {{- '[SYSTEM_PROMPT]' ~ content ~ '[/SYSTEM_PROMPT]' }}
+    {%- elif role == 'user' %}
+        {%- if state.before == 'user' %}
+            {{- '\n\n' }}
+        {%- else %}
+            {%- if state.tools %}
+                {{- '[AVAILABLE_TOOLS]' ~ (state.tools | tojson) ~ '[/AVAILABLE_TOOLS]' }}
+                {%- set state.tools = none %}
+            {%- endif %}
+            {{- '[INST]' }}
+        {%- endif %}
+        {{- write(content) }}
+        {%- if loop.last or loop.nextitem.role != 'user' %}
+            {{- '[/INST]' }}
+        {%- endif %}
+    {%- elif role == 'tool' %}
+        {{- '[TOOL_RESULTS]' ~ content ~ '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {%- if message.reasoning_content %}
+            {{- '[THINK]' ~ message.reasoning_content ~ '[/THINK]' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function or call %}
+            {%- set given = call.arguments %}
+            {{- '[TOOL_CALLS]' ~ call.name ~ '[ARGS]' }}
+            {{- (given or '{}') if given is string else given | tojson }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- endif %}
+    {%- set state.before = role %}
+{%- endfor %}"""
+
 
 #: The first transformers that reads tekken.json.
 _SINCE: Final = "5.15"

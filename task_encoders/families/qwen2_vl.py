@@ -3,6 +3,7 @@ time."""
 
 from typing import Any, Final, Literal
 
+from task_encoders.families.base.cost import cost_of_sizes
 from task_encoders.families.base.family import Family, Preset, language_sizes
 from task_encoders.families.base.options import beside_lengths
 from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
@@ -12,6 +13,7 @@ from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
     MEDIA_TOKEN_IDS,
     QWEN2_5_TEXT_TOKENS,
+    QWEN3_TEXT_TOKENS,
     VOCAB_SIZE,
 )
 
@@ -153,4 +155,33 @@ QWEN2_5_VL: Final = Family(
     "Qwen2_5_VL",
     presets=QWEN2_5_VL_PRESETS,
     megatron_core=True,
+)
+
+
+class LlavaOneVision15Encoder(Qwen2VLEncoder):
+    """Lengths are Qwen2-VL's, with the same tokenizer."""
+
+    POSITION_ROWS = 1
+    TEXT_TOKENS = QWEN3_TEXT_TOKENS
+
+
+#: Sizes of the 8B model.
+_ONEVISION_TEXT: Final = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+_ONEVISION_TOWER: Final = {"depth": 24, "embed_dim": 1024, "intermediate_size": 4096}
+
+#: Its model is not part of transformers.
+LLAVA_ONEVISION_1_5: Final = Family(
+    "llava_onevision_1_5",
+    DynamicImageOptions,
+    LlavaOneVision15Encoder,
+    cost_of_sizes("LLaVA-OneVision-1.5-8B", _ONEVISION_TEXT, _ONEVISION_TOWER),
+    None,
+    other_names=("llava_onevision1_5", "llavaonevision1_5"),  # transformers; the hub
 )

@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.families import model_options
-from task_encoders.loading.folder_shards import ShardRange
-from task_encoders.loading.pack_columns import order_of_steps, read_columns
+from task_encoders.loading.folder_shards import ShardRange, order_of_steps, read_columns
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
 from task_encoders.packs.manifest import (

@@ -1,6 +1,8 @@
-"""Energon's dataset and loader with what packs need: their order, checks, and exact states."""
+"""Energon's dataset and loader with what packs need: their order, checks, and exact states, from
+which other ranks or workers may go on."""
 
 import gc
+import json
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,15 +16,21 @@ from megatron.energon import (
     get_val_dataset,
 )
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
-from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
+from megatron.energon.rng import SystemRng
+from megatron.energon.savable_loader import (
+    SavableDataLoaderState,
+    SavableDatasetCheckpoint,
+    SavableDatasetState,
+)
+from megatron.energon.state import FlexState
+from megatron.energon.wrappers import BlendDataset, RepeatDataset
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.field_types import Count, checked
-from task_encoders.loading.dealing_anew import deal_anew
 from task_encoders.loading.folder_shards import no_packs
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.references import metadataset_of
-from task_encoders.rows.pack_dealing import OnePass
+from task_encoders.rows.pack_dealing import DealtPacks, OnePass
 
 
 @checked
@@ -159,7 +167,13 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         if state is None:
             return None
         if self._has_workers:
-            state.worker_states = self._where_workers_begin(state.worker_states)
+            # A worker asked before it has read anything returns the state None and one sample to
+            # skip: that sample would be lost.
+            states = state.worker_states
+            begin = self.dataset.get_initial_checkpoint()
+            begin = begin or [SavableDatasetCheckpoint(state=None, offset=0)] * len(states)
+            pairs = zip(states, begin, strict=True)
+            state.worker_states = [old if old.state else new for old, new in pairs]
         before, now = self._last_of_pass_before, self._worker_sample_counters
         if before is None or self._epoch_iterator is None or before == now:
             return state
@@ -186,16 +200,6 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
         so that each pack still comes once per epoch. Raises ValueError where that cannot be."""
         self.restore_state_rank(deal_anew(states, self.worker_config))
 
-    def _where_workers_begin(self, states: list[Any]) -> list[Any]:
-        """The states, corrected for workers that have not begun.
-
-        A worker asked before it has read anything returns the state None and one sample to skip:
-        that sample would be lost.
-        """
-        begin = self.dataset.get_initial_checkpoint()
-        begin = begin or [SavableDatasetCheckpoint(state=None, offset=0)] * len(states)
-        return [old if old.state else new for old, new in zip(states, begin, strict=True)]
-
     def close(self) -> None:
         """End the workers. Left to the garbage collector, each of them takes 5 s."""
         workers = _running(self)
@@ -216,3 +220,96 @@ def _begin_pass(state: Any) -> None:
     else:
         for inner in state["datasets"]:
             _begin_pass(inner)
+
+
+def deal_anew(
+    states: Sequence[SavableDataLoaderState | None], now: WorkerConfig
+) -> SavableDataLoaderState | None:
+    """The state from which a rank reads its part of the packs that are left.
+
+    Args:
+        states: of all ranks, after the same step.
+
+    Returns:
+        None: nothing was read yet.
+
+    Raises:
+        ValueError: something in the datasets' state belongs to the workers that there were.
+    """
+    known = [state for state in states if state is not None]
+    if not known:
+        return None
+    per_rank = len(known[0].worker_states)
+    workers = [
+        _of_dataset(worker)
+        for state in states
+        for worker in (state.worker_states if state else [None] * per_rank)
+    ]
+    if not any(workers):
+        return None
+    merged = _merge(workers, len(states), per_rank)
+    if not now.num_workers:
+        own: list[Any] = [
+            FlexState(__class__="SimpleSavableDatasetWrapper", datasets=[merged], _sample_index=0)
+        ]
+    else:
+        own = [_begin(merged, now.worker_seed(number)) for number in range(now.num_workers)]
+    return SavableDataLoaderState(
+        worker_states=own, next_worker_id=0, micro_batch_size=known[0].micro_batch_size
+    )
+
+
+def _begin(merged: FlexState, seed: int) -> SavableDatasetCheckpoint:
+    """The merged state for one worker, with generators of its own."""
+    present = SystemRng.save_state()
+    SystemRng.seed(seed)
+    state = SavableDatasetState(rng=SystemRng.save_state(), dataset_state=merged, sample_index=0)
+    SystemRng.restore_state(present)
+    return SavableDatasetCheckpoint(state=state, offset=0)
+
+
+def _of_dataset(worker: Any) -> FlexState | None:
+    """State of the dataset in a worker's; None if it has yet to begin."""
+    if not isinstance(worker, SavableDatasetCheckpoint):  # without loader processes
+        return None if worker is None else worker["datasets"][0]
+    if worker.offset:
+        raise ValueError("the state is from before the last batch; take it of a PackedLoader")
+    return None if worker.state is None else worker.state.dataset_state
+
+
+def _merge(workers: Sequence[FlexState | None], ranks: int, per_rank: int) -> FlexState:
+    """One state for every new worker, from those of all earlier ones at the same dataset."""
+    begun = [state for state in workers if state is not None]
+    merged, name = FlexState(begun[0]), begun[0]["__class__"]
+    if name == DealtPacks.__name__:
+        read = [(state["_epoch"], state["_index"]) if state else (0, 0) for state in workers]
+        earlier = [*json.loads(merged["_earlier"]), [ranks, per_rank, read]]
+        first = min(epoch for epoch, _ in read)
+        new = {"_epoch": first, "_index": 0, "_is_over": False, "_earlier": json.dumps(earlier)}
+        return FlexState({**merged, **new})
+    if "datasets" not in merged:
+        raise ValueError(
+            f"packs read through {name} cannot be dealt anew; resume with the same number of ranks "
+            "and data.num_workers"
+        )
+    if name == OnePass.__name__:
+        merged["_is_over"] = all(state["_is_over"] for state in begun)
+    elif name == RepeatDataset.__name__:
+        merged["_repetition"] = min(begun, key=_progress)["_repetition"]
+        merged["_index"] = 0
+    elif name == BlendDataset.__name__:
+        columns = zip(*(state["exhausted"] for state in begun), strict=True)
+        merged["exhausted"] = [all(column) for column in columns]
+        merged["_worker_rng"] = FlexState(rng=None)  # begins with each worker's own seed
+    merged["datasets"] = [
+        _merge([state and state["datasets"][number] for state in workers], ranks, per_rank)
+        for number in range(len(merged["datasets"]))
+    ]
+    return merged
+
+
+def _progress(state: FlexState) -> tuple[int, bool]:
+    """Progress of a worker: its epoch, and whether that is over."""
+    while "datasets" in state:
+        state = state["datasets"][0]
+    return state["_epoch"], state["_is_over"]

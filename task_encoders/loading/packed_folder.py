@@ -28,9 +28,10 @@ from task_encoders.loading.folder_shards import (
     PackedFolderError,
     ShardRange,
     find_shards,
+    order_of_steps,
+    read_columns,
     read_index,
 )
-from task_encoders.loading.pack_columns import order_of_steps, read_columns
 from task_encoders.packs.manifest import WRITTEN_AGAIN, PackColumns, written_again
 from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART

@@ -36,9 +36,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, parse_json
+from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, StoredMedium, parse_json
 from task_encoders.packs.pack_format import PREFIX, is_video_name, media_part_names
-from task_encoders.packs.stored_media import StoredMedium
 from task_encoders.packs.tokenized import (
     ExpandedText,
     TokenizedPack,

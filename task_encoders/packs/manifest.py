@@ -3,6 +3,8 @@ offline_packing.runs.manifest writes it; packs written by others have none.
 """
 
 import base64
+from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -10,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from task_encoders.packs.notebook_html import html_table
 from task_encoders.storage.paths import REMEDY
 
 NAME: Final = "manifest.json"
@@ -203,3 +204,13 @@ def written_again(folder: Any, opened: str) -> str | None:
     if manifest.generation == opened:
         return None
     return WRITTEN_AGAIN.format(folder, manifest.generation or "another version", opened)
+
+
+def html_table(title: str, rows: Mapping[str, object]) -> str:
+    """A small HTML table: a caption, and a row for each name and its value."""
+    lines = "".join(
+        f'<tr><th style="text-align:left">{escape(name)}</th>'
+        f'<td style="text-align:left">{escape(str(value))}</td></tr>'
+        for name, value in rows.items()
+    )
+    return f"<table><caption>{escape(title)}</caption>{lines}</table>"

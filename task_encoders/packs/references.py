@@ -19,8 +19,8 @@ from megatron.energon.cache import FileStore
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 
+from task_encoders.packs.pack import MovedMediumError
 from task_encoders.packs.pack_format import JSON_PART, METADATASET
-from task_encoders.packs.stored_media import MovedMediumError
 from task_encoders.storage.energon_paths import energon_path
 
 Stores = Mapping[str, FileStore[bytes]]

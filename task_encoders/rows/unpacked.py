@@ -23,12 +23,13 @@ from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, is_video_name
 from task_encoders.packs.references import is_reference, read_parts
-from task_encoders.records.inline_media import decode_inline, is_inline
 from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS, has_answer
 from task_encoders.records.record import (
     MEDIA_FIELDS,
     best_answer,
+    decode_inline,
     decode_text,
+    is_inline,
     load_json,
     to_sample,
 )

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from launch.model.attention_kernels import KERNELS, select_backend, varlen_attention
+from launch.model.packed_attention import KERNELS, select_backend, varlen_attention
 
 LENGTHS = {
     "one": [1024],

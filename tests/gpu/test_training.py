@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from launch.config import OptimizerConfig
+from launch.loop.metrics import Stopwatch
 from launch.loop.optimizer import ShardedAdamW
-from launch.loop.progress import Stopwatch
 from tests.helpers.packed_runs import (
     bmr_folder,
     losses,

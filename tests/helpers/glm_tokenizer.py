@@ -6,7 +6,7 @@ from typing import Any, Final
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from task_encoders.text.glm_template import GLM_TEMPLATE
+from task_encoders.families.glm4v import GLM_TEMPLATE
 from tests.helpers.tiny_tokenizer import byte_level_bpe
 
 PATTERN: Final = (

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from launch.config import LaunchConfig
 from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.loop.metrics.log import read_metrics
+from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
 from launch.loop.setup import build_checkpoints, build_model, build_optimizer

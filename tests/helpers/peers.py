@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launch.data.packed_data import read_packed_data
-from launch.loop.metrics.log import read_metrics
+from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
 from offline_packing.demo.generate import generate_demo_dataset

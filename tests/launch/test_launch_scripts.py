@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch.config import load_config
-from launch.loop.metrics.log import read_metrics
+from launch.loop.metrics import read_metrics
 from launch.loop.setup import run
 from launch.start import lonely_nodes, main
 from launch.train import cli

@@ -18,7 +18,7 @@ from offline_packing.online.dynamic_batches import DynamicBatches
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.pools import PackingPool
-from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
+from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 from offline_packing.planner.windows import WindowOptions
 
 SEQ_LENGTH = 8192

@@ -17,7 +17,7 @@ from offline_packing import plan_packs
 from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.planner.order import RankLayout, mixed_steps
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.ranks.similar import idle_shares
+from offline_packing.planner.ranks.deal import idle_shares
 from task_encoders.families import FAMILIES
 
 TOWER_SHARE = 0.22

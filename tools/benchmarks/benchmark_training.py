@@ -27,9 +27,9 @@ from training_loaders import MODES, build_loader, write_unpacked
 
 from launch.config import OptimizerConfig
 from launch.loop.loss import shift_labels
+from launch.loop.metrics import peak_flops, row_flops
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
-from launch.loop.progress import peak_flops, row_flops
 from launch.model.config import ModelConfig
 from launch.model.megatron_model import build_model
 from offline_packing.runs.manifest import require_manifest

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from launch.data.indexed_loader import IndexedLoader
 from offline_packing.layouts.energon_metadata import index_pack_folder
-from offline_packing.planner.strategies.peers.first_fit import first_fit_decreasing
+from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.storage.tars import TarShardWriter, scan_tar
 from task_encoders.concatenate import PackedRow

@@ -1,17 +1,299 @@
 """Deal of packs to steps and ranks, and the order of the steps.
 
-Packs of a step are alike, so that the steps themselves differ: what one optimizer step learns from
-would vary more than with packs at random. So steps that follow each other are chosen to make up for
-each other, in blocks of eight.
+Ranks meet twice in a step, after the vision tower and after the language model, so that the time of
+a step is the largest tower cost among its ranks plus the largest language cost. A step is good if
+its packs are alike in both:
+
+    tower, language of 4 packs      (1, 8) (3, 7) (1, 7) (3, 8)      2 ranks
+    sorted by the sum               (1, 7) (1, 8) | (3, 7) (3, 8)    time 1 + 8 + 3 + 8
+
+So the steps themselves differ: what one optimizer step learns from would vary more than with packs
+at random. Steps that follow each other are therefore chosen to make up for each other, in blocks of
+eight; and packs of a kind of their own, as of nothing but short texts, are spread over more steps:
+
+    32 ranks, 42 blocks of 8 steps, 160 packs of texts      5 steps of 32, or 10 of 16 and 16 others
 """
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from offline_packing.planner.ranks.similar import Floats, Integers, similar_steps
-from offline_packing.planner.ranks.spread import BLOCK, spread_steps
 from offline_packing.planner.strategies.kernels import random_below, random_state
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+#: Share of the sum's idle time that may be lost for less of both phases' together.
+MAX_LOSS: Final = 0.01
+#: Weights of the sum beside the two phases, tried in turn until it loses no more than that.
+_SUM_WEIGHTS: Final = (0.0, 1.0, 4.0)
+#: Places at which a set of steps is cut, as parts of it; and steps next to each other, and rounds,
+#: in which single packs are exchanged.
+_CUTS, _NEAR, _ROUNDS = 16, 8, 4
+
+
+def idle_shares(cost: Floats, tower: Floats) -> tuple[float, float]:
+    """Shares of time that ranks wait, (num_steps, num_ranks) arrays: for the largest sum of each
+    step; and for the largest tower cost plus the largest language cost."""
+    times = np.array([phase_times(cost, tower), cost.max(axis=1, initial=0)]).sum(axis=1)
+    two, one = (float(1 - cost.mean(axis=1).sum() / time) if time else 0.0 for time in times)
+    return max(0.0, one), max(0.0, two)
+
+
+def phase_times(cost: Floats, tower: Floats) -> Floats:
+    """(num_steps,) time of each step in both phases."""
+    return np.asarray(tower.max(axis=1, initial=0) + (cost - tower).max(axis=1, initial=0))
+
+
+def similar_steps(cost: Floats, tower: Floats | None, num_ranks: int) -> Integers:
+    """Steps of packs that cost alike: indices (num_packs // num_ranks, num_ranks), each once.
+
+    The packs are parted again and again, across the tower's cost, the language model's or the sum,
+    where the time of the parts is least; then single packs of neighbouring steps are exchanged. The
+    sum's idle time stays within a point of what sorting by the sum gives.
+
+    Args:
+        cost: (num_packs,), a multiple of num_ranks of them: tower and language model.
+        tower: (num_packs,), the tower's part. None: there is one phase, which sorting serves best.
+    """
+    by_sum = np.argsort(cost, kind="stable").reshape(-1, num_ranks)
+    if tower is None or not tower.any() or len(by_sum) < 2 or num_ranks == 1:
+        return by_sum
+    keys = np.stack([tower, cost - tower, cost])
+    limit, by_sum_two = idle_shares(cost[by_sum], tower[by_sum])
+    orders = np.argsort(keys, axis=1, kind="stable")
+    for weight in _SUM_WEIGHTS:
+        weights = np.array([1.0, 1.0, weight])
+        steps = _part(keys, weights, orders.copy(), num_ranks)
+        if idle_shares(cost[steps], tower[steps])[0] <= limit + MAX_LOSS:
+            break
+    else:
+        return by_sum
+    parted = steps.copy()
+    _exchange_near(keys, weights, steps)
+    for found in (steps, parted):
+        one, two = idle_shares(cost[found], tower[found])
+        if one <= limit + MAX_LOSS and two < by_sum_two:
+            return found
+    return by_sum
+
+
+@njit(cache=True)
+def _part(keys: Floats, weights: Floats, orders: Integers, num_ranks: int) -> Integers:
+    """Steps as leaves of a tree of cuts. `orders` (num_keys, num_packs) holds the packs sorted by
+    each key; a part is the same stretch of all of them, so that a cut is a stable partition."""
+    num_keys, count = keys.shape
+    is_left, held = np.zeros(count, np.bool_), np.empty(count, np.int64)
+    begins, ends = [0], [count]
+    while len(begins):
+        begin, end = begins.pop(), ends.pop()
+        if end - begin < 2 * num_ranks:
+            continue
+        across, cut = _best_cut(keys, weights, orders, begin, end, num_ranks)
+        for place in range(begin, end):
+            is_left[orders[across, place]] = place < cut
+        for key in range(num_keys):
+            place, later = begin, 0
+            for pack in orders[key, begin:end]:
+                if is_left[pack]:
+                    orders[key, place] = pack
+                    place += 1
+                else:
+                    held[later] = pack
+                    later += 1
+            orders[key, place:end] = held[:later]
+        begins += [cut, begin]
+        ends += [end, cut]
+    return orders[0].copy().reshape(-1, num_ranks)
+
+
+@njit(cache=True)
+def _best_cut(
+    keys: Floats, weights: Floats, orders: Integers, begin: int, end: int, num_ranks: int
+) -> tuple[int, int]:
+    """The key whose order is cut, and the place, so that the parts would take the least time if
+    each of their steps had the part's largest packs."""
+    steps = (end - begin) // num_ranks
+    parts = np.arange(1, _CUTS) * steps // _CUTS
+    cuts = begin + num_ranks * np.minimum(np.maximum(1, parts), steps - 1)
+    left, right = np.empty((2, len(cuts)))
+    least, across, at = np.inf, 0, cuts[0]
+    for key in range(len(keys)):
+        time = np.zeros(len(cuts))
+        for other in np.flatnonzero(weights):
+            _largest(keys[other], orders[key], begin, end, cuts, left, right)
+            time += weights[other] * (left * (cuts - begin) + right * (end - cuts))
+        best = np.argmin(time)
+        if time[best] < least:
+            least, across, at = time[best], key, cuts[best]
+    return across, at
+
+
+@njit(cache=True)
+def _largest(
+    values: Floats,
+    order: Integers,
+    begin: int,
+    end: int,
+    cuts: Integers,
+    left: Floats,
+    right: Floats,
+) -> None:
+    """The largest value before and after each cut, cuts ascending."""
+    largest, place = 0.0, begin
+    for i in range(len(cuts)):
+        while place < cuts[i]:
+            largest = max(largest, values[order[place]])
+            place += 1
+        left[i] = largest
+    largest, place = 0.0, end
+    for i in range(len(cuts) - 1, -1, -1):
+        while place > cuts[i]:
+            place -= 1
+            largest = max(largest, values[order[place]])
+        right[i] = largest
+
+
+@njit(cache=True)
+def _exchange_near(keys: Floats, weights: Floats, steps: Integers) -> None:
+    """Exchange a step's largest packs, in place, for those of near steps that save most time."""
+    num_steps, num_ranks = steps.shape
+    used = np.flatnonzero(weights)
+    top, second = np.empty((2, num_steps, len(keys)))
+    largest = np.empty((num_steps, len(keys)), np.int64)
+    for step in range(num_steps):
+        _find_largest(keys, steps, step, top, second, largest)
+    for _ in range(_ROUNDS):
+        made = 0
+        for step in range(num_steps):
+            for key in used:
+                for near in range(max(0, step - _NEAR), min(num_steps, step + _NEAR + 1)):
+                    own = largest[step, key]
+                    pack, best, chosen = steps[step, own], 0.0, -1
+                    for k in used:
+                        best += weights[k] * (top[step, k] + top[near, k])
+                    best *= 1 - 1e-9
+                    for rank in range(num_ranks if near != step else 0):
+                        other, time = steps[near, rank], 0.0
+                        for k in used:
+                            here = second[step, k] if largest[step, k] == own else top[step, k]
+                            there = second[near, k] if largest[near, k] == rank else top[near, k]
+                            time += weights[k] * max(here, keys[k, other])
+                            time += weights[k] * max(there, keys[k, pack])
+                        if time < best:
+                            best, chosen = time, rank
+                    if chosen >= 0:
+                        steps[step, own], steps[near, chosen] = steps[near, chosen], pack
+                        _find_largest(keys, steps, step, top, second, largest)
+                        _find_largest(keys, steps, near, top, second, largest)
+                        made += 1
+        if not made:
+            break
+
+
+@njit(cache=True)
+def _find_largest(
+    keys: Floats, steps: Integers, step: int, top: Floats, second: Floats, largest: Integers
+) -> None:
+    """Find the two largest values of a step in each key, and the rank of the first."""
+    for key in range(len(keys)):
+        first, next_one, rank_of_first = -1.0, -1.0, 0
+        for rank in range(steps.shape[1]):
+            value = keys[key, steps[step, rank]]
+            if value > first:
+                first, next_one, rank_of_first = value, first, rank
+            elif value > next_one:
+                next_one = value
+        top[step, key], second[step, key] = first, next_one
+        largest[step, key] = rank_of_first
+
+
+#: Steps that make up for each other.
+BLOCK: Final = 8
+#: What a step may hold of something: a part of what a block does on average, and so many standard
+#: deviations of a block at random; or as many times more, where less would cost too much.
+_OF_MEAN, _OF_SPREAD, _TIMES = 0.35, 3.0, (1, 1.5, 2, 3)
+#: Packs with so much more than the mean of a step at its limit are spread.
+_RARE: Final = 1.2
+#: Numbers of packs, from which companions are chosen.
+_CHOICES: Final = 24
+
+
+def spread_steps(
+    cost: Floats, tower: Floats | None, num_ranks: int, features: Floats, all_features: Floats
+) -> Integers:
+    """Steps as `similar_steps` makes them, but that packs with most of a feature are in as many
+    steps as blocks can make up for, with the packs that cost least to wait for. Where the sum's
+    idle time would grow by more than `MAX_LOSS`, they are in fewer.
+
+    Args:
+        features: (num_packs, num_features).
+        all_features: (num_all_packs, num_features), of the packs of other kinds, too.
+    """
+    if num_ranks == 1 or len(cost) < 2 * num_ranks:
+        return similar_steps(cost, tower, num_ranks)
+    by_sum = np.sort(cost).reshape(-1, num_ranks)
+    limit = idle_shares(by_sum, np.zeros(by_sum.shape))[0] + MAX_LOSS
+    block = BLOCK * num_ranks
+    mean, spread = all_features.mean(axis=0), all_features.std(axis=0)
+    for times in _TIMES:
+        most = times * (_OF_MEAN * block * mean + _OF_SPREAD * np.sqrt(block) * spread)
+        tables, rest = _rare_steps(cost, tower, num_ranks, features, mean, most)
+        if not tables:
+            break
+        own = None if tower is None else tower[rest]
+        table = np.concatenate([*tables, rest[similar_steps(cost[rest], own, num_ranks)]])
+        if idle_shares(cost[table], np.zeros(table.shape))[0] <= limit:
+            return table
+    return similar_steps(cost, tower, num_ranks)
+
+
+def _rare_steps(
+    cost: Floats,
+    tower: Floats | None,
+    num_ranks: int,
+    features: Floats,
+    mean: Floats,
+    most: Floats,
+) -> tuple[list[Integers], Integers]:
+    """Steps of packs with most of a feature and of others, and the packs that are left. A step
+    holds about `most` (num_features,) of it."""
+    is_left, tables = np.ones(len(cost), np.bool_), []
+    for values, average, limit in zip(features.T, mean, most, strict=True):
+        if np.partition(values, -num_ranks)[-num_ranks:].sum() <= limit:
+            continue
+        rare = np.flatnonzero(is_left & (values > _RARE * limit / num_ranks))
+        part = max(1, int(limit / values[rare].mean())) if len(rare) else 1
+        num_steps = len(rare) // part
+        others = np.flatnonzero(is_left & (values <= average))
+        if not num_steps or num_steps * (num_ranks - part) > len(others) // 2:
+            continue
+        rare = rare[np.argsort(cost[rare], kind="stable")[: num_steps * part]]
+        chosen = _cheapest(cost, tower, others, num_steps * (num_ranks - part))
+        own = None if tower is None else tower[chosen]
+        company = chosen[similar_steps(cost[chosen], own, num_ranks - part)]
+        company = company[np.argsort(cost[company].max(axis=1), kind="stable")]
+        tables.append(np.concatenate([rare.reshape(num_steps, part), company], axis=1))
+        is_left[tables[-1]] = False
+    return tables, np.flatnonzero(is_left)
+
+
+def _cheapest(cost: Floats, tower: Floats | None, packs: Integers, count: int) -> Integers:
+    """So many of the packs, whose largest tower cost and largest language cost add up to least."""
+    of_tower = np.zeros(len(packs)) if tower is None else tower[packs]
+    language = cost[packs] - of_tower
+    by_tower = np.argsort(of_tower, kind="stable")
+    least, best = np.inf, by_tower[:count]
+    for size in np.unique(np.geomspace(count, len(packs), _CHOICES).astype(np.int64)):
+        chosen = by_tower[:size]
+        chosen = chosen[np.argsort(language[chosen], kind="stable")[:count]]
+        time = of_tower[chosen].max() + language[chosen].max()
+        if time < least:
+            least, best = time, chosen
+    return packs[best]
+
 
 #: Exchanges tried per step, and at most.
 _TRIES_PER_STEP, _MOST_TRIES = 400, 4_000_000

@@ -14,14 +14,15 @@ from offline_packing.planner.strategies.auto import auto
 from offline_packing.planner.strategies.budgets import pack_budgets
 from offline_packing.planner.strategies.composition import Composer
 from offline_packing.planner.strategies.histogram import best_fit_decreasing, pack_with
-from offline_packing.planner.strategies.peers.first_fit import (
+from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
+from offline_packing.planner.strategies.peers.placing import (
     first_fit_decreasing,
     first_fit_shuffle,
+    knapsack,
     sequential,
     shuffle_and_pack,
+    to_constant_volume,
 )
-from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
-from offline_packing.planner.strategies.peers.knapsack import knapsack, to_constant_volume
 from offline_packing.planner.strategies.strategy import Strategy
 
 COMPOSERS: dict[str, Composer] = {

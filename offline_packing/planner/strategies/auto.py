@@ -12,12 +12,15 @@ from offline_packing.planner.strategies.composition import (
 from offline_packing.planner.strategies.even_fill import Budget, even_fill
 from offline_packing.planner.strategies.exact_fill import exact_fill
 from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
-from offline_packing.planner.strategies.linear_program.pattern_lp import MAX_SIZES, pattern_lp
-from offline_packing.planner.strategies.linear_program.pricing import prove_bound
 from offline_packing.planner.strategies.narrow_fill import (
     fills_by_fitness,
     is_narrow,
     narrow_fill,
+)
+from offline_packing.planner.strategies.pattern_lp import (
+    MAX_SIZES,
+    pattern_lp,
+    prove_bound,
 )
 from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 

@@ -11,16 +11,17 @@ record       that of a record, which holds the medium as text: `offset` is the r
 """
 
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final, TypeVar
 
 import orjson
 import xxhash
 
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.sources.reading.row_reader import read_value
-from offline_packing.sources.roots.remote import Root
+from offline_packing.sources.roots.remote import FileRange, RemoteRoot, Root
 from offline_packing.storage.streams import unpack, unpacked_copy
 from task_encoders.packs.pack import PackFormatError, restore_pack
 from task_encoders.samples import SourceSample
@@ -110,3 +111,54 @@ def to_json(sample: SourceSample) -> bytes:
     record: dict[str, Any] = {"messages": to_messages(sample), "images": sample.images}
     record |= {"tools": sample.tools} if sample.tools else {}
     return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
+
+
+#: Bytes and places of the items that are taken at a time, beside those of the last one. The more
+#: they are, the closer to each other they lie.
+_MAX_BYTES: Final = 32 << 20
+_MAX_PLACES: Final = 1 << 13
+
+Item = TypeVar("Item")
+
+
+def read_ahead(
+    items: Iterable[Item], places: Callable[[Item], Iterable[tuple[Root, Locator]]]
+) -> Iterator[Item]:
+    """The same items. While one is used, remote roots hold the bytes at its `places`."""
+    window: list[Item] = []
+    wanted: dict[RemoteRoot, list[FileRange]] = {}
+    num_bytes = num_places = 0
+    for item in items:
+        window.append(item)
+        for root, at in places(item):
+            num_places += 1
+            found = _file_range(at)
+            if isinstance(root, RemoteRoot) and found is not None:
+                wanted.setdefault(root, []).append(found)
+                num_bytes += found.size
+        if num_bytes >= _MAX_BYTES or num_places >= _MAX_PLACES:
+            yield from _held(window, wanted)
+            window, wanted, num_bytes, num_places = [], {}, 0, 0
+    yield from _held(window, wanted)
+
+
+def _held(
+    items: Sequence[Item], wanted: Mapping[RemoteRoot, Sequence[FileRange]]
+) -> Iterator[Item]:
+    """The same items, for which roots hold ranges until all of them were used."""
+    try:
+        for root, ranges in wanted.items():
+            root.read_ahead(ranges)
+        yield from items
+    finally:
+        for root in wanted:
+            root.read_ahead(())
+
+
+def _file_range(at: Locator) -> FileRange | None:
+    """The bytes of a file that `read_locator` reads; None: it reads no such range."""
+    if at.kind in ("file", "bytes"):
+        return FileRange(at.container, at.offset, at.size, at.kind == "file")
+    if at.kind == "sub_sample":
+        return FileRange(at.container, at.offset, int(at.column.rpartition(".")[2]), False)
+    return None

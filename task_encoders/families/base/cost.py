@@ -95,7 +95,9 @@ def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any])
     width, out = vision.get("embed_dim", vision.get("hidden_size", 1280)), language.hidden_size
     head = out * text["vocab_size"]
     if "mm_embed_dim" in vision:  # Gemma 4 12B has no tower
-        return ModelCost(name, language, TransformerShape(0, 0, 0), head, _projection(vision, out))
+        side = vision["patch_size"] * vision["pooling_kernel_size"]
+        projected = float(vision["mm_embed_dim"] * (3 * side**2 + out))  # per patch, twice
+        return ModelCost(name, language, TransformerShape(0, 0, 0), head, projected)
     windowed, pool = vision.get("fullatt_block_indexes"), vision.get("pooling_kernel_size")
     ffn = vision.get("intermediate_size", vision.get("mlp_ratio", 4) * width)
     is_glm = vision.get("model_type", "").startswith("glm")
@@ -123,12 +125,6 @@ def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any])
         mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
         merger = mergers * width * (square * width + out)
     return ModelCost(name, language, tower, head, merger)
-
-
-def _projection(vision: Mapping[str, Any], out: int) -> float:
-    """Multiplications per patch where its pixels are projected, twice, in place of a tower."""
-    side = vision["patch_size"] * vision["pooling_kernel_size"]
-    return float(vision["mm_embed_dim"] * (3 * side**2 + out))
 
 
 def most_positions(folder: str) -> int | None:

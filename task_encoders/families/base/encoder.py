@@ -64,7 +64,7 @@ class FamilyEncoder(ABC):
     LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ()
     #: Position of the text after a video, see `spans.position_ids`.
     video_end: str = "longer_side"
-    #: How transformers' model takes images: a name in media.layouts.IMAGE_LAYOUTS.
+    #: How transformers' model takes images: a name in model_inputs.IMAGE_LAYOUTS.
     IMAGE_LAYOUT: ClassVar[str] = "patches"
     #: Frames of an image's patches.
     IMAGE_DEPTH: ClassVar[int] = 1

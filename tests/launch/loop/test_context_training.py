@@ -13,7 +13,7 @@ from torch.multiprocessing import ProcessExitedException
 from launch.config import DataConfig, LaunchConfig
 from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.packed_data import check_room, read_packed_data
-from launch.loop.metrics.log import read_metrics
+from launch.loop.metrics import read_metrics
 from launch.loop.parallel import ParallelError, initialize_parallel, shutdown_parallel
 from offline_packing.errors import StageError
 from tests.helpers.packed_runs import (

@@ -12,7 +12,7 @@ import torch
 from megatron.energon.errors import FatalSampleError
 
 from launch.loop.loss import Normalization
-from launch.loop.metrics.counts import StepCounts
+from launch.loop.metrics import StepCounts
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.loop.progress import Eta, format_line, row_flops
+from launch.loop.metrics import Eta, format_line, row_flops
 from task_encoders.families import FAMILIES
 from task_encoders.packs.tokenized import IGNORE_INDEX
 
@@ -35,7 +35,7 @@ def test_operations_are_those_of_real_tokens_labels_and_pictures() -> None:
 
 def test_the_time_left_is_that_of_the_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 50.0, 52.0, 56.0])  # the first step warms up
-    monkeypatch.setattr("launch.loop.progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("launch.loop.metrics.time.perf_counter", lambda: next(clock))
     eta = Eta(10, 20)
     assert eta.seconds(11) is None
     assert eta.seconds(12) == 2 * 8

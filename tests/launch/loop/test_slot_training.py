@@ -18,11 +18,10 @@ from torch.multiprocessing import ProcessExitedException
 from launch.config import LaunchConfig, load_config
 from launch.data.packed_data import PackedData, read_packed_data
 from launch.loop import setup
-from launch.loop.metrics.log import read_metrics
+from launch.loop.metrics import read_metrics, row_flops
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
-from launch.loop.progress import row_flops
 from launch.loop.trainer import Trainer
 from launch.model.megatron_model import build_model
 from launch.train import cli

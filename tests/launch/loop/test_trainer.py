@@ -16,7 +16,7 @@ import torch
 from launch.config import LaunchConfig, MetricsConfig
 from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
 from launch.data.packed_data import read_packed_data
-from launch.loop.metrics.log import MetricsLog, read_metrics
+from launch.loop.metrics import MetricsLog, read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import run
 from launch.loop.trainer import StepError

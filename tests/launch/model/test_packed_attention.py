@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from launch.model.attention_kernels import (
+from launch.model.packed_attention import (
     KERNELS,
+    PackedCoreAttention,
     _is_importable,
+    register_vision_attention,
     select_backend,
     varlen_attention,
 )
-from launch.model.packed_attention import PackedCoreAttention, register_vision_attention
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -125,7 +126,7 @@ def test_what_it_lacks_is_refused(config: dict[str, Any]) -> None:
 
 def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: set[str] = set()
-    monkeypatch.setattr("launch.model.attention_kernels._is_importable", installed.__contains__)
+    monkeypatch.setattr("launch.model.packed_attention._is_importable", installed.__contains__)
     assert select_backend(CPU, torch.bfloat16) == "sdpa"
     assert select_backend(CUDA, torch.float32) == "sdpa"
     assert select_backend(CUDA, torch.bfloat16) == "torch_varlen"
@@ -176,7 +177,7 @@ def test_the_vision_tower_gets_the_whole_row_with_its_boundaries(
         return sdpa(*args)
 
     sdpa = KERNELS["sdpa"]
-    monkeypatch.setattr("launch.model.attention_kernels.KERNELS", {"sdpa": counted})
+    monkeypatch.setattr("launch.model.packed_attention.KERNELS", {"sdpa": counted})
     tower.config._attn_implementation = register_vision_attention()
     found = tower(patches, grid_thw=grids).pooler_output
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

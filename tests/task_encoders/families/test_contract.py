@@ -18,11 +18,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families.builtin_processor import builtin_tokenizer
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (

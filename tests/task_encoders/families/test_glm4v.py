@@ -21,10 +21,10 @@ from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImagePr
 from transformers.models.glm46v.modeling_glm46v import Glm46VModel
 
 from task_encoders.families import build_sample_encoder, family_of_processor, model_options
+from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.glm_template import GLM_TEMPLATE
 from task_encoders.text.pieces import to_chat
 from tests.helpers.conversations import random_conversation
 from tests.helpers.datasets import image_bytes

@@ -14,12 +14,12 @@ import pytest
 from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.families.mistral3 import MISTRAL, MISTRAL_TEMPLATE
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.jinja_template import JinjaTemplate
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer
-from task_encoders.text.mistral_template import MISTRAL, MISTRAL_TEMPLATE
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.template_proof import write
 from tests.helpers.conversations import encoded_conversations, random_conversation

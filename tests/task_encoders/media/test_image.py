@@ -14,7 +14,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.media import image, jpeg_header
+from task_encoders.media import image
 from task_encoders.media.image import decode_image, read_image_header, smart_resize
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_EXTRA, MAX_PIXEL_BYTES
@@ -199,9 +199,9 @@ def test_files_that_are_mostly_something_else_are_refused(form: str) -> None:
 def test_scans_are_counted_where_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     data = save(picture(), "JPEG", progressive=True)
     for many in (data, save(picture(), "JPEG", progressive=True, comment=b"c" * 5000)):
-        monkeypatch.setattr(jpeg_header, "MAX_SCANNED_PIXELS", 60 * 40 * 10)
+        monkeypatch.setattr(image, "MAX_SCANNED_PIXELS", 60 * 40 * 10)
         assert header(many).width == 60  # it has 10
-        monkeypatch.setattr(jpeg_header, "MAX_SCANNED_PIXELS", 60 * 40 * 9)
+        monkeypatch.setattr(image, "MAX_SCANNED_PIXELS", 60 * 40 * 9)
         with pytest.raises(SampleError, match="too_costly: 10 scans"):
             header(many)
 

@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from task_encoders.media import image
-from task_encoders.media.image import read_image_header
-from task_encoders.media.jpeg_header import jpeg_size
+from task_encoders.media.image import jpeg_size, read_image_header
 from task_encoders.samples import SampleError
 
 

@@ -25,12 +25,6 @@ from PIL import Image
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media import video_file
-from task_encoders.media.mp4_header import (
-    _data_end,
-    _NotPlainError,
-    _sample_sizes,
-    read_mp4_header,
-)
 from task_encoders.media.patches import normalisation
 from task_encoders.media.video import (
     SampledVideo,
@@ -42,7 +36,11 @@ from task_encoders.media.video import (
 from task_encoders.media.video_file import (
     MissingPyAVError,
     VideoHeader,
+    _data_end,
+    _NotPlainError,
+    _sample_sizes,
     decode_frames,
+    read_mp4_header,
     read_video_header,
 )
 from task_encoders.samples import SampleError

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from task_encoders.families import build_sample_encoder
+from task_encoders.families.builtin_processor import builtin_tokenizer
 from task_encoders.samples import SampleError
 from task_encoders.text import tokenizer
-from task_encoders.text.builtin_tokenizer import builtin_tokenizer
 from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
 from task_encoders.text.qwen_vocabulary import (
     QWEN2_5_TEXT_TOKENS,

@@ -1,17 +1,31 @@
-"""Placing samples one after the other, each into an open pack with room for it under all limits.
+"""Packers that place samples one after the other, each into an open pack with room for it under
+all limits: the first of them, the fullest, or the lightest.
 
-Packs are the leaves of a tree. A node holds, for each limit, the least that a pack below it uses,
-and the lowest score of these packs; so a search passes by whatever has no room, or is no better
-than what it has found. It looks at about log n nodes per sample; at more where a second limit is
-scarce, and never at more than a scan of all packs does twice.
+First-fit-decreasing, first fit shuffled in chunks and shuffle-and-pack are the three algorithms of
+NeMo's sequence packing for NeVA, whose first fit scans all open packs for every sample. Here packs
+are the leaves of a tree. A node holds, for each limit, the least that a pack below it uses, and the
+lowest score of these packs; so a search passes by whatever has no room, or is no better than what
+it has found. It looks at about log n nodes per sample; at more where a second limit is scarce, and
+never at more than a scan of all packs does twice.
 """
 
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numba import njit
+from pydantic import Field
 
-from offline_packing.planner.strategies.strategy import Packs, group_into_packs
+from offline_packing.planner.strategies.histogram import greedy_knapsack, pack_with
+from offline_packing.planner.strategies.strategy import (
+    Packs,
+    Strategy,
+    StrategyOptions,
+    group_into_packs,
+    join_packs,
+    under_limits,
+)
+from task_encoders.threads import in_threads
 
 #: Choice among the packs with room; of equally full ones the oldest.
 FIRST: Final = 0
@@ -97,3 +111,129 @@ def place_in_order(sizes: np.ndarray, limits: np.ndarray, order: np.ndarray, cho
     """Packs of the samples ``order``, int64 (k,), placed in that order by :func:`place_samples`."""
     pack_of = place_samples(sizes[order], limits, choice)
     return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
+
+
+def _first_fit_decreasing(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
+    """The same under budgets, sample by sample."""
+    return place_in_order(sizes, limits, np.argsort(-sizes[:, 0], kind="stable"), FIRST)
+
+
+#: Longest sample first, each into the first pack with room for it. The first pack ends up with what
+#: a greedy knapsack would choose for it: the longest sample that still fits, again and again; then
+#: the second pack, and so on. So the packs, their order and their samples are the same, found with
+#: multiplicity; ``seed`` is unused.
+first_fit_decreasing = Strategy(
+    partial(pack_with, greedy_knapsack), under_limits=_first_fit_decreasing
+)
+
+
+class FirstFitShuffleOptions(StrategyOptions):
+    """Division of the samples."""
+
+    chunk_size: int = Field(20_000, ge=1, description="samples that are packed independently")
+    num_threads: int = Field(1, ge=1, description="threads that pack them; changes no pack")
+
+
+@partial(under_limits, options=FirstFitShuffleOptions)
+def first_fit_shuffle(
+    sizes: np.ndarray, limits: np.ndarray, *, options: FirstFitShuffleOptions, seed: int
+) -> Packs:
+    """Samples in a seeded random order, each into the first pack of its chunk with room. Chunks of
+    ``chunk_size`` samples are packed independently, on ``num_threads`` threads; the packs follow in
+    the order of the chunks, so that the plan does not depend on the number of threads."""
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    chunks = np.split(order, range(options.chunk_size, len(order), options.chunk_size))
+    place = partial(place_in_order, sizes, limits, choice=FIRST)
+    return join_packs(list(in_threads(place, chunks, options.num_threads)))
+
+
+@njit(cache=True)
+def _next_fit(sizes: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Offsets int64 (num_packs + 1,) of packs that are closed when the next sample does not fit."""
+    num_samples, num_limits = sizes.shape
+    offsets = np.zeros(num_samples + 1, np.int64)
+    num_packs = 0
+    used = limits.copy()  # of the open pack: there is none yet
+    for sample in range(num_samples):
+        fits = True
+        for limit in range(num_limits):
+            fits &= used[limit] + sizes[sample, limit] <= limits[limit]
+        if not fits:
+            offsets[num_packs] = sample
+            num_packs += 1
+            used[:] = 0
+        used += sizes[sample]
+    offsets[num_packs] = num_samples
+    return offsets[: num_packs + 1].copy()
+
+
+@under_limits
+def shuffle_and_pack(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
+    """Samples in a seeded random order, a new pack whenever the next one does not fit. O(n)."""
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    return Packs(order, _next_fit(sizes[order], limits))
+
+
+class SequentialOptions(StrategyOptions):
+    """Limits beside tokens."""
+
+    max_samples: int | None = Field(None, ge=1, description="samples that a pack holds at most")
+
+
+@partial(under_limits, options=SequentialOptions)
+def sequential(
+    sizes: np.ndarray, limits: np.ndarray, *, options: SequentialOptions, seed: int
+) -> Packs:
+    """Add samples in their order until the next one does not fit, then start a new pack. O(n).
+
+    The greedy packing of nanoVLM's data pipeline, and with ``max_samples`` the two batch modes of
+    VeOmni: a token budget (``dyn_bsz``) or a fixed number of samples. ``seed`` is unused: this is
+    the strategy that keeps the order of the samples.
+    """
+    if options.max_samples is not None:
+        sizes = np.column_stack([sizes, np.ones(len(sizes), np.int64)])
+        limits = np.append(limits, options.max_samples)
+    return Packs(np.arange(len(sizes)), _next_fit(sizes, limits))
+
+
+@under_limits
+def to_constant_volume(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
+    """Longest sample first, each into the fullest pack with room, the oldest of equally full ones.
+
+    Without budgets, packs, their order and the order of their samples equal
+    ``binpacking.to_constant_volume(lengths, seq_length)`` of binpacking 1.5 (PyPI), which ms-swift
+    packs with, and which scans all packs for every sample. Version 2 of that package fills the
+    emptiest pack instead, and needs more packs. ``seed`` is unused.
+    """
+    return place_in_order(sizes, limits, np.argsort(-sizes[:, 0], kind="stable"), FULLEST)
+
+
+class KnapsackOptions(StrategyOptions):
+    """Number of packs to start with."""
+
+    num_packs: int | None = Field(
+        None, ge=0, description="packs to begin with; by default as few as the tokens need"
+    )
+    extra_packs: int = Field(0, ge=0, description="packs beyond these: less full, and more even")
+
+
+@partial(under_limits, options=KnapsackOptions)
+def knapsack(
+    sizes: np.ndarray, limits: np.ndarray, *, options: KnapsackOptions, seed: int
+) -> Packs:
+    """Longest sample first, each into the lightest pack with room for it, within every budget.
+
+    The balanced greedy knapsack of nanoVLM's loader: it starts with ``num_packs`` empty packs
+    (default: as few as the tokens need) plus ``extra_packs``, fills them evenly, opens a further
+    one where no pack has room, drops those that stay empty, and returns the packs in a seeded
+    random order. nanoVLM's loader sets ``extra_packs=5``, its ``delta``, and a budget of 18 images.
+    """
+    num_packs = options.num_packs
+    if num_packs is None:
+        num_packs = -(-int(sizes[:, 0].sum()) // int(limits[0]))
+    order = np.argsort(-sizes[:, 0], kind="stable")
+    pack_of = place_samples(sizes[order], limits, LIGHTEST, num_packs + options.extra_packs)
+    used, pack_of = np.unique(pack_of, return_inverse=True)  # packs that stayed empty drop out
+    # Not the stream of `seed` alone: a caller who shuffles the packs with it would sort them again.
+    shuffled = np.random.default_rng([seed, 1]).permutation(len(used))
+    return group_into_packs(order, shuffled[pack_of], len(used))

@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
-from offline_packing.planner.ranks.deal import deal_steps
-from offline_packing.planner.ranks.similar import MAX_LOSS, idle_shares, similar_steps
-from offline_packing.planner.ranks.spread import BLOCK, spread_steps
+from offline_packing.planner.ranks.deal import (
+    BLOCK,
+    MAX_LOSS,
+    deal_steps,
+    idle_shares,
+    similar_steps,
+    spread_steps,
+)
 
 
 def packs(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
-from offline_packing.planner.order import RankLayout, idle_of_order, mixed_steps
+from offline_packing.planner.order import RankLayout, idle_of_order, kinds_of, mixed_steps
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.ranks.uniform import kinds_of
 from offline_packing.planner.strategies.strategy import Packs
 
 

@@ -14,10 +14,10 @@ from offline_packing.planner.strategies.histogram import (
     count_lengths,
     lower_bound,
 )
-from offline_packing.planner.strategies.linear_program.pattern_lp import pattern_lp
-from offline_packing.planner.strategies.linear_program.pricing import (
+from offline_packing.planner.strategies.pattern_lp import (
     as_integers,
     bound_of,
+    pattern_lp,
     price_patterns,
     prove_bound,
 )
@@ -97,7 +97,7 @@ def test_any_prices_and_any_rounding_down_prove_no_more_than_the_optimum(data, l
     prices[sizes] = as_integers(np.array(some))
     dearest, _ = price_patterns(prices[sizes], sizes, 20)
     assert bound_of(prices, counts, dearest) <= optimum
-    pricing = sys.modules["offline_packing.planner.strategies.linear_program.pricing"]
+    pricing = sys.modules["offline_packing.planner.strategies.pattern_lp"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pricing, "_MAX_CELLS", data.draw(st.sampled_from([1, 20, 60, 1000])))
         patch.setattr(pricing, "_MAX_POINTS", data.draw(st.sampled_from([4, 100])))

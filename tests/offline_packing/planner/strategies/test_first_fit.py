@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.planner.strategies.peers.first_fit import (
+from offline_packing.planner.strategies.peers.placing import (
     first_fit_decreasing,
     first_fit_shuffle,
     sequential,

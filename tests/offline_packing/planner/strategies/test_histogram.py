@@ -14,8 +14,8 @@ from offline_packing.planner.strategies.histogram import (
     greedy_knapsack,
     lower_bound,
 )
-from offline_packing.planner.strategies.linear_program.pattern_lp import pattern_lp
 from offline_packing.planner.strategies.narrow_fill import narrow_fill
+from offline_packing.planner.strategies.pattern_lp import pattern_lp
 
 
 @st.composite

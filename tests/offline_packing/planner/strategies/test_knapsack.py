@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.planner.strategies.peers.knapsack import knapsack, to_constant_volume
+from offline_packing.planner.strategies.peers.placing import knapsack, to_constant_volume
 from tests.helpers.pack_lists import as_lists
 
 

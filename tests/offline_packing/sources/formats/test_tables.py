@@ -14,9 +14,8 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.sources import open_source
 from offline_packing.sources.formats import tables
-from offline_packing.sources.reading import arrow_batches, row_files, row_reader
-from offline_packing.sources.reading.arrow_batches import ArrowBatches
-from offline_packing.sources.reading.row_files import RowFile
+from offline_packing.sources.reading import row_files, row_reader
+from offline_packing.sources.reading.row_files import ArrowBatches, RowFile
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
@@ -365,7 +364,7 @@ def test_compressed_arrow_batches_that_are_too_large(
     assert found == ["ok"] * 8 + ["too_costly"] * 8
     coded = table.set_column(1, "caption", table["caption"].dictionary_encode())
     write_packed_arrow(path, coded, "stream")
-    monkeypatch.setattr(arrow_batches, "machine_memory", lambda: 1_000_000)
+    monkeypatch.setattr(row_files, "machine_memory", lambda: 1_000_000)
     with pytest.raises(
         pa.ArrowInvalid, match=r"with dictionaries, 1,6.* in all > the memory's 1,000,000"
     ):

@@ -14,8 +14,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
 from offline_packing.sources import Locator
-from offline_packing.sources.reading.locators import read_locator
-from offline_packing.sources.reading.read_ahead import read_ahead
+from offline_packing.sources.reading.locators import read_ahead, read_locator
 from offline_packing.sources.roots.remote import FileRange, RemoteRoot, neighbors
 from offline_packing.verify.verify import verify
 from tests.helpers import formats

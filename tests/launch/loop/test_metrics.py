@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launch.config import MetricsConfig
-from launch.loop.metrics.log import MetricsLog, read_metrics
+from launch.loop.metrics import MetricsLog, read_metrics
 from tests.helpers.packed_runs import make_config, make_trainer, step_lines
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
@@ -91,7 +91,7 @@ _LOG = """
 import sys
 from pathlib import Path
 from launch.config import MetricsConfig
-from launch.loop.metrics.log import MetricsLog
+from launch.loop.metrics import MetricsLog
 
 log = MetricsLog(Path(sys.argv[1]), MetricsConfig(swanlab="my-packs"), iteration=0)
 for step in (1, 2):

@@ -1,0 +1,472 @@
+"""Metrics of a step: sums over its micro batches, on one rank and on all, its time and operations,
+its line in the log, and metrics.jsonl, which trackers get the values of, too.
+
+metrics.jsonl holds one line per step, and one per validation. A resumed run first removes the lines
+of steps that it will repeat, so that the file has every step once.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import distributed
+
+from launch.config import MetricsConfig
+from launch.model.vision_tower import frames_of, share_frames
+from offline_packing.storage.files import hash_bytes, write_atomically
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.families.base.cost import ModelCost
+from task_encoders.packs.tokenized import IGNORE_INDEX
+
+
+class StepCounts:
+    """Sums of one rank over the micro batches of a step.
+
+    Losses stay on the device until `reduce`, so that no micro batch waits for the previous one.
+
+    Args:
+        context_parallel: ranks that share a row, at most.
+        micro_batches: of a step, on each rank, at most; of validation it does not matter.
+    """
+
+    def __init__(
+        self, device: torch.device, context_parallel: int = 1, micro_batches: int = 0
+    ) -> None:
+        #: loss, denominator, labelled tokens, and `row_flops`
+        self._losses = torch.zeros(6, dtype=torch.float64, device=device)
+        self._tokens = self._samples = self._packs = self._parts = 0
+        #: operations of the tower on each context parallel rank, and those if each had as many
+        #: as the busiest one that shares its row
+        self._tower = np.zeros(context_parallel + 1)
+        #: tower, language model and sum of this rank in each micro batch
+        self._flops = torch.zeros(micro_batches, 3, dtype=torch.float64, device=device)
+        self._rows = 0
+        self._watch = Stopwatch(device)
+        self._data_seconds = 0.0
+
+    def add(
+        self,
+        row: PackedBatch,
+        *,
+        loss: torch.Tensor,
+        denominator: torch.Tensor,
+        cost: ModelCost,
+        group: distributed.ProcessGroup | None,
+    ) -> None:
+        """Count one micro batch.
+
+        Args:
+            loss: the sum of its losses, or of this rank's part of it.
+            denominator: of the whole row.
+            cost: of the model.
+            group: the ranks that share the row; all but the losses is counted by the first.
+        """
+        self._losses[0] += loss.detach().double()
+        number = self._rows
+        self._rows += 1
+        if group is not None and distributed.get_rank(group):
+            return
+        loss_tokens = (row.labels != IGNORE_INDEX).sum()
+        counted = torch.stack([denominator, loss_tokens]).double()
+        flops = row_flops(cost, row)
+        self._losses[1:] += torch.cat([counted, flops])
+        share = flops[[0, 2]] / (1 if group is None else group.size())
+        self._flops[number : number + 1] = torch.cat([share, share.sum()[None]])
+        self._tokens += row.num_tokens
+        self._samples += len(row.sub_sample_keys)
+        self._packs += len(row.__key__)
+        self._parts += len(row.__key__) * (row.local_cp_size or 1)
+        if group is not None and row.local_cp_size is None:
+            tower = tower_shares(cost, row, group.size())
+            self._tower[: len(tower)] += tower
+            self._tower[-1] += len(tower) * tower.max()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time a forward and a backward."""
+        with self._watch:
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time the wait for the loader."""
+        started = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - started
+
+    def reduce(self, *, counts: bool, stop: int) -> "StepTotals":
+        """Add up over all ranks. A collective.
+
+        Args:
+            counts: whether what this rank added counts (one rank's per tensor parallel group).
+            stop: the signal that asked this rank to stop, or 0; one is enough for all.
+        """
+        compute = self._watch.seconds()
+        own = [1, self._tokens, self._samples, self._packs, self._parts, *self._tower]
+        sums = torch.cat([self._losses, self._losses.new_tensor(own)]) * counts
+        sums = torch.cat([sums, sums.new_tensor([compute])])
+        worst = sums.new_tensor([compute, self._data_seconds, float(stop)])
+        worst = torch.cat([worst, self._flops.flatten()])
+        distributed.all_reduce(sums)
+        distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
+        loss, denominator, loss_tokens, *flops = sums[:6].tolist()
+        *rest, total_compute = sums[6:].tolist()
+        ranks, tokens, samples, packs, parts = map(round, rest[:5])
+        slowest, data_seconds, stopped = worst[:3].tolist()
+        # Where nothing is labelled at all, the gradient should be zero, not NaN.
+        denominator = denominator or 1.0
+        return StepTotals(
+            loss=loss / denominator,
+            denominator=denominator,
+            loss_tokens=round(loss_tokens),
+            tokens=tokens,
+            samples=samples,
+            packs=packs,
+            tower_flops=flops[0],
+            language_flops=flops[1],
+            planned_language_flops=flops[2],
+            parts=parts,
+            tower_shares=tuple(rest[5:-1]),
+            tower_rounds=rest[-1],
+            ranks=ranks,
+            slowest_flops=worst[3:].view(-1, 3).sum(dim=0).tolist(),
+            imbalance=distributed.get_world_size() * slowest / total_compute if slowest else 1.0,
+            data_seconds=data_seconds,
+            stop=round(stopped),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """A step over all ranks."""
+
+    loss: float
+    denominator: float
+    loss_tokens: int
+    tokens: int
+    samples: int
+    packs: int
+    #: ranks that these go over, if they differ in that; else packs
+    parts: int
+    #: operations of the forward pass
+    tower_flops: float
+    language_flops: float
+    #: with the logits of all tokens, as plans count it
+    planned_language_flops: float
+    #: the tower's on each context parallel rank; and as if all had as many as the one with most in
+    #: its row
+    tower_shares: tuple[float, ...]
+    tower_rounds: float
+    #: data parallel ranks, times those that share rows
+    ranks: int
+    #: tower, language model and sum: of the rank with most in each micro batch, added up
+    slowest_flops: Sequence[float]
+    #: compute seconds of the slowest rank over the mean
+    imbalance: float
+    #: the longest that any rank waited for its loader
+    data_seconds: float
+    #: the signal that asked any rank to stop, or 0
+    stop: int
+
+    def metrics(self, seconds: float, tokens_per_rank: int) -> dict[str, float]:
+        """The step's line. `fill`: real tokens as a share of the room in the packs. Under context
+        parallelism `tower_0`, …: each rank's share of the vision tower's operations, and
+        `tower_idle`: the share of its time in which ranks wait for the one with most in its row."""
+        tower = {}
+        if len(self.tower_shares) > 1:
+            total = sum(self.tower_shares) or 1.0  # there may be no media
+            tower = {f"tower_{rank}": work / total for rank, work in enumerate(self.tower_shares)}
+            tower["tower_idle"] = max(0.0, 1 - total / (self.tower_rounds or 1.0))
+        return (
+            tower
+            | self._idle_shares()
+            | {
+                "loss": self.loss,
+                "tokens_per_second": self.tokens / seconds,
+                "samples_per_second": self.samples / seconds,
+                "fill": self.tokens / (self.parts * tokens_per_rank),
+                "packs": self.packs,
+                "sub_samples": self.samples,
+                "tokens": self.tokens,
+                "loss_tokens": self.loss_tokens,
+                "step_seconds": seconds,
+                "data_wait": self.data_seconds / seconds,
+                "rank_imbalance": self.imbalance,
+            }
+        )
+
+    def _idle_shares(self) -> dict[str, float]:
+        """Shares of the operations' time that ranks wait for the one with most in each micro batch,
+        as a plan and `RankSchedule` have them; none for one rank. `idle_share`: of tower and
+        language model together; `two_phase_idle_share`: after the tower, too; and of each alone."""
+        if self.ranks < 2:
+            return {}
+        tower, language = self.tower_flops, self.planned_language_flops
+        slowest_tower, slowest_language, slowest_sum = self.slowest_flops
+        pairs = {
+            "idle_share": (tower + language, slowest_sum),
+            "two_phase_idle_share": (tower + language, slowest_tower + slowest_language),
+            "tower_idle_share": (tower, slowest_tower),
+            "language_idle_share": (language, slowest_language),
+        }
+        return {
+            name: max(0.0, 1 - work / (self.ranks * slowest)) if slowest else 0.0
+            for name, (work, slowest) in pairs.items()
+        }
+
+
+#: Dense bfloat16 FLOP/s of a GPU, by a part of its name (NVIDIA's data sheets).
+PEAK_FLOPS: Final = {
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak rate of this rank's GPU; None on a CPU and for GPUs that are not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
+    """(3,) float64, on the row's device: operations that the vision tower and the language model
+    need, forward, for its real tokens and the logits of its labels; and the language model with the
+    logits of all tokens, as plans count it."""
+
+    def counts(mask: torch.Tensor) -> torch.Tensor:
+        until = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
+        return until[row.cu_lengths.flatten().long()].diff().double()  # of each segment
+
+    tokens = counts(~row.attn_mask)
+    language = cost.language_flops(tokens, counts(row.labels != IGNORE_INDEX)).sum()
+    steps, height, width = torch.cat([row.image_grid_thw, row.video_grid_thw]).double().T
+    tower = (steps * cost.tower_flops(height * width)).sum()
+    return torch.stack([tower, language, cost.language_flops(tokens).sum()])
+
+
+def tower_shares(cost: ModelCost, row: PackedBatch, ranks: int) -> npt.NDArray[np.float64]:
+    """(ranks,) operations of the vision tower, forward, on each rank that shares the row."""
+    frames = frames_of(torch.cat([row.image_grid_thw, row.video_grid_thw]))
+    flops = cost.tower_flops(frames[:, 0])
+    return np.diff(np.append(0.0, flops.cumsum())[share_frames(flops, ranks)])
+
+
+def memory_gib(device: torch.device) -> float:
+    """The peak memory of this process: on the GPU, or in the machine's memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Stopwatch:
+    """Seconds of work on a device: by events on CUDA, which do not make the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        if self._is_cuda:
+            self._events.append(
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            )
+            self._events[-1][0].record()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_cuda:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter() - self._started
+
+    def seconds(self) -> float:
+        """Seconds of all work so far. On CUDA this waits for the last to end."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(start.elapsed_time(end) / 1e3 for start, end in self._events)
+
+
+class Eta:
+    """Seconds to the last step, from the mean over this process's steps except the first."""
+
+    def __init__(self, iteration: int, iterations: int) -> None:
+        self._iterations = iterations
+        self._first = iteration + 1
+        self._started = time.perf_counter()
+
+    def seconds(self, iteration: int) -> float | None:
+        """After step `iteration`; None if only one step was done."""
+        if iteration == self._first:
+            self._started = time.perf_counter()  # the first warms up
+        if iteration <= self._first:
+            return None
+        per_step = (time.perf_counter() - self._started) / (iteration - self._first)
+        return per_step * (self._iterations - iteration)
+
+
+def format_line(
+    iteration: int, iterations: int, metrics: Mapping[str, float], eta: float | None
+) -> str:
+    """`step 20/500: loss 1.2345, lr 1.00e-05, grad norm 0.98, ...`"""
+    parts = [
+        f"loss {metrics['loss']:.4f}",
+        f"lr {metrics['learning_rate']:.2e}",
+        f"grad norm {metrics['grad_norm']:.3g}",
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
+        f"{metrics['samples_per_second']:.1f} samples/s",
+        f"fill {metrics['fill']:.1%}",
+        f"data wait {metrics['data_wait']:.1%}",
+        f"memory {metrics['memory_gib']:.1f} GiB",
+    ]
+    if "idle_share" in metrics:
+        both, tower, language = (
+            f"{metrics[f'{name}_idle_share']:.1%}" for name in ("two_phase", "tower", "language")
+        )
+        parts.append(
+            f"idle {metrics['idle_share']:.1%} (waiting after the tower too {both}: tower {tower}, "
+            f"language {language})"
+        )
+    if "tower_idle" in metrics:
+        names = [name for name in metrics if name.removeprefix("tower_").isdecimal()]
+        shares = "/".join(f"{metrics[name]:.0%}" for name in names)
+        parts.append(f"tower {shares} (idle {metrics['tower_idle']:.0%})")
+    if "mfu" in metrics:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    if eta is not None:
+        hours, seconds = divmod(round(eta), 3600)
+        parts.append(f"ETA {hours}:{seconds // 60:02d}:{seconds % 60:02d}")
+    return f"step {iteration}/{iterations}: {', '.join(parts)}"
+
+
+class Tracker(Protocol):
+    """A run shown somewhere else, as Weights & Biases and SwanLab have it."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Add the values of a step."""
+
+    def finish(self) -> None:
+        """Write what is pending."""
+
+
+class MetricsLog:
+    """metrics.jsonl, and the trackers that are asked for. Only rank 0 has one."""
+
+    def __init__(self, folder: Path, config: MetricsConfig, *, iteration: int) -> None:
+        """Open the log to continue after step `iteration` (0: a new run).
+
+        Raises:
+            ValueError: a tracker is asked for but not installed.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "metrics.jsonl"
+        self._trackers: list[Tracker] = []
+        if config.tensorboard:
+            self._trackers.append(TensorBoard(folder, iteration))
+        if config.wandb:
+            self._trackers.append(wandb_run(folder, config.wandb))
+        if config.swanlab:
+            self._trackers.append(swanlab_run(folder, config.swanlab))
+        self._samples_seen = 0
+        if self._path.exists():
+            kept = [line for line in read_metrics(self._path) if line["iteration"] <= iteration]
+            lines = "".join(json.dumps(line) + "\n" for line in kept)
+            write_atomically(self._path, lines.encode())
+            self._samples_seen = sum(line.get("sub_samples", 0) for line in kept)
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Add one line. A step's gets `samples_seen`, the samples since the first step."""
+        if "sub_samples" in metrics:
+            self._samples_seen += int(metrics["sub_samples"])
+            metrics = {**metrics, "samples_seen": self._samples_seen}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+        for tracker in self._trackers:
+            tracker.log(dict(metrics), step=iteration)
+
+    def close(self) -> None:
+        """Let trackers write what is pending."""
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl. A last line truncated by a kill is left out."""
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class TensorBoard:
+    """Event files in the folder's `tensorboard`."""
+
+    def __init__(self, folder: Path, iteration: int) -> None:
+        """Open it. Raises ValueError without the package."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard", "false") from error
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Add the values of a step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """Write what is pending."""
+        self._writer.close()
+
+
+def wandb_run(folder: Path, project: str) -> Tracker:
+    """The folder's run in Weights & Biases, begun or continued; WANDB_MODE=offline keeps it there.
+    Raises ValueError without the package."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise _missing("wandb", "null") from error
+    run_id = _run_id(folder)
+    run: Any = wandb.init(project=project, dir=folder, id=run_id, name=folder.name, resume="allow")
+    return run
+
+
+def swanlab_run(folder: Path, project: str) -> Tracker:
+    """The same in SwanLab; SWANLAB_MODE=offline keeps it in the folder's `swanlog`."""
+    try:
+        import swanlab
+    except ImportError as error:
+        raise _missing("swanlab", "null") from error
+    run_id, log_dir = _run_id(folder), str(folder / "swanlog")
+    run: Any = swanlab.init(
+        project=project, log_dir=log_dir, id=run_id, name=folder.name, resume="allow"
+    )
+    return run
+
+
+def _run_id(folder: Path) -> str:
+    """The name of a folder's run: a resumed one goes on under it."""
+    return hash_bytes(str(folder.resolve()).encode())[:16]
+
+
+def _missing(package: str, off: str) -> ValueError:
+    return ValueError(
+        f"metrics.{package} needs the {package} package: pip install {package}, or set "
+        f"metrics.{package}={off}"
+    )

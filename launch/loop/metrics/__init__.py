@@ -1,1 +1,0 @@
-"""Metrics of a step, their file, and trackers."""

@@ -1,1 +1,0 @@
-"""The cutting-stock program over patterns, and the bounds that its prices prove."""

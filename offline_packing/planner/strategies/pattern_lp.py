@@ -1,0 +1,315 @@
+"""A linear program over patterns, where longest-first methods stay above the bound.
+
+Minimise the number of packs x_j >= 0 over patterns j such that every length is covered: the
+cutting-stock program of Gilmore and Gomory (1961). Patterns come from random exact fills (see
+``tilted_sampling``) and from the plans at hand; *pricing* finds further ones. Fractions are rounded
+down and the samples that are left over are packed again.
+
+The dual proves a lower bound: give every length a price >= 0, and divide by the price of the
+dearest pattern. No packing has fewer packs than all samples are then worth, however the prices were
+found (Farley, 1990). The dearest pattern comes from a knapsack over all lengths in integers, so
+that rounding cannot spoil the proof.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from offline_packing.planner.strategies.composition import (
+    EMPTY,
+    Composition,
+    as_rows,
+    from_entries,
+    join_compositions,
+    select_patterns,
+)
+from offline_packing.planner.strategies.exact_fill import exact_fill
+from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
+from offline_packing.planner.strategies.kernels import list_of
+from offline_packing.planner.strategies.tilted_sampling import tilted_fills
+
+UNIT = 1 << 32  # price of a whole pack; prices are integers
+_MAX_PRICED = 400  # patterns found in one round
+_MAX_ROUNDS = 40
+_MAX_POINTS = 100  # lengths with a price of their own, the others' are interpolated
+_MAX_CELLS = 30_000_000  # capacity times different lengths in a knapsack, about 0.1 s
+
+
+def prove_bound(counts: np.ndarray, patterns: Composition) -> tuple[int, Composition]:
+    """A lower bound of the number of packs, and patterns found on the way.
+
+    ``counts`` int64 (seq_length + 1,); ``patterns`` contain every length, those of a good plan save
+    rounds. Prices are piecewise linear in the length, so that the program has few rows; this costs
+    about 1e-5 of the bound. Lengths are rounded down where a knapsack over all would take long,
+    since what fits then still fits; no patterns are returned in this case.
+    """
+    from scipy.sparse import hstack
+
+    granule = 1
+    while len(counts) // granule * np.count_nonzero(_in_granules(counts, granule)) > _MAX_CELLS:
+        granule *= 2
+    counts = _in_granules(counts, granule)
+    sizes = np.flatnonzero(counts)
+    if len(sizes) == 0:
+        return 0, patterns
+    interpolation = _interpolation(sizes, counts)
+    start = patterns._replace(lengths=patterns.lengths // granule)
+    demand = interpolation @ counts
+    found: list[Composition] = []
+    bound = 0
+    columns = interpolation @ pattern_matrix(start, len(counts))
+    for _ in range(_MAX_ROUNDS):
+        _, point_prices, objective = solve(columns, demand)
+        prices = as_integers(interpolation.T @ point_prices)
+        dearest, priced = price_patterns(prices[sizes], sizes, len(counts) - 1)
+        bound = max(bound, bound_of(prices, counts, dearest))
+        if bound >= objective or priced.num_packs == 0:
+            break
+        found.append(priced)
+        own = interpolation @ pattern_matrix(priced, len(counts))
+        columns = hstack([columns, own], format="csc")
+    return bound, join_compositions(found if granule == 1 else [])
+
+
+def _in_granules(counts: np.ndarray, granule: int) -> np.ndarray:
+    """Histogram of the lengths in whole granules: int64 (seq_length // granule + 1,)."""
+    whole = np.add.reduceat(counts, np.arange(0, len(counts), granule))
+    whole[0] = 0  # fits anywhere
+    return whole
+
+
+def _interpolation(sizes: np.ndarray, counts: np.ndarray) -> Any:
+    """Weights of the points for each length: sparse float64 (num_points, seq_length + 1). Half of
+    the points are spread evenly over the samples, half over the different lengths."""
+    from scipy.sparse import csr_array
+
+    last = len(sizes) - 1
+    shares = np.linspace(0, 1, _MAX_POINTS // 2)
+    samples = np.cumsum(counts[sizes])
+    by_sample = np.searchsorted(samples, shares * samples[-1]).clip(0, last)
+    chosen = np.append(by_sample, (shares * last).astype(np.int64))
+    points = sizes[np.unique(chosen if last >= _MAX_POINTS else np.arange(last + 1))]
+    right = np.searchsorted(points, sizes)  # points[right - 1] < size <= points[right]
+    left = np.maximum(right - 1, 0)
+    share = (points[right] - sizes) / np.maximum(1, points[right] - points[left])
+    rows, weights = np.append(left, right), np.append(share, 1 - share)
+    return csr_array((weights, (rows, np.append(sizes, sizes))), shape=(len(points), len(counts)))
+
+
+def pattern_matrix(patterns: Composition, num_lengths: int) -> Any:
+    """Samples of each length in each pattern: sparse float64 (num_lengths, num_patterns)."""
+    from scipy.sparse import csc_array
+
+    repeats = patterns.repeats.astype(np.float64)
+    shape = (num_lengths, len(patterns.multiplicity))
+    return csc_array((repeats, patterns.lengths, patterns.offsets), shape=shape)
+
+
+def solve(columns: Any, demand: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Minimise packs such that every row's demand is covered. ``columns`` sparse (rows, patterns),
+    ``demand`` (rows,). Returns fractional packs of each pattern, prices of the rows, >= 0, and the
+    packs in all. HiGHS' simplex has one thread, so that the result is the same every time."""
+    from scipy.optimize import linprog
+
+    result = linprog(np.ones(columns.shape[1]), A_ub=-columns, b_ub=-demand, method="highs-ds")
+    assert result.status == 0, f"the start patterns cover every length: {result.message}"
+    return result.x, np.maximum(0.0, -result.ineqlin.marginals), float(result.fun)
+
+
+def as_integers(prices: np.ndarray) -> np.ndarray:
+    """Prices in packs, float64, as int64 in ``UNIT``, each at most a pack."""
+    return (np.clip(prices, 0.0, 1.0) * UNIT).astype(np.int64)
+
+
+def bound_of(prices: np.ndarray, counts: np.ndarray, dearest: int) -> int:
+    """The packs that all samples are worth, rounded up; ``dearest`` is the dearest pattern's price.
+    In Python's integers: 10^9 samples at these prices exceed 64 bits."""
+    worth = sum(price * n for price, n in zip(prices.tolist(), counts.tolist(), strict=True))
+    return -(-worth // dearest) if dearest else 0
+
+
+@njit(cache=True)
+def _best_values(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple:
+    """Unbounded knapsack: best value within each capacity, and the size index used there or -1."""
+    value = np.zeros(capacity + 1, np.int64)
+    choice = np.full(capacity + 1, -1, np.int32)
+    for space in range(1, capacity + 1):
+        best = value[space - 1]
+        pick = -1
+        for i in range(sizes.shape[0]):
+            if sizes[i] > space:
+                break
+            candidate = value[space - sizes[i]] + prices[i]
+            if candidate > best:
+                best = candidate
+                pick = i
+        value[space] = best
+        choice[space] = pick
+    return value, choice
+
+
+def price_patterns(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[int, Composition]:
+    """The price of the dearest pattern, and patterns that cost more than a pack, the dearest for
+    each of their lengths. ``prices`` int64 (num_sizes,) in ``UNIT``."""
+    value, choice = _best_values(prices, sizes, capacity)
+    with_size = prices + value[capacity - sizes]
+    order = np.argsort(-with_size, kind="stable")[:_MAX_PRICED]
+    order = order[with_size[order] > UNIT + UNIT // 10**7]
+    rows = sorted({_trace(first, choice, sizes, capacity) for first in order.tolist()})
+    entries = np.array([entry for row in rows for entry in row], np.int64).reshape(-1, 2)
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    patterns = np.stack([ends, np.ones_like(ends)], axis=1)
+    return int(value[capacity]), from_entries(entries, patterns)
+
+
+def _trace(
+    first: int, choice: np.ndarray, sizes: np.ndarray, capacity: int
+) -> tuple[tuple[int, int], ...]:
+    """The pattern of a knapsack value, as (length, repeat) with lengths descending."""
+    chosen = [int(sizes[first])]
+    space = capacity - chosen[0]
+    while space > 0:
+        if choice[space] < 0:
+            space -= 1  # the value here is that of one token less
+            continue
+        chosen.append(int(sizes[choice[space]]))
+        space -= chosen[-1]
+    lengths, repeats = np.unique(chosen, return_counts=True)
+    return tuple(zip(lengths[::-1].tolist(), repeats[::-1].tolist(), strict=True))
+
+
+_SEED_SAMPLES = 60_000  # the histogram is scaled down to about so many samples to draw patterns
+MAX_SIZES = 1500  # different lengths up to which the program is exact
+_COARSE_SIZES = 1000  # different lengths after rounding up where there are more
+_PRICING_WORK = 4_000  # rounds of pricing times different lengths: bounds the time to seconds
+_DRAWS = 8  # random fills tried for what rounding leaves
+
+
+def pattern_lp(
+    counts: np.ndarray, *, seed: int = 0, proof: tuple[int, Composition] | None = None
+) -> Composition:
+    """Pack by a linear program over patterns; for narrow distributions of lengths.
+
+    ``counts`` int64 (seq_length + 1,). The time depends on the number of different lengths, about
+    a second for a thousand, not on the number of samples. Above ``MAX_SIZES`` different lengths
+    they are rounded up to a common multiple first, which costs a little of the fill, and nothing is
+    proved. ``proof`` is what ``prove_bound`` returned for these counts, if it was asked before.
+    """
+    sizes = np.flatnonzero(counts)
+    if len(sizes) == 0:
+        return EMPTY
+    if len(sizes) > MAX_SIZES:
+        granule = 2
+        while len(np.unique(-(-sizes // granule))) > _COARSE_SIZES:
+            granule *= 2
+        coarse = coarsen(counts, granule)
+        proof = lower_bound(coarse), EMPTY
+        return refine(pattern_lp(coarse, seed=seed, proof=proof), counts, granule)
+    patterns = _seed_patterns(counts, sizes, seed)
+    bound, found = proof or prove_bound(counts, patterns)
+    for _ in range(max(1, min(40, _PRICING_WORK // len(sizes)))):
+        patterns = join_compositions([patterns, found])
+        columns = pattern_matrix(patterns, len(counts))[sizes]
+        fractions, prices, objective = solve(columns, counts[sizes])
+        if math.ceil(objective - 1e-6) <= bound:
+            break
+        _, found = price_patterns(as_integers(prices), sizes, len(counts) - 1)
+        if found.num_packs == 0:
+            break
+    return _rounded(patterns, fractions, counts, seed, bound)._replace(lower_bound=bound)
+
+
+def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composition:
+    """Start patterns; those of best-fit-decreasing make sure that every length is covered."""
+    scale = max(1, int(counts.sum()) // _SEED_SAMPLES)
+    sample = np.zeros_like(counts)
+    sample[sizes] = np.maximum(1, counts[sizes] // scale)
+    drawn, left = tilted_fills(sample, seed=seed)
+    return join_compositions(
+        [drawn, best_fit_decreasing(left), best_fit_decreasing(counts), exact_fill(counts)]
+    )
+
+
+@njit(cache=True)
+def _take_patterns(patterns: Composition, wanted: np.ndarray, counts: np.ndarray) -> None:
+    """Lower ``wanted`` packs of each pattern to what ``counts`` has, and take it from there."""
+    for pattern in range(wanted.shape[0]):
+        entries = slice(patterns.offsets[pattern], patterns.offsets[pattern + 1])
+        lengths, repeats = patterns.lengths[entries], patterns.repeats[entries]
+        wanted[pattern] = min(wanted[pattern], (counts[lengths] // repeats).min())
+        counts[lengths] -= wanted[pattern] * repeats
+
+
+def _rounded(
+    patterns: Composition, fractions: np.ndarray, counts: np.ndarray, seed: int, bound: int
+) -> Composition:
+    """Whole packs of the solution, and the rest packed by whichever method needs fewest packs."""
+    packs = np.floor(fractions + 1e-9).astype(np.int64)
+    left = counts.copy()
+    _take_patterns(patterns, packs, left)
+    whole = select_patterns(patterns._replace(multiplicity=packs), np.flatnonzero(packs))
+    residue = min(best_fit_decreasing(left), exact_fill(left), key=_num_packs)
+    for draw in range(1, _DRAWS + 1):
+        if whole.num_packs + residue.num_packs <= bound:
+            break
+        drawn, rest = tilted_fills(left, seed=seed + draw)
+        ends = (join_compositions([drawn, end(rest)]) for end in (best_fit_decreasing, exact_fill))
+        residue = min(residue, *ends, key=_num_packs)
+    return join_compositions([whole, residue])
+
+
+def _num_packs(composition: Composition) -> int:
+    return composition.num_packs
+
+
+def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
+    """Histogram in units of ``granule``: int64 (seq_length // granule + 1,). A length counts as its
+    size rounded up, and at most a whole pack: what fits rounded fits."""
+    capacity = (len(counts) - 1) // granule
+    lengths = np.flatnonzero(counts)
+    coarse = np.zeros(capacity + 1, np.int64)
+    np.add.at(coarse, np.minimum(capacity, -(-lengths // granule)), counts[lengths])
+    return coarse
+
+
+@njit(cache=True)
+def _refine(coarse: Composition, counts: np.ndarray, granule: int) -> tuple[np.ndarray, np.ndarray]:
+    """Entries [length, repeat] and patterns [end of entries, multiplicity] in true lengths."""
+    top = (counts.shape[0] - 1) // granule
+    counts = counts.copy()
+    current = np.arange(top + 1) * granule  # longest true length left in each rounded one
+    current[top] = counts.shape[0] - 1
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
+    for pattern in range(coarse.multiplicity.shape[0]):
+        rounded = range(coarse.offsets[pattern], coarse.offsets[pattern + 1])
+        left = coarse.multiplicity[pattern]
+        while left > 0:
+            packs = left
+            for entry in rounded:
+                unit = coarse.lengths[entry]
+                while counts[current[unit]] == 0:
+                    current[unit] -= 1
+                packs = min(packs, counts[current[unit]] // coarse.repeats[entry])
+            packs = max(packs, 1)  # 1: an entry takes the last of a length and some of the next
+            for entry in rounded:
+                unit = coarse.lengths[entry]
+                wanted = np.int64(coarse.repeats[entry])
+                while wanted > 0:
+                    while counts[current[unit]] == 0:
+                        current[unit] -= 1
+                    length = current[unit]
+                    repeat = min(wanted, counts[length] // packs)
+                    counts[length] -= packs * repeat
+                    wanted -= repeat
+                    entries.append((length, repeat))
+            left -= packs
+            patterns.append((len(entries), packs))
+    return as_rows(entries), as_rows(patterns)
+
+
+def refine(coarse: Composition, counts: np.ndarray, granule: int) -> Composition:
+    """The same packs in true lengths: each rounded length is given the true ones, longest first.
+    ``coarse`` uses up ``coarsen(counts, granule)``. Its lower bound does not carry over."""
+    return from_entries(*_refine(coarse, counts, granule))
