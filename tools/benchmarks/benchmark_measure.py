@@ -1,7 +1,7 @@
-"""Processor time of measuring, against the physical floor and transformers' image processor.
+"""Processor time of measuring, against the physical floor.
 
     python tools/benchmarks/benchmark_measure.py [--num-samples 4000] [--rounds 7] [--folder DIR]
-                                                 [--transformers 2000] [--videos 4]
+                                                 [--videos 4]
 
 JSON Lines of questions with answers, and pairs of a JPEG (0.75 to 3 megapixels) and a question,
 with 1.2 kB of text each. Of both, the first 4,096 records of a source and the others after
@@ -14,9 +14,7 @@ The least of some rounds counts. Times are processor times: other work on the ma
 where it takes the processor's cache. To compare with another commit, run this file with PYTHONPATH
 set to its work tree, in turns.
 
-With --transformers N, also the model's image processor and tokenizer, for the lengths of N pairs
-alone; every length of `measure` is compared with them. With --videos N, also N H.264 clips of 10 s
-at 640x360 and N WebM ones:
+With --videos N, also N H.264 clips of 10 s at 640x360 and N WebM ones:
 
     header         frames, rate and size, as `measure` reads them
     libavformat    the same from PyAV, packets counted
@@ -38,7 +36,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
 import orjson
-import pyarrow.parquet as pq
 from PIL import Image
 
 from offline_packing.config.packing import parse_config
@@ -47,7 +44,6 @@ from offline_packing.measure import measure as stage
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import Run, open_encoder, open_sources
 from task_encoders.families import build_sample_encoder, model_options
-from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.text.load_tokenizer import load_tokenizer
 
 WORDS = (
@@ -77,24 +73,6 @@ def draw_pairs(folder: Path, count: int, seed: int = 0) -> None:
         if i >= NUM_PICTURES:
             os.link(folder / f"{i % NUM_PICTURES:06d}.jpg", folder / f"{i:06d}.jpg")
         (folder / f"{i:06d}.json").write_bytes(orjson.dumps({"messages": messages}))
-
-
-def run_transformers(folder: Path, count: int, processor: object) -> list[int]:
-    """Lengths by transformers' processor; the newline after the end token is not trained."""
-    lengths = []
-    for i in range(count):
-        record = orjson.loads((folder / f"{i:06d}.json").read_bytes())
-        question, answer = (message["content"] for message in record["messages"])
-        with Image.open(folder / f"{i:06d}.jpg") as image:
-            grid = processor.image_processor(image.convert("RGB"))["image_grid_thw"][0]
-        pads = "<|image_pad|>" * int(np.prod(grid) // 4)
-        text = (
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-            f"{question.replace('<image>', f'<|vision_start|>{pads}<|vision_end|>')}<|im_end|>\n"
-            f"<|im_start|>assistant\n{answer}<|im_end|>"
-        )
-        lengths.append(len(processor.tokenizer(text)["input_ids"]))
-    return lengths
 
 
 def draw_texts(folder: Path, count: int, seed: int = 0) -> None:
@@ -141,11 +119,6 @@ def tasks_of(source: dict[str, str], out: Path) -> Sequence[MeasureTask]:
         folder.mkdir(parents=True)
     sources = open_sources(run.config)
     return stage._tasks(run, sources, [source.scan(NUM_FIRST) for source in sources])
-
-
-def lengths_of(task: MeasureTask) -> list[int]:
-    """Lengths that a task measured."""
-    return pq.read_table(task.index_path, columns=["num_tokens"])["num_tokens"].to_pylist()
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -207,23 +180,11 @@ def benchmark_floor(
         )
 
 
-def compare_with_transformers(folder: Path, task: MeasureTask, count: int) -> None:
-    """Print the speed of transformers' processor for the length, and how many lengths differ."""
-    limits = model_options()
-    processor = builtin_processor(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
-    start = time.process_time()
-    expected = run_transformers(folder, count, processor)
-    each = 1e6 * (time.process_time() - start) / count
-    different = sum(a != b for a, b in zip(lengths_of(task), expected, strict=False))
-    print(f"transformers    {each:,.0f} us; different lengths: {different} of {count} (wanted: 0)")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-samples", type=int, default=4000, help="after the first 4,096")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to draw the data (default: temporary)")
-    parser.add_argument("--transformers", type=int, default=0, help="also for this many pairs")
     parser.add_argument("--videos", type=int, default=0, help="also this many videos of each kind")
     arguments = parser.parse_args()
     if arguments.videos:
@@ -243,8 +204,6 @@ def main() -> None:
             {"format": "pairs", "path": str(pairs), "task": "vqa"}, folder / "out_pairs"
         )
         benchmark_floor("pictures", tasks, partial(floor_of_pairs, pairs), arguments.rounds)
-        if arguments.transformers:
-            compare_with_transformers(pairs, tasks[0], min(NUM_FIRST, arguments.transformers))
 
 
 if __name__ == "__main__":
