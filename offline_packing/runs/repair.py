@@ -33,7 +33,9 @@ def start_repair(workspace: Workspace, found: Mapping[str, str]) -> None:
 
 
 def end_repair(workspace: Workspace) -> None:
-    """Remove damaged files, which are there again."""
+    """Remove damaged files, which are there again, and what killed repairs left half-written."""
+    if is_repairing(workspace):
+        workspace.remove_temporaries()
     for folder in (workspace.again, workspace.damaged):
         if folder.exists():
             remove_folder(folder)

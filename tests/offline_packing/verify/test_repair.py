@@ -104,9 +104,8 @@ def check_damage(seed: int, folder: Path) -> str:
     moved = {name.removeprefix("_packing/damaged/"): one for name, one in apart.items()}
     assert all(moved.get(name) == one for name, one in damaged.items()), case  # nothing is deleted
     intact = {name for name, one in damaged.items() if expected.get(name) == one}
-    for attempt in range(
-        2
-    ):  # what an index cannot give does not keep the rest from being made again
+    # What an index cannot give does not keep the rest from being made again.
+    for attempt in range(2):
         try:
             pack_all(run)
         except StageError as error:
@@ -163,6 +162,20 @@ def test_kill(seed: int, tmp_path: Path) -> None:
 def test_many_kills(tmp_path: Path) -> None:
     for seed in range(KILLS):
         check_kill(seed, tmp_path / f"{seed}")
+
+
+def test_half_written_files_go_with_the_repair(tmp_path: Path) -> None:
+    """Killed after the last file came back, beside the half of another."""
+    run = pack(tmp_path)
+    expected = content(run.workspace.root)
+    loader = run.workspace.nv_meta / "sample_loader.py"
+    whole = loader.read_bytes()
+    flip(loader)
+    discard(run)
+    loader.write_bytes(whole)
+    loader.with_name(f"{loader.name}.0123456789ab.tmp").write_bytes(whole[:99])
+    pack_all(run)
+    assert content(run.workspace.root) == expected
 
 
 def test_flipped_bit_in_an_index_part_costs_that_part_only(tmp_path: Path) -> None:
