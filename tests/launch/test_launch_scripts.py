@@ -234,7 +234,9 @@ def test_from_init_to_a_trained_model(tmp_path: Path) -> None:
     config = tmp_path / "pack.yaml"
     packed = tmp_path / "packed"
     invoke("init", data, "--task", "bmr", "--to", config, "--output", packed)
-    invoke("run", config, "pack.seq_length=256", "model.max_pixels=50176", "engine.workers=0")
+    split = "output.split={train: 0.7, val: 0.3}"  # of 30 samples, some for validation
+    small = ("pack.seq_length=256", "model.max_pixels=50176", "engine.workers=0")
+    invoke("run", config, *small, split)
     overrides = [one for one in SMALL if not one.startswith("validation")]
     arguments = (f"data.path={packed}", f"output.path={tmp_path / 'out'}", *overrides)
     process = start("sft_qwen2_vl.sh", *arguments, "train.iterations=1")
