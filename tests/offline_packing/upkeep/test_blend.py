@@ -21,12 +21,9 @@ from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
 
-def output(
-    tmp_path: Path, name: str, count: int, split_seed: int = 0, **sections: dict[str, object]
-) -> Path:
+def output(tmp_path: Path, name: str, count: int, **sections: dict[str, object]) -> Path:
     root = captioning_pairs(tmp_path / f"data_{name}", count)
-    split = {"split": {"train": 0.8, "val": 0.2}, "split_seed": split_seed}
-    settings = {"output": {"key_prefix": name, **split}, **sections}
+    settings = {"output": {"key_prefix": name, "split": {"train": 0.8, "val": 0.2}}, **sections}
     pack_all(make_run(root, tmp_path / name, **settings))
     return tmp_path / name
 
@@ -43,7 +40,7 @@ def read_from(path: Path, **options: Any) -> Any:
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("blend")
-    return [output(root, "a", 60), output(root, "b", 20, split_seed=2)]
+    return [output(root, "a", 60), output(root, "b", 20)]
 
 
 def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
