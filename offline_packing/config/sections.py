@@ -198,7 +198,7 @@ class OutputConfig(Section):
     def _check_layout(self) -> "OutputConfig":
         if self.pretokenize and LAYOUTS[self.layout].TOKEN_IDS == "never":
             raise ValueError(f"layout {self.layout} holds no token ids; remove pretokenize")
-        if self.shards_per_folder is not None and not LAYOUTS[self.layout].SHARDS_STAY:
+        if self.shards_per_folder is not None and LAYOUTS[self.layout].PIECE:
             raise ValueError(
                 f"layout {self.layout} has no file per shard in the end; remove shards_per_folder"
             )

@@ -56,8 +56,8 @@ class Layout(ABC):
     HOLDS_UNTRAINED: ClassVar[bool] = True
     #: whether `admit` asks for the traits of every sample
     NEEDS_TRAITS: ClassVar[bool] = False
-    #: whether each shard is a file, and stays one
-    SHARDS_STAY: ClassVar[bool] = False
+    #: ending of a shard's own file, until those of a split are joined; None: shards stay files
+    PIECE: ClassVar[str | None] = None
     #: whether packs of another epoch are another copy of the data
     COPIES_MEDIA: ClassVar[bool] = True
     #: the file, relative to the output, that says where the media lie which packs refer to

@@ -38,7 +38,6 @@ class EnergonLayout(Layout):
     """Tar shards."""
 
     HOLDS_CP_SIZES = True
-    SHARDS_STAY = True
     METADATA: ClassVar[Sequence[str]] = tuple(f".nv-meta/{name}" for name in METADATA_FILES)
 
     def shard_file(self, shard_name: str) -> str:

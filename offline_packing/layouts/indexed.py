@@ -61,6 +61,7 @@ class IndexedLayout(Layout):
     """Documents of token ids."""
 
     TOKEN_IDS = "always"
+    PIECE = ".bin"
     MEDIA_ROOTS = MEDIA_ROOTS
 
     def shard_file(self, shard_name: str) -> str:
@@ -194,7 +195,7 @@ def _prefix(split: str) -> str:
 
 
 def _piece(shard_name: str) -> str:
-    return f"{shard_name}.bin"
+    return f"{shard_name}{IndexedLayout.PIECE}"
 
 
 def _shard_lines(folder: Path) -> Sequence[ShardLine]:

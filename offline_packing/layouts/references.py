@@ -51,6 +51,7 @@ class ReferencesLayout(Layout):
     """One line per pack; nothing is copied but text."""
 
     HOLDS_CP_SIZES = True
+    PIECE = ".jsonl"
     COPIES_MEDIA = False
     MEDIA_ROOTS = METADATASET
 
@@ -177,7 +178,7 @@ def _pack(line: bytes, split: "_Split") -> Pack:
 
 
 def _shard_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.jsonl"
+    return folder / f"{name}{ReferencesLayout.PIECE}"
 
 
 def _begin_of_line(key: str) -> bytes:

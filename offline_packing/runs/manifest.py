@@ -132,9 +132,19 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"metadata": hashes})
 
 
-def restore_metadata(run: Run, manifest: Manifest, *, has_pieces: bool) -> Manifest:
-    """Write the layout's files that are lost again; with new pieces of shards, those that join
-    them. Raises StageError where they come out differently; where media lie now is recorded."""
+def has_pieces(run: Run, manifest: Manifest) -> bool:
+    """Whether shards have files of their own that are still to be joined, or whose joining was
+    killed before it removed them."""
+    piece = LAYOUTS[manifest.layout].PIECE
+    if piece is None:
+        return False
+    there = {path.name for path in run.workspace.root.iterdir()}
+    return any(f"{line.name}{piece}" in there for line in manifest.shards)
+
+
+def restore_metadata(run: Run, manifest: Manifest) -> Manifest:
+    """Write the layout's files that are lost again; with pieces of shards, those that join them.
+    Raises StageError where they come out differently; where media lie now is recorded."""
     workspace, layout = run.workspace, LAYOUTS[manifest.layout]
     lost = [name for name in manifest.metadata if not (workspace.root / name).exists()]
     recorded = {
@@ -144,11 +154,11 @@ def restore_metadata(run: Run, manifest: Manifest, *, has_pieces: bool) -> Manif
     }
     fragments = [workspace.fragment(shard.name) for shard in manifest.shards]
     other = "this version of offline-packing writes others"
-    if recorded and layout.SHARDS_STAY:
+    if recorded and layout.PIECE is None:
         workspace.again.mkdir(parents=True, exist_ok=True)
         layout.finish(workspace.again, manifest, fragments)
         accept(workspace, recorded, lambda: other)
-    elif recorded or has_pieces:
+    elif recorded or has_pieces(run, manifest):
         layout.finish(workspace.root, manifest, fragments)
         wrong = [path for path, one in recorded.items() if hash_metadata(path) != one]
         if wrong:

@@ -32,6 +32,7 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.manifest import (
     follow_media,
+    has_pieces,
     read_manifest,
     recorded_layout,
     restore_metadata,
@@ -88,7 +89,8 @@ def _write(run: Run, samples: Index, plan: StoredPlan, manifest: Manifest | None
     if manifest is not None:
         lines = ((str(Path(line.name).with_suffix("")), line.split) for line in manifest.shards)
         files = (workspace.root / name for name in manifest.metadata)
-        if not lost_shards(run, lines) and all(path.exists() for path in files):
+        is_complete = not lost_shards(run, lines) and all(path.exists() for path in files)
+        if is_complete and not has_pieces(run, manifest):
             logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
             # The source need not be there for a repair that does not need it.
             return manifest if is_repairing(workspace) else follow_media(run, manifest)
@@ -96,10 +98,10 @@ def _write(run: Run, samples: Index, plan: StoredPlan, manifest: Manifest | None
             raise StageError(f"files of {workspace.root} are missing; write with engine.name=local")
     shards = plan_shards(run, samples, plan.packs)
     _warn_of_small_shards(run, shards)
-    num_written = _run_tasks(run, samples, plan.packs, shards, manifest)
+    _run_tasks(run, samples, plan.packs, shards, manifest)
     workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
     if manifest is not None:
-        return restore_metadata(run, manifest, has_pieces=num_written > 0)
+        return restore_metadata(run, manifest)
     fragments = [workspace.fragment(shard.name) for shard in shards]
     return write_manifest(run, samples, plan, fragments)
 
@@ -194,9 +196,9 @@ def _run_tasks(
     plan: PackPlan,
     shards: Sequence[PlannedShard],
     manifest: Manifest | None,
-) -> int:
-    """Write the missing shards; returns how many. What is recorded of a shard, in the manifest or
-    its fragment, it has to become again. Raises StageError if any is still missing at the end."""
+) -> None:
+    """Write the missing shards. What is recorded of a shard, in the manifest or its fragment, it
+    has to become again. Raises StageError if any is still missing at the end."""
 
     def marker(shard: PlannedShard) -> Path:
         return run.workspace.fragment(shard.name)
@@ -237,7 +239,6 @@ def _run_tasks(
             f"{name}: {failures[name]}"
         )
     check_all_done(run, "write", shards, marker)
-    return len(left)
 
 
 def write_shard(task: ShardTask) -> tuple[str, str | None]:

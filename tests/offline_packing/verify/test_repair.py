@@ -11,6 +11,7 @@ import pytest
 
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.layouts.energon_metadata import hash_metadata
+from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_file
@@ -174,6 +175,21 @@ def test_half_written_files_go_with_the_repair(tmp_path: Path) -> None:
     discard(run)
     loader.write_bytes(whole)
     loader.with_name(f"{loader.name}.0123456789ab.tmp").write_bytes(whole[:99])
+    pack_all(run)
+    assert content(run.workspace.root) == expected
+
+
+@pytest.mark.parametrize("layout", ["references", "indexed"])
+def test_pieces_that_are_joined_go(layout: str, tmp_path: Path) -> None:
+    """Killed after shards were joined, before their own files were removed."""
+    run = pack(tmp_path, layout)
+    expected = content(run.workspace.root)
+    manifest = read_manifest(run.workspace.root)
+    assert manifest is not None
+    joined = {"references": "train.jsonl", "indexed": "packed_seq_dataset.bin"}[layout]
+    data = (run.workspace.root / joined).read_bytes()
+    piece = run.workspace.root / f"train-000000{Path(joined).suffix}"
+    piece.write_bytes(data[: manifest.shards[0].bytes])
     pack_all(run)
     assert content(run.workspace.root) == expected
 
