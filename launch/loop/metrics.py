@@ -42,8 +42,8 @@ class StepCounts:
         #: loss, denominator, labelled tokens, and `row_flops`
         self._losses = torch.zeros(6, dtype=torch.float64, device=device)
         self._tokens = self._samples = self._packs = self._parts = 0
-        #: operations of the tower on each context parallel rank, and those if each had as many
-        #: as the busiest one that shares its row
+        #: operations of the tower on each context parallel rank; and, summed over rows, those of
+        #: the row's busiest rank times the number of ranks
         self._tower = np.zeros(context_parallel + 1)
         #: tower, language model and sum of this rank in each micro batch
         self._flops = torch.zeros(micro_batches, 3, dtype=torch.float64, device=device)
@@ -160,8 +160,8 @@ class StepTotals:
     language_flops: float
     #: with the logits of all tokens, as plans count it
     planned_language_flops: float
-    #: the tower's on each context parallel rank; and as if all had as many as the one with most in
-    #: its row
+    #: the tower's on each context parallel rank; and, summed over rows, those of the row's busiest
+    #: rank times the number of ranks
     tower_shares: tuple[float, ...]
     tower_rounds: float
     #: data parallel ranks, times those that share rows

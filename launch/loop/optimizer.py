@@ -87,7 +87,8 @@ class RankAdamW(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned on the same rank of as many ranks, and the weights.
+        """Restore the result of `state_dict` on the same rank of the same number of ranks, and the
+        weights.
         Betas, eps and weight decay remain those of this optimizer.
 
         Raises:

@@ -64,8 +64,8 @@ def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
 
 
 def most_shown(samples: Index) -> tuple[int, str]:
-    """Of the image or video that most samples show, how many these are, and the key of the first;
-    (0, "") where no two samples show one."""
+    """The number of samples that show the most frequent image or video, and the key of the first of
+    them; (0, "") where no two samples show one."""
     found = [np.empty(0, np.uint64)]
     for part in samples.parts("media_hash"):
         media = part["media_hash"].combine_chunks()

@@ -68,7 +68,7 @@ class Diagnosis:
                 del answers[rare]
 
     def notes(self) -> dict[str, Any]:
-        """What `estimate` reads, as JSON."""
+        """The counts that `estimate` takes, as JSON."""
         answers = [dict(one.most_common(_KEPT)) for one in self._answers]
         return {"lost": self._lost, "answers": answers, "examples": self._examples}
 

@@ -9,7 +9,7 @@ import xxhash
 from offline_packing.sources import Embedded, Source
 from task_encoders.samples import SourceSample
 
-#: Bytes that are hashed of a medium: as many as the first request to remote storage brings.
+#: Bytes of a medium that are hashed: those that the first request to remote storage brings.
 HASHED_BYTES: Final = 1 << 14
 
 
