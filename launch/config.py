@@ -52,8 +52,8 @@ class DataConfig(_Config):
     num_workers: NonNegative = 2
     #: false: the run ends after one pass over the packs
     repeat: bool = True
-    #: written: by Energon; interleaved: rank r of W reads packs r, r + W, …; balanced: by cost
-    order: Literal["written", "interleaved", "balanced"] = "written"
+    #: written: rank r of W reads packs r, r + W, …; balanced: by cost
+    order: Literal["written", "balanced"] = "written"
     #: if the one in the manifest lies elsewhere now
     processor: str | None = None
     #: pad every pack to seq_length, for kernels compiled per shape

@@ -3,19 +3,17 @@
 
 Loop, batches, optimizer, checkpoints and exit status are those of `launch.train`, and so is the
 configuration, except for `model.lora`, `model.fsdp`, the names of `model.attention`, and
-`parallel`, which must be 1. Rank r of W reads packs r, r + W, ..., unless `data.order` says
-otherwise.
+`parallel`, which must be 1.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from pydantic import model_validator
 
-from launch.config import DataConfig, LaunchConfig
+from launch.config import LaunchConfig
 from launch.model.config import TransformersModelConfig
 from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, failing_in_one_line, start_logging
 from offline_packing.storage.yaml_file import read_config
@@ -23,21 +21,10 @@ from task_encoders.settings import refuse_slots
 from task_encoders.storage.paths import path_of
 
 
-class TransformersDataConfig(DataConfig):
-    """The packs and their order. By default a step trains the same packs on any number of ranks."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _interleave(cls, given: Any) -> Any:
-        is_open = isinstance(given, Mapping) and not {"order", "online"} & given.keys()
-        return {**given, "order": "interleaved"} if is_open else given
-
-
 class TransformersConfig(LaunchConfig):
     """Everything one training run through transformers is made from."""
 
     model: TransformersModelConfig = TransformersModelConfig()
-    data: TransformersDataConfig
 
     @model_validator(mode="after")
     def _check_parallel(self) -> "TransformersConfig":

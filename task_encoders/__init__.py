@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from task_encoders.concatenate import split_row as split_row
     from task_encoders.energon_samples import PackedBatch as PackedBatch
     from task_encoders.families import build_sample_encoder as build_sample_encoder
-    from task_encoders.loading.indexed_dataset import IndexedPackDataset as IndexedPackDataset
     from task_encoders.loading.packed_dataset import get_packed_loader as get_packed_loader
     from task_encoders.loading.packed_dataset import (
         get_packed_train_dataset as get_packed_train_dataset,
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
         get_packed_val_dataset as get_packed_val_dataset,
     )
     from task_encoders.loading.packed_folder import PackedFolder as PackedFolder
+    from task_encoders.loading.schedule import InTurn as InTurn
+    from task_encoders.loading.schedule import RankSampler as RankSampler
+    from task_encoders.loading.schedule import ScheduledLoader as ScheduledLoader
     from task_encoders.model_inputs import flash_attention_kwargs as flash_attention_kwargs
     from task_encoders.model_inputs import normalise_pixels as normalise_pixels
     from task_encoders.model_inputs import required_pad_multiple as required_pad_multiple
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
     from task_encoders.settings import PackingSettings as PackingSettings
 
 _MODULE_OF = {
-    "IndexedPackDataset": "loading.indexed_dataset",
+    "InTurn": "loading.schedule",
     "PackedBatch": "energon_samples",
     "PackedFolder": "loading.packed_folder",
     "PackingSettings": "settings",
     "PackedTaskEncoder": "packed_task_encoder",
     "Qwen2VLTaskEncoder": "packed_task_encoder",
+    "RankSampler": "loading.schedule",
+    "ScheduledLoader": "loading.schedule",
     "build_sample_encoder": "families",
     "get_packed_loader": "loading.packed_dataset",
     "get_packed_train_dataset": "loading.packed_dataset",

@@ -18,6 +18,7 @@ from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.manifest import html_table
 from task_encoders.packs.pack import is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
 from task_encoders.versions import require_supported
 
@@ -238,4 +239,39 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
         sub_sample_keys=merged.sub_sample_keys,
         dropped=merged.dropped,
         local_cp_size=merged.cp_size,
+    )
+
+
+def empty_batch(
+    position_rows: int, num_tokens: int = 1, keys: Sequence[str] = (), dropped: Sequence[str] = ()
+) -> PackedBatch:
+    """A row of padding, without a sample: for a rank that has none when others have.
+
+    Args:
+        position_rows: R, see PackedBatch.
+        num_tokens: S.
+        keys: of packs of which nothing can be used; `dropped` says why.
+    """
+    no_grid = torch.empty(0, 3, dtype=torch.int32)
+    return PackedBatch(
+        __key__=list(keys),
+        __restore_key__=(),
+        tokens=torch.zeros(1, num_tokens, dtype=torch.int64),
+        labels=torch.full((1, num_tokens), IGNORE_INDEX),
+        loss_mask=torch.zeros(1, num_tokens),
+        attn_mask=torch.ones(1, num_tokens, dtype=torch.bool),
+        position_ids=torch.arange(num_tokens).expand(position_rows, 1, -1),
+        cu_lengths=torch.tensor([[0, num_tokens]], dtype=torch.int32),
+        max_lengths=torch.tensor([num_tokens], dtype=torch.int32),
+        imgs=torch.zeros(1, 1),
+        image_grid_thw=no_grid,
+        pixel_values_videos=torch.zeros(1, 1),
+        video_grid_thw=no_grid,
+        num_tiles=no_grid[:, 0],
+        byte_values=torch.empty(0, 256),
+        frame_repeats=1,
+        num_tokens=0,
+        is_padded=True,
+        sub_sample_keys=[],
+        dropped=list(dropped),
     )

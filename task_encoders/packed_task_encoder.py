@@ -100,7 +100,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         self.settings = settings or PackingSettings.from_env()
         self.encoder = build_sample_encoder(model, **options)
         self.model = model or model_options(**options)
-        self._digest = fingerprint_digest(self.encoder.fingerprint)
+        #: of the settings that lengths and token ids depend on
+        self.digest = fingerprint_digest(self.encoder.fingerprint)
         self.seq_length, self.pad_multiple = seq_length, pad_multiple
         self._fits_padded = fits_padded
         self._rows = RowEncoder(
@@ -151,7 +152,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             except PackingSettingsError as error:
                 raise FatalSampleError(str(error)) from error
             pack = Pack(sample.__key__, sample.record, sample.media)
-            return sub_samples_of_pack(pack, task, self._digest)
+            return sub_samples_of_pack(pack, task, self.digest)
         if self.settings.packed and not self.is_blend:
             raise FatalSampleError(NO_PACKS.format(f"sample {sample.__key__!r}"))
         return [unpacked_sub_sample(sample)]

@@ -28,6 +28,12 @@ def group_of_size(size: int) -> distributed.ProcessGroup | None:
     return group
 
 
+def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch with its tensors on a device."""
+    tensors = {name: getattr(batch, name) for name in BATCH_TENSORS}
+    return replace(batch, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
+
+
 def broadcast_batch(
     batch: PackedBatch | None,
     device: torch.device,
@@ -45,8 +51,7 @@ def broadcast_batch(
         reader: the rank in the group that has it.
     """
     if batch is not None:
-        tensors = {name: getattr(batch, name) for name in BATCH_TENSORS}
-        batch = replace(batch, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
+        batch = on_device(batch, device)
     if distributed.get_world_size(group) == 1:
         return None if batch is None else normalise_pixels(batch)
     source = distributed.get_global_rank(group, reader)

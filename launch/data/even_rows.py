@@ -6,18 +6,17 @@ whose row has no picture would leave the others waiting in the vision tower.
     rank 2   nothing: its data ended          ->   [image]             the same
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import distributed
 
+from launch.data.broadcast import on_device
 from launch.data.micro_batches import MicroBatches
-from task_encoders.energon_samples import PackedBatch
+from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families.base.family import Family
 from task_encoders.model_inputs import pad_batch
-from task_encoders.packs.tokenized import IGNORE_INDEX
 
 
 class EvenRows:
@@ -55,7 +54,7 @@ class EvenRows:
         if not has_row:
             return None
         if row is None:
-            row = self._empty_row()
+            row = on_device(empty_batch(self._num_positions), self._device)
         if has_image and not images:
             row = self._with_segment(row, self._token_ids[0])
             row = replace(row, imgs=self._medium, image_grid_thw=self._grid)
@@ -63,35 +62,6 @@ class EvenRows:
             row = self._with_segment(row, self._token_ids[1])
             row = replace(row, pixel_values_videos=self._medium, video_grid_thw=self._grid)
         return row
-
-    def _empty_row(self) -> PackedBatch:
-        """A row of one token of padding."""
-
-        def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=self._device)
-
-        return PackedBatch(
-            __key__=[],
-            __restore_key__=(),
-            tokens=filled(0, torch.int64, 1, 1),
-            labels=filled(IGNORE_INDEX, torch.int64, 1, 1),
-            loss_mask=filled(0, torch.float32, 1, 1),
-            attn_mask=filled(True, torch.bool, 1, 1),
-            position_ids=filled(0, torch.int64, self._num_positions, 1, 1),
-            cu_lengths=torch.tensor([[0, 1]], dtype=torch.int32, device=self._device),
-            max_lengths=filled(1, torch.int32, 1),
-            imgs=filled(0, torch.float32, 1, 1),
-            image_grid_thw=self._grid[:0],
-            pixel_values_videos=filled(0, torch.float32, 1, 1),
-            video_grid_thw=self._grid[:0],
-            num_tiles=self._grid[:0, 0],
-            byte_values=filled(0, torch.float32, 0, 256),
-            frame_repeats=1,
-            num_tokens=0,
-            is_padded=True,
-            sub_sample_keys=[],
-            dropped=[],
-        )
 
     def _with_segment(self, row: PackedBatch, token_id: int) -> PackedBatch:
         """The row with the tokens of a medium as one more segment of padding."""
@@ -104,9 +74,6 @@ class EvenRows:
 
     def restore(self, state: Any) -> None:
         self._batches.restore(state)
-
-    def deal_anew(self, states: Sequence[Any]) -> None:
-        self._batches.deal_anew(states)
 
     def restart(self) -> None:
         self._batches.restart()  # type: ignore[attr-defined]

@@ -1,47 +1,51 @@
-"""Packs from a loader to the ranks, with a state that can be saved.
+"""Rows from a loader to the ranks, with a state that can be saved.
 
 Among the ranks that train on the same rows (tensor and context parallel ones), the first reads and
 sends each row to the others. So there is one loader per data parallel rank, and no pack is decoded
-twice.
+twice. A schedule says which packs each rank reads (`task_encoders.loading.schedule`); data that are
+packed while training come through Energon's loader.
 """
 
 import logging
+import os
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
 from launch.config import DataConfig
-from launch.data.balanced_loader import BalancedLoader
 from launch.data.broadcast import broadcast_batch
-from launch.data.indexed_loader import FolderRows, IndexedLoader, leave_group
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData, slot_ranks_of
-from launch.data.slot_loader import SlotLoader
+from launch.data.slots import Share, SlotShares
+from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
-from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import ModelOptions, change_options
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
-from task_encoders.loading.packed_dataset import (
-    PackedLoader,
-    get_packed_loader,
-    get_packed_train_dataset,
-    get_packed_val_dataset,
-)
-from task_encoders.loading.packed_folder import PackedFolder
+from offline_packing.online.ranks.pack_costs import pack_columns
+from offline_packing.online.ranks.rank_schedule import RankSchedule
+from task_encoders.energon_samples import PackedBatch, empty_batch
+from task_encoders.families import FAMILIES, ModelOptions, change_options
+from task_encoders.loading.packed_dataset import get_packed_loader
+from task_encoders.loading.packed_folder import PackedFolder, RawPack
+from task_encoders.loading.schedule import InTurn, Schedule, ScheduledLoader
+from task_encoders.loading.slots import SlotRows
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.packs.manifest import PackColumns
+from task_encoders.samples import SampleError
+from task_encoders.settings import refuse_slots
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a row after which Energon's loader reports a hang. The first comes late: workers
-#: build the tokenizer and seek in the shards.
-FIRST_ROW_TIMEOUT: Final = 600
-ROW_TIMEOUT: Final = 120
+#: Seconds without a row after which a loader counts as hung. The first comes late: workers build
+#: the tokenizer and seek in the shards.
+ROW_TIMEOUT: Final = 600
+#: Consecutive rows without a usable pack after which a run ends, as Energon's loader does.
+MOST_LEFT_OUT: Final = 100
 
 
 class MicroBatches(Protocol):
@@ -54,11 +58,9 @@ class MicroBatches(Protocol):
         """State that `restore` needs to continue with the next row: tensors, numbers, mappings."""
 
     def restore(self, state: Any) -> None:
-        """Resume where `state` was taken. Only before the first `next`."""
-
-    def deal_anew(self, states: Sequence[Any]) -> None:
-        """Resume where all ranks, of another number or with other loader processes, took theirs:
-        what they left of the epoch is dealt among the present ranks."""
+        """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
+        what these left of the epoch is dealt among the present ones. Only before the first
+        `next`."""
 
     def close(self) -> None:
         """Stop reading. `next` must not be called afterwards."""
@@ -119,8 +121,9 @@ def _check_crop_size(config: DataConfig, model: ModelOptions) -> None:
     )
 
 
-class EnergonMicroBatches:
-    """`MicroBatches` from a packed folder, a blend, or packs as token ids.
+class LoaderBatches:
+    """`MicroBatches` from a packed folder, a blend, packs as token ids, or data that are packed
+    while training.
 
     Args:
         split: "train" repeats as `config.repeat` says; "val" reads every pack once per `restart`.
@@ -147,114 +150,212 @@ class EnergonMicroBatches:
                 f"data.pad_to_length: {self._row_length} tokens are not a multiple of "
                 f"{task_encoder.pad_multiple}, as parallel.context needs; set it to false"
             )
+        self._repeats = config.repeat and split == "train"
         self._ended = False
-        self._iterator: Any = None
+        self._left_out = 0
+        self._rows: Iterator[Any] | None = None
         self._loader: Any = None
         self._group = parallel_state.get_tensor_and_context_parallel_group()
         if parallel_state.get_tensor_and_context_parallel_rank() == 0:
-            self._loader = _build_loader(config, task_encoder, split, limit, seed, device)
+            build = build_loader if config.online is None else OnlineLoader
+            self._loader = build(config, task_encoder, split, limit=limit, seed=seed)
 
     def next(self) -> PackedBatch | None:
         batch = None
         if self._loader is not None and not self._ended:
-            if self._iterator is None:
-                self._iterator = iter(self._loader)
-            batch = next(self._iterator, None)
+            if self._rows is None:
+                self._rows = self._read()
+            batch = next(self._rows, None)
             self._ended = batch is None
         if batch is not None:
             for line in batch.dropped:
                 logger.warning("left out, in pack %s or before: %s", ", ".join(batch.__key__), line)
+            self._left_out = 0 if batch.num_tokens else self._left_out + 1
+            if self._left_out == MOST_LEFT_OUT:
+                raise StageError(
+                    f"nothing of {MOST_LEFT_OUT} rows in a row can be used: {batch.dropped[-1]}"
+                )
             if self._pads:
                 batch = pad_batch(batch, self._row_length, self._pad_token_id)
         return broadcast_batch(batch, self._device, self._group)
 
+    def _read(self) -> Iterator[PackedBatch]:
+        while True:
+            for row in self._loader:
+                yield row.received(self._device) if isinstance(row, Share) else row
+            if not self._repeats:
+                return
+
     def restart(self) -> None:
         """Begin another pass."""
-        self._ended, self._iterator = False, None
+        self._ended, self._rows = False, None
 
     def state(self) -> Any:
         if self._loader is None:
             return None
-        return {"ended": self._ended, "loader": to_plain(self._loader.save_state_rank())}
+        return {"ended": self._ended, "loader": self._loader.state_dict()}
 
     def restore(self, state: Any) -> None:
         if self._loader is not None:
             self._ended = state["ended"]
-            self._loader.restore_state_rank(from_plain(state["loader"]))
-
-    def deal_anew(self, states: Sequence[Any]) -> None:
-        if self._loader is not None:
-            self._ended = all(state["ended"] for state in states)
-            self._loader.deal_anew([from_plain(state["loader"]) for state in states])
+            self._loader.load_state_dict(state["loader"])
 
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
 
 
-def _build_loader(
+def build_loader(
     config: DataConfig,
     task_encoder: PackedTaskEncoder,
-    split: str,
-    limit: int | None,
-    seed: int,
-    device: torch.device,
-) -> Any:
-    ranks: dict[str, Any] = {
-        "rank": parallel_state.get_data_parallel_rank(),
-        "world_size": parallel_state.get_data_parallel_world_size(),
-        "num_workers": config.num_workers,
-    }
-    size: dict[str, Any] = {"micro_batch_size": config.micro_batch_size}
+    split: str = "train",
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    rank: int | None = None,
+    num_ranks: int | None = None,
+) -> ScheduledLoader:
+    """The loader of a rank's rows of packs; default: of this data parallel rank."""
+    rank = parallel_state.get_data_parallel_rank() if rank is None else rank
+    num_ranks = num_ranks or parallel_state.get_data_parallel_world_size()
+    folder = PackedFolder(config.data_prefix or config.path, task_encoder, split=split)
     repeat = config.repeat and split == "train"
-    passes: dict[str, Any] = {"repeat": repeat, "timeout": FIRST_ROW_TIMEOUT}
-    packs: PackedFolder | IndexedPackDataset | None = None
-    if config.data_prefix is not None:
-        prefix = config.data_prefix if split == "train" else f"{config.data_prefix}_{split}"
-        packs = IndexedPackDataset(prefix, task_encoder)
-    elif (slot_ranks := slot_ranks_of(config.path)) > 1:
-        slots = PackedFolder(config.path, task_encoder, split=split)
-        return SlotLoader(slots, slot_ranks, device, limit=limit, **passes, **ranks)
-    elif config.order == "interleaved":
-        packs = PackedFolder(config.path, task_encoder, split=split)
-    if packs is not None:
-        rows = FolderRows(packs, config.micro_batch_size, ranks["world_size"])
-        return IndexedLoader(rows, limit=limit, **passes, **ranks)
-    if split == "train" and config.order == "balanced":
-        return BalancedLoader(config.path, task_encoder, seed=seed, **passes, **size, **ranks)
-    options: dict[str, Any] = {"worker_config": WorkerConfig(**ranks, seed_offset=seed)}
-    if split == "val":
-        options |= {"limit": limit, **size}
-        return _open_loader(get_packed_val_dataset, config.path, task_encoder, **options)
-    return _energon_loader(config, task_encoder, seed, repeat=repeat, **options)
+    options: dict[str, Any] = {
+        "limit": limit,
+        "num_workers": config.num_workers,
+        "timeout": ROW_TIMEOUT if config.num_workers else 0,
+        "worker_init_fn": leave_group,
+    }
+    if (slot_ranks := slot_ranks_of(folder.shards[0].root)) > 1:
+        place = rank % slot_ranks
+        slots = SlotShares(SlotRows(folder, place, slot_ranks), place)
+        turns = InTurn([len(slots)], num_ranks // slot_ranks, repeat=repeat)
+        return ScheduledLoader(slots, turns, rank // slot_ranks, **options)
+    schedule: Schedule
+    if config.order == "balanced" and split == "train":
+        schedule = _balanced(folder, num_ranks, config.micro_batch_size, seed, warns=rank == 0)
+    else:
+        schedule = InTurn.of(folder, num_ranks, config.micro_batch_size, repeat=repeat)
+    return ScheduledLoader(folder, schedule, rank, partial(_collate, folder), **options)
 
 
-def _energon_loader(
-    config: DataConfig, task_encoder: PackedTaskEncoder, seed: int, **options: Any
-) -> Any:
-    """The loader of the train split in the order written."""
-    get_dataset: Callable[..., Any] = get_packed_train_dataset
-    if config.online is not None:
-        windows = config.online.model_dump(include={"buffer", "strategy", "budgets"})
-        get_dataset = partial(get_online_train_dataset, seed=seed, **windows)
-    options["micro_batch_size"] = config.micro_batch_size
-    return _open_loader(get_dataset, config.path, task_encoder, **options)
+def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
+    """A row; one of padding where nothing of its packs can be used, so that ranks keep in step."""
+    try:
+        return folder.collate(packs)
+    except SampleError as error:
+        encoder = folder.task_encoder
+        assert encoder is not None
+        keys = [pack.key for pack in packs]
+        return empty_batch(
+            FAMILIES[encoder.model.family].build.POSITION_ROWS,
+            encoder.pad_multiple,
+            keys=keys,
+            dropped=[f"{', '.join(keys)}: {error}"],
+        )
 
 
-def _open_loader(
-    get_dataset: Callable[..., Any],
-    path: str,
-    task_encoder: PackedTaskEncoder,
-    **options: Any,
-) -> PackedLoader:
-    loader = get_packed_loader(
-        get_dataset(path, task_encoder, **options),
-        watchdog_timeout_seconds=ROW_TIMEOUT,
-        watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
+def _balanced(
+    folder: PackedFolder, num_ranks: int, packs_per_row: int, seed: int, *, warns: bool
+) -> RankSchedule:
+    """Steps at which all ranks train rows of similar cost, in a new order in every epoch. Packed
+    with `pack.order.uniform`, all rows of a step have images, or videos, or none has."""
+    for root in {shard.root for shard in folder.shards}:
+        refuse_slots(root, "data.order=balanced deals packs one by one")
+    if warns and (epochs := len(folder.epoch_sizes)) > 1:
+        logger.warning(
+            "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
+            "%d epochs some samples come more often than others; set order=written, or pack "
+            "with pack.epochs=1",
+            folder.path,
+            epochs,
+            epochs,
+        )
+    columns = pack_columns(folder)
+    return RankSchedule(
+        np.ones(len(folder), np.int64),  # lengths and budget in packs: a row holds as many as asked
+        columns.cost,
+        num_ranks,
+        packs_per_row,
+        seed,
+        tower_cost=columns.tower,
+        kinds=columns.media if folder.uniform_ranks else None,
+        features=_features(folder, columns),
     )
-    loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn)
-    loader.generator = torch.Generator()  # as in IndexedLoader
-    return loader
+
+
+def _features(folder: PackedFolder, columns: PackColumns) -> np.ndarray | None:
+    """Kinds of media, and outputs of a blend, of which optimizer steps are to have equal numbers of
+    packs: (num_packs, num_features); None where all packs are alike."""
+    roots = list(dict.fromkeys(shard.root for shard in folder.shards))
+    outputs = [roots.index(shard.root) for shard in folder.shards]
+    output = np.repeat(outputs, [shard.num_packs for shard in folder.shards])[folder.order]
+    traits = [trait == one for trait in (columns.media, output) for one in np.unique(trait)[1:]]
+    return np.stack(traits, axis=1) if traits else None
+
+
+class OnlineLoader:
+    """Rows that are packed while training, with the calls of a `ScheduledLoader`."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        task_encoder: PackedTaskEncoder,
+        split: str = "train",
+        *,
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        assert config.online is not None
+        assert split == "train", "LaunchConfig refuses to validate on them"
+        del limit
+        self._num_ranks = parallel_state.get_data_parallel_world_size()
+        windows = config.online.model_dump(include={"buffer", "strategy", "budgets"})
+        dataset = get_online_train_dataset(
+            config.path,
+            task_encoder,
+            micro_batch_size=config.micro_batch_size,
+            seed=seed,
+            repeat=config.repeat,
+            worker_config=WorkerConfig(
+                rank=parallel_state.get_data_parallel_rank(),
+                world_size=self._num_ranks,
+                num_workers=config.num_workers,
+                seed_offset=seed,
+            ),
+            **windows,
+        )
+        self._loader = get_packed_loader(dataset, watchdog_initial_timeout_seconds=ROW_TIMEOUT)
+        self._loader.worker_init_fn = partial(_init_worker, self._loader.worker_init_fn)
+        self._loader.generator = torch.Generator()  # as in ScheduledLoader
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return iter(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_ranks": self._num_ranks,
+            "energon": to_plain(self._loader.save_state_rank()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved. Raises StageError with another number of ranks, and
+        ValueError with other loader processes."""
+        if state["num_ranks"] != self._num_ranks:
+            raise StageError(
+                f"data.online: packs of {state['num_ranks']} data parallel ranks cannot be dealt "
+                f"anew among {self._num_ranks}; resume with the same number"
+            )
+        self._loader.restore_state_rank(from_plain(state["energon"]))
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def leave_group(worker_id: int) -> None:
+    """Leave the trainer's process group: torchrun sends SIGTERM to the whole group, and a trainer
+    that has to save must not find its loader dead. A worker always ends with its trainer."""
+    os.setpgid(0, 0)
 
 
 def _init_worker(energon_init: Callable[[int], None], worker_id: int) -> None:

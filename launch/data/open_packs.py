@@ -6,7 +6,6 @@ from typing import Any
 from launch.data.packed_data import read_packed_data
 from task_encoders.families import ModelOptions, change_options, family_of_processor, model_options
 from task_encoders.loading.folder_shards import PackedFolderError
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import find_prefix
@@ -26,22 +25,10 @@ def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, i
     return change_options(data.model, **given), seq_length or data.seq_length
 
 
-def open_packs(
-    path: str | Path, task_encoder: PackedTaskEncoder, split: str = "train"
-) -> PackedFolder | IndexedPackDataset:
-    """The packs of a split at a path, by their numbers."""
-    prefix = find_prefix(path)
-    if prefix is None:
-        return PackedFolder(path, task_encoder, split=split)
-    return IndexedPackDataset(
-        f"{prefix}" if split == "train" else f"{prefix}_{split}", task_encoder
-    )
-
-
 def open_as_measured(
     path: str | Path, trainer: str, *, split: str = "train", processor: str | None = None
 ) -> tuple[PackedFolder, PackedTaskEncoder]:
-    """The packs of a folder or metadataset, with the task encoder that their manifest describes.
+    """The packs at a path of a `PackedFolder`, with the task encoder that their manifest describes.
 
     Args:
         trainer: its name; its loss takes no weights but 0 and 1.

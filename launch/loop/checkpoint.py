@@ -49,7 +49,7 @@ from offline_packing.storage.files import (
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 4
+VERSION: Final = 5
 #: The file of a checkpoint that is written last.
 _STATE: Final = "state.json"
 
@@ -59,8 +59,6 @@ class Deal:
     """Among whom the packs are dealt."""
 
     data_parallel: int
-    #: loader processes per data parallel rank
-    num_workers: int
     #: ranks that share each pack
     context_parallel: int = 1
 
@@ -238,7 +236,7 @@ class CheckpointFolder:
             numbers = range(self._tensor_rank, shards * size, size)
             ranks = [_load_tensors(path / _rank_file(number), mmap=True) for number in numbers]
             optimizer.load_state_dicts([rank["optimizer"] for rank in ranks])
-            data.deal_anew([rank["data"] for rank in ranks[:: then.context_parallel]])
+            data.restore(ranks[0]["data"])
         return int(content["iteration"])
 
     def _complete(self) -> list[Path]:

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
-from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, check_room, slot_ranks_of
-from launch.data.slot_loader import check_slots
+from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
 from launch.loop.ends import check_ends, check_token_ids, export
 from launch.loop.optimizer import FullyShardedAdamW, RankAdamW, ShardedAdamW
@@ -89,12 +89,12 @@ def build_trainer(
     # The environment is checked here, before a checkpoint of many gigabytes is read.
     task_encoder = _task_encoder(config, data)
     check_token_ids(config.model, task_encoder.encoder.media_token_ids)
-    train_data = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
+    train_data = LoaderBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None
     if config.validation.every and not data.num_val_packs:
         logger.warning("no validation: %s has no packs in its val split", config.data.path)
     elif config.validation.every:
-        validation_data = EnergonMicroBatches(
+        validation_data = LoaderBatches(
             config.data, task_encoder, device, split="val", limit=config.validation.limit
         )
     model = build_run_model(config, data, task_encoder, device)
@@ -145,7 +145,7 @@ def build_run_model(
 
 def _even(
     config: LaunchConfig,
-    batches: EnergonMicroBatches | None,
+    batches: LoaderBatches | None,
     model: torch.nn.Module,
     device: torch.device,
 ) -> Any:
@@ -200,7 +200,6 @@ def build_checkpoints(
         run_record(config, data, plan),
         Deal(
             parallel_state.get_data_parallel_world_size(),
-            config.data.num_workers,
             config.parallel.context,
         ),
         accept=accept_mismatch,

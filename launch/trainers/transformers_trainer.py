@@ -33,7 +33,7 @@ from launch.model.segments import isolate_segments
 from launch.trainers.resuming import by_saved_names
 from launch.trainers.uniform import warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.folder_shards import dealt_in_rows
+from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.versions import require_supported
@@ -42,7 +42,7 @@ require_supported("transformers")
 
 
 class Packs(Protocol):
-    """`PackedFolder` or `IndexedPackDataset`, with a task encoder."""
+    """`PackedFolder` with a task encoder."""
 
     task_encoder: Any
 
@@ -127,7 +127,7 @@ class TrainsPacks:
         args: TrainingArguments = self.args  # type: ignore[attr-defined]
         size = args.per_device_train_batch_size
         if size > 1 and getattr(self._packs, "uniform_ranks", 0):
-            return dealt_in_rows(len(self._packs), args.world_size, size)
+            return dealt_in_rows(len(self._packs), args.world_size, size).tolist()
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]
 
 

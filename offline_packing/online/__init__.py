@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from offline_packing.online.pools import PackingPool as PackingPool
     from offline_packing.online.prefetch import Prefetched as Prefetched
     from offline_packing.online.ranks.pack_costs import pack_costs as pack_costs
-    from offline_packing.online.ranks.rank_schedule import RankSampler as RankSampler
     from offline_packing.online.ranks.rank_schedule import RankSchedule as RankSchedule
-    from offline_packing.online.ranks.scheduled_loader import ScheduledLoader as ScheduledLoader
 
 _MODULES: Final = {
     "ConstantLengthDataset": "constant_length",
@@ -31,9 +29,7 @@ _MODULES: Final = {
     "PackingBlock": "packed_dataset",
     "PackingPool": "pools",
     "Prefetched": "prefetch",
-    "RankSampler": "ranks.rank_schedule",
     "RankSchedule": "ranks.rank_schedule",
-    "ScheduledLoader": "ranks.scheduled_loader",
     "get_online_train_dataset": "energon",
     "pack_costs": "ranks.pack_costs",
     "padding_free_collator": "collate",

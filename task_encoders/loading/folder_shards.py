@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from task_encoders.packs.manifest import Manifest, PackColumns, read_manifest
+from task_encoders.packs.indexed_file import IndexedFile, find_prefix
+from task_encoders.packs.manifest import PackColumns, read_manifest
+from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.pack_format import METADATASET, PREFIX
 from task_encoders.storage.energon_paths import energon_url, explain
 from task_encoders.storage.paths import REMEDY, check_exists, path_of
@@ -39,7 +41,7 @@ class PackedFolderError(ValueError):
 
 
 class ShardRange(NamedTuple):
-    """The packs [start, end) of one tar, or of one file of references."""
+    """The packs [start, end) of one tar, or of one file of references or of token ids."""
 
     path: Path
     #: the folder with the manifest
@@ -49,6 +51,8 @@ class ShardRange(NamedTuple):
     end: int
     #: where references find their media: Energon's auxiliary datasets by name; None: in the tar
     stores: Mapping[str, Any] | None = None
+    #: the file, if packs are stored as token ids; `path` is its prefix
+    tokens: IndexedFile | None = None
 
     @property
     def num_packs(self) -> int:
@@ -61,10 +65,12 @@ def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers
     Raises PackedFolderError if there are none to be found, StorageError if a URL leads nowhere.
     """
     root = path_of(path)
-    check_exists(root)
     if (root / ".nv-meta").is_dir():
         shards, order = _shards_of_folder(root, split)
+    elif (prefix := find_prefix(path)) is not None:
+        shards, order = _shards_of_token_ids(path, prefix, split)
     else:
+        check_exists(root)
         inside = root / METADATASET
         shards, order = _shards_of_metadataset(inside if inside.is_file() else root, split)
     if not len(order):
@@ -79,7 +85,9 @@ def no_packs(path: str | Path, split: str) -> PackedFolderError:
 
 
 def read_index(shard: ShardRange) -> Numbers:
-    """Offsets of a shard's packs and the end of the last."""
+    """Offsets of a shard's packs and the end of the last; their numbers, of token ids."""
+    if shard.tokens is not None:
+        return np.arange(shard.start, shard.end + 1)
     path = shard.path.parent / f"{shard.path.name}.idx"
     try:
         data = path.read_bytes()
@@ -105,6 +113,26 @@ def spread(sizes: Sequence[int], draws: Sequence[int]) -> Numbers:
     places = [first + np.arange(n) % max(1, size) for first, size, n in rounds]
     times = [(np.arange(n) + 0.5) / max(1, n) for n in draws]
     return np.concatenate(places)[np.argsort(np.concatenate(times), kind="stable")]
+
+
+def _shards_of_token_ids(
+    path: str | Path, prefix: Path, split: str
+) -> tuple[list[ShardRange], Numbers]:
+    own = f"{PREFIX}_{split}"
+    if split != "train" and prefix.name != own:
+        prefix = prefix.parent / own
+        if find_prefix(prefix) is None:
+            raise no_packs(path, split)
+    try:
+        tokens = IndexedFile(prefix)
+        manifest = read_manifest(prefix.parent)
+    except PackFormatError as error:
+        raise PackedFolderError(str(error)) from error
+    flavors: dict[str, Any] = {"offline_packing": tokens[0].task} if len(tokens) else {}
+    if manifest is not None:
+        flavors["generation"] = manifest.generation
+    shard = ShardRange(prefix, prefix.parent, flavors, 0, len(tokens), tokens=tokens)
+    return [shard], np.arange(len(tokens))
 
 
 def _shards_of_folder(path: Path, split: str) -> tuple[list[ShardRange], Numbers]:
@@ -151,10 +179,6 @@ def _shards_of_metadataset(path: Path, split: str) -> tuple[list[ShardRange], Nu
 def load_datasets(path: Path, split: str) -> list[Any]:
     """The datasets of a split, as Energon resolves them. Raises PackedFolderError."""
     if not path.is_file() and not (path / ".nv-meta").is_dir():
-        from task_encoders.packs.indexed_file import find_prefix
-
-        if find_prefix(path) is not None:
-            raise PackedFolderError(f"{path} has packs as token ids; open it by IndexedPackDataset")
         raise PackedFolderError(
             f"{path} is neither a packed folder nor a metadataset YAML; offline-packing run "
             "completes one, and index describes packs of others"
@@ -245,56 +269,74 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
 
 
 def order_of_steps(shards: Sequence[ShardRange], order: Numbers, split: str) -> tuple[Numbers, int]:
-    """The packs of an epoch, those of each step side by side, and the ranks that the steps are for,
-    where all datasets were packed with `pack.order.uniform` for as many; else the order and 0.
+    """The packs of an epoch, those of each step side by side, where all datasets were packed with
+    `pack.order` for the same number of ranks, else the given order; and the ranks that take packs
+    of one kind in turn (`pack.order.uniform`), or 0.
 
-    Any divisor of these ranks that reads the packs in turn has packs of one kind at each step.
+    Any divisor of these ranks that reads the packs in turn has packs of similar cost, or of one
+    kind, at each step.
     """
     roots = list(dict.fromkeys(shard.root for shard in shards))
     manifests = [read_manifest(root) for root in roots]
-    ranks = {manifest.uniform_ranks if manifest else 0 for manifest in manifests}
-    if len(ranks) != 1 or not (num_ranks := ranks.pop()):
+    layouts = [(one.config.get("pack", {}).get("order") or {}) if one else {} for one in manifests]
+    ranks = {layout.get("num_ranks", 0) for layout in layouts}
+    if len(ranks) != 1 or not (num_ranks := int(ranks.pop())):
         return order, 0
-    tables, draws, first = [], [], 0
-    for root, manifest in zip(roots, manifests, strict=True):
-        assert manifest is not None
-        size = sum(shard.num_packs for shard in shards if shard.root == root)
-        table = _steps(manifest, split, size)
-        if table is None:
+    tables, is_whole = [], True
+    sizes = [sum(shard.num_packs for shard in shards if shard.root == root) for root in roots]
+    firsts = np.cumsum([0, *sizes])
+    for manifest, layout, first, size in zip(manifests, layouts, firsts, sizes, strict=False):
+        assert manifest is not None  # it has a layout
+        epochs = manifest.epochs.get(split) or (manifest.counts.packs.get(split, 0),)
+        if sum(epochs) != size:  # a part of an output
             return order, 0
-        tables.append(first + table)
-        draws.append(int(((order >= first) & (order < first + size)).sum()) // num_ranks)
-        first += size
-    steps = np.concatenate(tables)
-    sizes = [len(table) for table in tables]
-    places = spread(sizes, draws) if split == "train" else np.arange(len(steps))
-    return steps[places].ravel(), num_ranks
+        workers = max(1, int(layout["num_workers"]))
+        is_whole &= not any(epoch % (num_ranks * workers) for epoch in epochs)
+        for epoch in epochs:
+            tables.append(first + order_of_reading(epoch, num_ranks, workers))
+            first += epoch
+    places = np.concatenate(tables)
+    if not is_whole:  # steps of several datasets cannot stand side by side
+        return (places if len(order) == len(places) and len(roots) == 1 else order), 0
+    steps = places.reshape(-1, num_ranks)
+    if split == "train":
+        counts = np.histogram(order, firsts)[0] // num_ranks
+        steps = steps[spread([size // num_ranks for size in sizes], counts.tolist())]
+    is_uniform = all(layout.get("uniform") for layout in layouts)
+    return steps.ravel(), num_ranks if is_uniform else 0
 
 
-def dealt_in_rows(num_packs: int, num_ranks: int, packs_per_row: int) -> list[int]:
-    """Numbers of packs in an order in which rows of several, dealt to the ranks in turn, hold packs
-    of the same steps: 8 packs, 2 ranks, 2 packs per row: 0 2 | 1 3 | 4 6 | 5 7."""
-    numbers = np.arange(num_packs)
-    whole = num_packs // (num_ranks * packs_per_row) * num_ranks * packs_per_row
-    rows = numbers[:whole].reshape(-1, packs_per_row, num_ranks).transpose(0, 2, 1)
-    return [*rows.ravel().tolist(), *numbers[whole:].tolist()]
+def order_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Numbers:
+    """Packs in the order in which Energon's workers read them, step by step; steps at which not
+    every rank has a pack come last. With 2 ranks of 2 workers and 8 packs: 0 4 | 2 6 | 1 5 | 3 7.
 
-
-def _steps(manifest: Manifest, split: str, num_packs: int) -> Numbers | None:
-    """Packs of each step, (num_steps, num_ranks) places in the written order; None where they are
-    not all the packs of the split.
-
-    Energon gives each worker of each rank a block of packs, and each rank one of each worker in
-    turn: with 2 ranks of 2 workers and 8 packs, the steps are 0 4 | 2 6 | 1 5 | 3 7.
+    Energon cuts the packs into num_ranks · num_workers blocks, rank after rank and worker after
+    worker; a rank takes one pack from each of its workers in turn. What does not divide evenly
+    makes some blocks one pack longer, in the order of a generalised bit reversal
+    (`Sharder.split_samples_to_workers`).
     """
-    order = manifest.config["pack"]["order"]
-    ranks, workers = order["num_ranks"], max(1, order["num_workers"])
-    sizes = manifest.epochs.get(split) or (manifest.counts.packs.get(split, 0),)
-    if sum(sizes) != num_packs or any(size % (ranks * workers) for size in sizes):
-        return None
-    tables, first = [np.empty((0, ranks), np.int64)], 0
-    for size in sizes:
-        blocks = first + np.arange(size).reshape(ranks, workers, -1)
-        tables.append(blocks.transpose(2, 1, 0).reshape(-1, ranks))
-        first += size
-    return np.concatenate(tables)
+    step = steps_of_reading(num_packs, num_ranks, num_workers)
+    is_full = np.bincount(step, minlength=1) == num_ranks
+    return np.lexsort((np.arange(num_packs), step, ~is_full[step]))
+
+
+def steps_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Numbers:
+    """The step at which each pack is read, (num_packs,); see `order_of_reading`."""
+    workers = max(1, num_workers)
+    blocks = num_ranks * workers
+    size, longer = divmod(num_packs, blocks)
+    sizes = np.full(blocks, size)
+    sizes[_bit_reversal(np.arange(blocks))[:longer]] += 1
+    worker = np.repeat(np.arange(blocks) % workers, sizes)
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return (np.arange(num_packs) - starts) * workers + worker
+
+
+def _bit_reversal(indices: Numbers) -> Numbers:
+    """[0 1 2 3 4 5 6 7] -> [0 4 2 6 1 5 3 7]: both halves in this order, alternately."""
+    if len(indices) <= 2:
+        return indices
+    middle = len(indices) // 2
+    left, right = _bit_reversal(indices[:middle]), _bit_reversal(indices[middle:])
+    alternating = np.stack([left, right[:middle]], axis=1).ravel()
+    return np.append(alternating, right[middle:])  # an odd number leaves one

@@ -1,9 +1,5 @@
-"""Energon's dataset and loader with what packs need: their order, checks, and exact states, from
-which other ranks or workers may go on."""
+"""Energon's dataset and loader with what packs need: their order, checks, and exact states."""
 
-import gc
-import json
-from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -16,21 +12,15 @@ from megatron.energon import (
     get_val_dataset,
 )
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
-from megatron.energon.rng import SystemRng
-from megatron.energon.savable_loader import (
-    SavableDataLoaderState,
-    SavableDatasetCheckpoint,
-    SavableDatasetState,
-)
-from megatron.energon.state import FlexState
-from megatron.energon.wrappers import BlendDataset, RepeatDataset
+from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint
 
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.field_types import Count, checked
 from task_encoders.loading.folder_shards import no_packs
+from task_encoders.loading.schedule import starting_workers
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.references import metadataset_of
-from task_encoders.rows.pack_dealing import DealtPacks, OnePass
+from task_encoders.rows.pack_dealing import OnePass
 
 
 @checked
@@ -148,14 +138,8 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
     def _get_iterator(self) -> Any:
         if not self._has_workers:
             return super()._get_iterator()
-        # Garbage collection in a worker writes to, and so copies, every page shared with its
-        # parent, unless the parent froze them: eight workers then start in a sixth of the time.
-        gc.collect()
-        gc.freeze()
-        try:
+        with starting_workers(self.worker_config.num_workers):
             return super()._get_iterator()
-        finally:
-            gc.unfreeze()
 
     def save_state_rank(self) -> SavableDataLoaderState | None:
         """Same as Energon's, but a worker that has delivered nothing in this pass yet is at its
@@ -194,12 +178,6 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
             )
         super().restore_state_rank(state)
 
-    def deal_anew(self, states: Sequence[SavableDataLoaderState | None]) -> None:
-        """Restore the states that all ranks of another number, or with another number of workers,
-        saved after the same step: what they left of an epoch is dealt among the present workers,
-        so that each pack still comes once per epoch. Raises ValueError where that cannot be."""
-        self.restore_state_rank(deal_anew(states, self.worker_config))
-
     def close(self) -> None:
         """End the workers. Left to the garbage collector, each of them takes 5 s."""
         workers = _running(self)
@@ -220,96 +198,3 @@ def _begin_pass(state: Any) -> None:
     else:
         for inner in state["datasets"]:
             _begin_pass(inner)
-
-
-def deal_anew(
-    states: Sequence[SavableDataLoaderState | None], now: WorkerConfig
-) -> SavableDataLoaderState | None:
-    """The state from which a rank reads its part of the packs that are left.
-
-    Args:
-        states: of all ranks, after the same step.
-
-    Returns:
-        None: nothing was read yet.
-
-    Raises:
-        ValueError: something in the datasets' state belongs to the workers that there were.
-    """
-    known = [state for state in states if state is not None]
-    if not known:
-        return None
-    per_rank = len(known[0].worker_states)
-    workers = [
-        _of_dataset(worker)
-        for state in states
-        for worker in (state.worker_states if state else [None] * per_rank)
-    ]
-    if not any(workers):
-        return None
-    merged = _merge(workers, len(states), per_rank)
-    if not now.num_workers:
-        own: list[Any] = [
-            FlexState(__class__="SimpleSavableDatasetWrapper", datasets=[merged], _sample_index=0)
-        ]
-    else:
-        own = [_begin(merged, now.worker_seed(number)) for number in range(now.num_workers)]
-    return SavableDataLoaderState(
-        worker_states=own, next_worker_id=0, micro_batch_size=known[0].micro_batch_size
-    )
-
-
-def _begin(merged: FlexState, seed: int) -> SavableDatasetCheckpoint:
-    """The merged state for one worker, with generators of its own."""
-    present = SystemRng.save_state()
-    SystemRng.seed(seed)
-    state = SavableDatasetState(rng=SystemRng.save_state(), dataset_state=merged, sample_index=0)
-    SystemRng.restore_state(present)
-    return SavableDatasetCheckpoint(state=state, offset=0)
-
-
-def _of_dataset(worker: Any) -> FlexState | None:
-    """State of the dataset in a worker's; None if it has yet to begin."""
-    if not isinstance(worker, SavableDatasetCheckpoint):  # without loader processes
-        return None if worker is None else worker["datasets"][0]
-    if worker.offset:
-        raise ValueError("the state is from before the last batch; take it of a PackedLoader")
-    return None if worker.state is None else worker.state.dataset_state
-
-
-def _merge(workers: Sequence[FlexState | None], ranks: int, per_rank: int) -> FlexState:
-    """One state for every new worker, from those of all earlier ones at the same dataset."""
-    begun = [state for state in workers if state is not None]
-    merged, name = FlexState(begun[0]), begun[0]["__class__"]
-    if name == DealtPacks.__name__:
-        read = [(state["_epoch"], state["_index"]) if state else (0, 0) for state in workers]
-        earlier = [*json.loads(merged["_earlier"]), [ranks, per_rank, read]]
-        first = min(epoch for epoch, _ in read)
-        new = {"_epoch": first, "_index": 0, "_is_over": False, "_earlier": json.dumps(earlier)}
-        return FlexState({**merged, **new})
-    if "datasets" not in merged:
-        raise ValueError(
-            f"packs read through {name} cannot be dealt anew; resume with the same number of ranks "
-            "and data.num_workers"
-        )
-    if name == OnePass.__name__:
-        merged["_is_over"] = all(state["_is_over"] for state in begun)
-    elif name == RepeatDataset.__name__:
-        merged["_repetition"] = min(begun, key=_progress)["_repetition"]
-        merged["_index"] = 0
-    elif name == BlendDataset.__name__:
-        columns = zip(*(state["exhausted"] for state in begun), strict=True)
-        merged["exhausted"] = [all(column) for column in columns]
-        merged["_worker_rng"] = FlexState(rng=None)  # begins with each worker's own seed
-    merged["datasets"] = [
-        _merge([state and state["datasets"][number] for state in workers], ranks, per_rank)
-        for number in range(len(merged["datasets"]))
-    ]
-    return merged
-
-
-def _progress(state: FlexState) -> tuple[int, bool]:
-    """Progress of a worker: its epoch, and whether that is over."""
-    while "datasets" in state:
-        state = state["datasets"][0]
-    return state["_epoch"], state["_is_over"]

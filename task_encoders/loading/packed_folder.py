@@ -32,9 +32,16 @@ from task_encoders.loading.folder_shards import (
     read_columns,
     read_index,
 )
-from task_encoders.packs.manifest import WRITTEN_AGAIN, PackColumns, written_again
-from task_encoders.packs.pack import Pack
+from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
+from task_encoders.packs.manifest import (
+    WRITTEN_AGAIN,
+    PackColumns,
+    read_manifest,
+    written_again,
+)
+from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.samples import SampleError
 from task_encoders.settings import refuse_slots
 from task_encoders.storage.paths import REMEDY, path_of, read_range
 from task_encoders.threads import in_threads
@@ -60,19 +67,22 @@ class RawPack(NamedTuple):
     number: int
     #: those of its dataset
     subflavors: Mapping[str, Any]
+    #: if it is stored as token ids
+    tokens: IndexedPack | None = None
 
 
 class PackedFolder:
-    """The packs of one split, in written order; under `pack.order.uniform`, those of each step side
-    by side. Implements torch's protocol of map-style datasets.
+    """The packs of one split, in written order; under `pack.order`, those of each step side by
+    side. Implements torch's protocol of map-style datasets.
 
     Of a blend, it is an epoch: the datasets' packs are spread over it evenly, each pack as often
     as a `blend_epochized` repeats its dataset, or by the weights of a `blend`, once at least;
     packs that come more often are warned of. Of other splits than train, they follow each other.
 
     Args:
-        path: a folder or a metadataset YAML, here or s3://bucket/packs, gs://, msc://PROFILE/packs.
-            All but folders of packs that hold their media need Energon.
+        path: a folder, the prefix of token ids (`packs.indexed_file`), or a metadataset YAML, here
+            or s3://bucket/packs, gs://, msc://PROFILE/packs. Metadatasets and references need
+            Energon.
         task_encoder: for rows and batches; its settings are compared with the folder's.
         split: train, val or test.
 
@@ -95,6 +105,8 @@ class PackedFolder:
         self.shards, order = find_shards(path, split)
         #: `uniform_ranks`: ranks that read packs of one kind at each step, in turn; 0: none
         self.order, self.uniform_ranks = order_of_steps(self.shards, order, split)
+        #: packs of each epoch, which follow each other, where each has packs of its own
+        self.epoch_sizes = _epoch_sizes(self.shards, len(self.order), split)
         indices = list(in_threads(read_index, self.shards, 16))  # remote ones take their time
         #: place of the first pack of each shard, and the number of all
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
@@ -118,13 +130,15 @@ class PackedFolder:
         start, end = self._offsets[place + shard_number :][:2].tolist()
         shard = self.shards[shard_number]
         try:
-            pack = _read_pack(shard, start, end)
-        except PackedFolderError as error:
+            if shard.tokens is None:
+                return RawPack(*_read_pack(shard, start, end), wanted, shard.subflavors)
+            tokens = _read_token_ids(shard.tokens, start)
+            return RawPack(*tokens.pack, wanted, shard.subflavors, tokens)
+        except (PackedFolderError, PackFormatError) as error:
             line = written_again(shard.root, _generation(shard))
             if line is None:
                 raise
             raise PackedFolderError(line) from error
-        return RawPack(*pack, wanted, shard.subflavors)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[RawPack]:
         """Packs for torch's DataLoader, whose default collation is refused."""
@@ -158,12 +172,26 @@ class PackedFolder:
         return self.collate([self[number] for number in numbers])
 
     def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
-        """The same for packs that are read: a DataLoader's `collate_fn`. Raises
-        PackingSettingsError for packs that go over several ranks in slots, see `SlotRows`."""
-        rows = [self._encode(pack) for pack in packs]
+        """The same for packs that are read: a DataLoader's `collate_fn`. `dropped` names a pack of
+        which nothing can be used.
+
+        Raises:
+            SampleError: nothing of any pack can be used.
+            PackingSettingsError: the packs go over several ranks in slots, see `SlotRows`.
+        """
+        rows, dropped = [], []
+        for number, pack in enumerate(packs, 1):
+            try:
+                rows.append(self._encode(pack))
+            except SampleError as error:
+                if number == len(packs) and not rows:
+                    raise
+                dropped.append(f"{pack.key}: {error}")
         if any(row.cp_size is not None for row in rows):
             refuse_slots(self.shards[0].root, "a batch of a PackedFolder is for one rank")
-        return self._task_encoder.batch(rows)
+        batch = self._task_encoder.batch(rows)
+        batch.dropped[:0] = dropped
+        return batch
 
     @property
     def _task_encoder(self) -> "PackedTaskEncoder":
@@ -172,9 +200,19 @@ class PackedFolder:
         return self.task_encoder
 
     def _encode(self, pack: RawPack) -> "PackedRowSample":
-        *stored, number, subflavors = pack
-        notes = {"__restore_key__": ("PackedFolder", number), "__subflavors__": dict(subflavors)}
-        return self._task_encoder.encode_pack(Pack(*stored), **notes)
+        notes = {
+            "__restore_key__": ("PackedFolder", pack.number),
+            "__subflavors__": dict(pack.subflavors),
+        }
+        if pack.tokens is not None and pack.tokens.made_with != self._task_encoder.digest:
+            raise PackFormatError(
+                f"the token ids of pack {pack.key!r} were made with other settings than the task "
+                "encoder has (tokenizer, template or limits of images); give it the same"
+            )
+        row = self._task_encoder.encode_pack(Pack(*pack[:3]), **notes)
+        if pack.tokens is not None:
+            _check_token_ids(pack.tokens, row)
+        return row
 
 
 def _refuse_collation(packs: Sequence[RawPack], **_: object) -> None:
@@ -210,6 +248,36 @@ def _open_again(
         if now != before:
             raise PackedFolderError(WRITTEN_AGAIN.format(shard.root, now, before))
     return folder
+
+
+def _epoch_sizes(shards: Sequence[ShardRange], num_packs: int, split: str) -> list[int]:
+    """Packs of each epoch of the only dataset; of several, one epoch has all."""
+    roots = {shard.root for shard in shards}
+    manifest = read_manifest(roots.pop()) if len(roots) == 1 else None
+    sizes = list(manifest.epochs.get(split, ())) if manifest else []
+    return sizes if sum(sizes) == num_packs else [num_packs]
+
+
+def _read_token_ids(file: IndexedFile, number: int) -> IndexedPack:
+    """A pack that is stored as token ids. Raises PackFormatError."""
+    try:
+        return file[number]
+    except (LookupError, ValueError, TypeError) as error:
+        raise PackFormatError(f"pack {number} of {file.prefix} is damaged: {error}") from error
+
+
+def _check_token_ids(pack: IndexedPack, encoded: "PackedRowSample") -> None:
+    """Raise PackFormatError where a pack is not trained as it is stored."""
+    row = encoded.row
+    # Tokens of the sub-samples that are left: one whose image cannot be decoded was dropped.
+    is_left = np.isin(pack.sub_sample_keys, encoded.sub_sample_keys)
+    is_left = np.repeat(is_left, np.diff(pack.cu_lengths))
+    for name in ("tokens", "labels"):
+        trained = getattr(row, name)[~row.attn_mask].numpy()
+        if not np.array_equal(trained, getattr(pack, name)[is_left]):
+            raise PackFormatError(
+                f"pack {pack.key!r} is not trained as it is stored: its media have changed"
+            )
 
 
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:

@@ -2,14 +2,12 @@
 
 Energon gives each worker a block of packs to loop over. Where packs do not divide evenly, a worker
 with fewer loops faster, and its packs come more often. `DealtPacks` deals the packs left over to
-another worker in every epoch; a run that goes on with other workers deals what is left of the epoch
-among those. `OnePass` remembers the end of a pass over data that do not repeat,
+another worker in every epoch. `OnePass` remembers the end of a pass over data that do not repeat,
 which Energon's own loader forgets: it would begin again.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,26 +74,6 @@ def check_blend(datasets: Sequence[LoadedDataset], *, repeat: bool) -> None:
             )
 
 
-class Stretch(NamedTuple):
-    """Packs read with some number of workers, before a run continued with another."""
-
-    ranks: int
-    #: workers of each rank
-    per_rank: int
-    #: (epoch, packs read of it) of each worker, rank by rank
-    read: Sequence[tuple[int, int]]
-
-    @property
-    def first_epoch(self) -> int:
-        """The first epoch of which packs may be left."""
-        return min(epoch for epoch, _ in self.read)
-
-    @property
-    def last_epoch(self) -> int:
-        """The last epoch of which packs were read."""
-        return max(epoch for epoch, _ in self.read)
-
-
 class Dealer:
     """Deals the packs of each epoch to workers: a function of the arguments alone.
 
@@ -107,46 +85,26 @@ class Dealer:
     def __init__(self, ranges: Sequence[tuple[int, int]], first_turn: int) -> None:
         self.ranges, self._first_turn = ranges, first_turn
 
-    def deal(self, epoch: int, now: Stretch, earlier: Sequence[Stretch]) -> list[Numbers]:
-        """Deal the packs of an epoch that earlier stretches left: those of each worker, rank by
-        rank; `now.read` is not looked at."""
-        workers = now.ranks * now.per_rank
-        begin = earlier[-1].first_epoch if earlier else 0
-        cut = max(begin, min(epoch, 1 + max((one.last_epoch for one in earlier), default=-1)))
-        counts = [len(self._left(one, earlier)) for one in range(begin, cut)]
-        whole = (self.ranges[one % len(self.ranges)] for one in range(cut, epoch))
-        counts += [end - start for start, end in whole]
-        turn = self._first_turn + sum(count % workers for count in counts)
-        left = self._left(epoch, earlier)
+    def deal(self, epoch: int, num_ranks: int, per_rank: int) -> list[Numbers]:
+        """Packs of each worker in an epoch, rank by rank. `per_rank`: workers of each rank."""
+        workers = num_ranks * per_rank
+        before = (self.ranges[one % len(self.ranges)] for one in range(epoch))
+        turn = self._first_turn + sum((end - start) % workers for start, end in before)
+        start, end = self.ranges[epoch % len(self.ranges)]
         everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
         starts = Sharder.split_samples_to_workers(
-            0, len(left), everyone, rotation_offset=self._first_turn
+            start, end, everyone, rotation_offset=self._first_turn
         )
-        block = len(left) // workers
+        block = (end - start) // workers
+        dealt = [np.arange(first, first + block) for first in starts[:-1]]
         by_turn = [
-            rank * now.per_rank + worker
-            for worker in range(now.per_rank)
-            for rank in range(now.ranks)
+            rank * per_rank + worker for worker in range(per_rank) for rank in range(num_ranks)
         ]
-        dealt = [left[start : start + block] for start in starts[:-1]]
         longer = [starts[one] + block for one in by_turn if starts[one + 1] - starts[one] > block]
         for place, left_over in enumerate(longer, turn):
             worker = by_turn[place % workers]
-            dealt[worker] = np.append(dealt[worker], left[left_over])
+            dealt[worker] = np.append(dealt[worker], left_over)
         return dealt
-
-    def _left(self, epoch: int, earlier: Sequence[Stretch]) -> Numbers:
-        """The packs of an epoch that the earlier stretches did not read."""
-        start, end = self.ranges[epoch % len(self.ranges)]
-        is_left = np.ones(end - start, bool)
-        for number, stretch in enumerate(earlier):
-            if epoch > stretch.last_epoch:
-                continue
-            dealt = self.deal(epoch, stretch, earlier[:number])
-            for own, (last, read) in zip(dealt, stretch.read, strict=True):
-                if last >= epoch:
-                    is_left[own[: read if last == epoch else None] - start] = False
-        return start + np.flatnonzero(is_left)
 
 
 class DealtPacks(WebdatasetSampleLoaderDataset):
@@ -165,8 +123,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
     have yet to).
     """
 
-    #: `_earlier`: stretches with other workers, as JSON, since Energon copies the state per batch
-    _savable_fields = ("_epoch", "_index", "_is_over", "_earlier")
+    _savable_fields = ("_epoch", "_index", "_is_over")
 
     def __init__(
         self,
@@ -174,17 +131,16 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         ranges: Sequence[tuple[int, int]],
         first_turn: int,
     ) -> None:
-        config = reader.worker_config
         self._dealer = Dealer(ranges, first_turn)
-        self._now = Stretch(config.world_size, max(1, config.num_workers), ())
-        super().__init__(reader.join_readers, reader.workers_slice_offsets, worker_config=config)
+        super().__init__(
+            reader.join_readers, reader.workers_slice_offsets, worker_config=reader.worker_config
+        )
 
     def reset_state_own(self) -> None:
         self._epoch = 0
         #: packs returned in this epoch
         self._index = 0
         self._is_over = False
-        self._earlier = "[]"
 
     def worker_has_samples(self) -> bool:
         return any(start < end for start, end in self._dealer.ranges)
@@ -193,10 +149,9 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         if self._is_over:
             self._epoch, self._index, self._is_over = self._epoch + 1, 0, False
         self.worker_config.assert_worker()
-        rank, number = self.worker_config.rank, self.worker_config.rank_worker_id()
-        worker = rank * self._now.per_rank + number
-        earlier = [Stretch(*one) for one in json.loads(self._earlier)]
-        packs = self._dealer.deal(self._epoch, self._now, earlier)[worker].tolist()
+        config, per_rank = self.worker_config, max(1, self.worker_config.num_workers)
+        worker = config.rank * per_rank + config.rank_worker_id()
+        packs = self._dealer.deal(self._epoch, config.world_size, per_rank)[worker].tolist()
         while self._index < len(packs):
             sample = self._get_sample(packs[self._index])
             self._index += 1

@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 
 from launch.config import LaunchConfig
-from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel
@@ -148,9 +148,6 @@ class RecordedBatches:
     def restore(self, state: Any) -> None:
         self._batches.restore(state)
 
-    def deal_anew(self, states: Any) -> None:
-        self._batches.deal_anew(states)
-
     def restart(self) -> None:
         self._batches.restart()
 
@@ -177,13 +174,11 @@ def make_trainer(
     pad_multiple = required_pad_multiple(context_parallel=ranks.context)
     task_encoder = build_task_encoder(config.data, data, pad_multiple=pad_multiple)
     if batches is None:
-        batches = EnergonMicroBatches(config.data, task_encoder, device, seed=config.train.seed)
+        batches = LoaderBatches(config.data, task_encoder, device, seed=config.train.seed)
     recorded = RecordedBatches(batches, fail_at)
     validation = None
     if config.data.online is None:
-        validation = RecordedBatches(
-            EnergonMicroBatches(config.data, task_encoder, device, split="val")
-        )
+        validation = RecordedBatches(LoaderBatches(config.data, task_encoder, device, split="val"))
     model = build_model(config.model, device=device, seed=config.train.seed)
     model.hf_config.image_token_id = IMAGE_TOKEN
     trainer = Trainer(

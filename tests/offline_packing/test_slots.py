@@ -14,13 +14,18 @@ from transformers import TrainingArguments
 from launch.data.open_packs import open_as_measured
 from launch.trainers.transformers_trainer import PackedTrainer
 from offline_packing.errors import ConfigError
-from offline_packing.online import RankSchedule, ScheduledLoader, pack_costs
+from offline_packing.online import RankSchedule, pack_costs
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders import PackedTaskEncoder, get_packed_train_dataset, to_packed_seq_params
+from task_encoders import (
+    PackedTaskEncoder,
+    ScheduledLoader,
+    get_packed_train_dataset,
+    to_packed_seq_params,
+)
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.slots import SlotRows

@@ -15,13 +15,13 @@ from click import ClickException
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
+from launch.data.open_packs import open_as_measured
 from offline_packing.config.packing import load_config, parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.packs.tokenized import IMAGE_ID
 from task_encoders.samples import SourceSample, Turn
 from tests.helpers.datasets import image_bytes, pack_all, write_json
@@ -250,8 +250,8 @@ def test_captions_with_a_tokenizer_that_is_a_folder(
     plan = open_plan(run).packs
     lengths = open_index(run).array("num_tokens")
     assert (np.diff(lengths[next(iter(plan))]) <= 0).all()  # longest first, as composed
-    dataset = IndexedPackDataset(tmp_path / "out/packed_seq_dataset")
-    rows = [dataset[number] for number in range(len(dataset))]
+    packs, _ = open_as_measured(tmp_path / "out/packed_seq_dataset", "NeVA")
+    rows = [packs.batch([number]) for number in range(len(packs))]
     assert sum(len(row.sub_sample_keys) for row in rows) == 6  # those of one turn
     assert rows[0].imgs.shape == (4, 3 * 336 * 336)
 

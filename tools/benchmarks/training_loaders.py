@@ -20,7 +20,6 @@ from megatron.energon import (
 )
 from torch.nn import functional as F
 
-from launch.data.indexed_loader import IndexedLoader
 from offline_packing.layouts.energon_metadata import index_pack_folder
 from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 from offline_packing.runs.manifest import require_manifest
@@ -33,8 +32,9 @@ from task_encoders.energon_samples import (
     merge_row_samples,
 )
 from task_encoders.families import model_options
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.loading.schedule import InTurn, ScheduledLoader
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
@@ -164,8 +164,8 @@ def build_loader(
     options["seq_length"] = manifest.seq_length
     if mode == "indexed":
         assert indexed is not None
-        rows = IndexedPackDataset(indexed, PackedTaskEncoder(**options))
-        return IndexedLoader(rows, num_workers=num_workers)
+        packs = PackedFolder(indexed, PackedTaskEncoder(**options))
+        return ScheduledLoader(packs, InTurn.of(packs, repeat=False), 0, num_workers=num_workers)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     if mode == "offline":
         dataset = get_packed_train_dataset(

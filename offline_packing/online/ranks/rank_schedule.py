@@ -18,10 +18,10 @@ the same of each kind.
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.ranks.deal import BLOCK, deal_steps, idle_shares
 from offline_packing.planner.request import checked_costs, checked_sizes
 from offline_packing.planner.strategies.strategy import Packs, join_packs
-from task_encoders.field_types import Count, Integer, NonNegative, checked
+from task_encoders.field_types import Count, NonNegative, checked
+from task_encoders.loading.schedule import Stretch
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,6 @@ _METHOD: Final = 2
 
 #: Arguments with a value per item.
 _ARRAYS: Final = ("cost", "tower_cost", "kinds", "features")
-
-#: Steps that were trained with some number of ranks: (num_ranks, steps).
-Stretch = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,12 @@ class EpochSchedule:
     #: float64 (num_steps, num_ranks): what they cost, and the tower's part of it
     cost: np.ndarray
     tower_cost: np.ndarray
+    #: of the next epoch: nothing
+    begun: tuple[Stretch, ...] = ()
+
+    def __len__(self) -> int:
+        """Steps."""
+        return len(self.table)
 
     def items(self, step: int, rank: int) -> np.ndarray:
         """The items of a micro batch, int64 (n,): indices into the schedule's lengths."""
@@ -198,63 +202,3 @@ class RankSchedule:
         if not packs.num_packs:
             return np.empty((0, *values.shape[1:]))
         return np.add.reduceat(values[packs.sample_ids], packs.pack_offsets[:-1], dtype=np.float64)
-
-
-class RankSampler:
-    """One rank's micro batches, each a list of items: a `batch_sampler` of torch's DataLoader.
-
-    Iterating yields what is left of the present epoch, and moves on to the next. The state is that
-    of the next micro batch to be asked for; loader processes ask ahead of what they deliver, so
-    with them take `ScheduledLoader`'s.
-    """
-
-    @checked
-    def __init__(self, schedule: RankSchedule, rank: Integer) -> None:
-        if not 0 <= rank < schedule.num_ranks:
-            raise ValueError(f"rank {rank} is not one of {schedule.num_ranks} ranks")
-        self.schedule, self.rank = schedule, rank
-        self._epoch, self._step = 0, 0
-        self._earlier: tuple[Stretch, ...] = ()
-        self._current: tuple[Any, EpochSchedule] | None = None
-
-    def __len__(self) -> int:
-        """Micro batches left in this epoch."""
-        return len(self._scheduled().table) - self._step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, scheduled = self._epoch, self._scheduled()
-        for step in range(self._step, len(scheduled.table)):
-            self._step = step + 1
-            yield scheduled.items(step, self.rank).tolist()
-        self._epoch, self._step, self._earlier = epoch + 1, 0, ()
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of plain values; the same on all ranks at the same step."""
-        return {
-            "epoch": self._epoch,
-            "step": self._step,
-            "num_ranks": self.schedule.num_ranks,
-            "earlier": [list(stretch) for stretch in self._earlier],
-            "digest": self.schedule.digest,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: with the same number of ranks exactly, with another
-        with what is left of the epoch. Raises ValueError if other items were scheduled then."""
-        if state["digest"] != self.schedule.digest:
-            raise ValueError(
-                "the state is of a schedule of other lengths, costs, budget or seed; restore it "
-                "with those, or begin anew"
-            )
-        self._epoch, self._step = state["epoch"], state["step"]
-        earlier = [(ranks, steps) for ranks, steps in state["earlier"]]
-        if state["num_ranks"] != self.schedule.num_ranks:
-            earlier += [(state["num_ranks"], self._step)] if self._step else []
-            self._step = 0
-        self._earlier = tuple(earlier)
-
-    def _scheduled(self) -> EpochSchedule:
-        wanted = self._epoch, self._earlier
-        if self._current is None or self._current[0] != wanted:
-            self._current = wanted, self.schedule.epoch(*wanted)
-        return self._current[1]

@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from launch.config import DataConfig
-from launch.data.balanced_loader import BalancedLoader
-from launch.data.micro_batches import build_task_encoder
+from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
@@ -44,14 +43,14 @@ def test_a_state_of_any_step_gives_the_rest(
 
 
 def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None:
-    encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
+    config = DataConfig(
+        path=str(folder), order="balanced", micro_batch_size=2, num_workers=0, repeat=False
+    )
+    encoder = build_task_encoder(config, read_packed_data(folder))
     by_key = dict(
         zip((p.key for p in PackedFolder(folder)), pack_costs(PackedFolder(folder))[1], strict=True)
     )
-    rows = [
-        list(BalancedLoader(folder, encoder, rank=rank, world_size=3, micro_batch_size=2))
-        for rank in range(3)
-    ]
+    rows = [list(build_loader(config, encoder, rank=rank, num_ranks=3)) for rank in range(3)]
     assert len(rows[0]) == len(rows[1]) == len(rows[2]) == -(-len(by_key) // 6)
     given = collections.Counter(key for own in rows for row in own for key in row.__key__)
     assert given == dict.fromkeys(by_key, 1)
@@ -68,8 +67,8 @@ def test_packs_of_several_epochs_are_warned_of(
     run = make_run(source, tmp_path / "packed", output={"layout": "references"}, pack=pack)
     pack_all(run)
     data = read_packed_data(tmp_path / "packed")
-    config = DataConfig(path=str(tmp_path / "packed"))
-    BalancedLoader(tmp_path / "packed", build_task_encoder(config, data))
+    config = DataConfig(path=str(tmp_path / "packed"), order="balanced")
+    build_loader(config, build_task_encoder(config, data), rank=0, num_ranks=1)
     assert "has packs of 2 epochs, which order=balanced deals as one" in caplog.text
 
 

@@ -8,12 +8,10 @@ import torch
 from pydantic import ValidationError
 
 from launch.config import DataConfig
-from launch.data.indexed_loader import FolderRows, IndexedLoader
 from launch.data.micro_batches import build_task_encoder
-from launch.data.open_packs import open_packs, settings_of_packs
+from launch.data.open_packs import open_as_measured
 from launch.data.packed_data import read_packed_data
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
-from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.settings import PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.loader_states import check_states
@@ -70,47 +68,10 @@ def test_a_state_of_any_step_gives_the_rest(
     names = neva_names(folders["indexed"], num_workers=num_workers, repeat=repeat)
     config = DataConfig.model_validate(names)
     encoder = build_task_encoder(config, read_packed_data(Path(config.path)))
-    num_packs = len(IndexedPackDataset(names["data_prefix"], encoder))
+    num_packs = len(PackedFolder(names["data_prefix"], encoder))
     assert num_packs > 8
     steps = None if num_workers == 0 else (0, 3, num_packs + 1)
     check_states(config, encoder, num_packs, tmp_path, steps=steps)
-
-
-def test_ranks_share_the_packs(folders: dict[str, Path]) -> None:
-    """Each pack once an epoch, whatever the number of ranks; micro batches of two."""
-    dataset = FolderRows(IndexedPackDataset(folders["indexed"] / "packed_seq_dataset"), 2)
-    once = [
-        [row.__key__ for row in IndexedLoader(dataset, rank=rank, world_size=3)]
-        for rank in range(3)
-    ]
-    keys = sorted(key for rows in once for row in rows for key in row)
-    assert keys == sorted(key for n in range(len(dataset)) for key in dataset[n].__key__)
-    assert max(map(len, once)) - min(map(len, once)) <= 1
-    endless = [
-        iter(IndexedLoader(dataset, rank=rank, world_size=3, repeat=True)) for rank in range(3)
-    ]
-    steps = [[next(rows).__key__ for rows in endless] for _ in range(len(dataset))]
-    dealt = [key for step in steps for row in step for key in row]
-    assert {dealt.count(key) for key in keys} == {3}  # three epochs
-
-
-def test_other_ranks_go_on_with_the_rest(folders: dict[str, Path]) -> None:
-    dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset")
-    seen: list[str] = []
-    states: list[Any] = []
-    legs = [(2, 3), (1, 2), (3, len(dataset)), (1, len(dataset) - 8)]  # five epochs in all, less 8
-    for ranks, steps in [*legs, (4, 2)]:
-        options: dict[str, Any] = {"world_size": ranks, "repeat": True}
-        loaders = [IndexedLoader(dataset, rank=rank, **options) for rank in range(ranks)]
-        for loader in loaders if states else []:
-            loader.deal_anew(states)
-        rows = [iter(loader) for loader in loaders]
-        seen += [key for _ in range(steps) for one in rows for key in next(one).__key__]
-        states = [loader.save_state_rank() for loader in loaders]
-    assert len(seen) == 4 * len(dataset) + 8
-    for epoch in range(4):
-        own = seen[epoch * len(dataset) : (epoch + 1) * len(dataset)]
-        assert len(set(own)) == len(dataset)
 
 
 def test_other_names_of_neva(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -134,17 +95,14 @@ def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
     for variable in ("OFFLINE_PACKING_BMR", "OFFLINE_PACKED_DATA"):
         monkeypatch.delenv(variable)
         with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1 OFFLINE_PACKING"):
-            IndexedPackDataset(folders["indexed"] / "packed_seq_dataset")
+            open_as_measured(folders["indexed"] / "packed_seq_dataset", "PackedTrainer")
 
 
-def test_the_trainer_of_transformers_takes_a_prefix(folders: dict[str, Path]) -> None:
+def test_a_folder_and_a_prefix_are_the_same_packs(folders: dict[str, Path]) -> None:
+    rows = []
     for path in (folders["indexed"], folders["indexed"] / "packed_seq_dataset"):
-        settings, seq_length = settings_of_packs(path)
-        encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
-        dataset = IndexedPackDataset(folders["indexed"] / "packed_seq_dataset", encoder)
-        packs = open_packs(path, encoder)
-        assert isinstance(packs, IndexedPackDataset)
-        assert packs[0].__key__ == dataset[0].__key__
-        assert torch.equal(
-            packs.batch([0, 1]).tokens[:, : dataset[0].num_tokens], dataset[0].tokens
-        )
+        packs, encoder = open_as_measured(path, "PackedTrainer")
+        assert encoder.seq_length == SEQ_LENGTH
+        rows.append(packs.batch([0, 1]))
+    assert rows[0].__key__ == rows[1].__key__
+    assert torch.equal(rows[0].tokens, rows[1].tokens)

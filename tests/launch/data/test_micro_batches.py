@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.config import DataConfig
-from launch.data.micro_batches import EnergonMicroBatches
+from launch.data.micro_batches import LoaderBatches
 from launch.loop.parallel import initialize_parallel
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
@@ -39,7 +39,7 @@ def test_rows_are_padded_after_their_packs_are_merged(tmp_path: Path) -> None:
     encoder = PackedTaskEncoder(seq_length=40, settings=PackingSettings(packed=True, bmr=True))
     options = {"micro_batch_size": 2, "pad_to_length": True, "repeat": False}
     config = DataConfig(path=str(folder), num_workers=0, **options)
-    batches = EnergonMicroBatches(config, encoder, initialize_parallel())
+    batches = LoaderBatches(config, encoder, initialize_parallel())
     first, last = batches.next(), batches.next()
     assert first is not None
     assert last is not None

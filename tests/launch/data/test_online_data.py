@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
@@ -44,7 +44,7 @@ def test_the_steps_of_an_epoch_are_estimated(folder: Path, tmp_path: Path) -> No
         train={"iterations": None},
     )
     data = read_data(config.data)
-    batches = EnergonMicroBatches(
+    batches = LoaderBatches(
         config.data, build_task_encoder(config.data, data), initialize_parallel()
     )
     rows = list(iter(batches.next, None))

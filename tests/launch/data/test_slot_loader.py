@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from launch import train_transformers
 from launch.data.packed_data import read_packed_data
-from launch.data.slot_loader import check_slots
+from launch.data.slots import check_slots
 from launch.loop.parallel import ParallelError, initialize_parallel
 from offline_packing.errors import StageError
 from offline_packing.storage.files import to_json

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 from launch.config import DataConfig, LaunchConfig
-from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.packed_data import check_room, read_packed_data
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import ParallelError, initialize_parallel, shutdown_parallel
@@ -167,7 +167,7 @@ def test_packs_with_room_are_padded(tmp_path: Path) -> None:
     check_room(folder, 2)
     device = initialize_parallel()
     encoder = build_task_encoder(config.data, read_packed_data(folder), pad_multiple=4)
-    batches = EnergonMicroBatches(config.data, encoder, device)
+    batches = LoaderBatches(config.data, encoder, device)
     lengths = [batches.next().cu_lengths.diff() for _ in range(10)]
     shutdown_parallel()
     assert all((length % 4 == 0).all() for length in lengths)
@@ -177,4 +177,4 @@ def test_lengths_of_rows_that_cannot_be_cut_are_refused(folder: Path, tmp_path: 
     config = DataConfig(path=str(folder), pad_to_length=True, num_workers=0)
     encoder = build_task_encoder(config, read_packed_data(folder), pad_multiple=24)
     with pytest.raises(ValueError, match="pad_to_length: 256 tokens are not a multiple of 24"):
-        EnergonMicroBatches(config, encoder, initialize_parallel())
+        LoaderBatches(config, encoder, initialize_parallel())

@@ -18,7 +18,6 @@ from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -102,8 +101,8 @@ def test_packs_of_texts_and_of_token_ids_have_the_same_weights(runs: dict[str, R
     assert row.loss_mask[0].tolist() == expected
     assert "labels" not in to_transformers_kwargs(row)
     others = PackedFolder(runs["pretokenized"].workspace.root, encoder)
-    indexed = IndexedPackDataset(runs["indexed"].workspace.root / "packed_seq_dataset", encoder)
-    for other in (others.batch([0]), indexed[0]):
+    indexed = PackedFolder(runs["indexed"].workspace.root, encoder)
+    for other in (others.batch([0]), indexed.batch([0])):
         assert torch.equal(other.loss_mask, row.loss_mask)
         assert torch.equal(other.labels, row.labels)
     for run in runs.values():

@@ -164,7 +164,7 @@ def train_alone(command: list[str], slots_per_step: int) -> Watched:
     with pytest.MonkeyPatch.context() as patch:
         watched = watch(patch)
         patch.setattr(setup, "plan_training", plan)
-        patch.setattr(setup, "EnergonMicroBatches", PacksOfSlots)
+        patch.setattr(setup, "LoaderBatches", PacksOfSlots)
         trainer, _ = setup.build_trainer(
             load_config(command[0], command[1:]), initialize_parallel()
         )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launch.config import LaunchConfig, MetricsConfig
-from launch.data.micro_batches import EnergonMicroBatches, build_task_encoder
+from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.metrics import MetricsLog, read_metrics
 from launch.loop.parallel import initialize_parallel
@@ -263,11 +263,11 @@ def test_a_blend_goes_on_where_it_was(
     device = initialize_parallel()
     config = make_config(blend, tmp_path, data={"num_workers": num_workers}).data
 
-    def batches() -> EnergonMicroBatches:
+    def batches() -> LoaderBatches:
         task_encoder = build_task_encoder(config, read_packed_data(blend))
-        return EnergonMicroBatches(config, task_encoder, device)
+        return LoaderBatches(config, task_encoder, device)
 
-    def keys(source: EnergonMicroBatches, count: int) -> list[tuple[str, ...]]:
+    def keys(source: LoaderBatches, count: int) -> list[tuple[str, ...]]:
         rows = [source.next() for _ in range(count)]
         return [row.sub_sample_keys for row in rows if row is not None]
 

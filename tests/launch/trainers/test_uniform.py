@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launch.trainers.uniform import warn_of_mixed_steps
-from task_encoders.loading.folder_shards import dealt_in_rows
+from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.packs.manifest import PackColumns
 
 
@@ -61,4 +61,4 @@ def test_rows_of_several_packs_are_of_one_kind(size: int) -> None:
     assert sorted(numbers) == list(range(12))
     rows = media[numbers].reshape(-1, ranks, size).max(axis=2)
     assert (rows == rows[:, :1]).all()
-    assert dealt_in_rows(5, 2, 2) == [0, 2, 1, 3, 4]
+    assert dealt_in_rows(5, 2, 2).tolist() == [0, 2, 1, 3, 4]

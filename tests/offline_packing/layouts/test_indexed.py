@@ -18,7 +18,8 @@ from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import BATCH_TENSORS
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.folder_shards import PackedFolderError
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import SEQUENCES, IndexedFile
 from task_encoders.packs.pack import PackFormatError
@@ -85,8 +86,8 @@ def test_rows_are_those_of_the_tars(
     expected = {
         b.__key__[0]: b for b in batches_of(runs["energon"].workspace.root, encoder, workers)
     }
-    dataset = IndexedPackDataset(prefix_of(runs["indexed"]), encoder)
-    found = list(DataLoader(dataset, batch_size=None, num_workers=workers))
+    dataset = PackedFolder(prefix_of(runs["indexed"]), encoder)
+    found = list(DataLoader(dataset, collate_fn=dataset.collate, num_workers=workers))
     assert [batch.__key__[0] for batch in found] == sorted(expected)
     assert len(found) == len(dataset) > 3
     assert sum(len(batch.video_grid_thw) for batch in found) == 3
@@ -210,19 +211,19 @@ def test_a_medium_that_is_gone_or_has_changed_is_named(tmp_path: Path) -> None:
     data = mixed_pairs(tmp_path / "data", 12)
     run = indexed_run({"format": "pairs", "path": str(data), "task": "bmr"}, tmp_path / "out")
     pack_all(run)
-    dataset = IndexedPackDataset(prefix_of(run), task_encoder())
+    dataset = PackedFolder(prefix_of(run), task_encoder())
     path = data / "0001_0.jpg"
     before = path.read_bytes()
     path.write_bytes(before + b"\0")
     with pytest.raises(PackFormatError, match=r"0001_0\.jpg changed .* bytes, were"):
-        list(DataLoader(dataset, batch_size=None))
+        list(DataLoader(dataset, collate_fn=dataset.collate))
     path.unlink()
     with pytest.raises(PackFormatError, match=r"0001_0\.jpg cannot be read: No such file"):
-        list(DataLoader(dataset, batch_size=None))
+        list(DataLoader(dataset, collate_fn=dataset.collate))
     assert any("0001_0.jpg" in problem for problem in verify(run, deep=True).problems)
     path.write_bytes(before)  # the same, but nobody can know
     with pytest.raises(PackFormatError, match=r"0001_0\.jpg changed .*another time"):
-        list(DataLoader(dataset, batch_size=None))
+        list(DataLoader(dataset, collate_fn=dataset.collate))
 
 
 def test_media_in_tars_stay_there(tmp_path: Path) -> None:
@@ -245,20 +246,18 @@ def test_media_without_a_place_are_refused_by_name(tmp_path: Path, writer: forma
 def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: Path) -> None:
     prefix = prefix_of(runs["indexed"])
     with pytest.raises(ValueError, match="max_pixels"):
-        IndexedPackDataset(
+        PackedFolder(
             prefix, PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=9999, settings=BMR)
         )
-    with pytest.raises(PackFormatError, match=r"nothing\.idx and \.bin cannot be read"):
-        IndexedPackDataset(prefix.with_name("nothing"), task_encoder())
+    with pytest.raises(PackedFolderError, match="neither a packed folder nor a metadataset"):
+        PackedFolder(prefix.with_name("nothing"), task_encoder())
     for end in (".bin", ".idx"):  # without the manifest that says how they were made
         shutil.copy(prefix.with_suffix(end), tmp_path)
     shutil.copy(prefix.with_name("media_roots.json"), tmp_path)
-    with pytest.raises(PackFormatError, match=r"has no manifest\.json"):
-        IndexedPackDataset(tmp_path / prefix.name)
     other = PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=784 * 9, settings=BMR)
     with pytest.raises(PackFormatError, match=r"ps_00000000' were made with other settings"):
-        IndexedPackDataset(tmp_path / prefix.name, other)[0]
-    assert len(IndexedPackDataset(tmp_path / prefix.name, task_encoder())[0].tokens) == 1
+        PackedFolder(tmp_path / prefix.name, other).row(0)
+    assert len(PackedFolder(tmp_path / prefix.name, task_encoder()).row(0).row.tokens) > 1
     (tmp_path / prefix.name).with_suffix(".bin").write_bytes(b"\0" * 8)
-    with pytest.raises(PackFormatError, match=r"\.bin is damaged: it is not as long as \.idx says"):
-        IndexedPackDataset(tmp_path / prefix.name, task_encoder())
+    with pytest.raises(PackedFolderError, match=r"\.bin is damaged: it is not as long as \.idx"):
+        PackedFolder(tmp_path / prefix.name, task_encoder())

@@ -12,7 +12,7 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.render import render_verdict
 from offline_packing.verify.verify import verify
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers import formats
 from tests.helpers.command import invoke
 from tests.helpers.datasets import make_run, pack_all
@@ -35,7 +35,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 def batches(run: Run) -> list[PackedBatch]:
     root, encoder = run.workspace.root, encoder_of(run)
     if run.config.output.layout == "indexed":
-        return list(IndexedPackDataset(root / "packed_seq_dataset", encoder))
+        packs = PackedFolder(root / "packed_seq_dataset", encoder)
+        return [packs.batch([number]) for number in range(len(packs))]
     return batches_of(root, encoder)
 
 

@@ -14,9 +14,10 @@ from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_d
 from offline_packing.online.packed_dataset import PackedIterableDataset, PackingBlock
 from offline_packing.online.pools import PackingPool
 from offline_packing.online.prefetch import Prefetched
-from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
+from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.storage.yaml_file import validate
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.schedule import RankSampler
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from tests.helpers.online_samples import Indexed, numbered
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.data.open_packs import open_packs
 from launch.data.packed_data import check_room, read_packed_data
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
@@ -19,6 +18,7 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders import PackedTaskEncoder, required_pad_multiple
 from task_encoders.families import model_cost
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all, plan_summary
 
 SIZE = 2
@@ -47,7 +47,7 @@ def run(source: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Run
 def rows_of(folder: Path, size: int = SIZE) -> Any:
     settings = {"model": read_packed_data(folder).model, "seq_length": PACK["seq_length"]}
     multiple = required_pad_multiple(context_parallel=size)
-    return open_packs(folder, PackedTaskEncoder(pad_multiple=multiple, **settings))
+    return PackedFolder(folder, PackedTaskEncoder(pad_multiple=multiple, **settings))
 
 
 def shares_of_rows(packs: Any) -> np.ndarray:

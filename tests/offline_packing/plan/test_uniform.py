@@ -12,9 +12,7 @@ import pytest
 from megatron.energon import WorkerConfig
 
 from launch.config import DataConfig
-from launch.data.balanced_loader import BalancedLoader
-from launch.data.indexed_loader import FolderRows, IndexedLoader
-from launch.data.micro_batches import build_task_encoder
+from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from offline_packing.measure.measure import measure
 from offline_packing.online.ranks.pack_costs import pack_columns, pack_costs
@@ -22,7 +20,7 @@ from offline_packing.runs.artifacts import open_plan
 from offline_packing.verify.render import render_result
 from offline_packing.verify.verify import verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
+from task_encoders.loading.schedule import InTurn, ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all, plan_summary
 
 ORDER = {"num_ranks": 4, "num_workers": 2, "uniform": True}
@@ -104,11 +102,18 @@ def test_costs_are_those_of_index_and_plan(folder: Path) -> None:
     assert ((pack_columns(packs).tower > 0) == (pack_columns(packs).media > 0)).all()
 
 
+def balanced(path: Path, size: int = 1) -> DataConfig:
+    """The packs of a path by cost, each once."""
+    return DataConfig(
+        path=str(path), order="balanced", micro_batch_size=size, num_workers=0, repeat=False
+    )
+
+
 @pytest.mark.parametrize(("ranks", "size"), [(3, 1), (5, 2)])
 def test_balanced_loaders_of_any_ranks(ranks: int, size: int, folder: Path) -> None:
     encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
     rows = [
-        list(BalancedLoader(folder, encoder, rank=r, world_size=ranks, micro_batch_size=size))
+        list(build_loader(balanced(folder, size), encoder, rank=r, num_ranks=ranks))
         for r in range(ranks)
     ]
     are_alike([tuple(map(has_images, step)) for step in zip(*rows, strict=True)])
@@ -131,19 +136,18 @@ def test_epochs_of_references(source: dict[str, str], tmp_path: Path) -> None:
     are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
 
 
-def kinds_of_steps(dataset: Any, ranks: int, steps: int, begin: list[Any]) -> list[Any]:
-    """Whether the rows of each step have images; `begin`: the states of ranks, then and now."""
-    rows = []
+def kinds_of_steps(
+    packs: PackedFolder, ranks: int, size: int, steps: int, state: dict[str, Any] | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Whether the rows of each step have images, from a state on, and the state after them."""
+    rows: list[list[bool]] = []
     for rank in range(ranks):
-        loader = IndexedLoader(dataset, rank=rank, world_size=ranks, repeat=True)
-        if begin and len(begin) == ranks:
-            loader.restore_state_rank(begin[rank])
-        elif begin:
-            loader.deal_anew(begin)
-        rows.append([has_images(row) for row in itertools.islice(loader, steps)])
-        rows.append(loader.save_state_rank())
-    begin[:] = rows[1::2]
-    return list(zip(*rows[::2], strict=True))
+        loader = ScheduledLoader(packs, InTurn.of(packs, ranks, size), rank)
+        if state is not None:
+            loader.load_state_dict(state)
+        endless = itertools.chain.from_iterable(itertools.repeat(loader))
+        rows.append([has_images(row) for row in itertools.islice(endless, steps)])
+    return list(zip(*rows, strict=True)), loader.state_dict()
 
 
 @pytest.mark.parametrize("layout", ["indexed", "energon"])
@@ -159,13 +163,9 @@ def test_token_packs_and_interleaved_ones(
     path = tmp_path / "packed"
     encoder = build_task_encoder(DataConfig(path=str(path)), read_packed_data(path))
     for split in ("train", "val"):
-        name = "packed_seq_dataset" if split == "train" else f"packed_seq_dataset_{split}"
-        packs: Any = (
-            IndexedPackDataset(path / name, encoder)
-            if layout == "indexed"
-            else PackedFolder(path, encoder, split=split)
-        )
+        packs = PackedFolder(path, encoder, split=split)
         columns = packs.columns()
+        assert columns is not None
         assert packs.uniform_ranks == 4
         assert (columns.media > 0).tolist() == [
             has_images(packs.batch([n])) for n in range(len(packs))
@@ -173,14 +173,14 @@ def test_token_packs_and_interleaved_ones(
         assert sorted(packs.order) == list(range(len(packs)))
         kinds = {bool(media) for media in columns.media}
         assert split == "val" or kinds == {True, False}
-        rounds, state = len(packs) // 4, []
-        steps = kinds_of_steps(FolderRows(packs, 1, 4), 4, rounds - 1, state)
-        steps += kinds_of_steps(FolderRows(packs, 1, 4), 4, rounds + 1, state)
+        rounds = len(packs) // 4
+        steps, state = kinds_of_steps(packs, 4, 1, rounds - 1)
+        more, state = kinds_of_steps(packs, 4, 1, rounds + 1, state)
+        steps += more
         are_alike(steps, kinds)
         assert steps[:rounds] == steps[rounds:]
-        are_alike(kinds_of_steps(FolderRows(packs, 1, 2), 2, 2 * rounds, state), kinds)
-        whole = len(packs) // 8
-        pairs = kinds_of_steps(FolderRows(packs, 2, 4), 4, whole, [])
+        are_alike(kinds_of_steps(packs, 2, 1, 2 * rounds, state)[0], kinds)
+        pairs, _ = kinds_of_steps(packs, 4, 2, len(packs) // 8)
         assert all(len(set(step)) == 1 for step in pairs)
 
 
@@ -199,7 +199,8 @@ def test_a_blend_keeps_steps_and_the_share_of_each_output(folder: Path, tmp_path
     assert columns is not None
     assert packs.uniform_ranks == 4
     are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
-    features = BalancedLoader(blend, encoder, world_size=2)._rows._sampler.schedule.features
+    schedule: Any = build_loader(balanced(blend), encoder, rank=0, num_ranks=2)._sampler.schedule
+    features = schedule.features
     assert features is not None
     assert features[:, -1].mean() == 3 / 4
     assert np.array_equal(features[:, 0], columns.media == np.unique(columns.media)[1])

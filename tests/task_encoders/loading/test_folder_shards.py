@@ -82,7 +82,7 @@ def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:
         with pytest.raises(PackedFolderError, match="neither a packed folder nor a metadataset"):
             PackedFolder(path)
     (packs / "packed_seq_dataset.idx").touch()
-    with pytest.raises(PackedFolderError, match="as token ids; open it by IndexedPackDataset"):
+    with pytest.raises(PackedFolderError, match=r"dataset\.idx and \.bin cannot be read"):
         PackedFolder(packs)
     path = blend(tmp_path, "blend", "path: nowhere, weight: 1")
     with pytest.raises(PackedFolderError, match=r"Energon cannot read it .*nowhere"):

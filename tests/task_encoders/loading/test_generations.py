@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from offline_packing.runs.run import Run
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import (
     PackedLoader,
     get_packed_loader,
@@ -173,12 +172,12 @@ def test_token_ids_that_are_written_again(tmp_path: Path) -> None:
     """Here the files that were opened stay; another process opens the new ones."""
     run = run_of(tmp_path, "alike", layout="indexed")
     pack_all(run)
-    packs = IndexedPackDataset(run.workspace.root / PREFIX, task_encoder())
-    pickled, expected = pickle.dumps(packs), [batch.sub_sample_keys for batch in packs]  # type: ignore[attr-defined]
+    packs = PackedFolder(run.workspace.root / PREFIX, task_encoder())
+    pickled, expected = pickle.dumps(packs), [pack.record for pack in packs]
     write_again(run_of(tmp_path, "alike", seed=1, layout="indexed"))
-    assert [batch.sub_sample_keys for batch in packs] == expected  # type: ignore[attr-defined]
-    with pytest.raises(PackFormatError, match=STOPPED):
-        pickle.loads(pickled)[0]
+    assert [pack.record for pack in packs] == expected
+    with pytest.raises(PackedFolderError, match=STOPPED):
+        pickle.loads(pickled)
 
 
 @pytest.mark.parametrize("layout", ["energon", "indexed"])
@@ -188,11 +187,7 @@ def test_remote_packs_that_are_written_again(
     run = run_of(tmp_path, "mixed", layout=layout)
     pack_all(run)
     object_store.put_folder(run.workspace.root, f"{bucket}/packs")
-    packs: Any
-    if layout == "indexed":
-        packs = IndexedPackDataset(f"{bucket}/packs/{PREFIX}", task_encoder())
-    else:
-        packs = PackedFolder(f"{bucket}/packs", task_encoder())
+    packs = PackedFolder(f"{bucket}/packs", task_encoder())
     assert packs.batch([0]).sub_sample_keys
     pack_all(run_of(tmp_path, "mixed", seed=1, layout=layout))
     object_store.put_folder(run.workspace.root, f"{bucket}/packs")

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from launch.data.packed_data import read_packed_data
 from offline_packing.errors import StageError
 from task_encoders.loading.folder_shards import PackedFolderError
-from task_encoders.loading.indexed_dataset import IndexedPackDataset
 from task_encoders.loading.packed_dataset import (
     get_packed_loader,
     get_packed_train_dataset,
@@ -24,7 +23,6 @@ from task_encoders.loading.packed_dataset import (
 )
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.pack_format import PREFIX
 from task_encoders.settings import PackingSettings
 from task_encoders.storage.energon_paths import energon_url
 from task_encoders.storage.paths import StorageError, path_of
@@ -135,10 +133,6 @@ def test_packs_by_number(layout: str, protocol: str, folders: Any, store: Any) -
     """In this process and in forked ones, which have connections of their own."""
 
     def rows(path: str, workers: int) -> Iterator[Any]:
-        if layout == "indexed":
-            encoder = make_encoder()
-            packs = IndexedPackDataset(f"{path}/{PREFIX}", encoder)
-            return iter(DataLoader(packs, batch_size=None, num_workers=workers))
         folder = PackedFolder(path, make_encoder())
         return iter(DataLoader(folder, collate_fn=folder.collate, num_workers=workers))
 
@@ -204,7 +198,6 @@ def test_a_url_that_leads_nowhere(url: str, why: str, bucket: str) -> None:
     url, encoder = url.format(bucket), make_encoder()
     for read in (
         PackedFolder,
-        lambda path: IndexedPackDataset(f"{path}/{PREFIX}"),
         lambda path: get_packed_train_dataset(path, encoder),
         lambda path: get_packed_val_dataset(path, encoder),
     ):

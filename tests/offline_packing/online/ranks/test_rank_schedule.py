@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
-from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSampler, RankSchedule
+from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
 from offline_packing.planner.order import RankLayout, idle_share
 from task_encoders.families import FAMILIES
+from task_encoders.loading.schedule import RankSampler
 from tools.benchmarks.length_distributions import draw_sft
 
 BUDGET = 8192

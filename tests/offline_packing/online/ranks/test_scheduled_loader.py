@@ -13,10 +13,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import pack_costs
-from offline_packing.online.ranks.rank_schedule import RankSampler, RankSchedule
-from offline_packing.online.ranks.scheduled_loader import ScheduledLoader
+from offline_packing.online.ranks.rank_schedule import RankSchedule
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.loading.schedule import RankSampler, ScheduledLoader
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import parse_json
 from task_encoders.settings import PackingSettings

@@ -1,7 +1,7 @@
-"""A loader of packs that go over 1, 2, 4 … ranks, in slots: each is read by one of its ranks, in
-turn, and sent to the others. So no pack is decoded twice, and all ranks read equally much."""
+"""Packs that go over 1, 2, 4 … ranks, in slots: each is read by one of its ranks, in turn, and sent
+to the others. So no pack is decoded twice, and all ranks read equally much."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,11 +10,9 @@ from torch.utils.data import Dataset
 
 from launch.config import LaunchConfig
 from launch.data.broadcast import broadcast_batch, group_of_size
-from launch.data.indexed_loader import IndexedLoader
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.slots import SlotRows
 
 
@@ -28,8 +26,17 @@ class Share(NamedTuple):
     #: on that one
     row: PackedBatch | None
 
+    def received(self, device: torch.device) -> PackedBatch:
+        """The row, on each of its ranks. A collective of all ranks."""
+        group = group_of_size(self.cp_size)
+        if group is None:
+            assert self.row is not None
+            return self.row
+        row: Any = broadcast_batch(self.row, device, group, self.reader)
+        return row if self.row is not None else replace(row, dropped=[])  # its reader names these
 
-class _Shares(Dataset[Share]):
+
+class SlotShares(Dataset[Share]):
     """One rank's share of each slot, by the slot's number."""
 
     def __init__(self, rows: SlotRows, rank: int) -> None:
@@ -44,40 +51,11 @@ class _Shares(Dataset[Share]):
         row = self._rows[slot] if first + reader == self._rank else None
         return Share(size, reader, row)
 
-
-class SlotLoader(IndexedLoader):
-    """The rows of one rank, in the order that slots were written in. All ranks iterate together.
-
-    Args:
-        folder: packs in slots.
-        slot_ranks: ranks of a slot; several such groups of ranks take turns.
-        options: of IndexedLoader.
-    """
-
-    def __init__(
-        self,
-        folder: PackedFolder,
-        slot_ranks: int,
-        device: torch.device,
-        *,
-        rank: int,
-        world_size: int,
-        **options: Any,
-    ) -> None:
-        place, groups = rank % slot_ranks, world_size // slot_ranks
-        shares = _Shares(SlotRows(folder, place, slot_ranks), place)
-        super().__init__(shares, rank=rank // slot_ranks, world_size=groups, **options)
-        self._slot_ranks, self._device = slot_ranks, device
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        for size, reader, own in super().__iter__():
-            group = group_of_size(size)
-            row: Any = own if group is None else broadcast_batch(own, self._device, group, reader)
-            yield row if own is not None else replace(row, dropped=[])  # its reader names these
-
-    def deal_anew(self, states: Sequence[Mapping[str, int]]) -> None:
-        """Go on after the slots that another number of groups gave out."""
-        super().deal_anew(states[:: self._slot_ranks])
+    @staticmethod
+    def collate(shares: Sequence[Share]) -> Share:
+        """A rank trains one slot at a step."""
+        (share,) = shares
+        return share
 
 
 def check_slots(config: LaunchConfig, data: PackedData) -> None:

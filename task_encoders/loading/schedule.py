@@ -1,0 +1,336 @@
+"""Which packs each rank trains at each step, and the loader that reads them.
+
+    schedule = InTurn.of(PackedFolder("out/packed", task_encoder), num_ranks=2)
+
+    step 0    rank 0: pack 0    rank 1: pack 1
+    step 1    rank 0: pack 2    rank 1: pack 3
+    step 2    rank 0: pack 4    rank 1: the last pack of the next epoch, which begins at a new step
+
+A schedule is a function of its arguments, so that every process computes the same one, and the
+state of a run is an epoch and a step. A run that goes on with another number of ranks trains what
+these have left of the epoch.
+"""
+
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from task_encoders.field_types import Count, Integer, checked
+
+if TYPE_CHECKING:
+    from task_encoders.loading.packed_folder import PackedFolder
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Stretch(NamedTuple):
+    """Steps of an epoch that were trained with some number of ranks."""
+
+    num_ranks: int
+    #: 0: so many rows of this epoch were trained in the last step of the epoch before
+    steps: int
+
+
+class Epoch(Protocol):
+    """The steps of an epoch, or of what earlier stretches left of it."""
+
+    @property
+    def begun(self) -> tuple[Stretch, ...]:
+        """Rows of the next epoch that the last step of this one trains."""
+
+    def __len__(self) -> int:
+        """Steps."""
+
+    def items(self, step: int, rank: int) -> Numbers:
+        """Items of a rank's row, (n,); none: the rank has no row at this step."""
+
+
+class Schedule(Protocol):
+    """The steps of all epochs."""
+
+    num_ranks: int
+
+    @property
+    def digest(self) -> str:
+        """Identifies what is scheduled, with any number of ranks."""
+
+    def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> Epoch:
+        """The steps that are left of an epoch after `earlier` stretches of it."""
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """An epoch of `InTurn`."""
+
+    #: packs in the order of the rows, each of `size` but the last
+    numbers: Numbers
+    size: int
+    num_ranks: int
+    #: rows of later epochs that fill the last step
+    filling: Sequence[Numbers]
+    begun: tuple[Stretch, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return -(-len(self.numbers) // self.size)
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.num_ranks)
+
+    def items(self, step: int, rank: int) -> Numbers:
+        row = step * self.num_ranks + rank
+        if row < self.num_rows or not self.filling:
+            return self.numbers[row * self.size : (row + 1) * self.size]
+        return self.filling[row - self.num_rows]
+
+
+class InTurn:
+    """Packs in their order: at step s, rank r of W trains row s · W + r.
+
+    Each pack comes once per epoch, and no rank is more than one row ahead of another. Rows missing
+    in the last step of an epoch are the last ones of the next, so that steps always hold the same
+    packs: an order that gives ranks equal work, or packs of one kind, is kept.
+
+    Args:
+        epoch_sizes: packs of each epoch, which follow each other; after the last comes the first
+            again.
+        packs_per_row: packs that a rank takes at a time; the last row of an epoch may have fewer.
+        uniform_ranks: ranks that take packs of one kind in turn; rows of several packs then are of
+            one kind as well. 0: none.
+        repeat: whether another epoch follows. Otherwise ranks may have no row at the last step.
+    """
+
+    def __init__(
+        self,
+        epoch_sizes: Sequence[int],
+        num_ranks: int = 1,
+        packs_per_row: int = 1,
+        *,
+        uniform_ranks: int = 0,
+        repeat: bool = True,
+    ) -> None:
+        self.num_ranks = num_ranks
+        self._ends = np.cumsum([0, *epoch_sizes])
+        self._size, self._repeat = packs_per_row, repeat
+        self._is_uniform = bool(uniform_ranks) and uniform_ranks % num_ranks == 0
+        described = repr(("in turn", list(epoch_sizes), packs_per_row))
+        self.digest = hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    @classmethod
+    def of(cls, folder: "PackedFolder", *args: Any, **options: Any) -> "InTurn":
+        """The packs of a folder in its order, with any other arguments."""
+        return cls(folder.epoch_sizes, *args, uniform_ranks=folder.uniform_ranks, **options)
+
+    def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> _Turns:
+        """See `Schedule`."""
+        start, end, num_rows = self._epoch(number)
+        begun = sum(stretch.num_ranks for stretch in earlier if not stretch.steps)
+        trained = sum(stretch.num_ranks * stretch.steps for stretch in earlier)
+        until = start + max(0, num_rows - begun) * self._size if begun else end
+        numbers = np.arange(start + trained * self._size, until)
+        if self._is_uniform:
+            numbers = numbers[dealt_in_rows(len(numbers), self.num_ranks, self._size)]
+        left = -(-len(numbers) // self._size)
+        # Rows of the next epoch that are trained before it begins, and those of them in this step.
+        before = max(0, begun + trained - num_rows) if self._repeat else 0
+        missing = -left % self.num_ranks if self._repeat else 0
+        filling = [self._row_from_the_end(number + 1, before + place) for place in range(missing)]
+        after = (Stretch(before + missing, 0),) if before + missing else ()
+        return _Turns(numbers, self._size, self.num_ranks, filling, after)
+
+    def _epoch(self, number: int) -> tuple[int, int, int]:
+        """The packs [start, end) of an epoch, and its rows."""
+        start, end = self._ends[number % (len(self._ends) - 1) :][:2].tolist()
+        return start, end, -(-(end - start) // self._size)
+
+    def _row_from_the_end(self, number: int, place: int) -> Numbers:
+        """Packs of a row of an epoch: 0 is the last one; after the first come the next epoch's."""
+        start, end, num_rows = self._epoch(number)
+        if place >= num_rows:
+            return self._row_from_the_end(number + 1, place - num_rows)
+        first = start + (num_rows - 1 - place) * self._size
+        return np.arange(first, min(first + self._size, end))
+
+
+def dealt_in_rows(num_packs: int, num_ranks: int, packs_per_row: int) -> Numbers:
+    """Numbers of packs in an order in which rows of several, dealt to the ranks in turn, hold packs
+    of the same steps: 8 packs, 2 ranks, 2 packs per row: 0 2 | 1 3 | 4 6 | 5 7."""
+    numbers = np.arange(num_packs)
+    whole = num_packs // (num_ranks * packs_per_row) * num_ranks * packs_per_row
+    rows = numbers[:whole].reshape(-1, packs_per_row, num_ranks).transpose(0, 2, 1)
+    return np.append(rows.ravel(), numbers[whole:])
+
+
+class RankSampler:
+    """One rank's rows, each a list of items: a `batch_sampler` of torch's DataLoader.
+
+    Iterating yields what is left of the present epoch, and moves on to the next. The state is that
+    of the next row to be asked for; loader processes ask ahead of what they deliver, so with them
+    take `ScheduledLoader`'s.
+
+    Args:
+        limit: rows of an epoch at most.
+    """
+
+    @checked
+    def __init__(self, schedule: Any, rank: Integer, *, limit: Count | None = None) -> None:
+        if not 0 <= rank < schedule.num_ranks:
+            raise ValueError(f"rank {rank} is not one of {schedule.num_ranks} ranks")
+        self.schedule: Schedule = schedule
+        self.rank, self.limit = rank, limit
+        self._epoch, self._step = 0, 0
+        self._earlier: tuple[Stretch, ...] = ()
+        self._current: tuple[Any, Epoch] | None = None
+
+    def __len__(self) -> int:
+        """Rows left in this epoch; the last step may have none for this rank."""
+        return self._end() - self._step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, begun, scheduled = self._epoch, self.begun, self._scheduled()
+        for step in range(self._step, self._end()):
+            self._step = step + 1
+            if len(items := scheduled.items(step, self.rank)):
+                yield items.tolist()
+        self._epoch, self._step, self._earlier = epoch + 1, 0, begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of plain values; the same on all ranks at the same step."""
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "num_ranks": self.schedule.num_ranks,
+            "earlier": [list(stretch) for stretch in self._earlier],
+            "digest": self.schedule.digest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken on any rank: with the same number of ranks exactly,
+        with another with what is left of the epoch. Raises ValueError if other items were
+        scheduled then."""
+        if state["digest"] != self.schedule.digest:
+            raise ValueError(
+                "the state is of a schedule of other lengths, costs, budget or seed; restore it "
+                "with those, or begin anew"
+            )
+        self._epoch, self._step = state["epoch"], state["step"]
+        earlier = [Stretch(*stretch) for stretch in state["earlier"]]
+        if state["num_ranks"] != self.schedule.num_ranks:
+            earlier += [Stretch(state["num_ranks"], self._step)] if self._step else []
+            self._step = 0
+        self._earlier = tuple(earlier)
+
+    @property
+    def begun(self) -> tuple[Stretch, ...]:
+        """What the rest of this epoch trains of the next."""
+        scheduled = self._scheduled()
+        return scheduled.begun if self._end() == len(scheduled) else ()
+
+    def _end(self) -> int:
+        steps = len(self._scheduled())
+        return steps if self.limit is None else min(steps, self.limit)
+
+    def _scheduled(self) -> Epoch:
+        wanted = self._epoch, self._earlier
+        if self._current is None or self._current[0] != wanted:
+            self._current = wanted, self.schedule.epoch(*wanted)
+        return self._current[1]
+
+
+@contextmanager
+def starting_workers(num_workers: int) -> Iterator[None]:
+    """Start a loader's workers. Garbage collection in a worker writes to, and so copies, every page
+    shared with its parent, unless the parent froze them: eight workers then start in a sixth of the
+    time."""
+    if num_workers:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if num_workers:
+            gc.unfreeze()
+
+
+class ScheduledLoader:
+    """One rank's rows, epoch after epoch: each iteration is the rest of one.
+
+    ::
+
+        folder = PackedFolder("out/packed", task_encoder)
+        schedule = InTurn.of(folder, num_ranks=8)
+        loader = ScheduledLoader(folder, schedule, rank=3, num_workers=4)
+        for batch in loader:  # rows, as from the Energon loader
+            ...
+            state = loader.state_dict()  # the next batch is the first after a restart
+
+    Args:
+        dataset: a map-style dataset of the schedule's items: a `PackedFolder`, or samples.
+        collate_fn: list of items -> batch; default: the dataset's own `collate`.
+        limit: rows of an epoch at most.
+        options: of `torch.utils.data.DataLoader`: num_workers, prefetch_factor, pin_memory, …
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        schedule: Schedule,
+        rank: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        limit: int | None = None,
+        **options: Any,
+    ) -> None:
+        import torch  # schedules alone do without
+        from torch.utils.data import DataLoader
+
+        self._sampler = RankSampler(schedule, rank, limit=limit)
+        self._state = self._sampler.state_dict()
+        has_workers = options.get("num_workers", 0) > 0
+        # Torch draws its workers' seeds from a generator of their own: dropout, which is drawn from
+        # the default one, must not differ after resuming.
+        own = {"persistent_workers": has_workers, "generator": torch.Generator()}
+        self._loader = DataLoader[Any](
+            dataset,
+            batch_sampler=self._sampler,
+            collate_fn=collate_fn or getattr(dataset, "collate", None),
+            **(own | options),
+        )
+
+    def __len__(self) -> int:
+        """Rows in the rest of the epoch, on every rank."""
+        self._sampler.load_state_dict(self._state)
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # The sampler runs ahead, since workers ask for what they will deliver later.
+        self._sampler.load_state_dict(self._state)
+        begun = [list(stretch) for stretch in self._sampler.begun]
+        with starting_workers(self._loader.num_workers):
+            rows = iter(self._loader)
+        for batch in rows:
+            self._state["step"] += 1
+            yield batch
+        self._state |= {"epoch": self._state["epoch"] + 1, "step": 0, "earlier": begun}
+
+    def close(self) -> None:
+        """End the workers; another iteration would start new ones."""
+        workers = self._loader._iterator  # torch has no public name for it
+        if workers is not None:
+            workers._shutdown_workers()  # type: ignore[attr-defined]
+            self._loader._iterator = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `RankSampler.state_dict`; of the batches that were delivered."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `RankSampler.load_state_dict`. Any number of workers goes on exactly."""
+        self._sampler.load_state_dict(state)
+        self._state = self._sampler.state_dict()

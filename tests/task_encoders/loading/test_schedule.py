@@ -1,0 +1,142 @@
+"""Packs in turn: each once per epoch, in the same steps, however often a run goes on with other
+ranks."""
+
+import collections
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from task_encoders.loading.schedule import InTurn, RankSampler, ScheduledLoader
+
+
+class Numbers:
+    """A dataset of numbers, each row of which is a list."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __getitem__(self, number: int) -> int:
+        assert 0 <= number < self.count
+        return number
+
+    collate = staticmethod(list)
+
+
+def read(schedule: InTurn, steps: int, state: Any = None) -> tuple[list[list[list[int]]], Any]:
+    """Rows of each step, over the ends of epochs, and a state after them."""
+    rows, states = [], []
+    for rank in range(schedule.num_ranks):
+        sampler, own = RankSampler(schedule, rank), list[list[int]]()
+        if state is not None:
+            sampler.load_state_dict(state)
+        while len(own) < steps:
+            epoch = sampler._epoch
+            for row in sampler:
+                own.append(row)
+                if len(own) == steps:
+                    break
+            assert len(own) == steps or sampler._epoch > epoch
+        rows.append(own)
+        states.append(sampler.state_dict())
+    assert all(own == states[0] for own in states)
+    return [list(step) for step in zip(*rows, strict=True)], states[0]
+
+
+@given(
+    epochs=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    legs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=5),
+    size=st.integers(1, 3),
+)
+def test_each_pack_comes_once_per_epoch(
+    epochs: list[int], legs: list[tuple[int, int]], size: int
+) -> None:
+    """Legs of steps with other numbers of ranks: at no time has a pack come twice more often than
+    another of its epoch, and all are equal when the last leg ends an epoch."""
+    state: Any = None
+    seen: collections.Counter[int] = collections.Counter()
+    for ranks, steps in legs:
+        rows, state = read(InTurn(epochs, ranks, size), steps, state)
+        seen.update(number for step in rows for row in step for number in row)
+    begun = InTurn(epochs, 1, size)
+    last = RankSampler(begun, 0)
+    last.load_state_dict(state)
+    for _ in range(2 * len(epochs)):  # to the ends of the epochs that were begun
+        seen.update(number for row in last for number in row)
+        starts = np.cumsum([0, *epochs])
+        times = [
+            {seen[number] for number in range(start, end)}
+            for start, end in itertools.pairwise(starts)
+        ]
+        if last._earlier:
+            continue
+        assert all(len(own) == 1 for own in times), times
+        passes = [own.pop() for own in times]
+        assert max(passes) - min(passes) <= 1
+        assert sorted(passes, reverse=True) == passes
+
+
+def test_steps_hold_the_same_packs_in_each_epoch() -> None:
+    """7 packs and 2 ranks: the last step takes the last pack of the next epoch."""
+    rows, _ = read(InTurn([7], 2), 7)
+    assert rows == [
+        *[[[0], [1]], [[2], [3]], [[4], [5]], [[6], [6]]],
+        *[[[0], [1]], [[2], [3]], [[4], [5]]],
+    ]
+
+
+def test_more_ranks_than_packs() -> None:
+    rows, _ = read(InTurn([3], 8), 3)
+    assert collections.Counter(n for step in rows for row in step for n in row) == {
+        0: 8,
+        1: 8,
+        2: 8,
+    }
+
+
+def test_rows_of_several_packs_keep_steps_of_one_kind() -> None:
+    """Steps of 2 ranks, packs with images first; also after the ranks have changed."""
+    four, two = InTurn([16], 4, 2, uniform_ranks=4), InTurn([16], 2, 2, uniform_ranks=4)
+    rows, state = read(four, 1)
+    assert rows == [[[0, 4], [1, 5], [2, 6], [3, 7]]]
+    assert read(two, 2, state)[0] == [[[8, 10], [9, 11]], [[12, 14], [13, 15]]]
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_after_any_row(workers: int, repeat: bool) -> None:
+    """Over two epochs; without repetition some ranks have no row at the last step."""
+    data, schedule = Numbers(7), InTurn([7], 3, repeat=repeat)
+
+    def make() -> ScheduledLoader:
+        return ScheduledLoader(data, schedule, 1, num_workers=workers)
+
+    loader = make()
+    states, rows = [loader.state_dict()], list[list[int]]()
+    for _ in range(2):
+        for row in loader:
+            rows.append(row)
+            states.append(loader.state_dict())
+    assert len(rows) == (5 if repeat else 4)
+    for step in range(0, len(rows), 1 + workers):
+        restored = make()
+        restored.load_state_dict(states[step])
+        rest = [row for _ in range(2) for row in restored]
+        assert rest[: len(rows) - step] == rows[step:], step
+        restored.close()
+    loader.close()
+
+
+def test_a_limit_ends_a_pass_and_the_next_begins_anew() -> None:
+    loader = ScheduledLoader(Numbers(9), InTurn([9], 2, repeat=False), 0, limit=2)
+    assert [list(loader) for _ in range(2)] == [[[0], [2]]] * 2
+
+
+def test_states_of_other_packs_are_refused() -> None:
+    sampler = RankSampler(InTurn([7], 2), 0)
+    for other in (InTurn([8], 2), InTurn([7], 2, 2)):
+        with pytest.raises(ValueError, match="the state is of a schedule of other lengths"):
+            sampler.load_state_dict(RankSampler(other, 0).state_dict())
