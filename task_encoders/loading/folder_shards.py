@@ -268,12 +268,14 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
     return PackColumns(media[order], flops[order, 0], flops[order, 1])
 
 
-def order_of_steps(shards: Sequence[ShardRange], order: Numbers, split: str) -> tuple[Numbers, int]:
+def order_of_steps(
+    shards: Sequence[ShardRange], order: Numbers, split: str
+) -> tuple[Numbers, int, bool]:
     """The packs of an epoch, those of each step side by side, where all datasets were packed with
-    `pack.order` for the same number of ranks, else the given order; and the ranks that take packs
-    of one kind in turn (`pack.order.uniform`), or 0.
+    `pack.order` for the same number of ranks; that number; and whether packs of a step are of one
+    kind (`pack.order.uniform`). Otherwise the given order, 0 and False.
 
-    Any divisor of these ranks that reads the packs in turn has packs of similar cost, or of one
+    Any divisor of these ranks that takes the packs in turn has packs of similar cost, or of one
     kind, at each step.
     """
     roots = list(dict.fromkeys(shard.root for shard in shards))
@@ -281,7 +283,7 @@ def order_of_steps(shards: Sequence[ShardRange], order: Numbers, split: str) -> 
     layouts = [(one.config.get("pack", {}).get("order") or {}) if one else {} for one in manifests]
     ranks = {layout.get("num_ranks", 0) for layout in layouts}
     if len(ranks) != 1 or not (num_ranks := int(ranks.pop())):
-        return order, 0
+        return order, 0, False
     tables, is_whole = [], True
     sizes = [sum(shard.num_packs for shard in shards if shard.root == root) for root in roots]
     firsts = np.cumsum([0, *sizes])
@@ -289,7 +291,7 @@ def order_of_steps(shards: Sequence[ShardRange], order: Numbers, split: str) -> 
         assert manifest is not None  # it has a layout
         epochs = manifest.epochs.get(split) or (manifest.counts.packs.get(split, 0),)
         if sum(epochs) != size:  # a part of an output
-            return order, 0
+            return order, 0, False
         workers = max(1, int(layout["num_workers"]))
         is_whole &= not any(epoch % (num_ranks * workers) for epoch in epochs)
         for epoch in epochs:
@@ -297,13 +299,14 @@ def order_of_steps(shards: Sequence[ShardRange], order: Numbers, split: str) -> 
             first += epoch
     places = np.concatenate(tables)
     if not is_whole:  # steps of several datasets cannot stand side by side
-        return (places if len(order) == len(places) and len(roots) == 1 else order), 0
+        if len(order) == len(places) and len(roots) == 1:
+            return places, num_ranks, False
+        return order, 0, False
     steps = places.reshape(-1, num_ranks)
     if split == "train":
         counts = np.histogram(order, firsts)[0] // num_ranks
         steps = steps[spread([size // num_ranks for size in sizes], counts.tolist())]
-    is_uniform = all(layout.get("uniform") for layout in layouts)
-    return steps.ravel(), num_ranks if is_uniform else 0
+    return steps.ravel(), num_ranks, all(layout.get("uniform") for layout in layouts)
 
 
 def order_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Numbers:

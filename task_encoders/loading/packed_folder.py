@@ -103,8 +103,9 @@ class PackedFolder:
         self.split = split
         #: the place of each pack among all that the shards hold, (len,)
         self.shards, order = find_shards(path, split)
-        #: `uniform_ranks`: ranks that read packs of one kind at each step, in turn; 0: none
-        self.order, self.uniform_ranks = order_of_steps(self.shards, order, split)
+        #: ranks that take the packs of each step in turn (`pack.order`); 0: packs have no steps
+        self.order, self.step_ranks, is_uniform = order_of_steps(self.shards, order, split)
+        self.uniform_ranks = self.step_ranks if is_uniform else 0
         #: packs of each epoch, which follow each other, where each has packs of its own
         self.epoch_sizes = _epoch_sizes(self.shards, len(self.order), split)
         indices = list(in_threads(read_index, self.shards, 16))  # remote ones take their time

@@ -4,7 +4,7 @@
 
     step 0    rank 0: pack 0    rank 1: pack 1
     step 1    rank 0: pack 2    rank 1: pack 3
-    step 2    rank 0: pack 4    rank 1: the last pack of the next epoch, which begins at a new step
+    step 2    rank 0: pack 4    rank 1: pack 0 of the next epoch
 
 A schedule is a function of its arguments, so that every process computes the same one, and the
 state of a run is an epoch and a step. A run that goes on with another number of ranks trains what
@@ -91,16 +91,15 @@ class _Turns:
 
 
 class InTurn:
-    """Packs in their order: at step s, rank r of W trains row s · W + r.
-
-    Each pack comes once per epoch, and no rank is more than one row ahead of another. Rows missing
-    in the last step of an epoch are the last ones of the next, so that steps always hold the same
-    packs: an order that gives ranks equal work, or packs of one kind, is kept.
+    """Packs in their order: at step s, rank r of W trains row s · W + r. Each pack comes once per
+    epoch, and no rank is more than one row ahead of another.
 
     Args:
         epoch_sizes: packs of each epoch, which follow each other; after the last comes the first
             again.
         packs_per_row: packs that a rank takes at a time; the last row of an epoch may have fewer.
+        keeps_steps: rows missing in the last step of an epoch are the last ones of the next, not
+            the first: its steps then hold the same packs again, as an order for ranks needs it.
         uniform_ranks: ranks that take packs of one kind in turn; rows of several packs then are of
             one kind as well. 0: none.
         repeat: whether another epoch follows. Otherwise ranks may have no row at the last step.
@@ -112,35 +111,40 @@ class InTurn:
         num_ranks: int = 1,
         packs_per_row: int = 1,
         *,
+        keeps_steps: bool = False,
         uniform_ranks: int = 0,
         repeat: bool = True,
     ) -> None:
         self.num_ranks = num_ranks
         self._ends = np.cumsum([0, *epoch_sizes])
-        self._size, self._repeat = packs_per_row, repeat
+        self._size, self._repeat, self._keeps_steps = packs_per_row, repeat, keeps_steps
         self._is_uniform = bool(uniform_ranks) and uniform_ranks % num_ranks == 0
-        described = repr(("in turn", list(epoch_sizes), packs_per_row))
+        described = repr(("in turn", list(epoch_sizes), packs_per_row, keeps_steps))
         self.digest = hashlib.sha256(described.encode()).hexdigest()[:16]
 
     @classmethod
     def of(cls, folder: "PackedFolder", *args: Any, **options: Any) -> "InTurn":
         """The packs of a folder in its order, with any other arguments."""
-        return cls(folder.epoch_sizes, *args, uniform_ranks=folder.uniform_ranks, **options)
+        steps = {"keeps_steps": folder.step_ranks > 0, "uniform_ranks": folder.uniform_ranks}
+        return cls(folder.epoch_sizes, *args, **(steps | options))
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> _Turns:
         """See `Schedule`."""
         start, end, num_rows = self._epoch(number)
         begun = sum(stretch.num_ranks for stretch in earlier if not stretch.steps)
         trained = sum(stretch.num_ranks * stretch.steps for stretch in earlier)
-        until = start + max(0, num_rows - begun) * self._size if begun else end
-        numbers = np.arange(start + trained * self._size, until)
+        if not self._keeps_steps:
+            start += begun * self._size
+        elif begun:
+            end = start + max(0, num_rows - begun) * self._size
+        numbers = np.arange(start + trained * self._size, end)
         if self._is_uniform:
             numbers = numbers[dealt_in_rows(len(numbers), self.num_ranks, self._size)]
         left = -(-len(numbers) // self._size)
         # Rows of the next epoch that are trained before it begins, and those of them in this step.
         before = max(0, begun + trained - num_rows) if self._repeat else 0
         missing = -left % self.num_ranks if self._repeat else 0
-        filling = [self._row_from_the_end(number + 1, before + place) for place in range(missing)]
+        filling = [self._row_of_next(number + 1, before + place) for place in range(missing)]
         after = (Stretch(before + missing, 0),) if before + missing else ()
         return _Turns(numbers, self._size, self.num_ranks, filling, after)
 
@@ -149,12 +153,12 @@ class InTurn:
         start, end = self._ends[number % (len(self._ends) - 1) :][:2].tolist()
         return start, end, -(-(end - start) // self._size)
 
-    def _row_from_the_end(self, number: int, place: int) -> Numbers:
-        """Packs of a row of an epoch: 0 is the last one; after the first come the next epoch's."""
+    def _row_of_next(self, number: int, place: int) -> Numbers:
+        """Packs of the row at a place among those that an epoch is begun with."""
         start, end, num_rows = self._epoch(number)
         if place >= num_rows:
-            return self._row_from_the_end(number + 1, place - num_rows)
-        first = start + (num_rows - 1 - place) * self._size
+            return self._row_of_next(number + 1, place - num_rows)
+        first = start + (num_rows - 1 - place if self._keeps_steps else place) * self._size
         return np.arange(first, min(first + self._size, end))
 
 

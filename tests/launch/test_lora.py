@@ -70,15 +70,12 @@ def _adapters_of_samples(
     return get_peft_model_state_dict(model), model.merge_and_unload().state_dict()
 
 
-@pytest.mark.parametrize(
-    "order", ["interleaved", pytest.param("written", marks=pytest.mark.exhaustive)]
-)
 def test_a_stopped_run_of_adapters_goes_on(
-    order: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the dropout of an undisturbed run; other adapters are refused."""
     make = partial(command, case("qwen2_vl"))
-    options = ["--lora", "model.lora.dropout=0.2", f"data.order={order}"]
+    options = ["--lora", "model.lora.dropout=0.2"]
     train(make(tmp_path / "whole", *options))
     stopped = make(tmp_path / "stopped", *options)
     stop(stopped, "SIGTERM", 3, monkeypatch)

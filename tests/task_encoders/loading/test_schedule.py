@@ -47,22 +47,23 @@ def read(schedule: InTurn, steps: int, state: Any = None) -> tuple[list[list[lis
 
 
 @given(
+    keeps_steps=st.booleans(),
     epochs=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     legs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=5),
     size=st.integers(1, 3),
 )
 def test_each_pack_comes_once_per_epoch(
-    epochs: list[int], legs: list[tuple[int, int]], size: int
+    keeps_steps: bool, epochs: list[int], legs: list[tuple[int, int]], size: int
 ) -> None:
     """Legs of steps with other numbers of ranks: at no time has a pack come twice more often than
     another of its epoch, and all are equal when the last leg ends an epoch."""
     state: Any = None
     seen: collections.Counter[int] = collections.Counter()
     for ranks, steps in legs:
-        rows, state = read(InTurn(epochs, ranks, size), steps, state)
+        schedule = InTurn(epochs, ranks, size, keeps_steps=keeps_steps)
+        rows, state = read(schedule, steps, state)
         seen.update(number for step in rows for row in step for number in row)
-    begun = InTurn(epochs, 1, size)
-    last = RankSampler(begun, 0)
+    last = RankSampler(InTurn(epochs, 1, size, keeps_steps=keeps_steps), 0)
     last.load_state_dict(state)
     for _ in range(2 * len(epochs)):  # to the ends of the epochs that were begun
         seen.update(number for row in last for number in row)
@@ -79,13 +80,20 @@ def test_each_pack_comes_once_per_epoch(
         assert sorted(passes, reverse=True) == passes
 
 
-def test_steps_hold_the_same_packs_in_each_epoch() -> None:
-    """7 packs and 2 ranks: the last step takes the last pack of the next epoch."""
-    rows, _ = read(InTurn([7], 2), 7)
-    assert rows == [
-        *[[[0], [1]], [[2], [3]], [[4], [5]], [[6], [6]]],
-        *[[[0], [1]], [[2], [3]], [[4], [5]]],
-    ]
+def test_the_last_step_of_an_epoch() -> None:
+    """7 packs and 2 ranks: it takes the next pack, or, where steps are kept, the last one."""
+    first = [[[0], [1]], [[2], [3]], [[4], [5]]]
+    then = [[[6], [0]], [[1], [2]], [[3], [4]], [[5], [6]]]
+    assert read(InTurn([7], 2), 7)[0] == first + then
+    assert read(InTurn([7], 2, keeps_steps=True), 7)[0] == [*first, [[6], [6]], *first]
+
+
+def test_any_number_of_ranks_trains_the_same_packs() -> None:
+    """Steps of six packs, over the ends of epochs."""
+    numbers = [n for step in read(InTurn([7], 1), 42)[0] for row in step for n in row]
+    for ranks in (2, 3, 6):
+        rows, _ = read(InTurn([7], ranks), 42 // ranks)
+        assert [n for step in rows for row in step for n in row] == numbers
 
 
 def test_more_ranks_than_packs() -> None:
