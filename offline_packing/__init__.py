@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 from task_encoders import import_on_first_use
 
 if TYPE_CHECKING:
-    from offline_packing.planner.context_parallel import ContextParallel
     from offline_packing.planner.pack_plan import PackPlan
     from offline_packing.planner.plan_packs import plan_packs
+    from offline_packing.planner.ranks.layout import ContextParallel
     from offline_packing.planner.windows import WindowOptions, WindowPlanner
     from offline_packing.upkeep.pack import Packed, pack
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "ContextParallel": "planner.context_parallel",
+    "ContextParallel": "planner.ranks.layout",
     "PackPlan": "planner.pack_plan",
     "Packed": "upkeep.pack",
     "WindowOptions": "planner.windows",

@@ -16,8 +16,8 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
-from offline_packing.planner.context_parallel import ContextParallel
-from offline_packing.planner.options import PlanOptions
+from offline_packing.planner.passes import PlanOptions, PlanRequest
+from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
 from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
 from task_encoders.packs.pack_format import cut_multiple
 
@@ -110,6 +110,11 @@ class PackConfig(PlanOptions, Section):
         return content
 
     @property
+    def layout(self) -> RankLayout | None:
+        """The loader that the packs are put in order for."""
+        return None if self.order is None else RankLayout(**self.order.model_dump())
+
+    @property
     def slots(self) -> ContextParallel | None:
         """Ranks of a slot, if packs go over 1, 2, 4 … of them."""
         return None if self.context_parallel is None else self.context_parallel.per_pack
@@ -140,12 +145,7 @@ class PackConfig(PlanOptions, Section):
                 f"split_turns changes nothing under on_overlong {self.on_overlong}; set it to "
                 "split_turns, or leave out the options"
             )
-        self.check_limits(
-            self.budgets,
-            has_order=self.order is not None,
-            context_parallel=self.slots,
-            mixed=self.epochs > 1,
-        )
+        PlanRequest(self, self.budgets, self.layout, self.slots, mixed=self.epochs > 1).passes()
         if self.padding > self.seq_length:
             raise ValueError(
                 f"context_parallel.size {self.cp_size} pads samples to multiples of {self.padding} "

@@ -25,7 +25,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.repeat_dataset import RepeatDataset
 
 from offline_packing.online.pools import PackingPool
-from offline_packing.planner.request import check_known
+from offline_packing.planner.samples import check_known
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
 from task_encoders.field_types import Count, NonNegative, checked

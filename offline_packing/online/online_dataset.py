@@ -30,7 +30,7 @@ from offline_packing.online.reading import (
     this_reader,
 )
 from offline_packing.online.unusable import Unusable, by_reason, shared_counts
-from offline_packing.planner.request import checked_sizes
+from offline_packing.planner.samples import checked_sizes
 from task_encoders.field_types import Count, NonNegative, checked
 from task_encoders.samples import SampleError
 

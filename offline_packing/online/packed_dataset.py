@@ -17,7 +17,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.online_dataset import OnlineDataset
 from offline_packing.online.pools import MatchedWindows, PackingPool, Pool
-from offline_packing.planner.request import check_known
+from offline_packing.planner.samples import check_known
 from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.planner.strategies.strategy import Packs
 from offline_packing.planner.windows import WindowOptions

@@ -20,8 +20,8 @@ from offline_packing.index.table import DUPLICATE_KEY, LEFT_OUT, Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.base import Admission
 from offline_packing.plan.uses import Uses, choose_uses
-from offline_packing.planner.options import PlanOptions
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.passes import PlanOptions
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
 from task_encoders.families import model_cost
@@ -227,8 +227,6 @@ def pack_arguments(
     source_order: npt.NDArray[np.integer],
 ) -> dict[str, Any]:
     """Arguments of `plan_packs` from a `pack` section and columns of the samples."""
-    from offline_packing.planner.order import RankLayout
-
     arguments = {name: getattr(pack, name) for name in PlanOptions.model_fields}
     arguments["pad_multiple"] = pack.padding
     arguments["budgets"] = {
@@ -242,11 +240,9 @@ def pack_arguments(
         arguments["source_order"] = source_order
     if "balance" in pack.assignment:
         arguments["balance_by"] = column("num_vision_patches")
-    if pack.order is not None:
-        arguments["order"] = RankLayout(**pack.order.model_dump())
-        if pack.order.uniform:
-            arguments["media"] = media_of_samples(column)
-    arguments["context_parallel"] = pack.slots
+    if pack.layout is not None and pack.layout.uniform:
+        arguments["media"] = media_of_samples(column)
+    arguments |= {"order": pack.layout, "context_parallel": pack.slots}
     return arguments
 
 

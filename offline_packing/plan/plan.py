@@ -72,13 +72,12 @@ def plan(run: Run, samples: Index) -> StoredPlan:
 
 def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
     """Warn if the ranks that `pack.order` names get different numbers of packs."""
-    order = config.pack.order
+    order = packs.order
     if order is None:
         return
-    readers = order.num_ranks * max(1, order.num_workers)
     for split, own in splits_of_plan(packs, config.output.split).items():
         counts = packs.info.epochs if own.start == 0 else []
-        count = next((n for n in counts or [len(own)] if n % readers), 0)
+        count = next((n for n in counts or [len(own)] if n % order.round), 0)
         if count:
             logger.warning(
                 "plan: %s packs of split %s do not divide evenly among %d ranks x %d workers; "

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from offline_packing.errors import StageError
-from offline_packing.planner.context_parallel import ContextParallel, slot_offsets
+from offline_packing.planner.ranks.layout import ContextParallel, RankLayout, slot_offsets
 from offline_packing.storage.files import (
     atomic_file,
     load_array,
@@ -93,6 +93,12 @@ class PackPlan:
         return slot_offsets(self.cp_sizes, self.info.context_parallel.ranks)
 
     @property
+    def order(self) -> RankLayout | None:
+        """The loader whose ranks get packs of similar cost at each step, if any."""
+        layout = self.info.settings.get("order")
+        return RankLayout(**layout) if layout else None
+
+    @property
     def room(self) -> int:
         """Tokens that all packs could hold."""
         if self.cp_sizes is None or self.info.context_parallel is None:
@@ -154,7 +160,7 @@ class PackPlan:
         the first use of a sample. None where none is used twice."""
         if self.info.num_copies == 0:
             return None
-        from offline_packing.planner.copies import rounds_of_copies  # compiled: takes time
+        from offline_packing.planner.exchange import rounds_of_copies  # compiled: takes time
 
         ends = self.pack_offsets[np.cumsum(self.info.epochs, dtype=np.int64)]
         numbers = [rounds_of_copies(some) for some in np.split(self.sample_ids, ends)]

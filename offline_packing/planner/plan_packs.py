@@ -1,36 +1,56 @@
 """The plan: which samples form which pack, in which order, and which are set aside."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from offline_packing.planner.compose import pack_request
-from offline_packing.planner.context_parallel import ContextParallel
-from offline_packing.planner.options import PlanOptions
-from offline_packing.planner.order import (
-    RankLayout,
-    cost_grouped_order,
-    fill_slots,
-    kinds_of,
-    make_uniform,
-    reorder_packs,
-    shuffle_samples,
+from offline_packing.planner.exchange import (
+    balance_packs,
+    deal_out_copies,
+    rounds_of_copies,
+    separate_copies,
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
+from offline_packing.planner.passes import PlanOptions, PlanRequest
+from offline_packing.planner.ranks.deal import cost_grouped_order
+from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
 from offline_packing.planner.ranks.picture_split import even_samples
-from offline_packing.planner.request import (
-    Admission,
-    Budgets,
-    PlanRequest,
-    admit_samples,
+from offline_packing.planner.ranks.slots import fill_slots, pack_over_ranks
+from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
+from offline_packing.planner.samples import Budgets, Samples, admit_samples
+from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
+from offline_packing.planner.strategies.auto import mixed as mixed_composer
+from offline_packing.planner.strategies.budgets import size_lower_bound
+from offline_packing.planner.strategies.composition import expand_composition
+from offline_packing.planner.strategies.histogram import (
+    announce_compilation,
+    count_lengths,
+    lower_bound,
 )
-from offline_packing.planner.strategies import COMPOSERS
-from offline_packing.planner.strategies.histogram import announce_compilation
-from offline_packing.planner.strategies.strategy import Packs
+from offline_packing.planner.strategies.kernels import random_state, shuffle_between
+from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
+from offline_packing.planner.windows import pack_in_order
 from task_encoders.field_types import Count, Integer, checked, checked_model
 from task_encoders.packs.pack_format import cut_multiple
+
+_SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
+_PART_PACKS = 200  # packs that a part has at least when copies are dealt out
+_FULL = 0.995  # load of a pack, of its scarcest limit, that stays as its part composed it
+_MOST_POOR = 0.1  # share of packs that are composed again; where it is larger, none are full
+
+
+class Draft(NamedTuple):
+    """A plan so far."""
+
+    packs: Packs
+    #: no plan for these samples has fewer packs (of the same groups and budgets)
+    bound: int
+    #: int32 (num_packs,): ranks of each pack, if they differ
+    cp_sizes: np.ndarray | None = None
+    #: what passes say of their work, for `PlanInfo.settings`
+    notes: Mapping[str, Any] = {}
 
 
 @checked
@@ -99,124 +119,241 @@ def plan_packs(
     announce_compilation()
     given = {name: value for name, value in options.items() if value is not None}
     chosen = checked_model(PlanOptions, {"seq_length": seq_length, **given})
+    request = PlanRequest(
+        chosen, budgets or (), order, context_parallel, picture_ranks, window_packs, mixed
+    )
     limits = dict(budgets or {})
     if chosen.max_samples is not None:
         limits["samples"] = (np.ones(len(num_tokens), np.int32), chosen.max_samples)
+    columns = {
+        "groups": groups,
+        "cost": cost,
+        "tower_cost": tower_cost,
+        "media": media,
+        "source_order": source_order,
+        "balance_by": balance_by,
+        "copy_of": copy_of,
+        "units": units,
+        **{f"features[{i}]": array for i, array in enumerate(features)},
+    }
     unit = cut_multiple(1, chosen.pad_multiple) if context_parallel else chosen.pad_multiple
-    admission = admit_samples(num_tokens, seq_length, unit, limits)
-    request = PlanRequest(
-        options=chosen,
-        window_packs=window_packs,
-        lengths=num_tokens,
-        sizes=limits,
-        groups=groups,
-        cost=cost,
-        tower_cost=tower_cost,
-        media=media,
-        features=features,
-        source_order=source_order,
-        balance_by=balance_by,
-        copy_of=copy_of,
-        order=order,
-        context_parallel=context_parallel,
-        picture_ranks=picture_ranks,
-        units=units,
-        unit=unit,
-        mixed=mixed,
-    ).admitted(admission)
-    request.check()
-    return _plan(request, admission)
-
-
-def _plan(request: PlanRequest, admission: Admission) -> PackPlan:
-    """The plan of a request that was checked, in terms of all samples."""
-    options, slots, cp_sizes = request.options, request.context_parallel, None
-    packs, bound = pack_request(request)
-    done: dict[str, Any] = {}
-    if request.order is not None:
-        packs, done = _order_for_ranks(packs, request)
-    elif slots is not None:
-        packs, cp_sizes = _fill_slots(packs, request)
-    elif "shuffle" in options.assignment and not options.has_locality:
-        shuffled = np.random.default_rng(options.seed).permutation(packs.num_packs)
-        packs = reorder_packs(packs, shuffled)
-    if options.strategy in COMPOSERS:
-        packs = shuffle_samples(packs, options.seed)
-    if request.picture_ranks is not None and packs.num_packs:
-        assert request.units is not None
-        assert request.tower_cost is not None
-        packs = even_samples(packs, request.units, request.tower_cost, request.picture_ranks)
-    kept = request.lengths[packs.sample_ids]
-    num_tokens = int(kept.sum(dtype=np.int64))
-    if slots is not None and cp_sizes is not None:
-        bound = -(-num_tokens // (slots.ranks * slots.tokens_per_rank))
-        each = np.repeat(cp_sizes, np.diff(packs.pack_offsets)) * request.unit
-        num_tokens = int((-(-kept // each) * each.astype(np.int64)).sum())
+    admission = admit_samples(num_tokens, seq_length, unit, limits, columns)
+    samples, passes = admission.samples, request.passes()
+    for one in passes:
+        if missing := [name for name in one.needs if name not in samples.columns]:
+            raise ValueError(f"{one.title} needs {missing[0]}, an array with one entry per sample")
+    draft = _compose(samples, request)
+    for one in passes:
+        if one.name in _AFTER:
+            draft = _AFTER[one.name](samples, draft, request)
+    packs, bound, cp_sizes, notes = draft
+    kept = samples.lengths[packs.sample_ids]
+    num_tokens_packed = int(kept.sum(dtype=np.int64))
+    if context_parallel is not None and cp_sizes is not None:
+        room = context_parallel.ranks * context_parallel.tokens_per_rank
+        bound = -(-num_tokens_packed // room)
+        each = np.repeat(cp_sizes, np.diff(packs.pack_offsets)) * unit
+        num_tokens_packed = int((-(-kept // each) * each.astype(np.int64)).sum())
     info = PlanInfo(
-        seq_length=options.seq_length,
-        strategy=options.strategy,
-        seed=options.seed,
-        pad_multiple=options.pad_multiple,
-        num_tokens=num_tokens,
+        seq_length=seq_length,
+        strategy=chosen.strategy,
+        seed=chosen.seed,
+        pad_multiple=chosen.pad_multiple,
+        num_tokens=num_tokens_packed,
         lower_bound=bound,
         reason_names=admission.reason_names,
-        num_copies=len(packs.sample_ids) - len(request.lengths),
-        settings=_settings(request) | done,
-        context_parallel=slots,
+        num_copies=len(packs.sample_ids) - len(samples.lengths),
+        settings={
+            "homogeneous": chosen.homogeneous,
+            "assignment": sorted(set(chosen.assignment)),
+            "budgets": {name: int(limit) for name, (_, limit) in limits.items()},
+            "order": None if order is None else asdict(order),
+            **({"picture_ranks": picture_ranks} if picture_ranks else {}),
+            **notes,
+        },
+        context_parallel=context_parallel,
     )
     if admission.sample_ids is not None:
         packs = packs.of(admission.sample_ids)
     return PackPlan(*packs, admission.set_aside_ids, admission.set_aside_reasons, info, cp_sizes)
 
 
-def _order_for_ranks(packs: Packs, request: PlanRequest) -> tuple[Packs, dict[str, Any]]:
-    """The packs in order for the ranks of ``request.order``, and what uniform steps took."""
-    order, kinds, done = request.order, None, {}
-    assert order is not None
-    if order.uniform and packs.num_packs:
-        assert request.media is not None
-        packs, halved, repeated = make_uniform(packs, request.media, request.lengths, order)
-        kinds = kinds_of(request.media, packs)
-        done = {"uniform": {"halved": halved, "repeated": repeated}}
+def _compose(samples: Samples, request: PlanRequest) -> Draft:
+    """Packs of all samples; group by group if packs shall be homogeneous."""
+    if not request.options.homogeneous:
+        return Draft(*_compose_group(samples, request))
+    parts, bound, groups = [], 0, samples.columns["groups"]
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        packs, part_bound = _compose_group(samples.subset(members), request)
+        parts.append(packs.of(members))
+        bound += part_bound
+    return Draft(join_packs(parts), bound)
+
+
+def _compose_group(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
+    """Packs of all samples, no two copies of one in a pack, and a lower bound of their number."""
+    options, copy_of = request.options, samples.columns.get("copy_of")
+    if request.slots is not None:
+        return _compose_over_ranks(samples, request), 0
+    if copy_of is None:
+        return _compose_part(samples, request)
+    most_copies = int(np.bincount(copy_of).max(initial=0))  # of one sample
+    bound = max(_lower_bound(samples), most_copies)
+    num_parts = 0 if options.has_locality else min(most_copies, bound // _PART_PACKS)
+    packs = _compose_apart(samples, request, copy_of, num_parts)
+    reach = request.window_packs if options.has_locality else None
+    return separate_copies(packs, *samples.limited(), copy_of, reach, options.seed), bound
+
+
+def _compose_over_ranks(samples: Samples, request: PlanRequest) -> Packs:
+    """Packs over 1, 2, 4 … ranks; all first uses of samples, then all second ones, and so on."""
+    assert request.slots is not None
+    options, copy_of, parts = request.options, samples.columns.get("copy_of"), []
+    lengths, capacities = _in_units(samples.lengths, request)
+    rounds = np.zeros(len(lengths), int) if copy_of is None else rounds_of_copies(copy_of)
+    for number in range(int(rounds.max(initial=-1)) + 1):
+        ids = np.flatnonzero(rounds == number)
+        seed = options.seed + number if "shuffle" in options.assignment else None
+        own = lengths[ids].astype(np.int32)
+        parts.append(pack_over_ranks(own, capacities, ranks=request.slots.ranks, seed=seed).of(ids))
+    return join_packs(parts)
+
+
+def _in_units(lengths: np.ndarray, request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths, and capacities of packs over 1, 2, 4 … ranks, in units of the least padding."""
+    assert request.slots is not None
+    unit = cut_multiple(1, request.options.pad_multiple)
+    return lengths // unit, request.slots.capacities(request.options.seq_length) // unit
+
+
+def _compose_apart(
+    samples: Samples, request: PlanRequest, copy_of: np.ndarray, num_parts: int
+) -> Packs:
+    """Packs of parts between which copies are dealt out, and of what fills no pack in its part.
+    Composers put equal lengths, and so copies, into the same packs; exchanging these afterwards
+    costs packs where a length is rare. A part holds no copies unless there are more of a sample
+    than parts."""
+
+    def compose(ids: np.ndarray) -> Packs:
+        return _compose_part(samples.subset(ids), request)[0].of(ids)
+
+    if num_parts < 2:
+        return _compose_part(samples, request)[0]
+    part_of = deal_out_copies(copy_of, num_parts, request.options.seed)
+    packs = join_packs([compose(np.flatnonzero(part_of == part)) for part in range(num_parts)])
+    sizes, limits = samples.limited()
+    poor = (packs.sums(sizes) / limits).max(axis=1) < _FULL
+    if not 0 < poor.sum() <= _MOST_POOR * packs.num_packs:
+        return packs
+    left = packs.sample_ids[np.repeat(poor, np.diff(packs.pack_offsets))]
+    return join_packs([reorder_packs(packs, np.flatnonzero(~poor)), compose(left)])
+
+
+def _compose_part(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
+    """Compose, and balance, as if copies were different samples."""
+    lengths, seq_length, options = samples.lengths, samples.seq_length, request.options
+    seed, assignment = options.seed, options.assignment
+    strategy, own = STRATEGIES[options.strategy], options.strategy_options
+    if samples.budgets:
+        return strategy(*samples.limited(), seed=seed, **own), _lower_bound(samples)
+    counts = count_lengths(lengths, seq_length)
+    bound = lower_bound(counts)
+    window_packs = request.window_packs if options.has_locality else None
+    if window_packs is not None:
+        order = np.argsort(samples.columns["source_order"], kind="stable")
+        if (copy_of := samples.columns.get("copy_of")) is not None:
+            # all first uses, then all second ones, and so on
+            order = order[np.argsort(rounds_of_copies(copy_of)[order], kind="stable")]
+        packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=seed)
+    elif options.strategy in COMPOSERS:
+        at_random = request.mixed or (options.strategy == "auto" and "balance" in assignment)
+        composer = mixed_composer if at_random else COMPOSERS[options.strategy]
+        composition = composer(counts, seed=seed)
+        bound = max(bound, composition.lower_bound)
+        choice = seed if "shuffle" in assignment else None
+        packs = expand_composition(composition, lengths, counts, seed=choice)
+    else:
+        packs = strategy(*samples.limited(), seed=seed, **own)
+    if "balance" in assignment:
+        packs = balance_packs(packs, lengths, samples.columns["balance_by"], window_packs, seed)
+    return packs, bound
+
+
+def _lower_bound(samples: Samples) -> int:
+    """Lower bound of the number of packs: the scarcest limit's."""
+    limits = [(samples.lengths, samples.seq_length), *samples.budgets.values()]
+    return max(size_lower_bound(sizes, limit) for sizes, limit in limits)
+
+
+def _make_uniform(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
+    """As many packs of each kind as divide among the ranks."""
+    if request.order is None or not draft.packs.num_packs:
+        return draft
+    media = samples.columns["media"]
+    packs, halved, repeated = make_uniform(draft.packs, media, samples.lengths, request.order)
+    notes = {**draft.notes, "uniform": {"halved": halved, "repeated": repeated}}
+    return draft._replace(packs=packs, notes=notes)
+
+
+def _order_by_cost(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
+    """The packs in order for the ranks of ``request.order``."""
+    packs, columns, layout = draft.packs, samples.columns, request.order
+    assert layout is not None
 
     def sums(values: np.ndarray) -> np.ndarray:
         of_slots = values[packs.sample_ids]
         return np.bincount(packs.pack_of_slot(), of_slots, minlength=packs.num_packs)
 
+    features = [array for name, array in columns.items() if name.startswith("features[")]
     places = cost_grouped_order(
-        sums(_sample_costs(request)),
-        order,
+        sums(samples.cost),
+        layout,
         request.options.seed,
-        tower=None if request.tower_cost is None else sums(request.tower_cost),
-        kinds=kinds,
-        features=np.stack([sums(some) for some in (request.lengths, *request.features)], axis=1),
+        tower=sums(columns["tower_cost"]) if "tower_cost" in columns else None,
+        kinds=kinds_of(columns["media"], packs) if "uniform" in draft.notes else None,
+        features=np.stack([sums(some) for some in (samples.lengths, *features)], axis=1),
     )
-    return reorder_packs(packs, places), done
+    return draft._replace(packs=reorder_packs(packs, places))
 
 
-def _fill_slots(packs: Packs, request: PlanRequest) -> tuple[Packs, np.ndarray]:
-    """The packs in slots of ``request.context_parallel``, and the ranks of each."""
-    assert request.context_parallel is not None
-    return fill_slots(
-        packs,
-        request.lengths // request.unit,
-        _sample_costs(request),
-        request.context_parallel.capacities(request.options.seq_length) // request.unit,
-        request.options.seed if "shuffle" in request.options.assignment else None,
-    )
+def _fill_slots(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
+    """The packs in slots of ``request.slots``, and the ranks of each."""
+    seed = request.options.seed if "shuffle" in request.options.assignment else None
+    lengths, capacities = _in_units(samples.lengths, request)
+    packs, cp_sizes = fill_slots(draft.packs, lengths, samples.cost, capacities, seed)
+    return draft._replace(packs=packs, cp_sizes=cp_sizes)
 
 
-def _sample_costs(request: PlanRequest) -> np.ndarray:
-    return request.lengths.astype(np.float64) ** 2 if request.cost is None else request.cost
+def _shuffle(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
+    """The packs in random order."""
+    order = np.random.default_rng(request.options.seed).permutation(draft.packs.num_packs)
+    return draft._replace(packs=reorder_packs(draft.packs, order))
 
 
-def _settings(request: PlanRequest) -> dict[str, Any]:
-    """Requested settings besides the fields of PlanInfo, as JSON values."""
-    order, options = request.order, request.options
-    return {
-        "homogeneous": options.homogeneous,
-        "assignment": sorted(set(options.assignment)),
-        "budgets": {name: int(limit) for name, (_, limit) in request.sizes.items()},
-        "order": None if order is None else asdict(order),
-        **({"picture_ranks": request.picture_ranks} if request.picture_ranks else {}),
-    }
+def _order_samples(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
+    """The samples of each pack in random order, unless the strategy is another packer's."""
+    if request.options.strategy not in COMPOSERS:
+        return draft
+    ids, offsets = draft.packs.sample_ids.copy(), draft.packs.pack_offsets
+    shuffle_between(ids, offsets, random_state([request.options.seed, _SAMPLE_ORDER_STREAM]))
+    return draft._replace(packs=Packs(ids, offsets))
+
+
+def _split_pictures(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
+    """The samples of each pack so that its ranks have even tower work."""
+    if request.picture_ranks is None or not draft.packs.num_packs:
+        return draft
+    units, tower = samples.columns["units"], samples.columns["tower_cost"]
+    return draft._replace(packs=even_samples(draft.packs, units, tower, request.picture_ranks))
+
+
+#: passes after the composition, by name
+_AFTER: dict[str, Callable[[Samples, Draft, PlanRequest], Draft]] = {
+    "uniform": _make_uniform,
+    "equal_cost": _order_by_cost,
+    "slots": _fill_slots,
+    "shuffle": _shuffle,
+    "sample_order": _order_samples,
+    "picture_split": _split_pictures,
+}

@@ -1,8 +1,9 @@
-"""Packing a stream of samples in windows, for online use and for datasets larger than memory.
+"""Packing in windows: samples in the order of their source, or a stream of them.
 
 Each window takes the next samples into a pool and composes packs from the pool; full packs are
-given out, the samples of the others stay for the next window. A sample stays at most ``max_age``
-windows, and ``max_carried`` samples at most stay at all: beyond either limit packs go out unfilled.
+given out, the samples of the others stay for the next window. In a stream, a sample stays at most
+``max_age`` windows, and ``max_carried`` samples at most stay at all: beyond either limit packs go
+out unfilled.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from offline_packing.planner.order import reorder_packs
-from offline_packing.planner.request import check_known
-from offline_packing.planner.strategies import STRATEGIES, check_budgets, check_options
+from offline_packing.planner.samples import check_known
+from offline_packing.planner.strategies import STRATEGIES, check_options, lacks_limits
 from offline_packing.planner.strategies.composition import (
     Composition,
     expand_composition,
@@ -23,36 +23,71 @@ from offline_packing.planner.strategies.histogram import count_lengths
 from offline_packing.planner.strategies.narrow_fill import fills_by_fitness
 from offline_packing.planner.strategies.strategy import (
     Packs,
-    check_amounts,
-    check_lengths,
+    check_sizes,
     join_packs,
+    reorder_packs,
 )
 from task_encoders.field_types import Count, NonNegative, Number, check_fields
 
+_SPARE = 0.005  # packs' worth of samples that a window has beyond those it gives out
+_MIN_SPARE_PACKS = 4
+_FULL = 0.995  # share of seq_length at which a window does not hold a pack back
 
-def window_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Exact fills of the few hundred to few thousand samples of a window. Narrow and broad
-    distributions have a method each; where it leaves more than 2% of the tokens in unfilled packs,
-    the other one is tried too."""
-    seq_length = len(counts) - 1
+
+def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
+    """Exact fills of the few hundred to few thousand samples of a window, the fullest first, and in
+    them the oldest of a length. Narrow and broad distributions have a method each; where it leaves
+    more than 2% of the tokens in unfilled packs, the other one is tried too."""
+    lengths = np.ascontiguousarray(lengths, np.int32)
+    counts = count_lengths(lengths, seq_length)
 
     def full_packs(composition: Composition) -> int:
         return int(composition.multiplicity[composition.pattern_tokens() == seq_length].sum())
 
-    first_method, second_method = fills_by_fitness(counts)
-    first = first_method(counts, seed=seed)
-    if full_packs(first) * seq_length >= 0.98 * (counts @ np.arange(seq_length + 1)):
-        return first
-    return max(first, second_method(counts, seed=seed), key=full_packs)
+    method, other_method = fills_by_fitness(counts)
+    best = method(counts, seed=seed)
+    if full_packs(best) * seq_length < 0.98 * (counts @ np.arange(seq_length + 1)):
+        best = max(best, other_method(counts, seed=seed), key=full_packs)
+    fullest_first = np.argsort(-best.pattern_tokens(), kind="stable")
+    return expand_composition(select_patterns(best, fullest_first), lengths, counts)
 
 
-def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
-    """Packs of the samples of a window, the fullest first, and in them the oldest of a length."""
-    lengths = np.ascontiguousarray(lengths, np.int32)
-    counts = count_lengths(lengths, seq_length)
-    packs = window_fill(counts, seed=seed)
-    fullest_first = np.argsort(-packs.pattern_tokens(), kind="stable")
-    return expand_composition(select_patterns(packs, fullest_first), lengths, counts)
+def pack_in_order(
+    lengths: np.ndarray, seq_length: int, order: np.ndarray, *, window_packs: int, seed: int = 0
+) -> Packs:
+    """Pack the samples in the given order, exactly ``window_packs`` packs at a time.
+
+    A window composes packs of slightly more samples than it needs and leaves those of the emptiest
+    packs to the next window, which must use them: so each run of ``window_packs`` packs, which may
+    be one output shard, reads one stretch of ``order`` and a few samples before it. Inside a
+    window the packs are shuffled.
+    """
+    ends = np.cumsum(lengths[order], dtype=np.int64)  # tokens up to and with each sample
+    wanted = seq_length * (window_packs + max(_MIN_SPARE_PACKS, round(_SPARE * window_packs)))
+    parts: list[Packs] = []
+    carried = np.zeros(0, np.int64)
+    start = 0
+    while start < len(order) or len(carried):
+        before = ends[start - 1] if start else 0
+        missing = wanted - int(lengths[carried].sum(dtype=np.int64))
+        end = min(len(order), int(np.searchsorted(ends, before + missing)) + 1)
+        window_seed = seed + len(parts)
+        pool = np.concatenate([carried, order[start:end]])
+        packs = pack_window(lengths[pool], seq_length, seed=window_seed)
+        chosen = np.arange(packs.num_packs)
+        if end < len(order):
+            # First packs with carried samples, then full ones, many samples before few so that few
+            # have to be read again, and last the others from fullest to emptiest.
+            tokens, starts = packs.sums(lengths[pool]), packs.pack_offsets[:-1]
+            carries = np.minimum.reduceat(packs.sample_ids, starts) < len(carried)
+            full = tokens >= _FULL * seq_length
+            rank = np.where(full, -np.diff(packs.pack_offsets), seq_length - tokens)
+            chosen = np.lexsort((rank, ~full, ~carries))[:window_packs]
+        ready = reorder_packs(packs, np.random.default_rng(window_seed).permutation(chosen))
+        parts.append(ready.of(pool))
+        carried = np.delete(pool, ready.sample_ids)
+        start = end
+    return join_packs(parts)
 
 
 @dataclass(frozen=True)
@@ -80,8 +115,9 @@ class WindowOptions:
         if not 0 <= self.full_at <= 1:
             raise ValueError(f"full_at is {self.full_at}; it is a share of each limit, 0 to 1")
         check_known("strategy", self.strategy, STRATEGIES)
-        check_budgets(self.strategy, self.budgets)
         check_options(self.strategy, self.strategy_options)
+        if self.budgets and (lacks := lacks_limits(self.strategy)):
+            raise ValueError(f"strategy {self.strategy!r} cannot keep budgets: {lacks}")
 
 
 class WindowPlanner:
@@ -101,6 +137,7 @@ class WindowPlanner:
         #: lengths, amounts of each budget
         self._pool = np.zeros((3 + len(options.budgets), 0), np.int64)
         self._num_seen = 0
+        self._limits = np.array([options.seq_length, *options.budgets.values()])
 
     @property
     def num_waiting(self) -> int:
@@ -119,14 +156,19 @@ class WindowPlanner:
         over the whole stream. ``amounts`` has integers (n,) for each budget. Raises ValueError,
         and takes nothing in, for a sample that fits no pack.
         """
-        options = self.options
-        lengths = check_lengths(num_tokens, options.seq_length, first_sample=self._num_seen)
-        arrival = self._num_seen + np.arange(len(lengths))
+        options, given = self.options, {"tokens": num_tokens, **(amounts or {})}
+        names = ["tokens", *options.budgets]
+        if missing := [name for name in names if name not in given]:
+            raise ValueError(f"budget {missing[0]!r} needs amounts[{missing[0]!r}]")
+        arrival = self._num_seen + np.arange(len(num_tokens))
         ids = arrival if sample_ids is None else np.asarray(sample_ids, np.int64)
-        if ids.shape != lengths.shape:
-            raise ValueError(f"sample_ids has shape {ids.shape}, num_tokens {lengths.shape}")
-        columns = self._checked(amounts or {}, len(lengths))
-        arrived = np.stack([ids, arrival // options.window, lengths, *columns])
+        columns = {name: np.asarray(given[name]) for name in names}
+        for name, array in {**columns, "sample_ids": ids}.items():
+            if array.shape != arrival.shape:
+                raise ValueError(f"{name} has shape {array.shape}, num_tokens {arrival.shape}")
+        sizes = np.stack(list(columns.values()), axis=1)
+        sizes = check_sizes(sizes, self._limits, names, first_sample=self._num_seen)
+        arrived = np.stack([ids, arrival // options.window, *sizes.T])
         ends = np.flatnonzero((arrival + 1) % options.window == 0) + 1
         ready = []
         for part in np.split(arrived, ends, axis=1):
@@ -163,9 +205,13 @@ class WindowPlanner:
             return join_packs([])
         ids, arrival, *sizes = self._pool
         window = (self._num_seen - 1) // options.window
-        packs = self._compose(sizes, seed=options.seed + window)
-        limits = np.array([options.seq_length, *options.budgets.values()])
-        load = (packs.sums(np.stack(sizes, axis=1)) / limits).max(axis=1)
+        seed, amounts = options.seed + window, np.stack(sizes, axis=1)
+        if options.strategy == "auto" and not options.budgets:
+            packs = pack_window(sizes[0], options.seq_length, seed=seed)
+        else:
+            strategy = STRATEGIES[options.strategy]
+            packs = strategy(amounts, self._limits, seed=seed, **options.strategy_options)
+        load = (packs.sums(amounts) / self._limits).max(axis=1)
         starts, counts = packs.pack_offsets[:-1], np.diff(packs.pack_offsets)
         due = arrival[packs.sample_ids] <= window - options.max_age
         emptiest_first = np.argsort(-load, kind="stable")[::-1]
@@ -181,26 +227,3 @@ class WindowPlanner:
         given_out = reorder_packs(packs, order)
         self._pool = np.delete(self._pool, given_out.sample_ids, axis=1)
         return given_out.of(ids)
-
-    def _checked(self, amounts: Mapping[str, np.ndarray], num_samples: int) -> list[np.ndarray]:
-        """Sizes of new samples in each budget: int64 (num_samples,) arrays."""
-        columns = []
-        for name, limit in self.options.budgets.items():
-            if name not in amounts:
-                raise ValueError(f"budget {name!r} needs amounts[{name!r}]")
-            checked = check_amounts(
-                name, amounts[name], limit, num_samples, first_sample=self._num_seen
-            )
-            columns.append(checked)
-        return columns
-
-    def _compose(self, sizes: list[np.ndarray], *, seed: int) -> Packs:
-        """Packs of samples of ``sizes``: lengths and amounts of each budget, int64 (n,)."""
-        options = self.options
-        lengths, *amounts = sizes
-        if options.strategy == "auto" and not amounts:
-            return pack_window(lengths, options.seq_length, seed=seed)
-        limits = options.budgets.items()
-        budgets = {name: (n, limit) for n, (name, limit) in zip(amounts, limits, strict=True)}
-        strategy, given = STRATEGIES[options.strategy], options.strategy_options
-        return strategy(lengths, options.seq_length, seed=seed, budgets=budgets, **given)

@@ -9,7 +9,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.request import OVER_SEQ_LENGTH
+from offline_packing.planner.samples import OVER_SEQ_LENGTH
 from task_encoders.families import model_cost
 from task_encoders.packs.manifest import PackColumns
 

@@ -16,9 +16,9 @@ from offline_packing.index.pack_table import media_of_samples, pack_table, split
 from offline_packing.index.rows import sums_by_source
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
-from offline_packing.planner.context_parallel import idle_in_slots
 from offline_packing.planner.cost import count_values, saving
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.ranks.layout import RankLayout, idle_in_slots
 from offline_packing.runs.warnings import run_warnings
 from task_encoders.families import ModelOptions, model_cost
 from task_encoders.packs.manifest import PackColumns
@@ -69,7 +69,7 @@ def run_figures(
     cost, lengths = model_cost(config.model), np.repeat(samples.array("num_tokens"), uses)
     found |= plan_figures(config.report, lengths, plan)
     picture_split = split_of_packs(samples, plan, cost)
-    if table is None and (config.pack.order is not None or plan.cp_sizes is not None):
+    if table is None and (plan.order is not None or plan.cp_sizes is not None):
         table = pack_table(samples, plan, cost)
     found["plan"] |= {
         "splits": _split_figures(config, plan),
@@ -193,24 +193,20 @@ def _waiting(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Figur
     """Shares of time that data-parallel ranks wait for the slowest, in the order written, in the
     first epoch of the first split; and where they wait after the vision tower as well. `shares` are
     None where there are fewer packs than ranks. What steps of one kind took is in `uniform`."""
-    # compiled: takes time to import
-    from offline_packing.planner.order import RankLayout, idle_of_order, mixed_steps
-
-    order = config.pack.order
-    layout = RankLayout(**order.model_dump()) if order else RankLayout(_NUM_RANKS)
+    layout = plan.order or RankLayout(_NUM_RANKS)
     first = next(filter(len, splits_of_plan(plan, config.output.split).values()))
     size = plan.info.epochs[0] if plan.info.epochs else len(first)
     own = slice(first.start, first.start + size)
     enough = size >= layout.num_ranks
-    shares = idle_of_order(table.cost[own], table.tower[own], layout) if enough else (None, None)
+    shares = layout.idle_shares(table.cost[own], table.tower[own]) if enough else (None, None)
     return {
         "num_ranks": layout.num_ranks,
         "num_workers": layout.num_workers,
-        "ordered": order is not None,
+        "ordered": plan.order is not None,
         "packs": size,
         "share": shares[0],
         "two_phase_share": shares[1],
         "steps": -(-size // layout.num_ranks),
-        "mixed_steps": mixed_steps(table.media[own], layout),
+        "mixed_steps": layout.mixed_steps(table.media[own]),
         "uniform": plan.info.settings.get("uniform"),
     }

@@ -18,8 +18,8 @@ from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import PlannedShard, ShardFragment
-from offline_packing.planner.context_parallel import ContextParallel
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.ranks.layout import ContextParallel
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.verify.damage import Damage

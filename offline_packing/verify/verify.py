@@ -22,8 +22,8 @@ from offline_packing.index.shared import shared_contents
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard, splits_of_plan
-from offline_packing.planner.context_parallel import slot_offsets
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.ranks.layout import RankLayout, slot_offsets
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_sources
@@ -151,21 +151,18 @@ def _verify_shards(
         _check_each_once(samples, stored.packs, own, total)
         _check_splits(samples, stored.packs, run, total)
         _check_records(samples, manifest, stored.packs, total)
-        _check_steps(run, manifest, total)
+        _check_steps(stored.packs.order, manifest, total)
 
 
-def _check_steps(run: Run, manifest: Manifest, total: VerifyResult) -> None:
+def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyResult) -> None:
     """What `pack.order.uniform` promises of each step follows from the manifest alone."""
-    order = run.config.pack.order
-    if order is None or not order.uniform:
+    if layout is None or not layout.uniform:
         return
-    from offline_packing.planner.order import RankLayout, mixed_steps  # compiled
-
     media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
-    layout, first = RankLayout(**order.model_dump()), 0
+    first = 0
     for split, count in manifest.counts.packs.items():
         for size in manifest.epochs.get(split) or (count,):
-            mixed = mixed_steps(media[first : first + size], layout)
+            mixed = layout.mixed_steps(media[first : first + size])
             first += size
             total.num_steps += size // layout.num_ranks
             if mixed:

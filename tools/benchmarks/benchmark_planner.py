@@ -23,7 +23,7 @@ from length_distributions import DISTRIBUTIONS, draw_lengths, draw_sft
 from planner_peers import OWN, PEERS, missing_packages
 
 from offline_packing import PackPlan, plan_packs
-from offline_packing.planner.order import RankLayout, idle_share
+from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
@@ -365,7 +365,7 @@ def order(samples: int, ranks: int, workers: int) -> None:
                 {
                     "order": name,
                     "read by ranks x workers": f"{read.num_ranks} x {read.num_workers}",
-                    "idle %": round(100 * idle_share(cost, read), 2),
+                    "idle %": round(100 * read.idle_shares(cost)[0], 2),
                 }
             )
     print_table(rows)

@@ -15,9 +15,8 @@ from length_distributions import draw_sft
 
 from offline_packing import plan_packs
 from offline_packing.online.ranks.rank_schedule import RankSchedule
-from offline_packing.planner.order import RankLayout, mixed_steps
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.ranks.deal import idle_shares
+from offline_packing.planner.ranks.layout import RankLayout, idle_shares
 from task_encoders.families import FAMILIES
 
 TOWER_SHARE = 0.22
@@ -106,7 +105,7 @@ def uniform(samples: int) -> None:
                 layout = RankLayout(num_ranks, uniform=is_uniform)
                 plan = plan_packs(lengths, 8192, order=layout, **arrays)
                 kinds = np.bitwise_or.reduceat(media[plan.sample_ids], plan.pack_offsets[:-1])
-                found.append(mixed_steps(kinds, layout))
+                found.append(layout.mixed_steps(kinds))
             done = plan.info.settings["uniform"]
             click.echo(
                 f"| {share:.0%} | {num_ranks} | {found[0]} | {found[1]} | {plan.num_packs:,} | "

@@ -6,9 +6,8 @@ from itertools import chain
 
 import numpy as np
 
-from offline_packing.planner.order import reorder_packs
 from offline_packing.planner.plan_packs import plan_packs
-from offline_packing.planner.strategies.strategy import Packs, join_packs
+from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 
 
 def fill_micro_batches(

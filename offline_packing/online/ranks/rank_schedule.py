@@ -26,10 +26,10 @@ from typing import Final
 import numpy as np
 
 from offline_packing.online.ranks.micro_batches import fill_micro_batches
-from offline_packing.planner.order import reorder_packs
-from offline_packing.planner.ranks.deal import BLOCK, deal_steps, idle_shares
-from offline_packing.planner.request import checked_costs, checked_sizes
-from offline_packing.planner.strategies.strategy import Packs, join_packs
+from offline_packing.planner.ranks.deal import BLOCK, deal_steps
+from offline_packing.planner.ranks.layout import idle_shares
+from offline_packing.planner.samples import checked_costs, checked_sizes
+from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from task_encoders.field_types import Count, NonNegative, checked
 from task_encoders.loading.schedule import Stretch
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from offline_packing.planner.ranks.layout import RankLayout, idle_shares
 from offline_packing.planner.strategies.kernels import random_below, random_state
 
 Floats = npt.NDArray[np.float64]
@@ -32,19 +33,6 @@ _SUM_WEIGHTS: Final = (0.0, 1.0, 4.0)
 #: Places at which a set of steps is cut, as parts of it; and steps next to each other, and rounds,
 #: in which single packs are exchanged.
 _CUTS, _NEAR, _ROUNDS = 16, 8, 4
-
-
-def idle_shares(cost: Floats, tower: Floats) -> tuple[float, float]:
-    """Shares of time that ranks wait, (num_steps, num_ranks) arrays: for the largest sum of each
-    step; and for the largest tower cost plus the largest language cost."""
-    times = np.array([phase_times(cost, tower), cost.max(axis=1, initial=0)]).sum(axis=1)
-    two, one = (float(1 - cost.mean(axis=1).sum() / time) if time else 0.0 for time in times)
-    return max(0.0, one), max(0.0, two)
-
-
-def phase_times(cost: Floats, tower: Floats) -> Floats:
-    """(num_steps,) time of each step in both phases."""
-    return np.asarray(tower.max(axis=1, initial=0) + (cost - tower).max(axis=1, initial=0))
 
 
 def similar_steps(cost: Floats, tower: Floats | None, num_ranks: int) -> Integers:
@@ -339,6 +327,43 @@ def deal_steps(
         units.append(features.std(axis=0) / np.sqrt(num_ranks))  # of steps at random
     order = even_order(np.concatenate(sums, axis=1), rng, np.concatenate(units))
     return np.asarray(rng.permuted(table[order], axis=1))
+
+
+def cost_grouped_order(
+    cost: np.ndarray,
+    layout: RankLayout,
+    seed: int,
+    *,
+    tower: np.ndarray | None = None,
+    kinds: np.ndarray | None = None,
+    features: np.ndarray | None = None,
+) -> np.ndarray:
+    """An order in which all ranks read packs of similar cost at the same step.
+
+    Returns a permutation, int64 (num_packs,): place i of the written order gets pack ``order[i]``.
+    It serves the given layout; another number of ranks reads other packs at the same step. For
+    ``tower``, ``kinds`` and ``features``, (num_packs, …), see `deal_steps`. With kinds, packs of
+    each have to divide among the ranks.
+    """
+    rng = np.random.default_rng(seed)
+    step = layout.steps(len(cost))
+    is_full = np.bincount(step) == layout.num_ranks
+    places = np.lexsort((np.arange(len(cost)), step, ~is_full[step]))  # incomplete steps last
+    packs = rng.permutation(len(cost))
+    odd = len(cost) - int(is_full.sum()) * layout.num_ranks
+    likest = by_likeness(packs, cost, tower)[:odd] if odd else packs[:0]
+    rest, packs = packs[likest], np.sort(np.delete(packs, likest))
+    table = deal_steps(
+        cost[packs],
+        None if tower is None else tower[packs],
+        None if kinds is None else kinds[packs],
+        layout.num_ranks,
+        rng,
+        None if features is None else features[packs],
+    )
+    order = np.empty(len(cost), np.int64)
+    order[places] = np.concatenate([packs[table].ravel(), rest])
+    return order
 
 
 def _odd_step(

@@ -6,14 +6,13 @@ themselves. To add a strategy, write its function, with the options that it unde
 line here.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offline_packing.planner.strategies.auto import auto
 from offline_packing.planner.strategies.budgets import pack_budgets
 from offline_packing.planner.strategies.composition import Composer
-from offline_packing.planner.strategies.histogram import best_fit_decreasing, pack_with
+from offline_packing.planner.strategies.histogram import best_fit_decreasing, by_histogram
 from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
 from offline_packing.planner.strategies.peers.placing import (
     first_fit_decreasing,
@@ -32,8 +31,8 @@ COMPOSERS: dict[str, Composer] = {
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "auto": Strategy(partial(pack_with, auto), under_limits=pack_budgets),
-    "best_fit_decreasing": Strategy(partial(pack_with, best_fit_decreasing)),
+    "auto": by_histogram(auto, pack_budgets),
+    "best_fit_decreasing": by_histogram(best_fit_decreasing),
     "hash_bucket": hash_bucket,
     "first_fit_decreasing": first_fit_decreasing,
     "first_fit_shuffle": first_fit_shuffle,
@@ -54,14 +53,12 @@ def check_options(strategy: str, options: Mapping[str, Any]) -> None:
     STRATEGIES[strategy].options(**options)
 
 
-def check_budgets(strategy: str, budgets: Collection[str]) -> None:
-    """Raise ValueError for a strategy that cannot honour these limits beside seq_length."""
-    if budgets and STRATEGIES[strategy].under_limits is None:
-        able = ", ".join(name for name, other in STRATEGIES.items() if other.under_limits)
-        raise ValueError(
-            f"strategy {strategy!r} decides on the histogram of lengths and cannot honour budget "
-            f"{min(budgets)!r}; choose one of {able}"
-        )
+def lacks_limits(strategy: str) -> str:
+    """Why a strategy cannot honour limits beside seq_length; "" if it can."""
+    if not STRATEGIES[strategy].lengths_only:
+        return ""
+    able = ", ".join(name for name, other in STRATEGIES.items() if not other.lengths_only)
+    return f"it decides on the histogram of lengths; choose one of {able}"
 
 
 def describe_options() -> Iterator[tuple[str, str, str, str]]:

@@ -5,6 +5,7 @@ Every function takes ``counts``, int64 (seq_length + 1,): ``counts[l]`` samples 
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from offline_packing.planner.strategies.kernels import (
     bitset_remove,
     list_of,
 )
-from offline_packing.planner.strategies.strategy import Packs
+from offline_packing.planner.strategies.strategy import Packs, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -155,10 +156,18 @@ def greedy_knapsack(counts: np.ndarray, *, seed: int = 0) -> Composition:
     return from_entries(*_greedy_knapsack(counts))
 
 
-def pack_with(compose: Composer, lengths: np.ndarray, seq_length: int, *, seed: int = 0) -> Packs:
-    """Packs of a composer, samples of equal length taken in their order."""
-    counts = count_lengths(lengths, seq_length)
-    return expand_composition(compose(counts, seed=seed), lengths, counts)
+def by_histogram(compose: Composer, under_limits: Callable[..., Packs] | None = None) -> Strategy:
+    """The strategy of a composer, samples of equal length taken in their order; under further
+    limits ``under_limits(sizes, limits, seed=seed)``, if it can honour any."""
+
+    def pack(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
+        if under_limits is not None and len(limits) > 1:
+            return under_limits(sizes, limits, seed=seed)
+        lengths = np.ascontiguousarray(sizes[:, 0], np.int32)
+        counts = count_lengths(lengths, int(limits[0]))
+        return expand_composition(compose(counts, seed=seed), lengths, counts)
+
+    return Strategy(pack, lengths_only=under_limits is None)
 
 
 def even_packs(part: np.ndarray, samples_per_pack: int) -> np.ndarray:

@@ -1,10 +1,11 @@
 """A strategy: a function from lengths to packs, and the options that it declares."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 from pydantic import BaseModel, ConfigDict
 
 from offline_packing.planner.strategies.kernels import counting_sort
@@ -46,6 +47,26 @@ def join_packs(parts: Sequence[Packs]) -> Packs:
     return Packs(sample_ids, np.cumsum(sizes, dtype=np.int64))
 
 
+@njit(cache=True)
+def _gather_packs(packs: Packs, order: np.ndarray, out: Packs) -> None:
+    end = 0
+    for place in range(order.shape[0]):
+        pack = order[place]
+        for source in range(packs.pack_offsets[pack], packs.pack_offsets[pack + 1]):
+            out.sample_ids[end] = packs.sample_ids[source]
+            end += 1
+        out.pack_offsets[place + 1] = end
+
+
+def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
+    """The chosen packs in the given order: place i gets pack ``order[i]``, each at most once."""
+    size = int(np.diff(packs.pack_offsets)[order].sum())
+    offsets = np.zeros(len(order) + 1, np.int64)
+    reordered = Packs(np.empty(size, packs.sample_ids.dtype), offsets)
+    _gather_packs(packs, order, reordered)
+    return reordered
+
+
 class StrategyOptions(BaseModel):
     """Options of a strategy beside sizes, limits and seed: by itself none. Every field has
     a default and a description, which is what help and guide say of it."""
@@ -55,91 +76,52 @@ class StrategyOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Strategy:
-    """Packs samples of ``num_tokens``, integers (num_samples,) in 1..seq_length: every sample in
-    exactly one pack, no pack over ``seq_length`` or a budget."""
+    """Packs samples: every sample in exactly one pack, no pack over a limit."""
 
-    #: f(lengths, seq_length, *, seed), and ``options`` where it declares any; lengths are int32
+    #: f(sizes, limits, *, seed), and ``options`` where it declares any; see `check_sizes`
     function: Callable[..., Packs]
     options: type[StrategyOptions] = StrategyOptions
-    #: f(sizes, limits, *, seed), and ``options``: the same under budgets; sizes are int64
-    #: (num_samples, num_limits) and limits (num_limits,), tokens first. None: the strategy decides
-    #: on the histogram of lengths, and can honour no budget
-    under_limits: Callable[..., Packs] | None = None
+    #: whether it decides on the histogram of lengths, and can honour no limit but tokens
+    lengths_only: bool = False
 
     def __call__(
-        self,
-        num_tokens: np.ndarray,
-        seq_length: int,
-        *,
-        seed: int = 0,
-        budgets: Mapping[str, tuple[np.ndarray, int]] | None = None,
-        **options: Any,
+        self, sizes: np.ndarray, limits: np.ndarray | int, *, seed: int = 0, **options: Any
     ) -> Packs:
-        """The packs. ``budgets``: name -> (sizes (num_samples,), limit per pack); `check_budgets`
-        says whether it honours any. Raises ValueError for samples that no pack can hold, and for
-        options that it lacks, or values out of range."""
-        parsed = self.options(**options)
-        given = {"options": parsed} if self.options.model_fields else {}
-        lengths = check_lengths(num_tokens, seq_length)
-        if not budgets:
-            return self.function(lengths, seq_length, seed=seed, **given)
-        assert self.under_limits is not None
-        amounts = [check_amounts(name, *budget, len(lengths)) for name, budget in budgets.items()]
-        limits = np.array([seq_length, *(limit for _, limit in budgets.values())])
-        sizes = np.stack([lengths, *amounts], axis=1).astype(np.int64)
-        return self.under_limits(sizes, limits, seed=seed, **given)
+        """The packs of samples of `sizes`, integers (num_samples, num_limits) or tokens alone,
+        (num_samples,). Raises ValueError for samples that no pack can hold, and for options that it
+        lacks, or values out of range."""
+        given = {"options": self.options(**options)} if self.options.model_fields else {}
+        limits = np.atleast_1d(limits)
+        return self.function(check_sizes(sizes, limits), limits, seed=seed, **given)
 
 
-def under_limits(
-    function: Callable[..., Packs], options: type[StrategyOptions] = StrategyOptions
-) -> Strategy:
-    """The strategy that runs the same function whether there are budgets or not."""
-
-    def by_length(lengths: np.ndarray, seq_length: int, **given: Any) -> Packs:
-        return function(lengths[:, np.newaxis].astype(np.int64), np.array([seq_length]), **given)
-
-    return Strategy(by_length, options, function)
-
-
-def check_lengths(num_tokens: np.ndarray, seq_length: int, *, first_sample: int = 0) -> np.ndarray:
-    """The lengths as contiguous int32 (num_samples,), all in 1..seq_length. Raises ValueError for a
-    wrong type or shape, and for the first length that no pack can hold; samples are counted from
-    ``first_sample``."""
-    lengths = np.asarray(num_tokens)
-    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
-        raise ValueError(
-            f"num_tokens must be integers of shape (num_samples,), got {lengths.dtype} of shape "
-            f"{lengths.shape}"
-        )
-    bad = (lengths < 1) | (lengths > seq_length)
-    if bad.any():
-        sample = int(bad.argmax())
-        raise ValueError(
-            f"sample {first_sample + sample} has {lengths[sample]} tokens, not in 1..seq_length "
-            f"{seq_length}; set such samples aside before packing"
-        )
-    return np.ascontiguousarray(lengths, np.int32)
-
-
-def check_amounts(
-    name: str, amounts: np.ndarray, limit: int, num_samples: int, *, first_sample: int = 0
+def check_sizes(
+    sizes: np.ndarray,
+    limits: np.ndarray,
+    names: Sequence[str] = ("tokens",),
+    *,
+    first_sample: int = 0,
 ) -> np.ndarray:
-    """Sizes of the samples in a budget, as int64 (num_samples,), all in 0..limit. Raises
-    ValueError for a wrong shape, and for the first sample that no pack can hold."""
-    amounts = np.asarray(amounts)
-    if amounts.shape != (num_samples,):
-        raise ValueError(f"{name} has shape {amounts.shape}, num_tokens ({num_samples},)")
-    if num_samples and amounts.dtype.kind not in "iu":
-        raise ValueError(f"{name} has type {amounts.dtype}; pass integers")
-    amounts = amounts.astype(np.int64)
-    bad = (amounts < 0) | (amounts > limit)
-    if bad.any():
-        sample = int(bad.argmax())
+    """The sizes as int64 (num_samples, num_limits): tokens first, at least 1, all within `limits`
+    (num_limits,). Raises ValueError for a wrong type or shape, and for the first sample that no
+    pack can hold; samples are counted from ``first_sample``."""
+    sizes = np.asarray(sizes)
+    sizes = sizes[:, np.newaxis] if sizes.ndim == 1 else sizes
+    if sizes.shape[1:] != limits.shape or (sizes.size and sizes.dtype.kind not in "iu"):
         raise ValueError(
-            f"sample {first_sample + sample} has {amounts[sample]} {name}, not in 0..{limit}, the "
-            "budget of a pack; set such samples aside before packing"
+            f"sizes must be integers of shape (num_samples, {len(limits)}), got {sizes.dtype} of "
+            f"shape {sizes.shape}"
         )
-    return amounts
+    least = np.arange(len(limits)) == 0
+    bad = (sizes < least) | (sizes > limits)
+    if bad.any():
+        sample, limit = np.argwhere(bad)[0]
+        name = names[limit] if limit < len(names) else f"of limit {limit}"
+        raise ValueError(
+            f"sample {first_sample + sample} has {sizes[sample, limit]} {name}, not in "
+            f"{int(least[limit])}..{limits[limit]}; set such samples aside before packing"
+        )
+    return np.ascontiguousarray(sizes, np.int64)
 
 
 def group_into_packs(order: np.ndarray, pack_of: np.ndarray, num_packs: int) -> Packs:

@@ -14,7 +14,7 @@ from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
 from offline_packing.online.ranks.pack_costs import pack_columns, pack_costs
-from offline_packing.planner.ranks.deal import idle_shares
+from offline_packing.planner.ranks.layout import idle_shares
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all

@@ -25,7 +25,7 @@ from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.trainer import Trainer
 from launch.model.megatron_model import build_model
 from launch.train import cli
-from offline_packing.planner.context_parallel import idle_in_slots, slot_offsets
+from offline_packing.planner.ranks.layout import idle_in_slots, slot_offsets
 from offline_packing.storage.files import to_json
 from task_encoders import PackedTaskEncoder
 from task_encoders.energon_samples import PackedBatch

@@ -145,8 +145,14 @@ def test_copies_are_numbered_within_an_epoch(tmp_path: Path) -> None:
     [
         ({"output": {"layout": "energon"}}, r"pack\.epochs=2 .* would copy all data for each"),
         ({"output": {"layout": "indexed"}}, r"pack\.epochs=2 .* would copy all data for each"),
-        ({"pack": {"epochs": 2, "strategy": "sequential"}}, "not by strategy 'sequential'; leave"),
-        ({"pack": {"epochs": 2, "assignment": "locality"}}, "not by assignment locality; leave"),
+        (
+            {"pack": {"epochs": 2, "strategy": "sequential"}},
+            "'sequential' cannot keep several epochs",
+        ),
+        (
+            {"pack": {"epochs": 2, "assignment": "locality"}},
+            "locality cannot keep several epochs",
+        ),
     ],
 )
 def test_what_does_not_go_together(tmp_path: Path, sections: dict[str, Any], message: str) -> None:

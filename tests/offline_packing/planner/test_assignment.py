@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from offline_packing import plan_packs
-from offline_packing.planner.compose import balance_packs
+from offline_packing.planner.exchange import balance_packs
 from offline_packing.planner.strategies.strategy import Packs
 
 

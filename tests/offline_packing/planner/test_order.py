@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from offline_packing import plan_packs
-from offline_packing.planner.order import (
-    RankLayout,
-    cost_grouped_order,
-)
+from offline_packing.planner.ranks.deal import cost_grouped_order
+from offline_packing.planner.ranks.layout import RankLayout
 
 
 @pytest.mark.parametrize("layout", [RankLayout(1), RankLayout(8, 2), RankLayout(3, 0)])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from offline_packing import plan_packs
 from offline_packing.config.sections import PackConfig
-from offline_packing.planner.options import PlanOptions
-from offline_packing.planner.order import RankLayout
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.passes import PlanOptions
+from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies import STRATEGIES
 
 
@@ -75,10 +75,10 @@ def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
         ({"assignment": "balance"}, "assignment balance needs balance_by"),
         ({"homogeneous": True}, "homogeneous needs groups"),
         ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 3 samples"),
-        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot honour budget 'samples'"),
+        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot keep a limit of samples"),
         (
             {"assignment": "locality", "source_order": np.arange(3), "order": RankLayout(2)},
-            "choose one of them",
+            "order cannot keep assignment locality",
         ),
     ],
 )

@@ -365,9 +365,9 @@ class HashBucketOptions(StrategyOptions):
         return phases
 
 
-@partial(Strategy, options=HashBucketOptions)
+@partial(Strategy, options=HashBucketOptions, lengths_only=True)
 def hash_bucket(
-    lengths: np.ndarray, seq_length: int, *, options: HashBucketOptions, seed: int = 0
+    sizes: np.ndarray, limits: np.ndarray, *, options: HashBucketOptions, seed: int
 ) -> Packs:
     """Pack in phases, each of which takes full packs out of the buckets of equal length.
 
@@ -384,7 +384,8 @@ def hash_bucket(
     ``seed`` decides which of the samples of equal length is used. Packs come out phase by phase.
     O(n log seq_length).
     """
-    counts = count_lengths(lengths, seq_length)
+    lengths = np.ascontiguousarray(sizes[:, 0], np.int32)
+    counts = count_lengths(lengths, int(limits[0]))
     left = counts.copy()
     parts = []
     for number, phase in enumerate(options.phases, 1):

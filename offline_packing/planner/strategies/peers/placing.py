@@ -16,14 +16,13 @@ import numpy as np
 from numba import njit
 from pydantic import Field
 
-from offline_packing.planner.strategies.histogram import greedy_knapsack, pack_with
+from offline_packing.planner.strategies.histogram import by_histogram, greedy_knapsack
 from offline_packing.planner.strategies.strategy import (
     Packs,
     Strategy,
     StrategyOptions,
     group_into_packs,
     join_packs,
-    under_limits,
 )
 from task_encoders.threads import in_threads
 
@@ -122,9 +121,7 @@ def _first_fit_decreasing(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -
 #: a greedy knapsack would choose for it: the longest sample that still fits, again and again; then
 #: the second pack, and so on. So the packs, their order and their samples are the same, found with
 #: multiplicity; ``seed`` is unused.
-first_fit_decreasing = Strategy(
-    partial(pack_with, greedy_knapsack), under_limits=_first_fit_decreasing
-)
+first_fit_decreasing = by_histogram(greedy_knapsack, _first_fit_decreasing)
 
 
 class FirstFitShuffleOptions(StrategyOptions):
@@ -134,7 +131,7 @@ class FirstFitShuffleOptions(StrategyOptions):
     num_threads: int = Field(1, ge=1, description="threads that pack them; changes no pack")
 
 
-@partial(under_limits, options=FirstFitShuffleOptions)
+@partial(Strategy, options=FirstFitShuffleOptions)
 def first_fit_shuffle(
     sizes: np.ndarray, limits: np.ndarray, *, options: FirstFitShuffleOptions, seed: int
 ) -> Packs:
@@ -167,7 +164,7 @@ def _next_fit(sizes: np.ndarray, limits: np.ndarray) -> np.ndarray:
     return offsets[: num_packs + 1].copy()
 
 
-@under_limits
+@Strategy
 def shuffle_and_pack(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
     """Samples in a seeded random order, a new pack whenever the next one does not fit. O(n)."""
     order = np.random.default_rng(seed).permutation(len(sizes))
@@ -180,7 +177,7 @@ class SequentialOptions(StrategyOptions):
     max_samples: int | None = Field(None, ge=1, description="samples that a pack holds at most")
 
 
-@partial(under_limits, options=SequentialOptions)
+@partial(Strategy, options=SequentialOptions)
 def sequential(
     sizes: np.ndarray, limits: np.ndarray, *, options: SequentialOptions, seed: int
 ) -> Packs:
@@ -196,7 +193,7 @@ def sequential(
     return Packs(np.arange(len(sizes)), _next_fit(sizes, limits))
 
 
-@under_limits
+@Strategy
 def to_constant_volume(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
     """Longest sample first, each into the fullest pack with room, the oldest of equally full ones.
 
@@ -217,7 +214,7 @@ class KnapsackOptions(StrategyOptions):
     extra_packs: int = Field(0, ge=0, description="packs beyond these: less full, and more even")
 
 
-@partial(under_limits, options=KnapsackOptions)
+@partial(Strategy, options=KnapsackOptions)
 def knapsack(
     sizes: np.ndarray, limits: np.ndarray, *, options: KnapsackOptions, seed: int
 ) -> Packs:

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.planner.ranks.deal import idle_shares, phase_times, similar_steps
+from offline_packing.planner.ranks.deal import similar_steps
+from offline_packing.planner.ranks.layout import idle_shares, phase_times
 
 
 def drawn(count: int, seed: int, texts: float) -> tuple[np.ndarray, np.ndarray]:

@@ -7,10 +7,10 @@ from offline_packing.planner.ranks.deal import (
     BLOCK,
     MAX_LOSS,
     deal_steps,
-    idle_shares,
     similar_steps,
     spread_steps,
 )
+from offline_packing.planner.ranks.layout import idle_shares
 
 
 def packs(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

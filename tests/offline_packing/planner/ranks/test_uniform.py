@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
-from offline_packing.planner.order import RankLayout, idle_of_order, kinds_of, mixed_steps
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.ranks.layout import RankLayout
+from offline_packing.planner.ranks.uniform import kinds_of
 from offline_packing.planner.strategies.strategy import Packs
 
 
@@ -55,8 +56,8 @@ def test_every_step_is_of_one_kind(
     assert plan.num_packs % (num_ranks * max(1, num_workers)) == 0
     for ranks in range(1, num_ranks + 1):
         if num_ranks % ranks == 0:
-            assert mixed_steps(kinds, RankLayout(ranks, num_workers)) == 0
-            assert mixed_steps(kinds, RankLayout(ranks, 1)) == 0
+            assert RankLayout(ranks, num_workers).mixed_steps(kinds) == 0
+            assert RankLayout(ranks, 1).mixed_steps(kinds) == 0
     times = np.bincount(plan.sample_ids, minlength=len(lengths))
     assert times.min() >= 1
     assert times.sum() - len(lengths) == plan.info.num_copies
@@ -86,17 +87,17 @@ def test_little_room_is_lost(share: float, num_ranks: int) -> None:
     tower = media * lengths * 10.0
     layout, cost = RankLayout(num_ranks, 2, uniform=True), tower + lengths**2
     plan = plan_packs(lengths, 8192, order=layout, cost=cost, tower_cost=tower, media=media)
-    assert mixed_steps(kinds_in(plan, media), layout) == 0
+    assert layout.mixed_steps(kinds_in(plan, media)) == 0
     assert plan.info.settings["uniform"]["repeated"] == plan.info.num_copies == 0
     fewest = plan_packs(lengths, 8192).num_packs
     assert plan.num_packs - fewest < 2 * layout.round
     by_cost = RankLayout(num_ranks, 2)
     mixed = plan_packs(lengths, 8192, order=by_cost, cost=cost, tower_cost=tower)
-    assert mixed_steps(kinds_in(mixed, media), by_cost) > 0
+    assert by_cost.mixed_steps(kinds_in(mixed, media)) > 0
 
     def idle(of: PackPlan) -> tuple[float, float]:
         costs = [np.add.reduceat(c[of.sample_ids], of.pack_offsets[:-1]) for c in (cost, tower)]
-        return idle_of_order(*costs, layout)
+        return layout.idle_shares(*costs)
 
     assert idle(plan)[1] <= idle(mixed)[1] + 0.01
 
@@ -107,7 +108,7 @@ def test_samples_as_long_as_a_pack_are_repeated() -> None:
     plan = plan_packs(lengths, 100, order=RankLayout(4, 1, uniform=True), media=media)
     assert plan.info.settings["uniform"] == {"halved": 0, "repeated": 2}
     assert plan.info.num_copies == 2
-    assert mixed_steps(kinds_in(plan, media), RankLayout(4)) == 0
+    assert RankLayout(4).mixed_steps(kinds_in(plan, media)) == 0
 
 
 def test_what_divides_already_stays_as_it_is() -> None:

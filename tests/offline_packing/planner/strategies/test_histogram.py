@@ -129,7 +129,7 @@ def test_every_strategy_takes_what_can_be_packed(name) -> None:
     assert packs.num_packs == 2
     assert packs.sums(lengths).max() <= 262_144
     for wrong, message in (
-        (np.array([5, 65, 7]), "sample 1 has 65 tokens, not in 1..seq_length 64"),
+        (np.array([5, 65, 7]), "sample 1 has 65 tokens, not in 1..64"),
         (np.array([0, 1]), "sample 0 has 0 tokens"),
         (np.array([1.0, 2.0]), "got float64"),
     ):

@@ -45,10 +45,9 @@ def test_equals_the_scan_of_all_packs_within_both_budgets(case, extra, seed):
     lengths, images, capacity, max_images = case
     packs = as_lists(
         knapsack(
-            np.array(lengths, np.int32),
-            capacity,
+            np.array([lengths, images], np.int64).T,
+            np.array([capacity, max_images]),
             seed=seed,
-            budgets={"images": (np.array(images, np.int64), max_images)},
             extra_packs=extra,
         )
     )
@@ -79,11 +78,11 @@ def test_the_seed_orders_the_packs_and_nothing_else():
 
 
 def test_bad_input_is_refused_by_name():
-    lengths = np.array([4, 5])
-    with pytest.raises(ValueError, match=r"sample 1 has 9 images, not in 0\.\.8.*set such"):
-        knapsack(lengths, 10, budgets={"images": (np.array([1, 9]), 8)})
-    with pytest.raises(ValueError, match=r"images has shape \(3,\)"):
-        knapsack(lengths, 10, budgets={"images": (np.array([1, 1, 1]), 8)})
+    lengths, limits = np.array([4, 5]), np.array([10, 8])
+    with pytest.raises(ValueError, match=r"sample 1 has 9 of limit 1, not in 0\.\.8.*set such"):
+        knapsack(np.array([[4, 1], [5, 9]]), limits)
+    with pytest.raises(ValueError, match=r"shape \(num_samples, 2\), got int64 of shape \(2, 1\)"):
+        knapsack(lengths, limits)
     with pytest.raises(ValueError, match=r"num_packs\n.*greater than or equal to 0"):
         knapsack(lengths, 10, num_packs=-1)
 

@@ -23,12 +23,10 @@ class PairsOptions(StrategyOptions):
     per_pack: int = Field(2, ge=1, description="neighbours that share a pack")
 
 
-def _pairs(
-    num_tokens: np.ndarray, seq_length: int, *, options: PairsOptions, seed: int = 0
-) -> Packs:
+def _pairs(sizes: np.ndarray, limits: np.ndarray, *, options: PairsOptions, seed: int) -> Packs:
     """Neighbours share a pack, whatever their lengths."""
-    ends = np.arange(0, len(num_tokens), options.per_pack)
-    return Packs(np.arange(len(num_tokens)), np.append(ends, len(num_tokens)))
+    ends = np.arange(0, len(sizes), options.per_pack)
+    return Packs(np.arange(len(sizes)), np.append(ends, len(sizes)))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from offline_packing.planner.strategies.peers.placing import (
     place_samples,
 )
 
-ABLE = [name for name, strategy in STRATEGIES.items() if strategy.under_limits]
+ABLE = [name for name, strategy in STRATEGIES.items() if not strategy.lengths_only]
 PEERS = [name for name in ABLE if name != "auto"]
 
 
@@ -66,8 +66,7 @@ def test_the_tree_finds_the_pack_that_a_scan_finds(choice, score, case, num_open
 @settings(max_examples=40, deadline=None)
 def test_every_sample_once_and_no_pack_over_any_limit(name, case, seed):
     sizes, limits = case
-    budgets = {str(i): (sizes[:, i], int(limits[i])) for i in range(1, len(limits))}
-    packs = STRATEGIES[name](sizes[:, 0], int(limits[0]), seed=seed, budgets=budgets)
+    packs = STRATEGIES[name](sizes, limits, seed=seed)
     assert sorted(packs.sample_ids.tolist()) == list(range(len(sizes)))
     assert (np.diff(packs.pack_offsets) > 0).all()
     if len(sizes):
@@ -79,7 +78,8 @@ def test_a_budget_that_never_binds_changes_no_pack(name):
     rng = np.random.default_rng(4)
     lengths, images = rng.integers(1, 900, 3000), rng.integers(0, 4, 3000)
     plain = STRATEGIES[name](lengths, 4096, seed=1)
-    wide = STRATEGIES[name](lengths, 4096, seed=1, budgets={"images": (images, 100_000)})
+    sizes = np.stack([lengths, images], axis=1)
+    wide = STRATEGIES[name](sizes, np.array([4096, 100_000]), seed=1)
     np.testing.assert_array_equal(plain.sample_ids, wide.sample_ids)
     np.testing.assert_array_equal(plain.pack_offsets, wide.pack_offsets)
 
@@ -88,5 +88,7 @@ def test_those_that_decide_on_lengths_alone_say_so():
     assert set(STRATEGIES) - set(ABLE) == {"best_fit_decreasing", "hash_bucket"}
     lengths, images = np.array([3, 4]), np.array([1, 1])
     for name in set(STRATEGIES) - set(ABLE):
-        with pytest.raises(ValueError, match=rf"'{name}'.*budget 'images'; choose one of auto, "):
+        with pytest.raises(
+            ValueError, match=rf"'{name}' cannot keep a limit of images: .* of auto, "
+        ):
             plan_packs(lengths, 10, strategy=name, budgets={"images": (images, 2)})

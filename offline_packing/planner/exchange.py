@@ -1,9 +1,11 @@
-"""Samples that are used several times: no pack holds two copies of one.
+"""Exchange of samples between packs, which stay as full as they were.
 
-Packs are composed as if copies were samples of their own, then each copy that met another one is
-exchanged: for a sample of another pack, or with a second one for two of the same tokens. Packs
-stay as full as they were, and only around as many exchanges are needed as there are different
-lengths. A copy that nothing can be exchanged for goes where there is room, or into a new pack.
+*Balance* evens out another quantity: samples, or twos and threes, of equal tokens change places.
+
+*Copies* of a sample that is used several times do not share a pack: packs are composed as if copies
+were samples of their own, then each copy that met another one is exchanged for a sample of another
+pack, or with a second one for two. The number of exchanges is around that of different lengths. A
+copy that nothing can be exchanged for goes where there is room, or into a new pack.
 """
 
 from typing import NamedTuple
@@ -14,9 +16,115 @@ from numba import njit
 from offline_packing.planner.strategies.kernels import random_below, random_state
 from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 
+_SWEEPS = 40  # offers to swap per sample; later ones gain next to nothing
+_GROUP_ROUNDS = 6  # times that new groups are drawn, at most
+_GROUP_SWEEPS = 4  # offers per group, and per sample after them
+_WORTH = 0.99  # a round that leaves a larger share of the variation is the last
 _PARTNERS = 256  # packs that are tried for one copy
 _DRAWS = 512  # exchanges of two for two that are tried with each
 _ROOMS = 4096  # packs that are searched for room
+
+
+@njit(cache=True)
+def _exchange_alike(
+    sample_ids: np.ndarray,
+    pack_of_slot: np.ndarray,
+    members: np.ndarray,
+    class_starts: np.ndarray,
+    lengths: np.ndarray,
+    quantity: np.ndarray,
+    totals: np.ndarray,
+    state: np.ndarray,
+) -> None:
+    """Offer every group of slots a random partner of its class; swap if it evens their packs out.
+    ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
+    groups of equal token sums start. A sum that an earlier swap changed is not a partner."""
+    for number in range(class_starts.shape[0] - 1):
+        start = class_starts[number]
+        size = class_starts[number + 1] - start
+        if size < 2:
+            continue
+        for place in range(start, start + size):
+            partner = start + random_below(state, size)
+            more = 0.0
+            longer = 0
+            for i in range(members.shape[1]):
+                mine, other = sample_ids[members[place, i]], sample_ids[members[partner, i]]
+                more += quantity[mine] - quantity[other]
+                longer += lengths[mine] - lengths[other]
+            pack = pack_of_slot[members[place, 0]]
+            other_pack = pack_of_slot[members[partner, 0]]
+            apart = totals[pack] - totals[other_pack]
+            # The sum of squares falls if what moves has the sign of the difference and is smaller.
+            if longer == 0 and more * (apart - more) > 0:
+                for i in range(members.shape[1]):
+                    slot, other = members[place, i], members[partner, i]
+                    sample_ids[slot], sample_ids[other] = sample_ids[other], sample_ids[slot]
+                totals[pack] -= more
+                totals[other_pack] += more
+
+
+def balance_packs(
+    packs: Packs,
+    lengths: np.ndarray,
+    quantity: np.ndarray,
+    window_packs: int | None = None,
+    seed: int = 0,
+) -> Packs:
+    """Even out ``quantity`` (one number per sample) over the packs, at the same tokens in each.
+
+    Random samples of equal length swap places, then random twos and threes of a pack with those of
+    equal sum of another, where that brings the sums of their packs closer. With ``window_packs``
+    only packs of the same run of that many packs exchange samples, which keeps locality.
+    """
+    if packs.num_packs < 2:
+        return packs
+    sample_ids = packs.sample_ids.copy()
+    pack_of_slot = packs.pack_of_slot()
+    window = pack_of_slot // window_packs if window_packs else np.zeros_like(pack_of_slot)
+    amounts = quantity.astype(np.float64)
+    totals = np.bincount(pack_of_slot, amounts[sample_ids], minlength=packs.num_packs)
+    state = random_state(seed)
+
+    def exchange(members: np.ndarray, sweeps: int) -> None:
+        members, starts = _classes(members, lengths[sample_ids], window)
+        arrays = (sample_ids, pack_of_slot, members, starts, lengths, amounts, totals, state)
+        for _ in range(sweeps):
+            _exchange_alike(*arrays)
+
+    slots = np.arange(len(sample_ids))[:, None]
+    exchange(slots, _SWEEPS)
+    rng = np.random.default_rng(seed)
+    for _ in range(_GROUP_ROUNDS):
+        before = totals.std()
+        for size in (2, 3):
+            exchange(_random_groups(packs, size, rng), _GROUP_SWEEPS)
+        exchange(slots, _GROUP_SWEEPS)
+        if totals.std() > _WORTH * before:
+            break
+    return Packs(sample_ids, packs.pack_offsets)
+
+
+def _random_groups(packs: Packs, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Groups of each slot and ``size - 1`` random others of its pack: int64 (num_groups, size)."""
+    slots = np.arange(len(packs.sample_ids))[:, None]
+    pack_of_slot = packs.pack_of_slot()[:, None]
+    pack_sizes = np.diff(packs.pack_offsets)[pack_of_slot]
+    drawn = (rng.random((len(slots), size - 1)) * pack_sizes).astype(np.int64)
+    groups = np.concatenate([slots, packs.pack_offsets[pack_of_slot] + drawn], axis=1)
+    different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
+    return groups[different]
+
+
+def _classes(
+    members: np.ndarray, length_of_slot: np.ndarray, window_of_slot: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``members``, slots int64 (num_groups, size), by tokens and window, and where these change."""
+    tokens = length_of_slot[members].sum(axis=1)
+    window = window_of_slot[members[:, 0]]
+    order = np.lexsort((window, tokens))
+    new = (np.diff(tokens[order]) != 0) | (np.diff(window[order]) != 0)
+    return members[order], np.concatenate([[0], np.flatnonzero(new) + 1, [len(order)]])
 
 
 @njit(cache=True)
@@ -102,8 +210,11 @@ def _holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
 
 
 @njit(cache=True)
-def _fits(bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[int, int]) -> bool:
-    """Whether ``pack`` can give the samples ``out`` to ``other`` for ``into``; -1 means none."""
+def _allowed(
+    bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[int, int]
+) -> bool:
+    """Whether limits and copies allow that ``pack`` gives the samples ``out`` to ``other`` for
+    ``into``; -1 means none."""
     for k in range(len(bins.limits)):
         more = np.int64(0)
         for i in range(2):
@@ -112,7 +223,13 @@ def _fits(bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[
         limit = bins.limits[k]
         if bins.totals[pack, k] + more > limit or bins.totals[other, k] - more > limit:
             return False
-    return True
+    for i in range(2):
+        if out[i] >= 0 and (_holds(bins, other, out[i]) or _holds(bins, pack, into[i])):
+            return False
+    copy_of = bins.copy_of
+    return out[1] < 0 or (
+        copy_of[out[0]] != copy_of[out[1]] and copy_of[into[0]] != copy_of[into[1]]
+    )
 
 
 @njit(cache=True)
@@ -127,7 +244,6 @@ def _swap(bins: _Bins, pack: int, other: int, place: int, partner: int) -> None:
 @njit(cache=True)
 def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray) -> bool:
     """Exchange the copy at ``place`` with ``other``: one for one, or two for two drawn ones."""
-    copy_of = bins.copy_of
     ids, offsets = bins.packs
     start, end = offsets[pack], offsets[pack + 1]
     first, last = offsets[other], offsets[other + 1]
@@ -135,24 +251,14 @@ def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray)
     if _holds(bins, other, mine):
         return False
     for partner in range(first, last):
-        theirs = ids[partner]
-        fits = _fits(bins, pack, other, (mine, -1), (theirs, -1))
-        if fits and not _holds(bins, pack, theirs):
+        if _allowed(bins, pack, other, (mine, -1), (ids[partner], -1)):
             _swap(bins, pack, other, place, partner)
             return True
     for _ in range(_DRAWS if end - start > 1 and last - first > 1 else 0):
         second = start + random_below(state, end - start)
         partner = first + random_below(state, last - first)
         another = first + random_below(state, last - first)
-        out, into = (mine, ids[second]), (ids[partner], ids[another])
-        if (
-            copy_of[out[0]] != copy_of[out[1]]
-            and copy_of[into[0]] != copy_of[into[1]]
-            and _fits(bins, pack, other, out, into)
-            and not _holds(bins, other, out[1])
-            and not _holds(bins, pack, into[0])
-            and not _holds(bins, pack, into[1])
-        ):
+        if _allowed(bins, pack, other, (mine, ids[second]), (ids[partner], ids[another])):
             _swap(bins, pack, other, place, partner)
             _swap(bins, pack, other, second, another)
             return True

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from offline_packing.planner.request import admit_samples
+from offline_packing.planner.samples import admit_samples
 
 
 def test_reasons_are_aligned_and_ordered() -> None:
@@ -26,21 +26,21 @@ def test_reasons_are_aligned_and_ordered() -> None:
 def test_any_integer_type_is_accepted_and_lengths_are_padded(dtype) -> None:
     result = admit_samples(np.array([1, 8, 9, 100], dtype), 100, pad_multiple=8)
     # 100 pads to 104 > 100, so it cannot be packed at this multiple.
-    assert result.lengths.tolist() == [8, 8, 16]
-    assert result.lengths.dtype == np.int32
+    assert result.samples.lengths.tolist() == [8, 8, 16]
+    assert result.samples.lengths.dtype == np.int32
     assert result.set_aside_ids.tolist() == [3]
 
 
 def test_lengths_beyond_int32_are_set_aside() -> None:
     result = admit_samples(np.array([2**40, 3]), 10)
     assert result.set_aside_ids.tolist() == [0]
-    assert result.lengths.tolist() == [3]
+    assert result.samples.lengths.tolist() == [3]
 
 
 def test_input_is_not_changed() -> None:
     tokens = np.arange(1, 20, dtype=np.int32)
     tokens.setflags(write=False)
-    lengths = admit_samples(tokens, 32).lengths
+    lengths = admit_samples(tokens, 32).samples.lengths
     assert lengths.flags.writeable
     assert lengths.tolist() == tokens.tolist()
 

@@ -1,0 +1,173 @@
+"""Passes over a draft of a plan: which ones are asked for, in the order in which they run.
+
+compose: by strategy | in windows | over ranks   ->   balance   ->   uniform kinds   ->
+equal cost | slots | shuffle   ->   sample order   ->   picture split
+
+A pass keeps what earlier ones promise, or is refused beside them, here and nowhere else.
+Configurations are checked with it, so it imports nothing that compiles.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
+from offline_packing.storage.yaml_file import explain_value_error
+from task_encoders.field_types import Count, NonNegative, one_of
+
+
+def _listed(value: Any) -> Any:
+    """One name or a list of names as the tuple that strict checks need."""
+    value = [value] if isinstance(value, str) else value
+    return tuple(value) if isinstance(value, list | set | frozenset) else value
+
+
+class PlanOptions(BaseModel):
+    """Options of a plan that are the same for every sample: arguments of `plan_packs`, and fields
+    of `pack` in a configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    #: tokens of a pack
+    seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
+    #: how samples are combined: a name in STRATEGIES
+    strategy: str = "auto"
+    #: of every random choice
+    seed: NonNegative = 0
+    #: each sample counts as its length rounded up to this multiple
+    pad_multiple: Count = 1
+    #: the strategy's options besides seq_length and seed, such as hash_bucket's phases
+    strategy_options: dict[str, Any] = {}
+    #: which sample of a length goes where: shuffle, locality (packs follow the source), balance
+    #: (vision patches evened out); one, or a list
+    assignment: Annotated[
+        tuple[Literal["shuffle", "locality", "balance"], ...], BeforeValidator(_listed)
+    ] = ("shuffle",)
+    #: packs hold only samples with images or videos, or only samples without
+    homogeneous: bool = False
+    #: samples that a pack may hold
+    max_samples: Count | None = None
+
+    @field_validator("strategy")
+    @classmethod
+    def _check_strategy(cls, strategy: str) -> str:
+        if strategy != "auto":  # the planner's compiled parts take half a second to import
+            from offline_packing.planner.strategies import STRATEGIES
+
+            one_of(STRATEGIES).func(strategy)  # type: ignore[call-arg]
+        return strategy
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PlanOptions":
+        if self.pad_multiple > self.seq_length:
+            raise ValueError(
+                f"pad_multiple {self.pad_multiple} > seq_length {self.seq_length}; no sample would "
+                "fit a pack"
+            )
+        if self.strategy_options:
+            from offline_packing.planner.strategies import check_options
+
+            try:
+                check_options(self.strategy, self.strategy_options)
+            except ValueError as error:
+                raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
+        return self
+
+    @property
+    def has_locality(self) -> bool:
+        """Whether packs follow the order of the samples in the source."""
+        return "locality" in self.assignment
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A step of planning, or a limit that the steps keep."""
+
+    name: str
+    #: as messages call it
+    title: str = ""
+    #: arrays with one entry per sample that it needs
+    needs: tuple[str, ...] = ()
+    #: earlier passes whose promise it breaks, and why
+    breaks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """All that is asked of a plan besides the samples; see `plan_packs`."""
+
+    options: PlanOptions
+    #: names of the further limits of a pack
+    limits: Collection[str] = ()
+    order: RankLayout | None = None
+    slots: ContextParallel | None = None
+    picture_ranks: int | None = None
+    window_packs: int = 1000
+    mixed: bool = False
+
+    def passes(self) -> list[Pass]:
+        """The passes in order. Raises ValueError where one breaks what an earlier one promises."""
+        found: list[Pass] = []
+        for new in self._asked():
+            for earlier in found:
+                if earlier.name in new.breaks:
+                    raise ValueError(
+                        f"{new.title} cannot keep {earlier.title}: {new.breaks[earlier.name]}; "
+                        "leave out one of them"
+                    )
+            found.append(new)
+        if self.slots is not None:
+            self.slots.check(self.options.seq_length, self.options.pad_multiple)
+        return found
+
+    def _asked(self) -> Iterator[Pass]:
+        options, strategy = self.options, self.options.strategy
+        limits = [*self.limits, *(["samples"] if options.max_samples else [])]
+        if limits:
+            yield Pass("limits", f"a limit of {', '.join(dict.fromkeys(limits))}")
+        if self.mixed:
+            yield Pass("epochs", "several epochs")
+        if options.homogeneous:
+            yield Pass("groups", "homogeneous", ("groups",))
+        if strategy == "auto":
+            yield Pass("compose")
+        else:
+            from offline_packing.planner.strategies import lacks_limits
+
+            breaks = {"epochs": "only auto mixes them at random"}
+            if lacks := lacks_limits(strategy):
+                breaks["limits"] = lacks
+            yield Pass("compose", f"strategy {strategy!r}", (), breaks)
+        others = {} if strategy == "auto" else {"compose": "it packs by auto"}
+        exchanges = "it exchanges samples of equal length, which may break a budget"
+        if options.has_locality:
+            breaks = {"limits": exchanges, "epochs": "packs follow the source", **others}
+            yield Pass("windows", "assignment locality", ("source_order",), breaks)
+        if self.slots is not None:
+            breaks = {
+                "limits": "packs hold as much as their ranks",
+                "epochs": "packs over several ranks are the same for every seed",
+                "windows": "slots are filled by cost",
+                **others,
+            }
+            yield Pass("over_ranks", "context_parallel", (), breaks)
+        if "balance" in options.assignment:
+            breaks = {"limits": exchanges, "over_ranks": "slots are filled by cost"}
+            yield Pass("balance", "assignment balance", ("balance_by",), breaks)
+        if self.order is not None:
+            if self.order.uniform:
+                yield Pass("uniform", "order.uniform", ("media",))
+            breaks = {
+                "windows": "it puts packs of similar cost side by side",
+                "over_ranks": "the ranks of a slot have equal cost already",
+            }
+            yield Pass("equal_cost", "order", (), breaks)
+        elif self.slots is not None:
+            yield Pass("slots")
+        elif "shuffle" in options.assignment and not options.has_locality:
+            yield Pass("shuffle")
+        yield Pass("sample_order")
+        if self.picture_ranks is not None:
+            yield Pass("picture_split", "picture_ranks", ("units", "tower_cost"))
