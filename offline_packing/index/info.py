@@ -43,8 +43,6 @@ class IndexInfo:
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: int = 0
-    #: records of the samples, if some were cut into several
-    num_records: int = 0
     #: conversations that were cut, and the samples they became
     split: dict[str, int] = field(default_factory=dict)
     #: samples left out by source.skip; neither in the index nor set aside
@@ -70,9 +68,10 @@ class IndexInfo:
         return sum(self.set_aside.values())
 
     @property
-    def all_records(self) -> int:
-        """Records read: those of the samples, and those set aside while measuring."""
-        return (self.num_records or self.num_samples) + self.num_set_aside
+    def num_records(self) -> int:
+        """Records of the samples: fewer, if some were cut into several."""
+        more = self.split.get("samples", 0) - self.split.get("conversations", 0)
+        return self.num_samples - more
 
     @property
     def splitting(self) -> str:
@@ -95,7 +94,7 @@ class IndexInfo:
             lines.append(f"{self.num_unused_images:,} image and video files are used by no sample")
         for what, (least, share, line) in _COMMON.items():
             count, example = self.common.get(what, (0, ""))
-            total = self.num_samples if what == "media" else self.num_records or self.num_samples
+            total = self.num_samples if what == "media" else self.num_records
             if count >= max(least, share * total) or 1 < count == total:
                 about = "about " if what == "answers" else ""
                 lines.append(f"{about}{count:,} of {total:,} {line.format(example)}")

@@ -109,14 +109,21 @@ def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:
 
 
 def hash_keys(samples: Index, ids: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
-    """(num_ids,) key_hash of samples; `copies` (num_ids,) are their numbers where some are copies,
-    whose keys are hashed again."""
+    """(num_ids,) `key_hash` of the keys of samples; `copies` (num_ids,) are their numbers where
+    some are copies. Keys of copies, and of parts of a conversation, are hashed again."""
     hashes: npt.NDArray[np.uint64] = samples.array("key_hash")[ids]
-    if copies is not None and copies.any():
-        chosen = np.flatnonzero(copies)
-        named = name_copies(name_samples(samples, ids[chosen]), copies[chosen])
+    is_other = np.zeros(len(ids), bool) if copies is None else copies > 0
+    if samples.info.split:
+        parts = [part["part"].is_valid().to_numpy() for part in samples.parts("part")]
+        is_other |= np.concatenate(parts)[ids]
+    others = np.flatnonzero(is_other)
+    for start in range(0, len(others), SAMPLES_IN_MEMORY):
+        some = others[start : start + SAMPLES_IN_MEMORY]
+        named = name_samples(samples, ids[some])
+        if copies is not None:
+            named = name_copies(named, copies[some])
         pairs = zip(named["source_id"].to_pylist(), named["key"].to_pylist(), strict=True)
-        hashes[chosen] = [key_hash(*pair) for pair in pairs]
+        hashes[some] = [key_hash(*pair) for pair in pairs]
     return hashes
 
 

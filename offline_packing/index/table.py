@@ -44,7 +44,8 @@ _PART_FIELDS: Final = [
 INDEX_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
-        pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
+        # xxh3_64 of "source_id/key"; of a part of a conversation, of its record's key
+        pa.field("key_hash", pa.uint64()),
         # 0 where the key is an identity, see measure/identity.py
         pa.field("content_hash", pa.uint64()),
         # of its texts and media; of a part of a conversation, those of its record
@@ -67,17 +68,7 @@ INDEX_SCHEMA: Final = pa.schema(
         # the record that this is a part of; then json has the size of the turns that the sample has
         # of it. None: the whole record at json
         pa.field("part", pa.struct(_PART_FIELDS)),
-        pa.field("left_out", pa.uint8()),  # 0, or why the sample is not planned, see LEFT_OUT
     ]
-)
-#: Values of the column left_out of samples that are not planned; 0: it is.
-DUPLICATE_KEY, UNCUT = 1, 2
-#: Reason and detail of each.
-LEFT_OUT: Final = MappingProxyType(
-    {
-        DUPLICATE_KEY: ("duplicate_key", "an earlier sample has this key"),
-        UNCUT: ("not_in_template", "it fits no pack, and the chat template writes no part of it"),
-    }
 )
 SET_ASIDE_SCHEMA: Final = pa.schema(
     [
@@ -90,7 +81,7 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 
 
 def key_hash(source_id: int, key: str) -> int:
-    """Identity of a sample in 8 bytes."""
+    """Identity of a record, or of a sample, in 8 bytes."""
     return xxhash.xxh3_64_intdigest(f"{source_id}/{key}".encode())
 
 
@@ -126,12 +117,6 @@ def open_table(path: Path) -> Iterator[pq.ParquetFile]:
     else:
         with pq.ParquetFile(path, memory_map=True) as table:
             yield table
-
-
-def count_rows(path: Path) -> int:
-    """Rows of a Parquet file."""
-    with open_table(path) as table:
-        return int(table.metadata.num_rows)
 
 
 def part_name(number: int) -> str:

@@ -19,6 +19,7 @@ as the source gives it has no prefix; a prefix depends on how many sources a con
 No key is a Python object for longer than a batch: see storage/key_set.py.
 """
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,10 +56,11 @@ _NO_CONTENT: Final = pa.scalar(0, pa.uint64())
 
 
 def rename_repeated(samples: Index) -> int:
-    """Give samples of a measured index that share an id different keys; returns their number.
+    """Give records of a measured index that share an id different keys; returns their number, in
+    which each part of a conversation counts.
 
     Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
-    first sample of an id is never renamed, and what was renamed shares no id any more.
+    first record of an id is never renamed, and what was renamed shares no id any more.
     """
     contents = samples.array("content_hash")
     if not contents.any():
@@ -96,13 +98,15 @@ def _rename_part(
 
 
 def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
-    keys, key_hashes = rows["key"].to_pylist(), rows["key_hash"].to_numpy().copy()
-    contents, source_ids = rows["content_hash"].to_numpy(), rows["source_id"].to_numpy()
-    for row in np.flatnonzero(renamed).tolist():
-        keys[row] = repeated_key(keys[row], int(contents[row]))
-        key_hashes[row] = key_hash(int(source_ids[row]), keys[row])
-    columns = dict(zip(rows.column_names, rows.columns, strict=True))
-    return pa.table({**columns, "key": keys, "key_hash": key_hashes}, INDEX_SCHEMA)
+    columns = rows.to_pylist()
+    for row in itertools.compress(columns, renamed):
+        old = (row["part"] or row)["key"]
+        new = repeated_key(old, row["content_hash"])
+        row["key"] = new + row["key"].removeprefix(old)
+        row["key_hash"] = key_hash(row["source_id"], new)
+        if row["part"]:
+            row["part"]["key"] = new
+    return pa.Table.from_pylist(columns, INDEX_SCHEMA)
 
 
 def skip_fingerprint(config: SourceOptions) -> str:

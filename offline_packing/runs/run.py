@@ -67,8 +67,6 @@ class Workspace:
         self.scratch = scratch_folder(self.packing)
         #: folder of the index parts
         self.index = self.packing / "index"
-        #: folder of the parts with a row per record, until long conversations are cut
-        self.records = self.packing / "records"
         #: what parts of an unfinished index were made with; Parquet's readers skip such names
         self.index_started = self.index / "_started.json"
         #: how much there is to measure; present while measuring
@@ -137,15 +135,7 @@ class Workspace:
 
     def remove_temporaries(self) -> None:
         """Remove incomplete files of killed runs."""
-        stages = (
-            self.index,
-            self.records,
-            self.set_aside,
-            self.files,
-            self.plan,
-            self.write,
-            self.report,
-        )
+        stages = (self.index, self.set_aside, self.files, self.plan, self.write, self.report)
         for folder in (self.root, self.nv_meta, self.packing, *stages):
             remove_temporaries(folder)
         for fragments in self.write.glob("*-*[0-9]"):  # output.shards_per_folder
@@ -190,8 +180,7 @@ class Run:
         folder = self.workspace
         folder.index_info.unlink(missing_ok=True)
         # Unpacked copies go too: perhaps its files were replaced.
-        made = (folder.index, folder.records, folder.set_aside, folder.files, folder.unpacked)
-        for path in made:
+        for path in (folder.index, folder.set_aside, folder.files, folder.unpacked):
             remove_folder(path)
 
     def discard_plan(self) -> None:
