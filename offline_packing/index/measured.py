@@ -11,7 +11,7 @@ from typing import Final
 import xxhash
 
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.roots.local import MediaRoot
+from offline_packing.sources.roots.roots import MediaRoot
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSample
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
@@ -24,11 +24,6 @@ _BREAK: Final = re.compile(r"\s*[\r\n]")
 _SPECIAL: Final = re.compile("|".join(map(re.escape, QWEN_SPECIAL_TOKENS)))
 #: Image sides that array code takes for a number of channels.
 _LIKE_CHANNELS: Final = frozenset((1, 3))
-
-
-def escape(text: str) -> str:
-    """Text that can be stored: lone surrogates, as in names that are not UTF-8, as \\udcff."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Trait(IntFlag):

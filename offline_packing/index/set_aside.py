@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.errors import DamagedError
-from offline_packing.index.measured import escape
 from offline_packing.index.rows import SampleIds, name_samples
-from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, open_table
+from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, escape, open_table
 from task_encoders.storage.paths import REMEDY
 
 #: Samples whose keys are in memory at a time.

@@ -19,11 +19,14 @@ import numpy as np
 
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
-from offline_packing.index.info import INDEX_VERSION, IndexInfo
-from offline_packing.index.records import find_duplicates, record_numbers
+from offline_packing.index.records import (
+    find_duplicates,
+    most_shown,
+    places_of_equal,
+    record_numbers,
+)
 from offline_packing.index.rows import name_samples
-from offline_packing.index.shared import most_shown, places_of_equal
-from offline_packing.index.table import Index
+from offline_packing.index.table import INDEX_VERSION, Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import estimate, shares_of_first
 from offline_packing.measure.identity import (
@@ -59,13 +62,15 @@ from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
     hash_file,
     hash_files,
+    local_copy,
+    read_each,
     read_json,
+    remove_folder,
     remove_temporaries,
     seal,
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import local_copy, read_each, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +209,7 @@ def _complete(
     workspace = run.workspace
     results = list(read_each(workspace.index, read_result, map(_TABLES, tasks)))
     counts = ((one.num_measured, one.diagnosis) for one in results)
-    lost_fields, lost_examples, answers = estimate(
+    lost, answers = estimate(
         (task.source_id, *own) for task, own in zip(tasks, counts, strict=True)
     )
     info = IndexInfo(
@@ -212,8 +217,7 @@ def _complete(
         versions=library_versions(),
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((result.set_aside for result in results), Counter())),
-        lost_fields=lost_fields,
-        lost_examples=lost_examples,
+        lost=lost,
         num_tokens=sum(result.num_tokens for result in results),
         split=dict(sum((Counter(result.split) for result in results), Counter())),
         num_skipped=sum(result.num_skipped for result in results),

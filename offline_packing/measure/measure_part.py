@@ -18,16 +18,17 @@ import pyarrow.compute as pc
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index import table as index
-from offline_packing.index.measured import escape, sample_stamp, sample_traits
+from offline_packing.index.measured import sample_stamp, sample_traits
+from offline_packing.index.table import escape
 from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
-from offline_packing.measure.hashes import (
+from offline_packing.measure.identity import (
     HASHED_BYTES,
+    NewRecords,
     hash_content,
     hash_group,
     hash_medium,
     hash_sample,
 )
-from offline_packing.measure.identity import NewRecords
 from offline_packing.measure.split_turns import Conversation, Cutting, Part, fits
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from offline_packing.config.sections import SplitTurnsConfig
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import Locator
-from offline_packing.sources.conversation_part import ConversationPart
+from offline_packing.sources.base import ConversationPart
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import (

@@ -11,9 +11,14 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
-from offline_packing.index.pack_table import media_of_samples, units_of_samples
 from offline_packing.index.records import find_duplicates, record_numbers
-from offline_packing.index.rows import SampleIds, name_samples, sample_flops
+from offline_packing.index.rows import (
+    SampleIds,
+    media_of_samples,
+    name_samples,
+    sample_flops,
+    units_of_samples,
+)
 from offline_packing.index.set_aside import AsideSamples, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS

@@ -27,9 +27,14 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import Source, open_source
-from offline_packing.sources.roots.remote import RemoteRoot
-from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
-from offline_packing.storage.paths import remove_folder, scratch_folder
+from offline_packing.sources.roots.roots import RemoteRoot
+from offline_packing.storage.files import (
+    hold_lock,
+    read_json,
+    remove_folder,
+    remove_temporaries,
+    scratch_folder,
+)
 from task_encoders.families import ModelOptions, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import as_remote, path_of

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from offline_packing.errors import StageError
-from offline_packing.index.info import IndexInfo
+from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.measure.measure_part import read_result
 from offline_packing.report.report import report_status
@@ -12,8 +12,7 @@ from offline_packing.runs.artifacts import check_index, check_layout, check_plan
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run, Workspace, listed
-from offline_packing.storage.files import read_json
-from offline_packing.storage.paths import read_each
+from offline_packing.storage.files import read_each, read_json
 
 
 def status(run: Run) -> str:

@@ -6,8 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from offline_packing.index import table as index
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.table import INDEX_SCHEMA, Index
+from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo
 
 
 def make_index(folder: Path, part_rows: list[int]) -> Index:

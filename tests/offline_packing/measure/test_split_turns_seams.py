@@ -16,7 +16,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import list_set_aside
-from offline_packing.sources.conversation_part import ConversationPart
+from offline_packing.sources.base import ConversationPart
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (

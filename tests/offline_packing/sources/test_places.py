@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.sources.roots.remote import RemoteRoot
+from offline_packing.sources.roots.roots import RemoteRoot
 from task_encoders.samples import SampleError
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import image_bytes, make_run, outcomes, pack_all, write_json
