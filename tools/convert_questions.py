@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.measure.hashes import digest_sample
+from offline_packing.measure.identity import digest_sample
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourceRecord, open_source
 from offline_packing.storage.files import write_atomically

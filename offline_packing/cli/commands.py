@@ -9,7 +9,7 @@ import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
 from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
-from offline_packing.storage.paths import is_remote
+from offline_packing.storage.files import is_remote
 from task_encoders.samples import TASKS
 from task_encoders.text.qwen_vocabulary import BUILTIN
 

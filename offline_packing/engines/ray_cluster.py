@@ -3,12 +3,13 @@
 All machines must have this package installed, and see source and output under the same paths or in
 object storage. The tasks of a worker or node that dies run again on another: a task leaves nothing
 under a final name until it is complete. Progress is never worth a run: without it, the bar advances
-as tasks end.
+as tasks end. That the cluster is lost, Ray itself says late, or never: its nodes are watched.
 """
 
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -23,8 +24,70 @@ from offline_packing.engines.local import (
     Task,
     told_to,
 )
-from offline_packing.engines.ray_watch import NODE_DIED, ClusterWatch, lost
 from offline_packing.errors import ConfigError, StageError
+
+logger = logging.getLogger(__name__)
+
+#: An answer takes milliseconds. Ray ends the process, without an error to catch, when the head has
+#: been silent for 60 seconds.
+_MAX_SILENCE: Final = 30.0
+_SECONDS_BETWEEN_QUESTIONS: Final = 2.0
+
+NODE_DIED: Final = "the node of this process died (its raylet, or one of Ray's agents, ended)"
+
+
+def lost(why: str) -> StageError:
+    """The error of a cluster that can run no more tasks."""
+    return StageError(
+        f"the Ray cluster is lost: {why}; start it, and run again: completed work is kept"
+    )
+
+
+class ClusterWatch:
+    """Asks for the nodes in a thread: when the head is gone, the question has no end."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._own_node = ray.get_runtime_context().get_node_id()
+        self._nodes: list[dict[str, Any]] = ray.nodes()
+        self._answered = time.monotonic()
+        self._has_warned = False
+        self._closed = threading.Event()
+        threading.Thread(target=self._ask, daemon=True).start()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
+
+    def check(self) -> None:
+        """Raise StageError if the cluster is lost."""
+        silence = time.monotonic() - self._answered
+        if silence > _MAX_SILENCE:
+            raise lost(f"its head (GCS) has not answered for {silence:.0f} s")
+        if any(one["NodeID"] == self._own_node and not one["Alive"] for one in self._nodes):
+            raise lost(NODE_DIED)
+
+    def num_slots(self, needs: Mapping[str, float]) -> int:
+        """Number of tasks that fit on the nodes at the same time, where each needs so much of these
+        resources (`CPU`, `memory` in bytes, ...)."""
+        num_slots = sum(
+            int(min(one["Resources"].get(name, 0) / need for name, need in needs.items()))
+            for one in self._nodes
+            if one["Alive"]
+        )
+        if num_slots == 0 and not self._has_warned:
+            self._has_warned = True
+            logger.warning("no node of the Ray cluster has what a task needs, %s: waiting", needs)
+        return num_slots
+
+    def _ask(self) -> None:
+        while not self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
+            try:
+                self._nodes = self._ray.nodes()
+            except Exception:  # noqa: BLE001 - no answer; whether that is loss, time tells
+                continue
+            self._answered = time.monotonic()
+
 
 #: Options of every task: one CPU; repetitions of a task whose worker or node died.
 _TASK_OPTIONS: Final = {"num_cpus": 1, "max_retries": 5}

@@ -27,6 +27,7 @@ from offline_packing.storage.files import (
     hash_bytes,
     hash_file,
     hold_lock,
+    local_copy,
     read_json,
     remove_temporaries,
     seal,
@@ -35,7 +36,6 @@ from offline_packing.storage.files import (
     translate_disk_full,
     write_atomically,
 )
-from offline_packing.storage.paths import local_copy
 from offline_packing.storage.tars import scan_tar
 from task_encoders.packs.manifest import Manifest, ShardLine
 from task_encoders.packs.pack_format import JSON_PART

@@ -1,23 +1,17 @@
-"""Record of a measured sample: a row of the index, or of the table of samples set aside."""
+"""Values of a row of the index: the traits of a sample, and the stamp of its files."""
 
 import itertools
 import os
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from enum import IntFlag
-from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-import pyarrow as pa
 import xxhash
 
-from offline_packing.index.table import INDEX_SCHEMA, LOCATOR_FIELDS, SET_ASIDE_SCHEMA, key_hash
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.conversation_part import ConversationPart
-from offline_packing.sources.roots.local import MediaRoot
-from task_encoders.sample_encoder import SampleLength
+from offline_packing.sources.roots.roots import MediaRoot
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSample
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
@@ -30,76 +24,6 @@ _BREAK: Final = re.compile(r"\s*[\r\n]")
 _SPECIAL: Final = re.compile("|".join(map(re.escape, QWEN_SPECIAL_TOKENS)))
 #: Image sides that array code takes for a number of channels.
 _LIKE_CHANNELS: Final = frozenset((1, 3))
-_locator_values = attrgetter(*(field.name for field in LOCATOR_FIELDS))
-
-
-class MeasuredSample(NamedTuple):
-    """One row of the index. `media` holds locator and extension of each image, then of each video;
-    `stamp` changes when a file of the sample is written to."""
-
-    key: str
-    source_id: int
-    task: str
-    num_turns: int
-    length: SampleLength
-    json: Locator
-    media: tuple[tuple[Locator, str], ...]
-    stamp: int
-    #: None: not measured, as no layout of this output needs them
-    traits: int | None
-    num_videos: int = 0
-    content_hash: int = 0
-    sample_hash: int = 0
-    #: of each of the media
-    media_hashes: tuple[int, ...] = ()
-    group_hash: int = 0
-    #: None: the whole record at `json`
-    part: ConversationPart | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SetAsideSample:
-    """One row of the set-aside table."""
-
-    key: str
-    source: str
-    reason: str
-    detail: str
-
-
-def index_table(samples: Sequence[MeasuredSample]) -> pa.Table:
-    """Samples as rows of INDEX_SCHEMA."""
-    columns: dict[str, list[Any]] = {
-        name: [getattr(sample, name) for sample in samples]
-        for name in ("key", "source_id", "task", "num_turns", "traits", "stamp", "num_videos")
-    }
-    for name in ("num_tokens", "num_loss_tokens", "num_vision_patches"):
-        columns[name] = [getattr(sample.length, name) for sample in samples]
-    columns |= {
-        "key_hash": [key_hash(sample.source_id, sample.key) for sample in samples],
-        "content_hash": [sample.content_hash for sample in samples],
-        "sample_hash": [sample.sample_hash for sample in samples],
-        "group_hash": [sample.group_hash for sample in samples],
-        "num_images": [len(sample.media) - sample.num_videos for sample in samples],
-        "grid_thw": [[n for grid in sample.length.grid_thw for n in grid] for sample in samples],
-        "json": [_locator_values(sample.json) for sample in samples],
-        "media": [[(*_locator_values(at), ext) for at, ext in s.media] for s in samples],
-        "media_hash": [sample.media_hashes for sample in samples],
-        "part": [sample.part and asdict(sample.part) for sample in samples],
-        "left_out": [0] * len(samples),
-    }
-    return pa.Table.from_pydict(columns, INDEX_SCHEMA)
-
-
-def set_aside_table(samples: Sequence[SetAsideSample]) -> pa.Table:
-    """Samples as rows of SET_ASIDE_SCHEMA; text that is not UTF-8 is escaped."""
-    rows = [{name: escape(value) for name, value in asdict(sample).items()} for sample in samples]
-    return pa.Table.from_pylist(rows, SET_ASIDE_SCHEMA)
-
-
-def escape(text: str) -> str:
-    """Text that can be stored: lone surrogates, as in names that are not UTF-8, as \\udcff."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Trait(IntFlag):

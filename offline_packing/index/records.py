@@ -1,6 +1,11 @@
-"""Records that samples are made of: most samples are one whole record, and a long conversation that
-`pack.on_overlong: split_turns` cuts is one record in several samples, its parts."""
+"""Records that samples are made of, and content that several samples share.
 
+Most samples are one whole record. A long conversation that `pack.on_overlong: split_turns` cuts is
+one record in several samples, its parts, which stand in the index one after the other.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -8,8 +13,88 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.index.rows import SampleIds
-from offline_packing.index.table import Index, key_hash
+from offline_packing.index.rows import SampleIds, samples_of_shards
+from offline_packing.index.table import Index
+
+Rows = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+_HASHES_AT_ONCE: Final = 1 << 20
+_OWN: Final = np.uint64(1 << 63)
+
+
+def places_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Places of the hashes that stand in several, ascending. Sorted without their places, they take
+    a quarter of the memory, and few are looked for again."""
+    ordered = np.sort(hashes)
+    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    del ordered
+    found = [np.empty(0, np.int64)]
+    for start in range(0, len(hashes) if len(several) else 0, _HASHES_AT_ONCE):
+        some = np.isin(hashes[start : start + _HASHES_AT_ONCE], several)
+        found.append(start + np.flatnonzero(some))
+    return np.concatenate(found)
+
+
+def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
+    """Contents that keep samples in one split, part by part of the index.
+
+    A sample has its group, or else its images and videos; without any, and for the parts of a
+    conversation, its own content: all texts and media of its record.
+
+    Yields:
+        the part's place among the samples; and of its (num_contents,) contents the row in the part
+        and the hash. Hashes of samples' own contents have the highest bit, so that the least hash
+        of a conversation is that of a picture, where any of its parts shows one.
+    """
+    columns = ["group_hash", "media_hash", "sample_hash"]
+    if samples.info.split:
+        columns.append("part")
+    start = 0
+    for part in samples.parts(*columns):
+        groups = part["group_hash"].to_numpy()
+        media = part["media_hash"].combine_chunks()
+        grouped, rows = np.flatnonzero(groups), pc.list_parent_indices(media).to_numpy()
+        by_media = groups[rows] == 0
+        by_itself = pc.list_value_length(media).to_numpy() == 0
+        if samples.info.split:
+            by_itself |= part["part"].is_valid().to_numpy()
+        alone = np.flatnonzero(by_itself & (groups == 0))
+        others = np.concatenate([groups[grouped], pc.list_flatten(media).to_numpy()[by_media]])
+        own = part["sample_hash"].to_numpy()[alone]
+        yield (
+            slice(start, start := start + len(part)),
+            np.concatenate([grouped, rows[by_media], alone]),
+            np.concatenate([others & ~_OWN, own | _OWN]),
+        )
+
+
+def most_shown(samples: Index) -> tuple[int, str]:
+    """The number of samples that show the most frequent image or video, and the key of the first of
+    them; (0, "") where no two samples show one."""
+    found = [np.empty(0, np.uint64)]
+    for part in samples.parts("media_hash"):
+        media = part["media_hash"].combine_chunks()
+        rows = pa.table([pc.list_parent_indices(media), pc.list_flatten(media)], ["row", "hash"])
+        found.append(rows.group_by(["row", "hash"]).aggregate([])["hash"].to_numpy())
+    hashes = np.sort(np.concatenate(found))
+    shared, counts = np.unique(hashes[1:][hashes[1:] == hashes[:-1]], return_counts=True)
+    if not len(shared):
+        return 0, ""
+    most = np.argmax(counts)
+    return int(counts[most]) + 1, _first_with(samples, shared[most])
+
+
+def _first_with(samples: Index, medium: np.uint64) -> str:
+    """Key of the first sample that shows a medium."""
+    for part in samples.parts("key", "media_hash"):
+        media = part["media_hash"].combine_chunks()
+        is_shown = pc.equal(pc.list_flatten(media), pa.scalar(int(medium), pa.uint64()))
+        rows = pc.list_parent_indices(media).filter(is_shown)
+        if len(rows):
+            return str(part["key"][rows[0].as_py()].as_py())
+    raise KeyError(medium)
+
 
 #: Columns that say which records samples are made of.
 RECORD_COLUMNS: Final = ("key", "content_hash", "source_id", "part")
@@ -17,27 +102,45 @@ RECORD_COLUMNS: Final = ("key", "content_hash", "source_id", "part")
 _ALL: Final = 2**31 - 1
 
 
+def record_numbers(samples: Index) -> npt.NDArray[np.int64]:
+    """(num_samples,) the number of each sample's record: [0, 1, 1, 1, 2] if the second is cut."""
+    if not samples.info.split:
+        return np.arange(samples.info.num_samples)
+    begins = [np.empty(0, bool)]
+    for rows in samples.parts("key_hash", "sample_hash", "part"):
+        first = pc.fill_null(pc.struct_field(rows["part"], "first"), -1).to_numpy()
+        # Parts of a record have its hashes, and are in order; those of a copy of it begin again.
+        is_same = (first[1:] > first[:-1]) & (first[:-1] >= 0)
+        for name in ("key_hash", "sample_hash"):
+            hashes = rows[name].to_numpy()
+            is_same &= hashes[1:] == hashes[:-1]
+        begins.append(np.concatenate([np.ones(min(1, len(rows)), bool), ~is_same]))
+    return np.cumsum(np.concatenate(begins)) - 1
+
+
+def find_duplicates(samples: Index) -> SampleIds:
+    """Samples of records whose key an earlier record of the same source has, ascending. Equal
+    hashes are found by sorting; the few records that have one are compared by their keys."""
+    numbers = record_numbers(samples)
+    firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    suspects = places_of_equal(samples.array("key_hash")[firsts])
+    if not len(suspects):
+        return suspects
+    (rows,) = samples_of_shards(samples, RECORD_COLUMNS, [firsts[suspects]], Path())
+    named = records_of(rows).append_column("id", pa.array(suspects))
+    first = named.group_by(["source_id", "key"]).aggregate([("id", "min")])["id_min"].to_numpy()
+    return np.flatnonzero(np.isin(numbers, np.setdiff1d(suspects, first, assume_unique=True)))
+
+
 def record_counts(samples: Index, packed: SampleIds) -> dict[str, int]:
     """Records read, packed in some samples, and set aside, each counted once; empty where each
     sample is one record. A conversation of which any part is packed counts as packed."""
-    if not samples.info.num_records:
+    info = samples.info
+    if not info.split:
         return {}
-    in_packs, read = len(np.unique(record_hashes(samples)[packed])), samples.info.all_records
+    in_packs, read = len(np.unique(record_numbers(samples)[packed])), info.num_records
+    read += info.num_set_aside
     return {"read": read, "packed": in_packs, "set_aside": read - in_packs}
-
-
-def record_hashes(samples: Index) -> npt.NDArray[np.uint64]:
-    """(num_samples,) the key_hash of each sample's record, which the parts of one conversation
-    share."""
-    hashes: npt.NDArray[np.uint64] = samples.array("key_hash").copy()
-    first = 0
-    for rows in samples.parts("source_id", "part") if samples.info.split else ():
-        own = np.flatnonzero(rows["part"].is_valid())
-        some = rows.take(pa.array(own))
-        keys = pc.struct_field(some["part"], "key").to_pylist()
-        hashes[first + own] = [*map(key_hash, some["source_id"].to_pylist(), keys)]
-        first += len(rows)
-    return hashes
 
 
 def records_of(rows: pa.Table) -> pa.Table:
@@ -51,19 +154,15 @@ def records_of(rows: pa.Table) -> pa.Table:
 def count_packed(samples: Index, packed: SampleIds) -> tuple[int, int]:
     """The number of records in some samples; and how often one of them, or turns of one that is
     cut, are in one more sample, which nothing should be."""
-    is_packed = np.zeros(samples.info.num_samples, bool)
-    is_packed[packed] = True
-    hashes: list[int] = []
+    packed = np.unique(packed)
+    hashes = samples.array("key_hash")[packed]
     turns = [np.empty((2, 0), np.int64)]
-    first = 0
-    for part in samples.parts(*RECORD_COLUMNS):
-        some = records_of(part.filter(pa.array(is_packed[first : first + len(part)])))
-        first += len(part)
-        hashes += map(key_hash, some["source_id"].to_pylist(), some["key"].to_pylist())
-        own = [pc.fill_null(some[name], other) for name, other in (("first", 0), ("end", _ALL))]
-        turns.append(np.stack([column.to_numpy() for column in own]))
-    own_hashes, (begins, ends) = np.array(hashes, np.uint64), np.concatenate(turns, axis=1)
-    order = np.lexsort((begins, own_hashes))
-    is_same = own_hashes[order[1:]] == own_hashes[order[:-1]]
+    for part in samples.parts("part"):
+        own = (("first", 0), ("end", _ALL))
+        columns = [pc.fill_null(pc.struct_field(part["part"], name), other) for name, other in own]
+        turns.append(np.stack([column.to_numpy() for column in columns]))
+    begins, ends = np.concatenate(turns, axis=1)[:, packed]
+    order = np.lexsort((begins, hashes))
+    is_same = hashes[order[1:]] == hashes[order[:-1]]
     is_twice = is_same & (begins[order[1:]] < ends[order[:-1]])
     return len(order) - int(np.count_nonzero(is_same)), int(np.count_nonzero(is_twice))

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash, open_table
-from offline_packing.storage.paths import is_remote
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.storage.files import is_remote
 from task_encoders.families.base.cost import ModelCost
+from task_encoders.packs.manifest import PackColumns
+
+if TYPE_CHECKING:
+    from offline_packing.planner.ranks.picture_split import SplitFigures
+
 
 #: Samples held in memory at a time: some 50 MB of index.
 SAMPLES_IN_MEMORY: Final = 1 << 17
@@ -109,14 +115,21 @@ def name_copies(table: pa.Table, copies: SampleIds) -> pa.Table:
 
 
 def hash_keys(samples: Index, ids: SampleIds, copies: SampleIds | None) -> npt.NDArray[np.uint64]:
-    """(num_ids,) key_hash of samples; `copies` (num_ids,) are their numbers where some are copies,
-    whose keys are hashed again."""
+    """(num_ids,) `key_hash` of the keys of samples; `copies` (num_ids,) are their numbers where
+    some are copies. Keys of copies, and of parts of a conversation, are hashed again."""
     hashes: npt.NDArray[np.uint64] = samples.array("key_hash")[ids]
-    if copies is not None and copies.any():
-        chosen = np.flatnonzero(copies)
-        named = name_copies(name_samples(samples, ids[chosen]), copies[chosen])
+    is_other = np.zeros(len(ids), bool) if copies is None else copies > 0
+    if samples.info.split:
+        parts = [part["part"].is_valid().to_numpy() for part in samples.parts("part")]
+        is_other |= np.concatenate(parts)[ids]
+    others = np.flatnonzero(is_other)
+    for start in range(0, len(others), SAMPLES_IN_MEMORY):
+        some = others[start : start + SAMPLES_IN_MEMORY]
+        named = name_samples(samples, ids[some])
+        if copies is not None:
+            named = name_copies(named, copies[some])
         pairs = zip(named["source_id"].to_pylist(), named["key"].to_pylist(), strict=True)
-        hashes[chosen] = [key_hash(*pair) for pair in pairs]
+        hashes[some] = [key_hash(*pair) for pair in pairs]
     return hashes
 
 
@@ -230,3 +243,34 @@ def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
     ends = np.concatenate([[0], np.cumsum(media.flatten().field("size").to_numpy())])
     in_media = np.diff(ends[np.cumsum(media.value_lengths().to_numpy())], prepend=0)
     return in_media + table["json"].combine_chunks().field("size").to_numpy()
+
+
+def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackColumns:
+    """The columns of a plan whose ids are those of the index. The plan has one pack at least."""
+    flops, media = sample_flops(samples, cost), media_of_samples(samples.array)
+    ids, starts = packs.sample_ids, packs.pack_offsets[:-1]
+    tower, language = (np.add.reduceat(some[ids], starts, dtype=np.float64) for some in flops)
+    return PackColumns(np.bitwise_or.reduceat(media[ids], starts), tower, language)
+
+
+def media_of_samples(column: Callable[[str], npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+    """(num_samples,) as `PackColumns.media`; `column` gives a column of the index."""
+    return (column("num_images") > 0).astype(np.uint8) + 2 * (column("num_videos") > 0)
+
+
+def units_of_samples(samples: Index) -> npt.NDArray[np.integer]:
+    """(num_samples,) images, and steps of the grids of videos."""
+    return sum_over_grids(samples, lambda grids: grids[:, 0])
+
+
+def split_of_packs(samples: Index, packs: PackPlan, cost: ModelCost) -> "SplitFigures | None":
+    """Figures of the split of pictures that a plan was made for; None: it was made for none."""
+    size = packs.info.settings.get("picture_ranks")
+    if size is None or packs.num_packs == 0:
+        return None
+    from offline_packing.planner.ranks.picture_split import split_figures  # compiled
+    from offline_packing.planner.strategies.strategy import Packs
+
+    tower, units = sample_flops(samples, cost).tower, units_of_samples(samples)
+    own = Packs(np.asarray(packs.sample_ids), np.asarray(packs.pack_offsets))
+    return split_figures(own, units, tower, size)

@@ -3,7 +3,7 @@ almost all; and the tables of an output, read again."""
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -14,10 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.errors import DamagedError
-from offline_packing.index.measured import escape
 from offline_packing.index.rows import SampleIds, name_samples
-from offline_packing.index.shared import places_of_equal
-from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, open_table
+from offline_packing.index.table import SET_ASIDE_SCHEMA, Index, escape, open_table
 from task_encoders.storage.paths import REMEDY
 
 #: Samples whose keys are in memory at a time.
@@ -84,20 +82,6 @@ class AsideSamples:
                 "detail": details.take(codes),
             }
             yield pa.table([columns[field.name] for field in SET_ASIDE_SCHEMA], SET_ASIDE_SCHEMA)
-
-
-def find_duplicates(
-    hashes: npt.NDArray[np.uint64], name: Callable[[SampleIds], pa.Table]
-) -> SampleIds:
-    """Samples whose key an earlier sample of the same source has, ascending. Equal `hashes`,
-    (num_samples,) key_hash of the index, are found by sorting; the few samples that have one are
-    compared by their keys, which `name` gives with their source_id, see `name_samples`."""
-    suspects = places_of_equal(hashes)
-    if not len(suspects):
-        return suspects
-    named = name(suspects).append_column("id", pa.array(suspects))
-    firsts = named.group_by(["source_id", "key"]).aggregate([("id", "min")])["id_min"]
-    return np.setdiff1d(suspects, firsts.to_numpy(), assume_unique=True)
 
 
 @dataclass(frozen=True, slots=True)

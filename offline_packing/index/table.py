@@ -2,7 +2,7 @@
 
     _packing/index/part-00000.parquet       rows in the order of the source
     _packing/set_aside/part-00000.parquet   key, source, reason, detail
-    _packing/index.json                     parts, counts, fingerprint; written last, see info.py
+    _packing/index.json                     parts, counts, fingerprint; written last
 
 A sample's id is its row number over all parts. Containers are paths relative to the source's root,
 so that data and index can move.
@@ -10,6 +10,7 @@ so that data and index can move.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,11 +21,132 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from offline_packing.errors import DamagedError
-from offline_packing.index.info import IndexInfo
-from offline_packing.storage.files import atomic_file, kept_copy
-from offline_packing.storage.paths import is_remote, read_each
+from offline_packing.errors import DamagedError, StageError
+from offline_packing.storage.files import (
+    atomic_file,
+    is_remote,
+    kept_copy,
+    read_each,
+    read_json,
+    seal,
+    to_json,
+    write_atomically,
+)
 from task_encoders.storage.paths import REMEDY
+
+INDEX_VERSION: Final = 1
+
+#: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
+#: and the warning.
+_COMMON: Final = MappingProxyType(
+    {
+        "copies": (1, 0, "samples repeat an earlier one, such as {!r}"),
+        "media": (100, 0.01, "samples show 1 image or video, such as {!r}"),
+        "answers": (100, 0.1, "answers are {}"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """Content of index.json."""
+
+    fingerprint: dict[str, str | int]
+    versions: dict[str, str]
+    #: rows of each part, in order
+    part_rows: list[int]
+    #: samples set aside while measuring, by reason
+    set_aside: dict[str, int]
+    #: image files that no sample uses
+    num_unused_images: int = 0
+    #: what samples go without, such as a field with media -> about how many (measure/diagnosis.py),
+    #: and one of them with what it holds
+    lost: dict[str, tuple[int, str]] = field(default_factory=dict)
+    #: how many samples have the same content, and an example: `copies` of earlier ones, those that
+    #: show the image or video that most show (`media`), about those with the most frequent answer
+    common: dict[str, tuple[int, str]] = field(default_factory=dict)
+    #: sum of num_tokens
+    num_tokens: int = 0
+    #: conversations that were cut, and the samples they became
+    split: dict[str, int] = field(default_factory=dict)
+    #: samples left out by source.skip; neither in the index nor set aside
+    num_skipped: int = 0
+    #: samples with loss weights other than 0 and 1
+    num_weighted: int = 0
+    #: images and videos of samples of whose bytes only the first count for their hash
+    num_part_hashed: int = 0
+    #: what the sources' listings warn of
+    source_warnings: list[str] = field(default_factory=list)
+    #: xxh3_128 of the files in the folders index, set_aside and files
+    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    version: int = INDEX_VERSION
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the index."""
+        return sum(self.part_rows)
+
+    @property
+    def num_set_aside(self) -> int:
+        """Samples set aside while measuring."""
+        return sum(self.set_aside.values())
+
+    @property
+    def num_records(self) -> int:
+        """Records of the samples: fewer, if some were cut into several."""
+        more = self.split.get("samples", 0) - self.split.get("conversations", 0)
+        return self.num_samples - more
+
+    @property
+    def splitting(self) -> str:
+        """Line that says how many conversations were cut; empty if none was."""
+        if not self.split:
+            return ""
+        return "{conversations:,} were cut between turns into {samples:,} samples".format_map(
+            self.split
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each thing that is probably a mistake, as what samples go without."""
+        lines = list(self.source_warnings)
+        for what, (count, example) in sorted(self.lost.items()):
+            such = f", such as {example}" if example else ""
+            lines.append(f"{what} (about {count:,} samples{such})")
+        if self.num_unused_images:
+            lines.append(f"{self.num_unused_images:,} image and video files are used by no sample")
+        for what, (least, share, line) in _COMMON.items():
+            count, example = self.common.get(what, (0, ""))
+            total = self.num_samples if what == "media" else self.num_records
+            if count >= max(least, share * total) or 1 < count == total:
+                about = "about " if what == "answers" else ""
+                lines.append(f"{about}{count:,} of {total:,} {line.format(example)}")
+        return lines
+
+    def save(self, path: Path) -> None:
+        """Write index.json: from now on the index is complete."""
+        write_atomically(path, to_json(seal(asdict(self))))
+
+    @classmethod
+    def load(cls, path: Path) -> "IndexInfo | None":
+        """Read index.json; None if the index is not complete. Raises StageError if it is damaged,
+        or of another format version."""
+        content = read_json(path)
+        if content is None:
+            return None
+        if content.get("version") != INDEX_VERSION:
+            raise StageError(
+                f"{path} has format version {content.get('version')}, this version reads "
+                f"{INDEX_VERSION}; measure again with another output.path"
+            )
+        try:
+            info = cls(**content)
+        except TypeError as error:
+            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
+        if not isinstance(info.hashes, dict) or not isinstance(info.part_rows, list):
+            raise DamagedError(f"{path} is damaged; {REMEDY}")
+        return info
+
 
 LOCATOR_FIELDS: Final = [
     pa.field("kind", pa.string()),
@@ -44,7 +166,8 @@ _PART_FIELDS: Final = [
 INDEX_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
-        pa.field("key_hash", pa.uint64()),  # xxh3_64 of "source_id/key"
+        # xxh3_64 of "source_id/key"; of a part of a conversation, of its record's key
+        pa.field("key_hash", pa.uint64()),
         # 0 where the key is an identity, see measure/identity.py
         pa.field("content_hash", pa.uint64()),
         # of its texts and media; of a part of a conversation, those of its record
@@ -67,17 +190,7 @@ INDEX_SCHEMA: Final = pa.schema(
         # the record that this is a part of; then json has the size of the turns that the sample has
         # of it. None: the whole record at json
         pa.field("part", pa.struct(_PART_FIELDS)),
-        pa.field("left_out", pa.uint8()),  # 0, or why the sample is not planned, see LEFT_OUT
     ]
-)
-#: Values of the column left_out of samples that are not planned; 0: it is.
-DUPLICATE_KEY, UNCUT = 1, 2
-#: Reason and detail of each.
-LEFT_OUT: Final = MappingProxyType(
-    {
-        DUPLICATE_KEY: ("duplicate_key", "an earlier sample has this key"),
-        UNCUT: ("not_in_template", "it fits no pack, and the chat template writes no part of it"),
-    }
 )
 SET_ASIDE_SCHEMA: Final = pa.schema(
     [
@@ -89,8 +202,13 @@ SET_ASIDE_SCHEMA: Final = pa.schema(
 )
 
 
+def escape(text: str) -> str:
+    """Text that can be stored: lone surrogates, as in names that are not UTF-8, as \\udcff."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def key_hash(source_id: int, key: str) -> int:
-    """Identity of a sample in 8 bytes."""
+    """Identity of a record, or of a sample, in 8 bytes."""
     return xxhash.xxh3_64_intdigest(f"{source_id}/{key}".encode())
 
 
@@ -126,12 +244,6 @@ def open_table(path: Path) -> Iterator[pq.ParquetFile]:
     else:
         with pq.ParquetFile(path, memory_map=True) as table:
             yield table
-
-
-def count_rows(path: Path) -> int:
-    """Rows of a Parquet file."""
-    with open_table(path) as table:
-        return int(table.metadata.num_rows)
 
 
 def part_name(number: int) -> str:

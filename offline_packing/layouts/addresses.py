@@ -13,8 +13,7 @@ from offline_packing.index.measured import modification_time
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.sources import Locator, Source, SourceOptions
 from offline_packing.sources.options import MediaOptions
-from offline_packing.sources.roots.local import MediaRoot
-from offline_packing.sources.roots.remote import Root, open_root
+from offline_packing.sources.roots.roots import MediaRoot, Root, open_root
 
 if TYPE_CHECKING:
     from megatron.energon.cache.file_store import WebdatasetFileStore

@@ -1,7 +1,7 @@
 """Interface of every layout: writing one shard, the metadata of all, and reading both again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -81,6 +81,13 @@ class Layout(ABC):
         """Which samples it can hold, asked before planning. Raises StageError if it can hold none
         of such a source."""
         return Admission()
+
+    def added_tokens(
+        self, model: Mapping[str, str | int], grids: Sequence[tuple[int, int, int]]
+    ) -> int:
+        """`Admission.added_tokens` of one sample with media of these grids in patches, (t, h, w)
+        each, by the model's part of the fingerprint."""
+        return 0
 
     def check_sources(  # noqa: B027 - bytes can be copied from any
         self, samples: Index, sources: Sequence[Source]

@@ -18,8 +18,13 @@ from offline_packing.layouts.energon_metadata import (
 )
 from offline_packing.layouts.shard_tasks import ShardTask
 from offline_packing.layouts.shards import ShardFragment
-from offline_packing.storage.files import atomic_file, hash_file, write_atomically
-from offline_packing.storage.paths import read_each, remove_folder
+from offline_packing.storage.files import (
+    atomic_file,
+    hash_file,
+    read_each,
+    remove_folder,
+    write_atomically,
+)
 from offline_packing.storage.tars import (
     PackEntry,
     TarShardWriter,

@@ -32,11 +32,12 @@ from offline_packing.storage.files import (
     atomic_file,
     hash_bytes,
     hash_file,
+    is_remote,
+    local_copy,
     remove_temporaries,
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import is_remote, local_copy
 from offline_packing.storage.tars import PackEntry, index_bytes, scan_tar
 from task_encoders.packs.pack import PackFormatError, parse_json, restore_pack
 from task_encoders.packs.pack_format import JSON_PART

@@ -29,7 +29,7 @@ from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, SourceOptions
-from offline_packing.sources.roots.remote import Root
+from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import atomic_file, to_json, write_atomically
 from offline_packing.storage.tars import PackEntry, Part
 from task_encoders.media.video import SampledVideo

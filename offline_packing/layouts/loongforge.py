@@ -13,7 +13,7 @@ Captions are `packed_captioning`, in its phase pretrain: the members of the llav
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,8 @@ _READ_AS: Final = {"m4v": "mp4", "3gp": "mp4", "mkv": "webm"}
 #: Pixels to whose multiples it resizes every image. Where a token of the family has another side,
 #: it resizes images a second time, to multiples of that, and takes frames of videos twice.
 _SIDE: Final = 28
+#: (num_images, 3) grids -> (num_images,) tokens
+Growth = Callable[[npt.NDArray[np.integer]], npt.NDArray[np.integer]]
 
 
 class LoongForgeLayout(EnergonLayout):
@@ -74,14 +76,19 @@ class LoongForgeLayout(EnergonLayout):
         both = (num_videos > 0) & (samples.array("num_images") > 0)
         unfit: dict[str, npt.NDArray[Any]] = {"sample with images and videos": both}
         added: npt.NDArray[np.int64] | int = 1  # its templates *-hf keep the last answer's newline
-        side = _token_side(samples)
-        if side != _SIDE:
-            unfit[f"video for {samples.info.fingerprint['model.family']}"] = num_videos
-            smallest = int(samples.info.fingerprint["model.min_pixels"]) / side**2
-            added += sum_over_grids(samples, partial(_room_of_images, smallest=smallest))
+        model = samples.info.fingerprint
+        if growth := _growth_of_images(model.get("model.family"), model.get("model.min_pixels")):
+            unfit[f"video for {model['model.family']}"] = num_videos
+            added += sum_over_grids(samples, growth)
         unfit |= {what: traits & trait for trait, what in _UNFIT_TRAITS.items()}
         ids = [(what, np.flatnonzero(found)) for what, found in unfit.items()]
         return Admission(ids, added)
+
+    def added_tokens(
+        self, model: Mapping[str, str | int], grids: Sequence[tuple[int, int, int]]
+    ) -> int:
+        growth = _growth_of_images(model.get("family"), model.get("min_pixels"))
+        return 1 + (int(growth(np.array(grids)).sum()) if growth and grids else 0)
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         if task.task == "captioning":
@@ -119,11 +126,11 @@ class LoongForgeLayout(EnergonLayout):
         self.describe_anew(folder, dataset, manifest)
 
 
-def _token_side(samples: Index) -> int:
-    """Pixels of one token's side in the family whose lengths they are; `_SIDE` where lengths were
-    given by the user."""
-    family = samples.info.fingerprint.get("model.family")
-    return 2 * getattr(FAMILIES[str(family)].build, "PATCH_SIZE", 14) if family else _SIDE
+def _growth_of_images(family: object, min_pixels: Any) -> Growth | None:
+    """`_room_of_images` for a family; None where one token's side has `_SIDE` pixels, or where
+    lengths were given by the user."""
+    side = 2 * getattr(FAMILIES[str(family)].build, "PATCH_SIZE", 14) if family else _SIDE
+    return None if side == _SIDE else partial(_room_of_images, smallest=min_pixels / side**2)
 
 
 def _room_of_images(grids: npt.NDArray[np.integer], smallest: float) -> npt.NDArray[np.integer]:

@@ -30,8 +30,7 @@ from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
 from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
-from offline_packing.storage.files import atomic_file, write_atomically
-from offline_packing.storage.paths import local_copy, read_each
+from offline_packing.storage.files import atomic_file, local_copy, read_each, write_atomically
 from offline_packing.storage.tars import PackEntry
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import MovedMediumError, Pack, StoredMedia, StoredMedium

@@ -18,12 +18,11 @@ from offline_packing.errors import StageError
 from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
 from offline_packing.layouts.shards import PlannedShard
 from offline_packing.sources import Locator, Source
-from offline_packing.sources.conversation_part import ConversationPart
+from offline_packing.sources.base import ConversationPart
 from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
 from offline_packing.sources.reading.locators import read_ahead
-from offline_packing.sources.reading.row_files import record_columns
-from offline_packing.sources.reading.row_reader import WantedRows, rows_at_hand
-from offline_packing.sources.roots.remote import Root
+from offline_packing.sources.reading.rows import WantedRows, record_columns, rows_at_hand
+from offline_packing.sources.roots.roots import Root
 from task_encoders.families import ModelOptions
 from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample

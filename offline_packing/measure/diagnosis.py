@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import xxhash
 
-from offline_packing.index.measured import escape
+from offline_packing.index.table import escape
 from offline_packing.sources import SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import clipped_images, control_text, lost_fields
 from offline_packing.sources.options import FieldMap
@@ -86,10 +86,10 @@ def shares_of_first(parts: Sequence[SourcePart]) -> list[int]:
 
 def estimate(
     parts: Iterable[tuple[int, int, Mapping[str, Any]]],
-) -> tuple[dict[str, int], dict[str, str], tuple[int, str]]:
+) -> tuple[dict[str, tuple[int, str]], tuple[int, str]]:
     """Estimate for all samples from source, number of samples and `Diagnosis.notes` of each part,
-    in order: what they lack -> how many, and -> an example; count and beginning of the most
-    frequent answer, (0, '') if none is given twice."""
+    in order: what they lack -> how many, and an example; count and beginning of the most frequent
+    answer, (0, '') if none is given twice."""
     counts: defaultdict[int, list[Counter[str]]] = defaultdict(lambda: [Counter(), Counter()])
     num_samples, totals = Counter[int](), Counter[str]()
     examples: dict[str, str] = {}
@@ -103,9 +103,9 @@ def estimate(
         weight = (num_samples[source] - first["lost "]) / max(1, later["lost "])
         for name in first | later:
             totals[name] += round(first[name] + weight * later[name])
-    lost = {what: totals[f"lost {what}"] for what in examples}
+    lost = {what: (totals[f"lost {what}"], example) for what, example in examples.items()}
     answers = {name: count for name, count in totals.items() if name.startswith("answers ")}
     most = max(answers, key=answers.__getitem__, default="")
     if answers.get(most, 0) < 2:
-        return lost, examples, (0, "")
-    return lost, examples, (answers[most], most[len("answers ") + _DIGITS :])
+        return lost, (0, "")
+    return lost, (answers[most], most[len("answers ") + _DIGITS :])

@@ -19,32 +19,32 @@ as the source gives it has no prefix; a prefix depends on how many sources a con
 No key is a Python object for longer than a batch: see storage/key_set.py.
 """
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from offline_packing.errors import StageError
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.records import RECORD_COLUMNS, records_of
+from offline_packing.index.records import RECORD_COLUMNS, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
-from offline_packing.index.shared import places_of_equal
-from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash, rewrite_part
-from offline_packing.measure.hashes import hash_content, repeated_key
+from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, rewrite_part
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import aside_while_measuring
-from offline_packing.sources import Source, SourceOptions, SourcePart, SourceRecord
+from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
 from task_encoders.records.record import to_sample
-from task_encoders.samples import SampleError
+from task_encoders.samples import SampleError, SourceSample
 from task_encoders.storage.paths import path_of
 
 logger = logging.getLogger(__name__)
@@ -55,10 +55,11 @@ _NO_CONTENT: Final = pa.scalar(0, pa.uint64())
 
 
 def rename_repeated(samples: Index) -> int:
-    """Give samples of a measured index that share an id different keys; returns their number.
+    """Give records of a measured index that share an id different keys; returns their number, in
+    which each part of a conversation counts.
 
     Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
-    first sample of an id is never renamed, and what was renamed shares no id any more.
+    first record of an id is never renamed, and what was renamed shares no id any more.
     """
     contents = samples.array("content_hash")
     if not contents.any():
@@ -96,13 +97,15 @@ def _rename_part(
 
 
 def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
-    keys, key_hashes = rows["key"].to_pylist(), rows["key_hash"].to_numpy().copy()
-    contents, source_ids = rows["content_hash"].to_numpy(), rows["source_id"].to_numpy()
-    for row in np.flatnonzero(renamed).tolist():
-        keys[row] = repeated_key(keys[row], int(contents[row]))
-        key_hashes[row] = key_hash(int(source_ids[row]), keys[row])
-    columns = dict(zip(rows.column_names, rows.columns, strict=True))
-    return pa.table({**columns, "key": keys, "key_hash": key_hashes}, INDEX_SCHEMA)
+    columns = rows.to_pylist()
+    for row in itertools.compress(columns, renamed):
+        old = (row["part"] or row)["key"]
+        new = repeated_key(old, row["content_hash"])
+        row["key"] = new + row["key"].removeprefix(old)
+        row["key_hash"] = key_hash(row["source_id"], new)
+        if row["part"]:
+            row["part"]["key"] = new
+    return pa.Table.from_pylist(columns, INDEX_SCHEMA)
 
 
 def skip_fingerprint(config: SourceOptions) -> str:
@@ -243,3 +246,60 @@ def _own_keys(
             is_source = pc.equal(batch[column], source)
             own = batch.filter(pc.and_(is_source, pc.starts_with(batch["key"], pattern=prefix)))
             yield pc.utf8_slice_codeunits(own["key"], len(prefix)), own
+
+
+#: Bytes of a medium that are hashed: those that the first request to remote storage brings.
+HASHED_BYTES: Final = 1 << 14
+
+
+def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
+    """xxh3_64 of what a sample is trained on: its texts, and its media by their names, or by their
+    bytes where these are in the record itself."""
+    names = (sample.images, sample.videos)
+    turns = [{"prompt": t.prompt, "answer": t.answer, **t.details} for t in sample.turns]
+    tools = [sample.tools] if sample.tools else []
+    digest = xxhash.xxh3_64(orjson.dumps([turns, *names, sample.system, *tools]))
+    for medium in media:
+        if medium is not None and medium.data is not None:
+            digest.update(xxhash.xxh3_128_digest(medium.data))
+    return digest.intdigest()
+
+
+def hash_sample(sample: SourceSample, media_hashes: Sequence[int]) -> int:
+    """xxh3_64 of a sample's texts, and of its media by their `hash_medium`."""
+    return xxhash.xxh3_64_intdigest(orjson.dumps([*_texts(sample), media_hashes]))
+
+
+def digest_sample(sample: SourceSample, media: Iterable[bytes]) -> bytes:
+    """xxh3_128 of a sample's texts, and of its media by all their bytes."""
+    digest = xxhash.xxh3_128(orjson.dumps(_texts(sample)))
+    for data in media:
+        digest.update(xxhash.xxh3_128_digest(data))
+    return digest.digest()
+
+
+def _texts(sample: SourceSample) -> list[Any]:
+    turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
+    return [turns, sample.system, sample.tools]
+
+
+def hash_medium(num_bytes: int, file: BinaryIO) -> int:
+    """xxh3_64 of a medium's size and its first HASHED_BYTES bytes, so that equal files have one
+    hash wherever they lie: in remote storage any other place would be a request."""
+    digest = xxhash.xxh3_64(num_bytes.to_bytes(8, "little"))
+    digest.update(file.read(HASHED_BYTES))
+    return digest.intdigest()
+
+
+def hash_group(source: Source, content: Mapping[str, Any]) -> int:
+    """xxh3_64 of the field that `source.fields.group` names; 0: the record lacks it."""
+    if "group" not in source.fields.named or content.get("group") is None:
+        return 0
+    return (
+        xxhash.xxh3_64_intdigest(orjson.dumps(content["group"], option=orjson.OPT_SORT_KEYS)) or 1
+    )
+
+
+def repeated_key(key: str, content_hash: int) -> str:
+    """Key of a sample that shares its id: '33471@5d0c0a1be0a6a2f7'."""
+    return f"{key}@{content_hash:016x}"

@@ -19,11 +19,14 @@ import numpy as np
 
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
-from offline_packing.index.info import INDEX_VERSION, IndexInfo
+from offline_packing.index.records import (
+    find_duplicates,
+    most_shown,
+    places_of_equal,
+    record_numbers,
+)
 from offline_packing.index.rows import name_samples
-from offline_packing.index.set_aside import find_duplicates
-from offline_packing.index.shared import most_shown, places_of_equal
-from offline_packing.index.table import Index
+from offline_packing.index.table import INDEX_VERSION, Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import estimate, shares_of_first
 from offline_packing.measure.identity import (
@@ -39,8 +42,8 @@ from offline_packing.measure.measure_part import (
     measure_part,
     read_result,
 )
-from offline_packing.measure.regroup import regroup_records
 from offline_packing.measure.source_files import count_unused_media, explain_listing, save_files
+from offline_packing.measure.split_turns import Cutting
 from offline_packing.runs.artifacts import (
     Fingerprint,
     changed_fields,
@@ -52,26 +55,29 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
-from offline_packing.runs.run import Run, Workspace, open_sources
+from offline_packing.runs.run import Run, Workspace, open_encoder, open_sources
 from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinished
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
     hash_file,
     hash_files,
+    local_copy,
+    read_each,
     read_json,
+    remove_folder,
     remove_temporaries,
     seal,
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import local_copy, read_each, remove_folder
 
 logger = logging.getLogger(__name__)
 
 #: Parts beyond this are slow on shared file systems.
 MANY_PARTS: Final = 50_000
 _MARKER: Final = attrgetter("index_path")
+_TABLES: Final = attrgetter("index_path", "set_aside_path")
 
 
 def measure(run: Run) -> Index:
@@ -101,8 +107,8 @@ def measure(run: Run) -> Index:
         logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
         return Index(workspace.index, info)
     set_known_keys(run, sources, workspace.skip)
-    folders = [workspace.index, workspace.set_aside, workspace.files]
-    for folder in (*folders, *([workspace.records] if run.config.splits else [])):
+    folders = (workspace.index, workspace.set_aside, workspace.files)
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
     save_files(workspace.files, sources, scans)
@@ -114,8 +120,7 @@ def measure(run: Run) -> Index:
     _run_tasks(run, tasks)
     info = _complete(run, fingerprint, tasks, scans)
     info.save(workspace.index_info)
-    for folder in (workspace.skip, workspace.records):
-        remove_folder(folder)
+    remove_folder(workspace.skip)
     return Index(workspace.index, info)
 
 
@@ -176,7 +181,7 @@ def _measure_again(run: Run, lost: Sequence[Path], *, keeps: bool) -> IndexInfo:
     again = replace(run, config=run.config.model_copy(update={"output": output}))
     for index_path in workspace.index.glob("part-*.parquet") if keeps else ():
         paths = (index_path, workspace.set_aside / index_path.name)
-        if not run.config.splits and all(path not in lost and path.exists() for path in paths):
+        if all(path not in lost and path.exists() for path in paths):
             for path in paths:
                 target = workspace.again / str(path.relative_to(workspace.root))
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -202,9 +207,9 @@ def _complete(
 ) -> IndexInfo:
     """The content of index.json, once all records are measured."""
     workspace = run.workspace
-    results = list(read_each(workspace.index, read_result, tasks))
-    counts = ((one.num_rows, one.diagnosis) for one in results)
-    lost_fields, lost_examples, answers = estimate(
+    results = list(read_each(workspace.index, read_result, map(_TABLES, tasks)))
+    counts = ((one.num_measured, one.diagnosis) for one in results)
+    lost, answers = estimate(
         (task.source_id, *own) for task, own in zip(tasks, counts, strict=True)
     )
     info = IndexInfo(
@@ -212,58 +217,43 @@ def _complete(
         versions=library_versions(),
         part_rows=[result.num_rows for result in results],
         set_aside=dict(sum((result.set_aside for result in results), Counter())),
-        lost_fields=lost_fields,
-        lost_examples=lost_examples,
+        lost=lost,
         num_tokens=sum(result.num_tokens for result in results),
+        split=dict(sum((Counter(result.split) for result in results), Counter())),
         num_skipped=sum(result.num_skipped for result in results),
         num_weighted=sum(result.num_weighted for result in results),
         num_part_hashed=sum(result.num_part_hashed for result in results),
         source_warnings=[line for scan in scans for line in scan.warnings],
     )
-    records = Index(workspace.records if run.config.splits else workspace.index, info)
-    num_renamed = rename_repeated(records)
+    samples = Index(workspace.index, info)
+    num_renamed = rename_repeated(samples)
     if num_renamed:
         logger.info(
             "measure: %s samples share their id with another one: ID@CONTENT", f"{num_renamed:,}"
         )
-    num_unused = count_unused_media(records, scans)
-    copies = _count_copies(records)
-    if run.config.splits:
-        info = _regroup(run, records, tasks)
-    shown = most_shown(Index(workspace.index, info))
-    common = {"copies": copies, "media": shown, "answers": answers}
-    common = {what: some for what, some in common.items() if some[0]}
-    info = replace(info, common=common)
+    common = {"copies": _count_copies(samples), "media": most_shown(samples), "answers": answers}
     folders = workspace.index, workspace.set_aside, workspace.files
-    hashes = {folder.name: hash_files(folder, "*.parquet") for folder in folders}
-    info = replace(info, hashes=hashes, num_unused_images=num_unused)
+    info = replace(
+        info,
+        common={what: some for what, some in common.items() if some[0]},
+        hashes={folder.name: hash_files(folder, "*.parquet") for folder in folders},
+        num_unused_images=count_unused_media(samples, scans),
+    )
     for line in info.warnings:
         logger.warning("measure: warning: %s", line)
     return info
 
 
 def _count_copies(samples: Index) -> tuple[int, str]:
-    """How many samples repeat the texts and media of an earlier one, by their hashes, and the key
+    """How many records repeat the texts and media of an earlier one, by their hashes, and the key
     of the first. Those with the key of an earlier one are set aside, and not counted."""
-    duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
-    others = np.delete(np.arange(samples.info.num_samples), duplicates)
+    firsts = np.flatnonzero(np.diff(record_numbers(samples), prepend=-1))
+    others = np.setdiff1d(firsts, find_duplicates(samples), assume_unique=True)
     hashes = samples.array("sample_hash")[others]
     several = places_of_equal(hashes)
     firsts = first_of_equal(hashes[several])
     copies = others[several[firsts != np.arange(len(several))]]
     return len(copies), name_samples(samples, copies[:1])["key"][0].as_py() if len(copies) else ""
-
-
-def _regroup(run: Run, records: Index, tasks: Sequence[MeasureTask]) -> IndexInfo:
-    """Write the parts of the index that are not there, of samples made of records; returns its
-    content without hashes."""
-    parts = [
-        replace(task, index_path=run.workspace.index / path.name)
-        for task, path in zip(tasks, records.paths, strict=True)
-    ]
-    left = _not_done(run, "regroup", parts)
-    paths = [task.index_path for task in parts]
-    return regroup_records(run, records, paths, [task.number for task in left])
 
 
 def preview_measure(run: Run) -> str:
@@ -367,8 +357,12 @@ def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> st
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
     at = run.workspace
-    index_folder = at.records if run.config.splits else at.index
-    with_traits = LAYOUTS[run.config.output.layout].NEEDS_TRAITS
+    layout, pack, cutting = run.config.output.layout, run.config.pack, None
+    if run.config.splits:
+        budgets = {str(name): limit for name, limit in pack.budgets.items()}
+        limits = {"tokens": pack.longest_sample, **budgets}
+        model = open_encoder(run.config.model).fingerprint
+        cutting = Cutting(pack.split_turns, limits, layout, model)
     parts = [
         (i, sources[i], *part)
         for i, scan in enumerate(scans)
@@ -376,15 +370,16 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
     ]
     return [
         MeasureTask(
-            number,
-            source,
-            source_id,
-            part,
-            run.config.model,
-            index_folder / index.part_name(number),
-            at.set_aside / index.part_name(number),
-            num_first,
-            with_traits,
+            number=number,
+            source=source,
+            source_id=source_id,
+            part=part,
+            model=run.config.model,
+            index_path=at.index / index.part_name(number),
+            set_aside_path=at.set_aside / index.part_name(number),
+            num_first=num_first,
+            with_traits=LAYOUTS[layout].NEEDS_TRAITS,
+            cutting=cutting,
         )
         for number, (source_id, source, part, num_first) in enumerate(parts)
     ]
@@ -392,27 +387,21 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
 
 def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     """Measure the parts that are not measured yet."""
-    left = _not_done(run, "measure", tasks)
+    if not run.engine.IS_SHARED:
+        for path in filter(None, run.engine.run(find_unreadable, done(tasks, _MARKER))):
+            logger.warning("measure: %s cannot be read; its part is made again", path)
+            path.unlink()
+    left = unfinished("measure", tasks, _MARKER)
     numbers = {task.number for task in left}
     known = [task.part.num_records for task in tasks]
     total = None if None in known else sum(filter(None, known))
     whole = run.workspace.measure_total
     write_atomically(whole, to_json({"parts": len(tasks), "records": total}))
     with run.bar("measure", total, "record") as bar:
-        before = (task for task in tasks if task.number not in numbers)
+        before = (_TABLES(task) for task in tasks if task.number not in numbers)
         results = read_each(run.workspace.index, read_result, before)
         bar.update(sum(result.num_records for result in results))
         for _ in run_tasks(run, measure_part, run.engine.share(left), bar.update):
             pass
     check_all_done(run, "measure", tasks, _MARKER)
     whole.unlink(missing_ok=True)
-
-
-def _not_done(run: Run, stage: str, tasks: Sequence[MeasureTask]) -> list[MeasureTask]:
-    """The tasks whose tables are not there, or cannot be read."""
-    if not run.engine.IS_SHARED:
-        there = done(tasks, _MARKER)
-        for path in filter(None, run.engine.run(find_unreadable, there)):
-            logger.warning("%s: %s cannot be read; its part is made again", stage, path)
-            path.unlink()
-    return unfinished(stage, tasks, _MARKER)

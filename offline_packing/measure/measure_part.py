@@ -5,8 +5,9 @@ Media are not decoded: their size is read from the header.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
 
@@ -17,23 +18,18 @@ import pyarrow.compute as pc
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index import table as index
-from offline_packing.index.measured import (
-    MeasuredSample,
-    SetAsideSample,
-    index_table,
-    sample_stamp,
-    sample_traits,
-    set_aside_table,
-)
+from offline_packing.index.measured import sample_stamp, sample_traits
+from offline_packing.index.table import escape
 from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
-from offline_packing.measure.hashes import (
+from offline_packing.measure.identity import (
     HASHED_BYTES,
+    NewRecords,
     hash_content,
     hash_group,
     hash_medium,
     hash_sample,
 )
-from offline_packing.measure.identity import NewRecords
+from offline_packing.measure.split_turns import Conversation, Cutting, Part, fits
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from task_encoders.families import ModelOptions
@@ -57,7 +53,12 @@ _MAX_NAME: Final = 200
 #: Characters of a reason's detail that are kept: it may quote what a record holds.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
-_NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "diagnosis")
+_NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "split", "diagnosis")
+
+_locator_values = attrgetter(*(field.name for field in index.LOCATOR_FIELDS))
+
+#: Values of a row of the index, or of the set-aside table, by the names of their columns.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class MeasureTask:
     num_first: int = NUM_FIRST
     #: whether the layout needs the traits of every sample
     with_traits: bool = False
+    #: how conversations are cut that fit no pack; None: they are not
+    cutting: Cutting | None = None
 
 
 @dataclass(frozen=True)
@@ -90,20 +93,27 @@ class PartResult:
     num_weighted: int = 0
     #: media of samples, see IndexInfo
     num_part_hashed: int = 0
+    #: conversations that were cut, and the samples they became
+    split: dict[str, int] = field(default_factory=dict)
     #: see Diagnosis.notes
     diagnosis: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def num_measured(self) -> int:
+        """Records of the rows."""
+        return self.num_rows - self.split.get("samples", 0) + self.split.get("conversations", 0)
+
+    @property
     def num_records(self) -> int:
-        """Samples of both tables, and those that were left out."""
-        return self.num_rows + self.set_aside.total() + self.num_skipped
+        """Records of both tables, and those that were left out."""
+        return self.num_measured + self.set_aside.total() + self.num_skipped
 
 
-def read_result(task: MeasureTask) -> PartResult:
+def read_result(paths: tuple[Path, Path]) -> PartResult:
     """Content of a measured part, from its two tables."""
-    with index.open_table(task.index_path) as rows:
+    with index.open_table(paths[0]) as rows:
         num_tokens = rows.read(["num_tokens"])["num_tokens"]
-    with index.open_table(task.set_aside_path) as aside:
+    with index.open_table(paths[1]) as aside:
         reasons = Counter(aside.read(["reason"])["reason"].to_pylist())
         notes = aside.metadata.metadata or {}
     held = {name: orjson.loads(notes[name.encode()]) for name in _NOTES if name.encode() in notes}
@@ -132,8 +142,10 @@ def measure_part(task: MeasureTask) -> None:
         measuring = Measuring(task)
         rows = measuring.rows(new)
         while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
-            write_measured(index_table([row for row in some if isinstance(row, MeasuredSample)]))
-            write_aside(set_aside_table([row for row in some if isinstance(row, SetAsideSample)]))
+            measured = [row for row in some if "reason" not in row]
+            aside = [row for row in some if "reason" in row]
+            write_measured(pa.Table.from_pylist(measured, index.INDEX_SCHEMA))
+            write_aside(pa.Table.from_pylist(aside, index.SET_ASIDE_SCHEMA))
         measuring.num_skipped = new.num_skipped
         for name in _NOTES:
             if value := getattr(measuring, name):
@@ -142,12 +154,13 @@ def measure_part(task: MeasureTask) -> None:
 
 @dataclass(slots=True)
 class _Found:
-    """A record on its way to a row of either table. Each step sets fields that later ones read."""
+    """A record on its way to rows of either table. Each step sets fields that later ones read."""
 
     number: int
     record: SourceRecord
     key: str
-    row: MeasuredSample | SetAsideSample | None = None
+    #: of the record, or of the parts of a conversation; empty until the last step
+    rows: list[Row] = field(default_factory=list)
     sample: SourceSample = field(init=False)
     #: of each image, then of each video; and its extension
     media: list[tuple[Locator, str]] = field(init=False)
@@ -168,28 +181,28 @@ class Measuring:
         self._diagnosis = Diagnosis(self.source.fields, self.encoder.tokenizer, task.num_first)
         # See PartResult.
         self.num_skipped = self.num_weighted = self.num_part_hashed = 0
+        self.split: Counter[str] = Counter()
 
     @property
     def diagnosis(self) -> dict[str, Any]:
         """See `Diagnosis.notes`."""
         return self._diagnosis.notes()
 
-    def rows(
-        self, records: Iterable[tuple[int, SourceRecord]]
-    ) -> Iterator[MeasuredSample | SetAsideSample]:
-        """A row of either table for each record, in order; each comes with its number in the part.
+    def rows(self, records: Iterable[tuple[int, SourceRecord]]) -> Iterator[Row]:
+        """A row of the index or, with a reason, of the set-aside table for each record, or for each
+        part of one; in order. Records come with their number in the part.
 
         Raises:
             StageError: an error that is not caused by the sample.
         """
         for group in self._groups(records):
-            for step in (self._read_sample, self._read_headers, self._measure, self._make_row):
+            for step in (self._read_sample, self._read_headers, self._measure, self._make_rows):
                 for found in group:
-                    if found.row is None:
+                    if not found.rows:
                         self._try(step, found)
             for found in group:
-                assert found.row is not None
-                yield found.row
+                assert found.rows
+                yield from found.rows
 
     def _groups(self, records: Iterable[tuple[int, SourceRecord]]) -> Iterator[list[_Found]]:
         group: list[_Found] = []
@@ -212,8 +225,10 @@ class Measuring:
             kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
             raise StageError(f"sample {found.key!r} in {path}: {kind}{error}") from error
         except Exception as error:  # noqa: BLE001 - of this sample
-            reason = as_sample_error(error)
-            found.row = SetAsideSample(found.key, path, reason.reason, reason.detail[:_MAX_DETAIL])
+            why = as_sample_error(error)
+            values = (found.key, path, why.reason, why.detail[:_MAX_DETAIL])
+            names = index.SET_ASIDE_SCHEMA.names
+            found.rows = [dict(zip(names, map(escape, values), strict=True))]
 
     def _read_sample(self, found: _Found) -> None:
         found.sample = self.source.sample(found.record, found.key)
@@ -257,27 +272,77 @@ class Measuring:
     def _measure(self, found: _Found) -> None:
         found.length = self.encoder.measure(found.sample, found.sizes, found.videos)
 
-    def _make_row(self, found: _Found) -> None:
-        record, sample, media = found.record, found.sample, found.media
+    def _make_rows(self, found: _Found) -> None:
+        record, sample, source = found.record, found.sample, self.source
         assert not isinstance(record.content, SampleError)
-        embedded = [*map(record.embedded.get, sample.media)]
-        locators = [locator for locator, _ in media]
-        found.row = MeasuredSample(
-            sample.key,
-            self.task.source_id,
-            self.source.task,
-            len(sample.turns),
-            found.length,
-            record.locator,
-            tuple(media),
-            sample_stamp(self.source, record.locator, locators),
-            sample_traits(sample, found.sizes) if self.task.with_traits else None,
-            len(found.videos),
-            hash_content(sample, embedded) if record.own_id else 0,
-            hash_sample(sample, found.media_hashes),
-            tuple(found.media_hashes),
-            hash_group(self.source, record.content),
-        )
+        embedded = map(record.embedded.get, sample.media)
+        of_record = {
+            "key_hash": index.key_hash(self.task.source_id, sample.key),
+            "content_hash": hash_content(sample, embedded) if record.own_id else 0,
+            "sample_hash": hash_sample(sample, found.media_hashes),
+            "group_hash": hash_group(source, record.content),
+            "source_id": self.task.source_id,
+            "task": source.task,
+        }
+        parts = self._cut(found)
+        if parts:
+            self.split += Counter(conversations=1, samples=len(parts))
+            found.rows = [of_record | self._part_row(found, part) for part in parts]
+        else:
+            kept = range(len(found.media))
+            found.rows = [of_record | self._row(found, sample, found.length, record.locator, kept)]
         self._diagnosis.add(found.number, record, sample, found.modes)
-        self.num_part_hashed += sum(at.size > HASHED_BYTES for at in locators)
+        self.num_part_hashed += sum([at.size > HASHED_BYTES for at, _ in found.media])
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)
+
+    def _cut(self, found: _Found) -> Sequence[Part]:
+        """The parts of a conversation that fits no pack; none if it stays whole."""
+        cutting = self.task.cutting
+        if cutting is None:
+            return ()
+        limits = cutting.limits_of(found.length)
+        if fits(found.sample, found.length, limits):
+            return ()
+        own = found.sample, found.record.locator, found.sizes, found.videos
+        try:
+            return Conversation(self.encoder, *own, cutting.options, limits).parts()
+        except SampleError as error:
+            why = "it fits no pack, and the chat template writes no part of it"
+            raise SampleError("not_in_template", why) from error
+
+    def _part_row(self, found: _Found, part: Part) -> Row:
+        kept = [i for i, place in enumerate(part.place.media) if place >= 0]
+        sample = part.sample
+        turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
+        size = len(orjson.dumps([sample.system, sample.tools, turns]))
+        at = replace(found.record.locator, size=size)
+        return self._row(found, sample, part.length, at, kept) | {"part": asdict(part.place)}
+
+    def _row(
+        self,
+        found: _Found,
+        sample: SourceSample,
+        length: SampleLength,
+        at: Locator,
+        kept: Sequence[int],
+    ) -> Row:
+        """What a sample has for itself of a row: a record, or a part with some of its media."""
+        media = [found.media[i] for i in kept]
+        traits = None
+        if self.task.with_traits:
+            traits = sample_traits(sample, [found.sizes[i] for i in kept if i < len(found.sizes)])
+        return {
+            "key": sample.key,
+            "num_tokens": length.num_tokens,
+            "num_loss_tokens": length.num_loss_tokens,
+            "num_vision_patches": length.num_vision_patches,
+            "num_images": len(sample.images),
+            "num_videos": len(sample.videos),
+            "num_turns": len(sample.turns),
+            "traits": traits,
+            "grid_thw": [number for grid in length.grid_thw for number in grid],
+            "stamp": sample_stamp(self.source, at, [locator for locator, _ in media]),
+            "json": _locator_values(at),
+            "media": [(*_locator_values(locator), extension) for locator, extension in media],
+            "media_hash": [found.media_hashes[i] for i in kept],
+        }

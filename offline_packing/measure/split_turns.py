@@ -7,28 +7,23 @@ that answers the result of a tool stays with the turn that called it.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import orjson
-import pyarrow as pa
 
 from offline_packing.config.sections import SplitTurnsConfig
-from offline_packing.errors import ChangedError
-from offline_packing.index.measured import MeasuredSample, sample_stamp, sample_traits
-from offline_packing.layouts.shard_tasks import COLUMNS, read_planned
-from offline_packing.sources import Source
-from offline_packing.sources.conversation_part import ConversationPart
+from offline_packing.layouts import LAYOUTS
+from offline_packing.sources import Locator
+from offline_packing.sources.base import ConversationPart
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.sample_encoder import SampleEncoder, SampleLength
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
-    SampleError,
     SourceSample,
     Turn,
     count_placeholders,
@@ -36,14 +31,32 @@ from task_encoders.samples import (
 )
 
 
-def fits(
-    rows: pa.Table, rooms: npt.NDArray[np.int64], budgets: Mapping[str, int]
-) -> npt.NDArray[np.bool_]:
-    """(num_rows,) whether each sample fits a pack by itself."""
-    found = rows["num_tokens"].to_numpy() <= rooms
-    for name, limit in budgets.items():
-        found &= rows[f"num_{name}"].to_numpy() <= limit
-    return found
+@dataclass(frozen=True)
+class Cutting:
+    """What a sample may have, and how longer conversations are cut."""
+
+    options: SplitTurnsConfig
+    #: of a pack: tokens, and whatever else it is limited in
+    limits: Mapping[str, int]
+    #: a name in LAYOUTS, and the model's part of the fingerprint: what its reader adds to a sample
+    layout: str
+    model: Mapping[str, str | int]
+
+    def limits_of(self, length: SampleLength) -> Mapping[str, int]:
+        """The limits of the parts of a sample."""
+        added = LAYOUTS[self.layout].added_tokens(self.model, length.grid_thw)
+        return {**self.limits, "tokens": self.limits["tokens"] - added}
+
+
+def fits(sample: SourceSample, length: SampleLength, limits: Mapping[str, int]) -> bool:
+    """Whether a sample fits a pack by itself."""
+    sizes = {
+        "tokens": length.num_tokens,
+        "vision_patches": length.num_vision_patches,
+        "images": len(sample.images),
+        "videos": len(sample.videos),
+    }
+    return all(sizes[name] <= limit for name, limit in limits.items())
 
 
 class _Cut(NamedTuple):
@@ -54,10 +67,12 @@ class _Cut(NamedTuple):
     end: int
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """A part, as the sample that it becomes."""
+
     cut: _Cut
     sample: SourceSample
-    part: ConversationPart
+    place: ConversationPart
     length: SampleLength
 
 
@@ -66,22 +81,18 @@ class Conversation:
 
     def __init__(
         self,
-        source: Source,
         encoder: SampleEncoder,
-        row: pa.Table,
+        sample: SourceSample,
+        record: Locator,
+        sizes: Sequence[tuple[int, int]],
+        videos: Sequence[VideoHeader],
         options: SplitTurnsConfig,
         limits: Mapping[str, int],
     ) -> None:
-        """Read it again. Raises StageError if it changed after it was measured. `row` is its row
-        of the records' table, `limits` are tokens and whatever else a pack is limited in."""
-        (record,) = read_planned(row.select(COLUMNS))
-        kept = ["content_hash", "sample_hash", "group_hash", "traits"]
-        (self.row,) = row.select(kept).to_pylist()
-        self.record, self.hashes = record, row["media_hash"][0].as_py()
-        self.source, self.encoder, self.options, self.limits = source, encoder, options, limits
-        num_images = len(record.media) - record.num_videos
-        self.sample = source.read_sample(record.key, record.json, num_images, record.num_videos)
-        self.sizes, self.videos = self._headers()
+        """`sizes` (height, width) and `videos` are those of the sample's images and videos,
+        `limits` are tokens and whatever else a pack is limited in."""
+        self.encoder, self.sample, self.record = encoder, sample, record
+        self.sizes, self.videos, self.options, self.limits = sizes, videos, options, limits
         turns = place_media(self.sample)
         starts = [i for i, turn in enumerate(turns) if i == 0 or not _answers_a_tool(turn)]
         #: turns before each exchange, and of all; the same of images and videos
@@ -92,11 +103,11 @@ class Conversation:
         self.is_trained = [any(turn.weight for turn in own) for own in exchanges]
         self._part = lru_cache(maxsize=4)(self._measure)
 
-    def parts(self) -> list[MeasuredSample]:
+    def parts(self) -> list[Part]:
         """The parts; together they train each turn once, and turns between them carry no loss. A
         turn that is too long by itself is a part that fits no pack. []: no part would fit one.
         Raises SampleError if no template takes them."""
-        found: list[_Part] = []
+        found: list[Part] = []
         first, ends = 0, self._estimate()
         while first < len(self.is_trained):
             if self.is_trained[first]:
@@ -104,58 +115,33 @@ class Conversation:
                 first = found[-1].cut.end
             else:
                 first += 1
-        return [*map(self._row, found)] if any(map(self._fits, found)) else []
+        return found if any(fits(one.sample, one.length, self.limits) for one in found) else []
 
-    def _headers(self) -> tuple[list[tuple[int, int]], list[VideoHeader]]:
-        """(height, width) of each image, and the headers of videos."""
-        sizes, videos = [], []
-        num_images = len(self.sample.images)
-        for i, at in enumerate(self.record.media):
-            try:
-                with self.source.open_located(at) as file:
-                    if i < num_images:
-                        header = self.encoder.image_header(file)
-                        sizes.append((header.height, header.width))
-                    else:
-                        videos.append(self.encoder.video_header(file))
-            except SampleError as error:
-                raise ChangedError(f"sample {self.record.key!r}", error) from error
-        return sizes, videos
-
-    def _measure(self, cut: _Cut) -> _Part:
+    def _measure(self, cut: _Cut) -> Part:
         """Raises SampleError where no template takes such a part."""
         shown = range(self.images[cut.begin], self.images[cut.end])
         clips = range(self.clips[cut.begin], self.clips[cut.end])
         kept = [*shown, *(len(self.sizes) + clip for clip in clips)]
-        places = [-1] * len(self.hashes)
+        places = [-1] * len(self.sample.media)
         for place, medium in enumerate(kept):
             places[medium] = place
         begin, first, end = (self.bounds[at] for at in cut)
         part = ConversationPart(
-            self.record.key,
-            self.record.json,
-            tuple(places),
-            self.record.num_videos,
-            begin,
-            first,
-            end,
+            key=self.sample.key,
+            json=self.record,
+            media=tuple(places),
+            num_videos=len(self.videos),
+            begin=begin,
+            first=first,
+            end=end,
         )
-        sample = replace(part.take(self.sample), key=f"{self.record.key}[{first}:{end}]")
+        sample = replace(part.take(self.sample), key=f"{self.sample.key}[{first}:{end}]")
         sizes, videos = [self.sizes[i] for i in shown], [self.videos[i] for i in clips]
-        return _Part(cut, sample, part, self.encoder.measure(sample, sizes, videos))
-
-    def _fits(self, part: _Part) -> bool:
-        sample, length = part.sample, part.length
-        sizes = {
-            "tokens": length.num_tokens,
-            "vision_patches": length.num_vision_patches,
-            "images": len(sample.images),
-            "videos": len(sample.videos),
-        }
-        return all(sizes[name] <= limit for name, limit in self.limits.items())
+        return Part(cut, sample, part, self.encoder.measure(sample, sizes, videos))
 
     def _is_fit(self, cut: _Cut) -> bool:
-        return self._fits(self._part(cut))
+        part = self._part(cut)
+        return fits(part.sample, part.length, self.limits)
 
     def _estimate(self) -> npt.NDArray[np.int64]:
         """(num_exchanges + 1,) about how many tokens stand before each exchange, and in all."""
@@ -178,7 +164,7 @@ class Conversation:
         around = alone[:2].sum() - num_tokens(0, 2) if count > 1 else 0
         return np.concatenate([[0], np.cumsum(alone - around)])
 
-    def _next(self, first: int, ends: npt.NDArray[np.int64]) -> _Part:
+    def _next(self, first: int, ends: npt.NDArray[np.int64]) -> Part:
         """The part that begins with an exchange."""
         cut = _Cut(self._context(first), first, first + 1)
         if not self._is_fit(cut):
@@ -207,32 +193,6 @@ class Conversation:
         earlier = range(max(0, first - self.options.context_turns), first)
         return earlier.start + bisect_left(
             earlier, True, key=lambda begin: self._is_fit(_Cut(begin, first, first + 1))
-        )
-
-    def _row(self, part: _Part) -> MeasuredSample:
-        """A part as a row of the index."""
-        record, sample = self.record, part.sample
-        kept = [i for i, place in enumerate(part.part.media) if place >= 0]
-        media = tuple((record.media[i], record.extensions[i]) for i in kept)
-        hashes = tuple(self.hashes[i] for i in kept)
-        turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
-        sizes = [self.sizes[i] for i in kept if i < len(self.sizes)]
-        return MeasuredSample(
-            sample.key,
-            record.source_id,
-            self.source.task,
-            len(sample.turns),
-            part.length,
-            replace(record.json, size=len(orjson.dumps([sample.system, sample.tools, turns]))),
-            media,
-            sample_stamp(self.source, record.json, [at for at, _ in media]),
-            None if self.row["traits"] is None else sample_traits(sample, sizes),
-            len(sample.videos),
-            self.row["content_hash"],
-            self.row["sample_hash"],  # of the whole conversation, which stays in one split
-            hashes,
-            self.row["group_hash"],
-            part.part,
         )
 
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -12,11 +11,16 @@ import numpy.typing as npt
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
-from offline_packing.index.pack_table import media_of_samples, units_of_samples
-from offline_packing.index.records import record_hashes
-from offline_packing.index.rows import SampleIds, name_samples, sample_flops
-from offline_packing.index.set_aside import AsideSamples, find_duplicates, group_set_aside
-from offline_packing.index.table import DUPLICATE_KEY, LEFT_OUT, Index
+from offline_packing.index.records import find_duplicates, record_numbers
+from offline_packing.index.rows import (
+    SampleIds,
+    media_of_samples,
+    name_samples,
+    sample_flops,
+    units_of_samples,
+)
+from offline_packing.index.set_aside import AsideSamples, group_set_aside
+from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.base import Admission
 from offline_packing.plan.uses import Uses, choose_uses
@@ -102,10 +106,7 @@ def _kept_apart(samples: Index, uses: Uses) -> SampleIds | None:
     None: any may."""
     if not samples.info.split and not uses.repeated:
         return None
-    if not samples.info.split:
-        return np.arange(samples.info.num_samples)
-    # Parts stand in the index one after the other.
-    return np.cumsum(np.diff(record_hashes(samples), prepend=np.uint64(0)) != 0) - 1
+    return record_numbers(samples)
 
 
 def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
@@ -144,10 +145,8 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
 def _find_set_aside(run: Run, samples: Index, admission: Admission) -> AsideSamples:
     """Samples that are not planned."""
     layout = run.config.output.layout
-    duplicates = find_duplicates(samples.array("key_hash"), partial(name_samples, samples))
-    left_out = samples.array("left_out")
-    found = [(duplicates, *LEFT_OUT[DUPLICATE_KEY])]
-    found += [(np.flatnonzero(left_out == code), *why) for code, why in LEFT_OUT.items()]
+    why = "an earlier sample has this key"
+    found = [(find_duplicates(samples), "duplicate_key", why)]
     for what, ids in admission.unfit:
         found.append((ids, "not_in_layout", f"layout {layout} holds no {what}"))
     return AsideSamples.merge([AsideSamples.of(ids, *reason) for ids, *reason in found])

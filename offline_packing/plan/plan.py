@@ -38,11 +38,11 @@ from offline_packing.runs.run import Run
 from offline_packing.storage.files import (
     hash_file,
     read_json,
+    remove_folder,
     seal,
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import remove_folder
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from offline_packing.index.shared import Hashes, shared_contents
+from offline_packing.index.records import Hashes, shared_contents
 from offline_packing.index.table import Index
 
 #: Salts of the numbers that are drawn from a hash.

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.records import record_hashes
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
@@ -46,7 +45,7 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
         once = {name: kept[part] for name, part in parts.items()}
         return Uses(once, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
-    hashes = record_hashes(samples)[kept]
+    hashes = samples.array("key_hash")[kept]
     num_tokens = samples.array("num_tokens")[kept]
     pack = config.pack
     uses = count_uses(config.source, hashes, source_ids, num_tokens, pack.longest_sample, pack.seed)

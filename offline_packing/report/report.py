@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.index.pack_table import pack_table
-from offline_packing.index.rows import name_samples
+from offline_packing.index.rows import name_samples, pack_table
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan

@@ -15,8 +15,7 @@ from typing import Any, Final
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import ConfigError, DamagedError, StageError
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.table import Index
+from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder

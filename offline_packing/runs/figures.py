@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig
-from offline_packing.index.pack_table import media_of_samples, pack_table, split_of_packs
-from offline_packing.index.rows import sums_by_source
+from offline_packing.index.rows import media_of_samples, pack_table, split_of_packs, sums_by_source
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
 from offline_packing.planner.cost import count_values, saving

@@ -18,8 +18,8 @@ import numpy as np
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.pack_table import pack_table
 from offline_packing.index.records import record_counts
+from offline_packing.index.rows import pack_table
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
@@ -35,8 +35,14 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.repair import accept, refused
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import hash_bytes, load_array, seal, to_json, write_atomically
-from offline_packing.storage.paths import read_each
+from offline_packing.storage.files import (
+    hash_bytes,
+    load_array,
+    read_each,
+    seal,
+    to_json,
+    write_atomically,
+)
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
 from task_encoders.packs.manifest import (

@@ -14,8 +14,7 @@ from typing import Final
 from offline_packing.errors import StageError
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.run import Workspace
-from offline_packing.storage.files import move_file, to_json, write_atomically
-from offline_packing.storage.paths import remove_folder
+from offline_packing.storage.files import move_file, remove_folder, to_json, write_atomically
 
 _FOUND: Final = "found.json"
 

@@ -27,9 +27,14 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import Source, open_source
-from offline_packing.sources.roots.remote import RemoteRoot
-from offline_packing.storage.files import hold_lock, read_json, remove_temporaries
-from offline_packing.storage.paths import remove_folder, scratch_folder
+from offline_packing.sources.roots.roots import RemoteRoot
+from offline_packing.storage.files import (
+    hold_lock,
+    read_json,
+    remove_folder,
+    remove_temporaries,
+    scratch_folder,
+)
 from task_encoders.families import ModelOptions, build_sample_encoder
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import as_remote, path_of
@@ -67,8 +72,6 @@ class Workspace:
         self.scratch = scratch_folder(self.packing)
         #: folder of the index parts
         self.index = self.packing / "index"
-        #: folder of the parts with a row per record, until long conversations are cut
-        self.records = self.packing / "records"
         #: what parts of an unfinished index were made with; Parquet's readers skip such names
         self.index_started = self.index / "_started.json"
         #: how much there is to measure; present while measuring
@@ -137,15 +140,7 @@ class Workspace:
 
     def remove_temporaries(self) -> None:
         """Remove incomplete files of killed runs."""
-        stages = (
-            self.index,
-            self.records,
-            self.set_aside,
-            self.files,
-            self.plan,
-            self.write,
-            self.report,
-        )
+        stages = (self.index, self.set_aside, self.files, self.plan, self.write, self.report)
         for folder in (self.root, self.nv_meta, self.packing, *stages):
             remove_temporaries(folder)
         for fragments in self.write.glob("*-*[0-9]"):  # output.shards_per_folder
@@ -190,8 +185,7 @@ class Run:
         folder = self.workspace
         folder.index_info.unlink(missing_ok=True)
         # Unpacked copies go too: perhaps its files were replaced.
-        made = (folder.index, folder.records, folder.set_aside, folder.files, folder.unpacked)
-        for path in made:
+        for path in (folder.index, folder.set_aside, folder.files, folder.unpacked):
             remove_folder(path)
 
     def discard_plan(self) -> None:

@@ -16,9 +16,8 @@ import pyarrow.csv
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.info import IndexInfo
 from offline_packing.index.set_aside import AsideGroup, group_set_aside, read_set_aside
-from offline_packing.index.table import Index, part_name
+from offline_packing.index.table import Index, IndexInfo, part_name
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.sources.lost_fields import UNUSED_MEDIA
 from offline_packing.sources.reading.contents import hint_for

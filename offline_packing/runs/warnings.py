@@ -59,8 +59,7 @@ def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
     """Warn of sources that hold samples of an earlier one: copies are trained on twice."""
     if len(names) == 1:
         return
-    kept = samples.array("left_out") == 0
-    hashes, owners = samples.array("sample_hash")[kept], samples.array("source_id")[kept]
+    hashes, owners = samples.array("sample_hash"), samples.array("source_id")
     order = np.argsort(hashes, kind="stable")
     is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
     first_of = order[np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))]

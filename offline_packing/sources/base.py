@@ -9,7 +9,7 @@ read_sample, read_media   -> a sample, and the bytes of its media, again from no
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
 
@@ -27,7 +27,7 @@ from offline_packing.sources.reading.locators import (
     record_around,
 )
 from offline_packing.sources.roots.listing import walk
-from offline_packing.sources.roots.remote import Root, open_root
+from offline_packing.sources.roots.roots import Root, open_root
 from offline_packing.storage.key_set import KeySet
 from task_encoders.records.record import (
     check_prompts_are_shown,
@@ -36,7 +36,7 @@ from task_encoders.records.record import (
     load_json,
     to_sample,
 )
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError, SourceSample, place_media
 from task_encoders.samples.limits import check_cost
 from task_encoders.storage.paths import is_url
 
@@ -311,3 +311,35 @@ class Source(ABC):
         """Root of a medium's container: one that is a file of its own may be under image_root, all
         others are in the source."""
         return self.media if locator.kind == "file" else self.root
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationPart:
+    """The record that a sample is a part of, and which of its turns and media the sample has."""
+
+    key: str
+    json: Locator
+    #: of each image and then video of the record, its place among those of the sample; -1: it is
+    #: not shown
+    media: tuple[int, ...]
+    num_videos: int
+    #: the first turn that is shown; those before `first` carry no loss
+    begin: int
+    first: int
+    end: int
+
+    def read(self, source: Source, key: str) -> SourceSample:
+        """The sample of this part. Raises StageError if its record changed after it was
+        measured."""
+        num_images = len(self.media) - self.num_videos
+        return self.take(source.read_sample(key, self.json, num_images, self.num_videos))
+
+    def take(self, sample: SourceSample) -> SourceSample:
+        """The part of a whole sample, with its system message and tools."""
+        turns = list(place_media(sample)[self.begin : self.end])
+        for i in range(self.first - self.begin):
+            turns[i] = replace(turns[i], weight=0.0)
+        shown = [name for name, at in zip(sample.media, self.media, strict=True) if at >= 0]
+        num_images = sum(at >= 0 for at in self.media[: len(sample.images)])
+        images, videos = tuple(shown[:num_images]), tuple(shown[num_images:])
+        return replace(sample, turns=tuple(turns), images=images, videos=videos)

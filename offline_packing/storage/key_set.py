@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from offline_packing.storage.files import atomic_file
-from offline_packing.storage.paths import scratch_folder
+from offline_packing.storage.files import atomic_file, scratch_folder
 from offline_packing.storage.streams import unpacked_copy
 from task_encoders.storage.paths import as_remote
 

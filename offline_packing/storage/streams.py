@@ -16,7 +16,7 @@ import xxhash
 
 from offline_packing.errors import DiskFullError
 from offline_packing.storage.files import atomic_file, remove_temporaries, wait_for_lock
-from task_encoders.storage.ranges import SeekableFile
+from task_encoders.storage.ranges import RangeFile
 
 #: Suffixes of compressed files, and pyarrow's names of the codecs.
 CODECS: Final = {"gz": "gzip", "tgz": "gzip", "zst": "zstd"}
@@ -34,30 +34,16 @@ class DamagedStreamError(ValueError):
     """A file cannot be read, or not from some place on; the text says why and how to mend it."""
 
 
-class RangeFile(SeekableFile):
-    """Bytes begin to begin + size of a file, as a file that closes it too, unless `keep_open`."""
+def open_range(file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> BinaryIO:
+    """Bytes begin to begin + size of a file, as a file that closes it too, unless `keep_open`; it
+    has a buffer, as image headers are read in many small pieces."""
 
-    def __init__(self, file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> None:
-        super().__init__(size)
-        self._file, self._begin, self._keep_open = file, begin, keep_open
+    def read(start: int, end: int) -> bytes:
+        file.seek(begin + start)
+        return file.read(end - start)
 
-    @classmethod
-    def open(cls, file: BinaryIO, begin: int, size: int, *, keep_open: bool = False) -> BinaryIO:
-        """A buffered file of the range; image headers are read in many small pieces."""
-        return io.BufferedReader(cls(file, begin, size, keep_open=keep_open), 4096)
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = min(len(buffer), max(0, self._size - self._position))
-        self._file.seek(self._begin + self._position)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        if not self._keep_open:
-            self._file.close()
-        super().close()
+    own = RangeFile(read, size, None if keep_open else file.close)
+    return io.BufferedReader(own, 4096)
 
 
 def codec_of(name: str) -> str | None:

@@ -22,8 +22,7 @@ import numpy as np
 import yaml
 
 from offline_packing.errors import StageError
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.table import Index
+from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan, require_manifest
 from offline_packing.runs.run import Workspace

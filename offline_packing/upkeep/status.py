@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from offline_packing.errors import StageError
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.table import count_rows
+from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.shards import ShardFragment
+from offline_packing.measure.measure_part import read_result
 from offline_packing.report.report import report_status
 from offline_packing.runs.artifacts import check_index, check_layout, check_plan
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run, Workspace, listed
-from offline_packing.storage.files import read_json
-from offline_packing.storage.paths import read_each
+from offline_packing.storage.files import read_each, read_json
 
 
 def status(run: Run) -> str:
@@ -88,8 +87,7 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     total = read_json(workspace.measure_total)
     if total is None:
         return "not begun"
-    folder = workspace.records if workspace.records.exists() else workspace.index
-    finished = list(folder.glob("part-*.parquet"))
-    tables = [path for part in finished for path in (part, workspace.set_aside / part.name)]
-    records = sum(read_each(workspace.packing, count_rows, tables))
+    finished = list(workspace.index.glob("part-*.parquet"))
+    tables = [(path, workspace.set_aside / path.name) for path in finished]
+    records = sum(one.num_records for one in read_each(workspace.packing, read_result, tables))
     return f"{_of(records, total['records'])} records, {_of(len(finished), total['parts'])} parts"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.errors import StageError
-from offline_packing.index.info import IndexInfo
+from offline_packing.index.table import IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.artifacts import plan_files

@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.records import count_packed, record_counts
+from offline_packing.index.records import count_packed, record_counts, shared_contents
 from offline_packing.index.rows import hash_keys
-from offline_packing.index.shared import shared_contents
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard, splits_of_plan

@@ -48,16 +48,17 @@ from offline_packing.runs.tasks import (
     run_tasks,
 )
 from offline_packing.sources.formats.tables import ParquetSource
-from offline_packing.sources.reading.row_reader import WANTED_SHARE
+from offline_packing.sources.reading.rows import WANTED_SHARE
 from offline_packing.storage.files import (
     hash_file,
+    is_remote,
     move_file,
     read_json,
+    remove_folder,
     seal,
     to_json,
     write_atomically,
 )
-from offline_packing.storage.paths import is_remote, remove_folder
 from task_encoders.packs.manifest import Manifest
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,13 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from task_encoders.storage.paths import BUCKET_PROFILE, PROFILED, StorageError, is_url
+from task_encoders.storage.paths import (
+    BUCKET_PROFILE,
+    PROFILED,
+    StorageError,
+    is_url,
+    unreachable,
+)
 from task_encoders.storage.remote_requests import in_a_line
 
 if TYPE_CHECKING:
@@ -38,7 +44,7 @@ def energon_path(path: object) -> "EPath":
     except StorageError:
         raise
     except Exception as error:  # AssertionError, RuntimeError and those of the storages
-        raise _unreachable(path, error) from error
+        raise unreachable(path, error) from error
     return found
 
 
@@ -67,17 +73,3 @@ def renew_clients_after_fork() -> None:
             client.__setstate__(copy.deepcopy(client.__getstate__()))
 
     os.register_at_fork(before=remember, after_in_child=renew)
-
-
-def _unreachable(path: object, error: Exception) -> StorageError:
-    if isinstance(error, FileNotFoundError):
-        return StorageError(f"{path} does not exist; check the address")
-    if isinstance(error, ImportError):
-        remedy = "pip install the package of the storage (multi-storage-client[boto3], ...)"
-    else:
-        remedy = (
-            "check the address, and that the credentials may list and read there (of S3 "
-            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL in the environment; of "
-            "msc:// the profile in the file that MSC_CONFIG names)"
-        )
-    return StorageError(f"{path} cannot be reached: {in_a_line(error)}; {remedy}")

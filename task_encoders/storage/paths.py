@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from task_encoders.storage.remote_requests import in_a_line
+
 if TYPE_CHECKING:
     from task_encoders.storage.remote_paths import RemotePath
 
@@ -61,10 +63,31 @@ def path_of(path: object) -> Path:
 
         return open_remote(text)
     except (ImportError, ValueError) as error:
-        raise StorageError(
-            f"{text!r} cannot be opened: {error}; correct it, or pip install fsspec "
-            "universal_pathlib and its package (s3fs, gcsfs, adlfs, multi-storage-client, ...)"
-        ) from error
+        raise unopened(text, error) from error
+
+
+def unopened(url: str, error: Exception) -> StorageError:
+    """The error of a URL whose storage is not known, or its package is missing."""
+    return StorageError(
+        f"{url!r} cannot be opened: {error}; correct it, or pip install fsspec universal_pathlib "
+        "and its package (s3fs, gcsfs, adlfs, multi-storage-client, ...)"
+    )
+
+
+def unreachable(path: object, error: Exception) -> StorageError:
+    """The error of a URL whose storage does not answer, or refuses to."""
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"{path} does not exist; check the address")
+    if isinstance(error, ImportError):
+        remedy = "pip install the package of the storage (multi-storage-client[boto3], ...)"
+    else:
+        remedy = (
+            "check the address, and that the credentials may list and read there (of S3 "
+            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL in the environment, or "
+            "FSSPEC_S3_ANON=true of a public bucket; of msc:// the profile in the file that "
+            "MSC_CONFIG names)"
+        )
+    return StorageError(f"{path} cannot be reached: {in_a_line(error)}; {remedy}")
 
 
 def as_remote(path: Path) -> "RemotePath | None":

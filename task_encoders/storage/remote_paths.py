@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final, cast
 import fsspec
 from upath.extensions import ProxyUPath
 
-from task_encoders.storage.ranges import SeekableFile
+from task_encoders.storage.ranges import RangeFile
 from task_encoders.storage.remote_requests import MUST_EXIST, count_attempt, make_request
 
 #: Bytes of a request, unless more are asked for at once.
@@ -80,7 +80,9 @@ class RemotePath(ProxyUPath):
         size = self.stat().st_size
         if size <= _BLOCK:  # without a range, s3fs would ask for the size again
             return io.BytesIO(self.read_range(0, size) if size else b"")
-        return io.BufferedReader(_RemoteFile(self, size), buffering if buffering > 0 else _BLOCK)
+        return io.BufferedReader(
+            RangeFile(self.read_range, size), buffering if buffering > 0 else _BLOCK
+        )
 
     def read_bytes(self) -> bytes:
         return bytes(self._request("read", lambda: self.fs.cat_file(self.path)))
@@ -168,30 +170,6 @@ class RemotePath(ProxyUPath):
 
     def _request(self, done: str, request: Callable[[], Any], default: Any = MUST_EXIST) -> Any:
         return make_request(str(self), done, request, default)
-
-
-class _RemoteFile(SeekableFile):
-    """An object, read by ranges."""
-
-    def __init__(self, path: RemotePath, size: int) -> None:
-        super().__init__(size)
-        self._path = path
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._take(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def readall(self) -> bytes:
-        return self._take(self._size)
-
-    def _take(self, count: int) -> bytes:
-        end = min(self._size, self._position + count)
-        if end <= self._position:
-            return b""
-        data = self._path.read_range(self._position, end)
-        self._position += len(data)
-        return data
 
 
 def open_remote(url: str) -> Path:

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from offline_packing.index.measured import MeasuredSample
+import pyarrow as pa
+
+from offline_packing.index.table import INDEX_SCHEMA
+from offline_packing.layouts.shard_tasks import COLUMNS, PlannedSample, read_planned
 from offline_packing.measure.measure_part import MeasureTask, Measuring
 from offline_packing.sources import Source, SourcePart, open_source
 from task_encoders.samples import REASONS
@@ -23,32 +26,36 @@ def measuring_of(source: Source) -> Measuring:
     return Measuring(MeasureTask(0, source, 0, SourcePart(None, None), MODEL, Path(), Path()))
 
 
-def account(source: Source) -> list[tuple[str, str, MeasuredSample | None]]:
-    """(key, 'ok' or the reason, row) of every record. Rows are read again from their locators."""
+def measured_rows(source: Source) -> list[dict[str, Any]]:
+    """The rows of all records."""
     measuring = measuring_of(source)
-    found: list[tuple[str, str, MeasuredSample | None]] = []
-    for part in source.scan(3).parts:
-        for record in source.records(part):
-            (row,) = measuring.rows([(0, record)])
-            if isinstance(row, MeasuredSample):
-                found.append((record.key, "ok", row))
-            else:
-                found.append((record.key, row.reason, None))
-    assert {outcome for _, outcome, _ in found} <= {"ok", *REASONS}
-    for key, _, row in found:
-        if row is not None:
-            read_again(source, key, row)
+    records = (record for part in source.scan(3).parts for record in source.records(part))
+    return [row for record in records for row in measuring.rows([(0, record)])]
+
+
+def account(source: Source) -> list[tuple[str, str, PlannedSample | None]]:
+    """(key, 'ok' or the reason, sample) of every record. Samples are read again from their
+    locators."""
+    found: list[tuple[str, str, PlannedSample | None]] = []
+    for row in measured_rows(source):
+        key = row["key"].removeprefix(source.key_prefix)
+        if "reason" in row:
+            assert row["reason"] in REASONS
+            found.append((key, row["reason"], None))
+        else:
+            found.append((key, "ok", read_again(source, key, row)))
     return found
 
 
-def read_again(source: Source, key: str, row: MeasuredSample) -> list[bytes]:
-    """A measured sample from nothing but its locators; its images."""
-    num_images = len(row.media) - row.num_videos
-    sample = source.read_sample(key, row.json, num_images, row.num_videos)
-    images = [source.read_media(locator) for locator, _ in row.media]
-    assert [len(image) for image in images] == [locator.size for locator, _ in row.media]
-    assert len(sample.turns) == row.num_turns
-    return images
+def read_again(source: Source, key: str, row: dict[str, Any]) -> PlannedSample:
+    """A measured sample, which is read from nothing but its locators."""
+    (one,) = read_planned(pa.Table.from_pylist([row], INDEX_SCHEMA).select(COLUMNS))
+    num_images = len(one.media) - one.num_videos
+    sample = source.read_sample(key, one.json, num_images, one.num_videos)
+    sizes = [len(source.read_media(locator)) for locator in one.media]
+    assert sizes == [locator.size for locator in one.media]
+    assert len(sample.turns) == row["num_turns"]
+    return one
 
 
 def outcomes(config: dict[str, Any], scratch: Path) -> dict[str, str]:

@@ -16,8 +16,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.storage.files import to_json
-from offline_packing.storage.paths import local_copy, scratch_folder
+from offline_packing.storage.files import local_copy, scratch_folder, to_json
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
@@ -197,7 +196,7 @@ def test_scratch_of_a_killed_run_is_removed(
 KILLED = """
 import os, signal, sys, tempfile
 from pathlib import Path
-from offline_packing.storage.paths import local_copy
+from offline_packing.storage.files import local_copy
 from task_encoders.storage.paths import as_remote, path_of
 
 object = path_of("memory://folder/a.npy")

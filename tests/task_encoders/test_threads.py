@@ -15,7 +15,7 @@ import pytest
 
 from offline_packing.cli.main import EndedBySignal, signals_raise
 from offline_packing.engines.local import LocalEngine
-from offline_packing.storage.paths import read_each
+from offline_packing.storage.files import read_each
 from task_encoders.storage.paths import path_of
 from task_encoders.threads import held_signals
 

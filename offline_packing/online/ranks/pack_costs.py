@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
-from offline_packing.index.info import IndexInfo
-from offline_packing.index.pack_table import pack_table
-from offline_packing.index.table import Index
+from offline_packing.index.rows import pack_table
+from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.run import Workspace

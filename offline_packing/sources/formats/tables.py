@@ -20,12 +20,13 @@ import pyarrow as pa
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
-from offline_packing.sources.reading import row_files
 from offline_packing.sources.reading.locators import Locator
-from offline_packing.sources.reading.row_files import (
+from offline_packing.sources.reading.rows import (
     RowFile,
     holds_bytes,
     holds_pictures,
+    record_column,
+    record_json,
     unread_type,
     value_bytes,
 )
@@ -82,7 +83,7 @@ class TableSource(Source):
             media_left = tuple(name for name in with_bytes if name not in columns)
             others = (one for one in rows.schema if one.name not in {*columns, *media_left})
             unread = media_left, tuple(one.name for one in others if "string" in str(one.type))
-            column = row_files.record_column(columns, media_columns)
+            column = record_column(columns, media_columns)
             for values in self._values(rows, groups, columns, media_columns):
                 at = Locator(self.KIND, container, row, 0, column)
                 yield self._record(f"{stem}:{row}", at, values, media_columns, unread)
@@ -120,7 +121,7 @@ class TableSource(Source):
         try:
             if isinstance(values, SampleError):
                 raise values
-            data, media = row_files.record_json(values, columns)
+            data, media = record_json(values, columns)
             at = replace(at, size=len(data))
             content = self.parse(data)
         except Exception as error:  # noqa: BLE001 - of this record

@@ -30,7 +30,7 @@ from offline_packing.storage.streams import (
     codec_of,
     open_unpacked,
 )
-from offline_packing.storage.tar_members import TarMember, TarReader
+from offline_packing.storage.tars import TarMember, TarReader
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.records.questions import has_answer
 from task_encoders.records.record import decode_text, named_media

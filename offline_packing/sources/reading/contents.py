@@ -12,7 +12,7 @@ from typing import Final
 from offline_packing.errors import StageError
 from offline_packing.sources.options import MediaOptions, SourceOptions
 from offline_packing.storage.streams import DamagedStreamError, open_unpacked
-from offline_packing.storage.tar_members import TarReader
+from offline_packing.storage.tars import TarReader
 from task_encoders.storage.paths import is_url
 
 #: Suffix of a file, and the value of source.format that reads it.

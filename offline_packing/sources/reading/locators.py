@@ -20,8 +20,8 @@ import orjson
 import xxhash
 
 from offline_packing.errors import ChangedError, StageError
-from offline_packing.sources.reading.row_reader import read_value
-from offline_packing.sources.roots.remote import FileRange, RemoteRoot, Root
+from offline_packing.sources.reading.rows import read_value
+from offline_packing.sources.roots.roots import FileRange, RemoteRoot, Root
 from offline_packing.storage.streams import unpack, unpacked_copy
 from task_encoders.packs.pack import PackFormatError, restore_pack
 from task_encoders.samples import SourceSample
@@ -32,7 +32,7 @@ from task_encoders.text.pieces import to_messages
 class Locator:
     """`size` bytes at `offset` of `container`, a POSIX path relative to a root.
 
-    `column` says which part is meant: of a row, the columns (row_files.py); of a tar's sample, the
+    `column` says which part is meant: of a row, the columns (rows.py); of a tar's sample, the
     part (webdataset.py), or the member of a medium; of a pack, "TASK.NUMBER.BYTES": a sub-sample,
     and the size of the pack's JSON. A `stream_sub_sample` is one in a compressed tar. Of a medium
     in a `record`, "HASH.BYTES.KIND.COLUMN": xxh3_64 of its text, and the rest of the record's own.

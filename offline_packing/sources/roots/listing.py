@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from offline_packing.sources.roots.remote import Root
+from offline_packing.sources.roots.roots import Root
 
 _CHUNK: Final = 1 << 16
 

@@ -1,6 +1,7 @@
 """Every row set aside once, with its first reason, in any number of tables; duplicate keys are
 found by their text, whatever the hashes say."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.index import set_aside
-from offline_packing.index.set_aside import AsideSamples, find_duplicates
+from offline_packing.index.records import find_duplicates, record_numbers
+from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import SET_ASIDE_SCHEMA
-from tests.helpers.index_tables import make_index
+from tests.helpers.index_tables import make_index, write_index
 
 
 def rows(*numbers: int) -> np.ndarray:
@@ -67,19 +69,32 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -
     assert set(table["source"].to_pylist()) == {"data/\\udcff"}
 
 
-def duplicates(rows: list[tuple[int, str, int]]) -> list[int]:
-    """A table of rows (source, key, hash)."""
-    sources, keys, hashes = zip(*rows, strict=True) if rows else ((), (), ())
-    names = pa.table(
-        {"source_id": pa.array(sources, pa.int32()), "key": pa.array(keys, pa.large_string())}
-    )
-    array = np.array(hashes, dtype=np.uint64)
-    return find_duplicates(array, lambda ids: names.take(pa.array(ids))).tolist()
-
-
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from("abcd")), max_size=30))
-def test_all_but_the_first(rows: list[tuple[int, str]]) -> None:
-    # A poor hash: 'a' and 'c' collide, and so do the two sources.
-    expected = [i for i, row in enumerate(rows) if row in rows[:i]]
-    assert duplicates([(source, key, ord(key) % 2) for source, key in rows]) == expected
+@given(
+    records=st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from("abcd"), st.integers(0, 3)), max_size=20
+    ),
+    splits=st.booleans(),
+)
+def test_all_but_the_first(records: list[tuple[int, str, int]], splits: bool) -> None:
+    """Of records (source, key, number of parts; 0: whole), one after the other, in which parts of
+    copies have the same places."""
+    rows: list[dict[str, object]] = []
+    numbers: list[int] = []
+    for number, (source, key, num_parts) in enumerate(records):
+        # A poor hash: 'a' and 'c' collide, and so do the two sources.
+        own = {"source_id": source, "key_hash": ord(key) % 2, "sample_hash": ord(key)}
+        for i in range(num_parts if splits else 0):
+            part = {"key": key, "begin": i, "first": i, "end": i + 1}
+            rows.append({**own, "key": f"{key}[{i}:{i + 1}]", "part": part})
+        if not splits or not num_parts:
+            rows.append({**own, "key": key})
+        numbers += [number] * (len(rows) - len(numbers))
+    split = {"samples": 1, "conversations": 1} if splits else {}
+    with tempfile.TemporaryDirectory() as folder:
+        samples = write_index(Path(folder), [rows], split=split)
+        assert record_numbers(samples).tolist() == numbers
+        names = [record[:2] for record in records]
+        later = [i for i, name in enumerate(names) if name in names[:i]]
+        expected = [i for i, number in enumerate(numbers) if number in later]
+        assert find_duplicates(samples).tolist() == expected

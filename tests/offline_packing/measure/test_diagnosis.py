@@ -79,7 +79,7 @@ def test_counts_are_estimates_that_no_index_exceeds(tmp_path: Path) -> None:
         record(i, answer="Yes." if i % 10 else "No.", note="Text.") for i in range(NUM_RECORDS)
     ]
     info = measure(run_of(tmp_path, records)).info
-    assert list(info.lost_fields.values()) == [NUM_RECORDS]
+    assert [count for count, _ in info.lost.values()] == [NUM_RECORDS]
     # of the first 54 of 60; after them numbers 60, 160 … are looked at, all of which answer No
     assert info.common["answers"] == (NUM_RECORDS - 54, "'No.'")
 
@@ -147,7 +147,7 @@ def test_sources_are_estimated_apart() -> None:
         (1, 10**6, notes((40, 0), (10**4, 0), "b")),
         (0, 100, notes((0, 0), (1, 0), "c")),
     ]
-    assert estimate(parts) == ({"x": 3 + (200 - 40) // 4}, {"x": "a"}, (0, ""))
+    assert estimate(parts) == ({"x": (3 + (200 - 40) // 4, "a")}, (0, ""))
 
 
 def test_nothing_is_diagnosed_in_the_other_records(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.index.info import IndexInfo
+from offline_packing.index.table import IndexInfo
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run

@@ -14,7 +14,7 @@ from offline_packing.measure.source_files import describe_changes, save_files
 from offline_packing.sources import Scan
 from offline_packing.sources.formats.pairs import PairsSource
 from offline_packing.sources.roots import listing
-from offline_packing.sources.roots.local import MediaRoot
+from offline_packing.sources.roots.roots import MediaRoot
 from tests.helpers import formats
 from tests.helpers.datasets import make_run
 

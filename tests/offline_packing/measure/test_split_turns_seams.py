@@ -1,6 +1,7 @@
 """pack.on_overlong: split_turns together with other options."""
 
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
-from offline_packing.index.records import record_hashes
+from offline_packing.index.records import record_numbers
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
-from offline_packing.sources.conversation_part import ConversationPart
+from offline_packing.runs.set_aside import list_set_aside
+from offline_packing.sources.base import ConversationPart
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (
@@ -72,7 +74,7 @@ def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_p
     run = run_of(tmp_path, records, source=source, output=output, pack=more)
     packed_well(run)
     samples, plan = open_index(run), open_plan(run).packs
-    hashes = record_hashes(samples)
+    hashes = record_numbers(samples)
     start, of_split = 0, []
     for count in plan.info.splits.values():
         some = plan.sample_ids[plan.pack_offsets[start] : plan.pack_offsets[start + count]]
@@ -131,9 +133,10 @@ def test_conversations_whose_parts_no_template_takes(
     records = [record("no", 9), record("yes", 9), record("short", 1)]
     run = run_of(tmp_path, records, pack={"max_set_aside": 1})
     manifest = pack_all(run)
-    (row,) = set_aside_in_plan(run)
+    (line,) = list_set_aside(run)
     why = "it fits no pack, and the chat template writes no part of it"
-    assert (row["key"], row["reason"], row["detail"]) == ("no", "not_in_template", why)
+    assert line.split("\t")[::2] == ["no", "not_in_template"]
+    assert line.endswith(f"\t{why}\n")
     assert manifest.counts.records == {"read": 3, "packed": 2, "set_aside": 1}
     assert "not_in_template       1\n" in plan_summary(run)
 
@@ -197,6 +200,21 @@ def test_an_index_of_another_length_is_refused(tmp_path: Path) -> None:
     longer = run_of(tmp_path, records, pack={"seq_length": 300})
     with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
         measure(longer)
+
+
+def test_records_that_share_an_id(tmp_path: Path) -> None:
+    """Their parts have keys of their own; those of a copy are duplicates."""
+    records = [record("c", 9), record("d", 9), {**record("x", 9), "id": "c"}]
+    run = run_of(tmp_path, [*records, records[0]], pack={"max_set_aside": 1})
+    counts = pack_all(run).counts
+    result = verify(run, deep=True)
+    assert result.ok, result.problems
+    assert counts.records == {"read": 4, "packed": 3, "set_aside": 1}
+    keys = [row["key"] for row in index_rows(run)]
+    starts = list(dict.fromkeys(key.partition("[")[0] for key in keys))
+    assert re.fullmatch(r"c d c@[0-9a-f]{16}", " ".join(starts))
+    assert {row["reason"] for row in set_aside_in_plan(run)} == {"duplicate_key"}
+    assert {row["part"]["key"] for row in index_rows(run)} == set(starts)
 
 
 def test_several_sources(tmp_path: Path) -> None:

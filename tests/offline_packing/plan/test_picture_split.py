@@ -10,7 +10,7 @@ import pytest
 from launch.data.packed_data import check_room, read_packed_data
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
-from offline_packing.index.pack_table import split_of_packs
+from offline_packing.index.rows import split_of_packs
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.manifest import require_manifest

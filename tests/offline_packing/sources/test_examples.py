@@ -139,7 +139,7 @@ def test_an_example_reads_its_dataset(
     sources = [source.model_dump() for source in config.source]
     run = make_run(sources, tmp_path / "out", pack={"seq_length": 4096})
     index = measure(run)
-    assert (index.info.set_aside, index.info.lost_fields) == ({}, {})
+    assert (index.info.set_aside, index.info.lost) == ({}, {})
     table = index.table("num_images", "num_turns")
     counts = (sum(table["num_images"].to_pylist()), sum(table["num_turns"].to_pylist()))
     assert (len(table), *counts) == expected

@@ -95,5 +95,5 @@ def test_members_in_upper_case(tmp_path: Path, name: str) -> None:
     assert (key, outcome) == ("s/a", "ok")
     assert row is not None
     if task == "vqa":
-        assert [extension for _, extension in row.media] == ["png", "jpg"]
+        assert row.extensions == ("png", "jpg")
     assert pack_all(make_run(config, tmp_path / "out")).counts.packed == 1

@@ -138,4 +138,4 @@ def test_another_picture_of_the_same_size_is_noticed(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data", [record | {"image": uri(changed)}])
     again = accounting.open_one({"format": "jsonl", "path": str(tmp_path / "data")}, tmp_path)
     with pytest.raises(ChangedError):
-        again.read_media(row.media[0][0])
+        again.read_media(row.media[0])

@@ -167,8 +167,8 @@ def test_columns_with_pictures_that_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data" / "a.parquet")
     source = {"format": "parquet", "path": str(tmp_path / "data"), "task": "vqa"}
-    lost = measure(make_run(source, tmp_path / "out")).info.lost_fields
-    assert lost == {
+    lost = measure(make_run(source, tmp_path / "out")).info.lost
+    assert {what: count for what, (count, _) in lost.items()} == {
         "field 'left_view' holds media that no sample uses": 1,
         "field 'notes' holds text that no sample uses": 1,
     }
@@ -184,7 +184,7 @@ def test_texts_that_already_hold_a_template(tmp_path: Path) -> None:
     source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
     run = make_run(source, tmp_path / "out")
     info = measure(run).info
-    assert [(what.split()[2], count) for what, count in sorted(info.lost_fields.items())] == [
+    assert [(what.split()[2], count) for what, (count, _) in sorted(info.lost.items())] == [
         ("'<|im_end|>',", 3),
         ("'<|im_start|>',", 3),
     ]

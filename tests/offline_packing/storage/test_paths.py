@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offline_packing.storage.files import write_atomically
-from offline_packing.storage.paths import read_each, temporary_folder
+from offline_packing.storage.files import read_each, temporary_folder, write_atomically
 from task_encoders.storage.paths import path_of
 
 NAMES = [str(number) for number in range(40)]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.storage.streams import DamagedStreamError
-from offline_packing.storage.tar_members import TarReader
+from offline_packing.storage.tars import TarReader
 
 names = st.text("ab/.é_", min_size=1, max_size=12).map(lambda text: f"x{text}y")
 long_names = st.integers(90, 300).map(lambda count: "d/" * (count // 2) + "name.jpg")

@@ -16,8 +16,8 @@ import pytest
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.run import Run
-from offline_packing.sources.reading import row_reader
-from offline_packing.sources.reading.row_files import RowFile
+from offline_packing.sources.reading import rows as row_reader
+from offline_packing.sources.reading.rows import RowFile
 from offline_packing.storage.streams import unpacked_copy
 from offline_packing.verify.verify import verify
 from task_encoders.packs.manifest import Manifest

@@ -16,10 +16,11 @@ from offline_packing.storage.files import (
     hash_file,
     load_array,
     move_file,
+    remove_folder,
+    scratch_folder,
     write_atomically,
 )
 from offline_packing.storage.key_set import KeySet, hash_keys, sort_hashes
-from offline_packing.storage.paths import remove_folder, scratch_folder
 from task_encoders.storage import remote_paths, remote_requests
 from task_encoders.storage.paths import StorageError, as_remote, path_of, read_range
 from task_encoders.storage.remote_requests import RemoteError

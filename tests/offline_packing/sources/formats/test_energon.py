@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offline_packing.errors import StageError
-from tests.helpers.accounting import MeasuredSample, account, open_one
+from tests.helpers.accounting import PlannedSample, account, open_one
 from tests.helpers.datasets import image_bytes
 from tests.helpers.formats import tar_bytes, write_file
 
@@ -23,7 +23,7 @@ def prepared(root: Path, description: str, *members: tuple[str, bytes], split: s
     return root
 
 
-def rows(root: Path, task: str, **options: Any) -> list[tuple[str, str, MeasuredSample | None]]:
+def rows(root: Path, task: str, **options: Any) -> list[tuple[str, str, PlannedSample | None]]:
     return account(
         open_one({"format": "energon", "path": str(root), "task": task, **options}, root)
     )

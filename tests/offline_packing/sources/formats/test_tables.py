@@ -14,8 +14,9 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.sources import open_source
 from offline_packing.sources.formats import tables
-from offline_packing.sources.reading import row_files, row_reader
-from offline_packing.sources.reading.row_files import ArrowBatches, RowFile
+from offline_packing.sources.reading import row_reader
+from offline_packing.sources.reading import rows as row_files
+from offline_packing.sources.reading.rows import ArrowBatches, RowFile
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json

@@ -6,7 +6,7 @@ import struct
 import pyarrow as pa
 import pytest
 
-from offline_packing.sources.reading.row_files import ArrowBatches
+from offline_packing.sources.reading.rows import ArrowBatches
 
 
 def test_a_compressed_buffer_outside_of_its_batch() -> None:

@@ -15,7 +15,7 @@ from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run
 from offline_packing.sources import Locator
 from offline_packing.sources.reading.locators import read_ahead, read_locator
-from offline_packing.sources.roots.remote import FileRange, RemoteRoot, neighbors
+from offline_packing.sources.roots.roots import FileRange, RemoteRoot, neighbors
 from offline_packing.verify.verify import verify
 from tests.helpers import formats
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, write_planned

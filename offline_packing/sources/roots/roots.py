@@ -1,26 +1,186 @@
-"""Files under a remote folder, through fsspec: s3://bucket/data, gs://..., memory://...
+"""Files under a root, here or remote, and never a file outside it; and how they are listed.
 
-The packages of the storage (s3fs, gcsfs, ...) and its credentials are left to fsspec. A `Root` is
-a folder here or there: both offer the same.
-
-A request takes some 30 ms however little it asks for, in which a connection brings megabytes.
+Remote ones are read through fsspec: s3://bucket/data, gs://..., memory://... Its packages of the
+storage (s3fs, gcsfs, ...) find the credentials. A `Root` is a folder here or there: both offer the
+same. A request takes some 30 ms however little it asks for, in which a connection brings megabytes.
 Ranges that are known to be needed are therefore read ahead, in few requests, several at a time.
 """
 
+import bisect
+import errno
+import functools
+import io
+import itertools
+import os
 import posixpath
+import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from offline_packing.errors import ChangedError, ConfigError, StageError
-from offline_packing.sources.roots.local import MediaRoot, check_name
-from offline_packing.storage.streams import RangeFile
+from offline_packing.storage.files import read_range
+from offline_packing.storage.streams import open_range
 from task_encoders.samples import SampleError
-from task_encoders.storage.paths import is_url
+from task_encoders.storage.paths import is_url, unopened, unreachable
 from task_encoders.storage.remote_requests import make_request
 from task_encoders.threads import in_threads
+
+#: Enough for most image headers, in one read.
+_BUFFER_BYTES: Final = 4096
+#: Components without a dot in front, none of them empty.
+_PLAIN_NAME: Final = re.compile(r"[^./][^/]*(?:/[^./][^/]*)*")
+_ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_real_folder = functools.lru_cache(maxsize=1024)(os.path.realpath)
+
+
+class MediaRoot:
+    """A folder whose files may be read. Names are POSIX paths; symlinks may not lead outside."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = os.path.realpath(folder)
+        self._inside = self.folder.rstrip("/") + "/"
+        #: the folder as it was named, which may lead through links
+        self._given = os.path.abspath(folder).rstrip("/") + "/"
+
+    def path(self, container: str) -> str:
+        """Path of a file for opening it and for messages."""
+        return self._inside + container
+
+    def locate(self, folder: str, name: str) -> str:
+        """Container (path relative to the root) of the file that `name` means in `folder`. Raises
+        SampleError: path_outside_root, or missing_image for what cannot be a file name."""
+        check_name(name)
+        if _PLAIN_NAME.fullmatch(name):  # as for most; the rest takes 5 µs
+            return f"{folder}/{name}" if folder else name
+        if name.startswith("file://"):
+            name = unquote(urlsplit(name).path)
+        elif "://" in name:
+            raise SampleError("missing_image", f"{name[:200]!r} is an address; download it first")
+        path = os.path.normpath(os.path.join(self.folder, folder, name))
+        if path.startswith(self._given):
+            path = self._inside + path[len(self._given) :]
+        if not self._holds(path):
+            raise SampleError(
+                "path_outside_root",
+                f"{name!r} leads outside {self.folder!r}; set source.image_root to a folder above",
+            )
+        return path[len(self.folder) :].lstrip("/")
+
+    def open(self, container: str, *, sequential: bool = False) -> BinaryIO:
+        """Open a file for reading; the system itself detects sequential reading. Raises
+        SampleError: path_outside_root if a symlink leads outside; missing_image if there is no such
+        file, or it is a folder, a pipe or a device, or may not be read."""
+        return io.BufferedReader(io.FileIO(self._open(container)), _BUFFER_BYTES)
+
+    def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
+        """A file of `size` bytes at `offset` of a file. Raises SampleError as `open`."""
+        return open_range(self.open(container), offset, size)
+
+    def size(self, file: BinaryIO) -> int:
+        """Bytes of an open file."""
+        return os.fstat(file.fileno()).st_size
+
+    def stamp(self, container: str) -> str:
+        """Changes when a file is replaced or written to."""
+        found = os.stat(self.path(container))
+        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+
+    def read(self, container: str, limit: int) -> bytes:
+        """A whole file with a record. Raises SampleError as `open`, but bad_json for missing_image;
+        bad_record if it is larger than `limit` bytes."""
+        with io.FileIO(self._open(container, "bad_json")) as file:
+            if os.fstat(file.fileno()).st_size > limit:
+                raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
+            return file.readall()
+
+    def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
+        """`size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
+        StageError if the file is gone, shorter, or has another size than when it was measured."""
+        return read_range(self.path(container), offset, size, whole=whole)
+
+    def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
+        """(name, size, modification time in ns) of what is in a folder (b"" or b"a/b/"); None is
+        the size of a folder, and those that are links are files. What begins with a dot is left
+        out; the order is the file system's own."""
+        with os.scandir(os.fsencode(self._inside) + folder) as found:
+            for entry in found:
+                if entry.name[:1] == b".":
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield entry.name, None, 0
+                else:
+                    status = _stat(entry)
+                    yield entry.name, status.st_size, status.st_mtime_ns
+
+    def entry(self, container: str) -> tuple[str, int, int]:
+        """(container, size, modification time in ns) of a file."""
+        found = os.stat(self.path(container))
+        return container, found.st_size, found.st_mtime_ns
+
+    def _open(self, container: str, missing: str = "missing_image") -> int:
+        """A descriptor of a regular file under the root. Raises SampleError as `open`."""
+        path = self.path(container)
+        with _missing(container, missing):
+            if not self._holds(_real_folder(path.rpartition("/")[0])):
+                raise self._outside(path, container, "behind a link")
+            descriptor = self._open_here(path, container)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise SampleError(missing, f"{container!r} is not a regular file")
+        return descriptor
+
+    def _open_here(self, path: str, container: str) -> int:
+        # Non-blocking: opening a named pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_NOFOLLOW)
+        except OSError:
+            if not os.path.islink(path):
+                raise
+        if not self._holds(os.path.realpath(path)):
+            raise self._outside(path, container, "a link")
+        return os.open(path, flags)
+
+    def _outside(self, path: str, container: str, what: str) -> SampleError:
+        target = os.path.realpath(path)
+        detail = f"{container!r} is {what} to {target!r}, outside {self.folder!r}"
+        return SampleError("path_outside_root", detail)
+
+    def _holds(self, path: str) -> bool:
+        return path.startswith(self._inside) or path == self.folder
+
+
+def check_name(name: str) -> None:
+    """Raise SampleError (missing_image) for what cannot be a file name."""
+    if not name or "\0" in name:
+        raise SampleError("missing_image", f"{name[:60]!r} is no file name")
+
+
+def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
+    """Status of the file that a link leads to; of the link itself if it is broken."""
+    try:
+        return entry.stat()
+    except OSError:
+        return entry.stat(follow_symlinks=False)
+
+
+@contextmanager
+def _missing(container: str, reason: str = "missing_image") -> Iterator[None]:
+    """Raise the sample's error where a file is missing; a failing disk or storage is not its
+    fault."""
+    try:
+        yield
+    except OSError as error:
+        if not (isinstance(error, _ABSENT) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP)):
+            raise
+        why = error.strerror or type(error).__name__
+        raise SampleError(reason, f"{container[:300]!r}: {why}") from error
+
 
 #: Bytes per request: image headers are in the first kilobytes, so more would be wasted.
 _BLOCK: Final = 1 << 14
@@ -81,20 +241,12 @@ class RemoteRoot:
 
             filesystem, path = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"source path {url!r} cannot be opened: {error}; install fsspec and the package of "
-                "this storage (s3fs, gcsfs, ...)"
-            ) from error
+            raise ConfigError(f"source path {unopened(url, error)}") from error
         try:
             is_folder = filesystem.isdir(path)
             is_file = not is_folder and filesystem.isfile(path)
         except Exception as error:  # every storage has its own: botocore's, google's, aiohttp's
-            raise StageError(
-                f"source path {url!r} cannot be reached: {type(error).__name__}: {error}; check "
-                "its address, and the credentials of the storage in the environment (of S3 "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true of a public "
-                "bucket)"
-            ) from error
+            raise StageError(f"source path {unreachable(url, error)}") from error
         if is_folder:
             return cls(filesystem, path), None
         if not is_file:
@@ -133,7 +285,7 @@ class RemoteRoot:
         succession. Raises SampleError as `open`."""
         if self._open_file is None or self._open_file[0] != container:
             self._open_file = (container, self.open(container))
-        return RangeFile.open(self._open_file[1], offset, size, keep_open=True)
+        return open_range(self._open_file[1], offset, size, keep_open=True)
 
     def size(self, file: BinaryIO) -> int:
         """Bytes of an open file."""
@@ -237,21 +389,14 @@ Root = MediaRoot | RemoteRoot
 
 def neighbors(ranges: Iterable[FileRange]) -> list[list[FileRange]]:
     """Ranges in groups for one request each: of a file, with small gaps, and not too many bytes."""
-    groups: list[list[FileRange]] = []
-    end = 0
-    for one in sorted(set(ranges)):
-        if (
-            groups
-            and one.container == groups[-1][0].container
-            and one.offset <= end + _MAX_GAP
-            and one.end <= groups[-1][0].offset + _MAX_REQUEST
-        ):
-            groups[-1].append(one)
-            end = max(end, one.end)
-        else:
-            groups.append([one])
-            end = one.end
-    return groups
+    from fsspec.utils import merge_offset_ranges
+
+    wanted = sorted(set(ranges))
+    columns = [[getattr(one, name) for one in wanted] for name in ("container", "offset", "end")]
+    files, begins, _ = merge_offset_ranges(*columns, max_gap=_MAX_GAP, max_block=_MAX_REQUEST)
+    blocks = list(zip(files, begins, strict=True))
+    of_block = itertools.groupby(wanted, key=lambda one: bisect.bisect_right(blocks, one[:2]))
+    return [list(own) for _, own in of_block]
 
 
 def open_root(path: str) -> tuple[Root, str | None]:
@@ -262,12 +407,3 @@ def open_root(path: str) -> tuple[Root, str | None]:
     if not given.exists():
         raise StageError(f"source path {path!r} does not exist; set source.path")
     return (MediaRoot(given), None) if given.is_dir() else (MediaRoot(given.parent), given.name)
-
-
-@contextmanager
-def _missing(container: str, reason: str = "missing_image") -> Iterator[None]:
-    """Errors of a file: a missing one is the sample's fault, a failing storage is not."""
-    try:
-        yield
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise SampleError(reason, f"{container!r}: {type(error).__name__}") from error
