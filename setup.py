@@ -40,7 +40,7 @@ REMOTE = [  # sources and outputs that are not on a local disk; and s3fs, gcsfs,
     "fsspec>=2024.6",
     "universal_pathlib>=0.3",
 ]
-NEVA = ["sentencepiece>=0.2", "protobuf>=5"]  # tools/preprocess_dataset.py: tokenizers in a .model
+NEVA = ["sentencepiece>=0.2", "protobuf>=5"]  # examples/neva: tokenizers in a .model
 DOCS = ["furo", "myst-nb>=1.1", "sphinx>=8", "sphinx-click>=6", "sphinx-copybutton>=0.5"]
 TEST = [
     *TRAIN,

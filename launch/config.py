@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from launch.model.config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
@@ -68,10 +68,6 @@ class DataConfig(_Config):
     cross_sample_attention: bool = False
     #: instead of path: packs as token ids, their two files without endings
     data_prefix: str | None = None
-    #: NeVA's; only true
-    packed_sequence: bool = True
-    #: NeVA's: height and width of images, compared with the packs'
-    crop_size: tuple[Count, Count] | None = None
     #: module:Class, a task encoder of your own, with the arguments of PackedTaskEncoder
     task_encoder: str | None = None
     #: path holds unpacked data for Energon, to be packed by the loader's processes
@@ -89,13 +85,6 @@ class DataConfig(_Config):
         if given.get("order") == "balanced":
             raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
         return {**given, "data_prefix": str(prefix), "path": str(path_of(prefix).parent)}
-
-    @field_validator("packed_sequence")
-    @classmethod
-    def _needs_packs(cls, packed_sequence: bool) -> bool:
-        if not packed_sequence:
-            raise ValueError("packed_sequence=false: only packs are trained; set it to true")
-        return packed_sequence
 
     @model_validator(mode="after")
     def _check_together(self) -> "DataConfig":

@@ -92,20 +92,35 @@ def concatenate(
     Raises:
         ValueError: no samples, or a row longer than `pad_to_length`.
     """
-    if not samples:
-        raise ValueError("a row needs at least one sample")
-    starts = np.cumsum([0, *(-(-len(s.tokens) // pad_multiple) * pad_multiple for s in samples)])
-    used = int(starts[-1])
-    total = pad_to_length or used
-    if used > total:
-        raise ValueError(f"a row of {used} tokens does not fit pad_to_length {pad_to_length}")
-    ends = ([0, used] if cross_sample_attention else starts.tolist()) + [total] * (total > used)
+    lengths = [-(-len(sample.tokens) // pad_multiple) * pad_multiple for sample in samples]
+    starts, total = place_samples(lengths, pad_to_length)
+    ends = boundaries(starts[[0, -1]] if cross_sample_attention else starts, total)
     return PackedRow(
         **_texts(samples, starts, total, pad_token_id, running=cross_sample_attention),
         **_media(samples, starts, ends, pixel_transport, map_),
-        cu_lengths=torch.tensor(ends, dtype=torch.int32),
+        cu_lengths=ends,
         is_padded=pad_multiple > 1 or pad_to_length is not None,
     )
+
+
+def place_samples(
+    lengths: Sequence[int], pad_to_length: int | None
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Where the samples of a row begin, and the last one ends, (P + 1,); and the row's length.
+    Raises ValueError: no samples, or a row longer than `pad_to_length`."""
+    if not lengths:
+        raise ValueError("a row needs at least one sample")
+    starts = np.cumsum([0, *lengths])
+    total = pad_to_length or int(starts[-1])
+    if starts[-1] > total:
+        raise ValueError(f"a row of {starts[-1]} tokens does not fit pad_to_length {pad_to_length}")
+    return starts, total
+
+
+def boundaries(starts: npt.NDArray[np.int64], total: int) -> torch.Tensor:
+    """cu_lengths: a segment from each start to the next, and a last one of padding, if any."""
+    ends = [*starts.tolist(), total] if total > starts[-1] else starts.tolist()
+    return torch.tensor(ends, dtype=torch.int32)
 
 
 def _texts(
@@ -147,7 +162,7 @@ def _texts(
 def _media(
     samples: Sequence[EncodedSample],
     starts: npt.NDArray[np.int64],
-    cu_lengths: Sequence[int],
+    cu_lengths: torch.Tensor,
     pixel_transport: PixelTransport,
     map_: Map,
 ) -> dict[str, Any]:
@@ -155,7 +170,7 @@ def _media(
     and how many of the samples' media are in each segment; in one of padding, none."""
     own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
     counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
-    np.add.at(counts, np.searchsorted(cu_lengths, starts[:-1], "right") - 1, own)
+    np.add.at(counts, np.searchsorted(cu_lengths.numpy(), starts[:-1], "right") - 1, own)
     arrays = {
         "media_counts": counts,
         "image_grid_thw": np.concatenate([s.image_grid_thw for s in samples]),

@@ -133,19 +133,6 @@ def pad_batch(batch: "PackedBatch", length: int, pad_token_id: int) -> "PackedBa
     )
 
 
-def flash_attention_kwargs(cu_seqlens: torch.Tensor) -> dict[str, Any]:
-    """The boundaries (P + 1,) as transformers' models hand them to flash attention, which otherwise
-    finds them in position_ids again in every layer, waiting for the device each time."""
-    cu_seqlens = cu_seqlens.flatten().to(torch.int32)
-    longest = int(cu_seqlens.diff().max())
-    return {
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-
-
 def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     """Arguments for the forward of transformers' models.
 
@@ -172,27 +159,41 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     return {
         "input_ids": batch.tokens,
         **labels,
-        "position_ids": transformers_positions(batch.position_ids, batch.cu_lengths),
-        "use_cache": False,
-        **flash_attention_kwargs(batch.cu_lengths),
+        **segment_kwargs(batch.position_ids, batch.cu_lengths),
         **media_kwargs(batch.imgs, batch.image_grid_thw, *videos, layout=batch.image_layout),
     }
 
 
-def transformers_positions(position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Positions as transformers' models take them: (1, 1, S) -> (1, S), (3, 1, S) -> (4, 1, S), the
-    first row restarting at every boundary.
+def flash_attention_kwargs(cu_seqlens: torch.Tensor) -> dict[str, Any]:
+    """The boundaries (P + 1,) as transformers' models hand them to flash attention, which otherwise
+    finds them in position_ids again in every layer, waiting for the device each time."""
+    cu_seqlens = cu_seqlens.flatten().to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def segment_kwargs(position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> dict[str, Any]:
+    """Arguments by which transformers' models keep the segments of a row of S tokens apart.
 
     Args:
-        position_ids: of a batch.
+        position_ids: (1, 1, S) or (3, 1, S), of a batch.
         cu_seqlens: the row's P + 1 boundaries, of any shape.
+
+    Returns:
+        position_ids (1, S), or (4, 1, S) whose first row restarts at every boundary; use_cache; and
+        those of `flash_attention_kwargs`.
     """
     boundaries = cu_seqlens.flatten().long()
     starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
-    text_positions = torch.arange(position_ids.shape[-1], device=starts.device) - starts
-    if len(position_ids) == 1:
-        return text_positions[None]
-    return torch.cat([text_positions[None, None], position_ids])
+    positions = (torch.arange(position_ids.shape[-1], device=starts.device) - starts)[None]
+    if len(position_ids) > 1:
+        positions = torch.cat([positions[None], position_ids])
+    return {"position_ids": positions, "use_cache": False, **flash_attention_kwargs(boundaries)}
 
 
 def token_types(tokens: torch.Tensor, media_token_ids: Mapping[str, int]) -> torch.Tensor:

@@ -28,7 +28,7 @@ from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_d
 from offline_packing.online.ranks.pack_costs import pack_columns
 from offline_packing.online.ranks.rank_schedule import RankSchedule
 from task_encoders.energon_samples import PackedBatch, empty_batch
-from task_encoders.families import FAMILIES, ModelOptions, change_options
+from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import InTurn, Schedule, ScheduledLoader
@@ -77,7 +77,6 @@ def build_task_encoder(
         pad_multiple: of each sub-sample's tokens; packs have room for it, see `check_room`.
     """
     model = change_options(data.model, family=family, processor=config.processor)
-    _check_crop_size(config, model)
     kind = PackedTaskEncoder if config.online is None else OnlineTaskEncoder
     if config.task_encoder is not None:
         own = _load_class(config.task_encoder)
@@ -104,21 +103,6 @@ def _load_class(name: str) -> type[PackedTaskEncoder]:
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(f"data.task_encoder {name!r}: {error}; name a 'module:Class'") from error
     return found
-
-
-def _check_crop_size(config: DataConfig, model: ModelOptions) -> None:
-    """Raise ValueError if images are squares of another size than `data.crop_size`."""
-    side = model.model_dump().get("image_size")
-    if config.crop_size is None or config.crop_size == (side, side):
-        return
-    given = list(config.crop_size)
-    if side:
-        raise ValueError(
-            f"data.crop_size {given}: the packs hold images of [{side},{side}]; set it"
-        )
-    logger.warning(
-        "data.crop_size %s is not used: %s keeps each image's shape", given, model.family
-    )
 
 
 class LoaderBatches:

@@ -25,7 +25,7 @@ from launch.model.language_model import token_losses
 from launch.model.segments import check_attention, isolate_segments, why_no_flash
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.model_inputs import flash_attention_kwargs, media_kwargs, transformers_positions
+from task_encoders.model_inputs import media_kwargs, segment_kwargs
 
 
 class PackedTransformersModel(nn.Module):
@@ -105,9 +105,7 @@ class PackedTransformersModel(nn.Module):
         boundaries = packed_seq_params.cu_seqlens_q if padded is None else padded
         hidden = self.whole.model(
             input_ids=tokens,
-            position_ids=transformers_positions(position_ids, boundaries),
-            use_cache=False,
-            **flash_attention_kwargs(boundaries),
+            **segment_kwargs(position_ids, boundaries),
             **media,
         ).last_hidden_state
         if labels is None:

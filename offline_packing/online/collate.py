@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from task_encoders.model_inputs import flash_attention_kwargs
+from task_encoders.concatenate import boundaries, place_samples
+from task_encoders.model_inputs import segment_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError
@@ -76,25 +77,19 @@ def padding_free_collator(
         ValueError: there is no sample, one has no tokens or lacks a field that others have, a
             field cannot be joined, or the row is longer than `pad_to_length`.
     """
-    flat = list(chain.from_iterable(s if isinstance(s, list | tuple) else [s] for s in samples))
-    if not flat:
-        raise ValueError("a row needs at least one sample")
+    flat = chain.from_iterable(s if isinstance(s, list | tuple) else [s] for s in samples)
     rows = [_fields(sample) for sample in flat]
     _ignore_first_labels(rows)
     lengths = [len(row["input_ids"]) for row in rows]
-    if pad_to_length is not None and sum(lengths) > pad_to_length:
-        raise ValueError(
-            f"a row of {sum(lengths)} tokens does not fit pad_to_length {pad_to_length}"
-        )
-    if padding := (pad_to_length or sum(lengths)) - sum(lengths):
-        rows.append(_padding(rows, padding, pad_token_id))
-        lengths.append(padding)
-    positions = _positions([row.pop("position_ids", None) for row in rows], lengths)
-    batch: dict[str, Any] = {"position_ids": positions}
-    for name in dict.fromkeys(chain.from_iterable(rows)):
-        batch[name] = _join(name, rows)
-    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-    return batch | flash_attention_kwargs(cu_seqlens) | {"use_cache": False}
+    starts, total = place_samples(lengths, pad_to_length)
+    padding = total - int(starts[-1])
+    positions = _positions([row.pop("position_ids", None) for row in rows], lengths, padding)
+    fills = _PER_TOKEN | {"input_ids": pad_token_id}
+    fields = {
+        name: _join(name, rows, padding, fills.get(name))
+        for name in dict.fromkeys(chain.from_iterable(rows))
+    }
+    return fields | segment_kwargs(positions, boundaries(starts, total))
 
 
 def _fields(sample: Any) -> dict[str, Any]:
@@ -177,20 +172,11 @@ def _encoded_fields(sample: EncodedSample) -> dict[str, Any]:
     return fields
 
 
-def _padding(
-    rows: Sequence[Mapping[str, Any]], length: int, pad_token_id: int
-) -> dict[str, torch.Tensor]:
-    """A segment of padding, with the same fields per token as the rows."""
-    values = {"input_ids": pad_token_id, **_PER_TOKEN}
-    like = {name: row[name] for row in rows for name in values if name in row}
-    return {name: tensor.new_full((length,), values[name]) for name, tensor in like.items()}
-
-
-def _positions(given: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> torch.Tensor:
-    """(1, S); or (4, 1, S), where transformers finds the boundaries in the first row, if any
-    sample has M-RoPE's rows (3, n) or, with that first row, (4, n)."""
-    counted = [torch.arange(length) for length in lengths]
-    text = torch.cat(counted)[None]
+def _positions(
+    given: Sequence[torch.Tensor | None], lengths: Sequence[int], padding: int
+) -> torch.Tensor:
+    """(3, 1, S) if any sample has M-RoPE's rows, (3, n) or with a row before them (4, n); without
+    any of them (1, 1, S), which count for nothing."""
     rows = []
     for positions, length in zip(given, lengths, strict=True):
         shape = () if positions is None else tuple(positions.shape)
@@ -199,25 +185,27 @@ def _positions(given: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> 
                 f"position_ids of a sample of {length} tokens have shape {shape}, not "
                 f"({length},), (3, {length}) or (4, {length})"
             )
-        rows.append(None if positions is None else positions.reshape(-1, length))
-    if all(row is None or len(row) == 1 for row in rows):
-        return text
+        is_media = positions is not None and positions.numel() > length
+        rows.append(positions.reshape(-1, length)[-3:] if is_media else None)  # type: ignore[union-attr]
+    if not any(row is not None for row in rows):
+        return torch.zeros(1, 1, sum(lengths) + padding)
     parts = [
-        count.expand(3, -1) if row is None or len(row) == 1 else row[-3:]
-        for count, row in zip(counted, rows, strict=True)
+        torch.arange(length).expand(3, -1) if row is None else row
+        for row, length in zip([*rows, None], [*lengths, padding], strict=True)
     ]
-    return torch.cat([text, torch.cat(parts, dim=1)])[:, None]
+    return torch.cat(parts, dim=1)[:, None]
 
 
-def _join(name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A field of all rows: (1, S), or what is not per token along its first dimension."""
+def _join(name: str, rows: Sequence[Mapping[str, Any]], padding: int, fill: int | None) -> Any:
+    """A field of all rows: (1, S), `padding` of it `fill`; or, if `fill` is None and it is not per
+    token, along its first dimension."""
     if name in _ZERO_BY_DEFAULT:
         rows = [{name: torch.zeros_like(row["input_ids"]), **row} for row in rows]
     parts = [row[name] for row in rows if name in row]
-    if name == "input_ids" or name in _PER_TOKEN:
+    if fill is not None:
         if len(parts) < len(rows):
             raise ValueError(f"{name} has not one value per token in all samples of a row")
-        return torch.cat(parts)[None]
+        return torch.nn.functional.pad(torch.cat(parts), (0, padding), value=fill)[None]
     if all(isinstance(part, list) for part in parts):
         return list(chain.from_iterable(parts))
     try:

@@ -197,18 +197,23 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
 
     def save_state(self) -> FlexState:
         state = super().save_state()
-        ready = [list(keys) for keys in self._ready]
-        return FlexState(**state, ready=ready, pool=self._pool.state(), waiting=self._pool.waiting)
+        return FlexState(
+            **state,
+            ready=[list(keys) for keys in self._ready],
+            windows=asdict(self._encoder.windows),
+            pool=self._pool.state(),
+            waiting=self._pool.waiting,
+        )
 
     def restore_state(self, state: FlexState) -> None:
         super().restore_state(state)
+        if (saved := WindowOptions(**state["windows"])) != self._encoder.windows:
+            raise ValueError(
+                f"the state was saved with {saved}, and this is {self._encoder.windows}; resume "
+                "with the same"
+            )
         self._ready = [list(keys) for keys in state["ready"]]
         self._pool.restore(state["pool"], state["waiting"])
-        if self._pool.options != self._encoder.windows:
-            raise ValueError(
-                f"the state was saved with {self._pool.options}, and this is "
-                f"{self._encoder.windows}; resume with the same"
-            )
 
     def __iter__(self) -> Iterator[PackedRowSample]:
         yield from self._set_aside.tell(self._rows())

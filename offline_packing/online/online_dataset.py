@@ -1,46 +1,80 @@
-"""Packing inside a PyTorch loader: what `PackedIterableDataset` and `DynamicBatches` share.
+"""Packing inside a PyTorch loader: the dataset behind `PackedIterableDataset`,
+`ConstantLengthDataset` and `DynamicBatches`.
 
 Each reader (a loader process of a rank) packs its own part of the samples. A sample that cannot be
-used is set aside with its reason, logged and counted. The state that torchdata's
-StatefulDataLoader saves names samples by number; their contents are read again.
+used is set aside with its reason, logged and counted; how many may be is bounded, so that a run
+whose data do not fit its settings ends with an error instead of searching forever. The state that
+torchdata's StatefulDataLoader saves names samples by number; their contents are read again.
 """
 
 import logging
-from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from offline_packing.errors import StageError
-from offline_packing.online.pools import Pool
+from offline_packing.online.collate import count_tokens
+from offline_packing.online.pools import NO_AMOUNTS, PackingPool, Strategy
 from offline_packing.online.reading import (
     Load,
     Reader,
-    Sample,
     check_ranks,
     has_indices,
     open_source,
     rank_and_size,
-    read_again,
-    read_sample,
     this_reader,
 )
-from offline_packing.online.unusable import Unusable, by_reason, shared_counts
 from offline_packing.planner.samples import checked_sizes
+from offline_packing.planner.windows import WindowOptions
 from task_encoders.field_types import Count, NonNegative, checked
-from task_encoders.samples import SampleError
+from task_encoders.samples import REASONS, SampleError
 
 logger = logging.getLogger(__name__)
 
+#: Samples in a row that may fail to be read before the run ends, as in Energon.
+MAX_FAILURES_IN_A_ROW: Final = 100
+#: Samples that may be set aside for any reason before the first that can be used.
+MAX_UNUSABLE_AT_FIRST: Final = 10_000
+_REASON_NAMES: Final = tuple(REASONS)
+_COUNTED_WORKERS: Final = 256
+_NONE_OF_USE: Final = (
+    "no sample can be used, the last one because of {}; check the dataset, and the length of packs"
+)
 _UNEQUAL: Final = (
     "each of %d ranks packs its own samples and may have more packs than another; one that ends "
     "early leaves the others waiting: set repeat=True, and count steps. Where one loader's packs "
     "are dealt to all ranks (accelerate, ms-swift), set rank=0, world_size=1"
 )
+
+
+class Sample(NamedTuple):
+    """A sample on its way into a pack."""
+
+    number: int
+    num_tokens: int
+    #: a `Load` where lengths are known beforehand
+    content: Any
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a dataset packs its samples, and the form in which it gives packs out."""
+
+    strategy: WindowOptions | Strategy
+    #: samples of which a stream remembers its place
+    buffer_size: int
+    #: settings that decide the packs: a state goes only with the same settings
+    settings: Mapping[str, Any]
+    #: the samples of a pack -> what the dataset yields
+    collate: Callable[[list[Any]], Any] = list
+    #: a sample and its tokens -> what it takes of a pack: tokens, and an amount of each budget.
+    #: Raises SampleError for one that is too large by itself
+    measure: Callable[[Any, int], tuple[int, Mapping[str, int]]] | None = None
 
 
 class OnlineDataset(IterableDataset[Any]):
@@ -63,6 +97,7 @@ class OnlineDataset(IterableDataset[Any]):
     def __init__(
         self,
         dataset: Any,
+        packing: Packing,
         *,
         encode: Callable[[Any], Any] | None = None,
         split: bool = True,
@@ -75,6 +110,7 @@ class OnlineDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         self.dataset = dataset
+        self.packing = packing
         if shuffle and not has_indices(dataset):
             raise ValueError("shuffle needs a dataset with indices; shuffle the stream itself")
         if lengths is not None and (not has_indices(dataset) or len(lengths) != len(dataset)):
@@ -90,26 +126,17 @@ class OnlineDataset(IterableDataset[Any]):
         self._ranks = check_ranks(rank, world_size)
         self._pass: _Pass | None = None
         self._saved: Mapping[str, Any] | None = None
-        self._counts = shared_counts()
-        #: shared as well, for workers that live longer than an epoch
+        # In shared memory: the trainer sees what its workers count, by worker and reason; workers
+        # that live longer than an epoch see the next one.
+        counts = torch.zeros(_COUNTED_WORKERS, len(REASONS), dtype=torch.int64)
+        self._counts = counts.share_memory_()
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    @abstractmethod
-    def make_pool(self) -> Pool[Any]:
-        """A new pool, which packs a pass."""
-
-    @abstractmethod
-    def collate(self, samples: list[Any]) -> Any:
-        """A pack as it is given out."""
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Settings that decide the packs: a state goes only with the same settings."""
 
     @property
     def set_aside(self) -> Counter[str]:
         """Samples that could not be used, by reason, over all workers of this rank."""
-        return by_reason(self._counts)
+        totals = self._counts.sum(dim=0).tolist()
+        return +Counter(dict(zip(_REASON_NAMES, totals, strict=True)))
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the passes that begin from now on: another order if samples are shuffled;
@@ -149,17 +176,21 @@ class _Pass:
         self._reader = reader
         if reader.world_size > 1 and reader.index == 0 and not (owner.repeat or saved):
             logger.warning(_UNEQUAL, reader.world_size)
-        self._unusable = Unusable(owner._counts, reader.worker)
+        #: samples that this reader set aside, by reason; those that could not be read since the
+        #: last that could; those of this pass; and the reason of the last of them
+        self._set_aside = owner._counts[reader.worker % _COUNTED_WORKERS]
+        self._failures_in_a_row = self._num_unusable = 0
+        self._last_error: SampleError | None = None
         order = {"shuffle": owner.shuffle, "seed": owner.seed}
         order |= {"num_samples": len(owner.dataset)} if owner.shuffle else {}
-        self._made_with = owner.settings() | order | vars(reader)
+        self._made_with = {**owner.packing.settings, **order, **vars(reader)}
         self._ready: deque[list[Sample]] = deque()
         self._begin(int(saved["epoch"] if saved else owner._epoch))
         if saved and "source" in saved:
             self._restore(saved)
 
     def _begin(self, epoch: int) -> None:
-        """Its first sample is next."""
+        """Start an epoch."""
         owner = self._owner
         self._epoch = epoch
         self._source = open_source(
@@ -168,9 +199,9 @@ class _Pass:
             epoch=epoch,
             shuffle_seed=owner.seed if owner.shuffle else None,
             split=owner.split,
-            mark_every=owner.settings()["buffer_size"],
+            mark_every=owner.packing.buffer_size,
         )
-        self._pool = owner.make_pool()
+        self._pool = PackingPool[Sample](owner.packing.strategy)
         #: samples of this epoch that were packed; of those with known lengths, that were given out
         self._num_packed = 0
         self._ended = False
@@ -186,15 +217,22 @@ class _Pass:
                     self._read_one()
                     continue
                 if not self._num_packed:
-                    self._unusable.check_end(is_only_reader=self._reader.count == 1)
-                    if self._owner.repeat:
-                        place = f"worker {self._reader.worker} of rank {self._reader.rank}"
-                        raise StageError(f"{place} has no sample to repeat; take fewer workers")
+                    self._check_end()
                 if not self._owner.repeat:
                     raise StopIteration
                 self._begin(self._epoch + 1)
             if contents := self._contents(self._ready.popleft()):
-                return self._owner.collate(contents)
+                return self._owner.packing.collate(contents)
+
+    def _check_end(self) -> None:
+        """Raise StageError at the end of an epoch without a sample that can be used; one of many
+        readers may have had only a few."""
+        had_many = self._reader.count == 1 or self._num_unusable >= MAX_FAILURES_IN_A_ROW
+        if had_many and self._last_error is not None:
+            raise StageError(_NONE_OF_USE.format(self._last_error)) from self._last_error
+        if self._owner.repeat:
+            place = f"worker {self._reader.worker} of rank {self._reader.rank}"
+            raise StageError(f"{place} has no sample to repeat; take fewer workers")
 
     def _contents(self, pack: list[Sample]) -> list[Any]:
         """The samples of a pack, except those that turn out to be unusable when they are read."""
@@ -205,7 +243,7 @@ class _Pass:
             try:
                 contents.append(self._read(number, load, num_tokens).content)
             except SampleError as error:
-                self._unusable.add(number, error, any_used=self._num_packed > 0)
+                self._add_unusable(number, error)
         self._num_packed += len(contents)
         return contents
 
@@ -229,7 +267,7 @@ class _Pass:
         return self._kept_state | {
             "ready": ready[len(ready) - len(self._ready) :],
             "num_packed": self._num_packed,
-            "set_aside": self._unusable.counts.tolist(),
+            "set_aside": self._set_aside.tolist(),
         }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
@@ -239,7 +277,7 @@ class _Pass:
                     f"the saved state is of {name} {then!r}, and now it is {now!r}; resume with "
                     "the same settings"
                 )
-        self._unusable.counts.copy_(torch.tensor(saved["set_aside"]))
+        self._set_aside.copy_(torch.tensor(saved["set_aside"]))
         wanted = dict(pair for pack in [*saved["ready"], saved["waiting"]] for pair in pack)
         found = {}
         self._ended, self._num_packed = saved["ended"], saved["num_packed"]
@@ -251,9 +289,19 @@ class _Pass:
         self._pool.restore(saved["pool"], waiting)
 
     def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> Sample:
+        """Raises StageError if the sample is not what it was."""
         if self._owner.lengths is not None:
             return Sample(number, num_tokens, loads[number])
-        return read_again(number, loads[number], self._owner.encode, num_tokens)
+        try:
+            sample = self._read(number, loads[number])
+        except SampleError as error:
+            raise StageError(f"sample {number} was readable before the restart: {error}") from error
+        if sample.num_tokens != num_tokens:
+            raise StageError(
+                f"sample {number} has {sample.num_tokens} tokens, and had {num_tokens} before the "
+                "restart; encode the same sample in the same way every time"
+            )
+        return sample
 
     def _read_one(self) -> None:
         self._kept_state = None
@@ -263,25 +311,47 @@ class _Pass:
             self._ready.extend(self._pool.finish())
             return
         number, load = found
-        lengths = self._owner.lengths
+        lengths, measure = self._owner.lengths, self._owner.packing.measure
         try:
             if lengths is None:
                 sample = self._read(number, load)
             else:
                 sample = Sample(number, int(lengths[number]), load)
-            self._ready.extend(self._pool.add(sample, sample.num_tokens))
+            taken = sample.num_tokens, NO_AMOUNTS
+            if measure is not None:
+                taken = measure(sample.content, sample.num_tokens)
+            self._ready.extend(self._pool.add(sample, *taken))
             self._num_packed += lengths is None
         except SampleError as error:
-            self._unusable.add(number, error, any_used=self._num_packed > 0)
+            self._add_unusable(number, error)
 
     def _read(self, number: int, load: Load, known_length: int | None = None) -> Sample:
+        """Load and encode a sample. Raises SampleError for one that cannot be used."""
+        encode = self._owner.encode
+        self._failures_in_a_row += 1
         try:
-            sample = read_sample(number, load, self._owner.encode)
-            if known_length not in (None, sample.num_tokens):
-                detail = f"{sample.num_tokens} tokens, and its length was given as {known_length}"
-                raise SampleError("bad_record", detail)
+            content = load() if encode is None else encode(load())
+            num_tokens = count_tokens(content)
         except SampleError:
-            self._unusable.failures_in_a_row += 1
             raise
-        self._unusable.failures_in_a_row = 0
-        return sample
+        except Exception as error:
+            raise SampleError("bad_record", f"{type(error).__name__}: {error}") from error
+        if known_length not in (None, num_tokens):
+            detail = f"{num_tokens} tokens, and its length was given as {known_length}"
+            raise SampleError("bad_record", detail)
+        self._failures_in_a_row = 0
+        return Sample(number, num_tokens, content)
+
+    def _add_unusable(self, number: int, error: SampleError) -> None:
+        """Set a sample aside. Raises StageError if it is one too many."""
+        logger.warning("set aside sample %d: %s", number, error)
+        self._last_error = error
+        self._num_unusable += 1
+        self._set_aside[_REASON_NAMES.index(error.reason)] += 1
+        if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW:
+            raise StageError(
+                f"{MAX_FAILURES_IN_A_ROW} samples in a row cannot be read, the last one, {number}, "
+                f"with {error}; check the dataset"
+            ) from error
+        if self._num_unusable == MAX_UNUSABLE_AT_FIRST and not self._num_packed:
+            raise StageError(_NONE_OF_USE.format(error)) from error

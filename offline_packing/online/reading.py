@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from torch import distributed
@@ -16,8 +16,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from offline_packing.errors import StageError
-from offline_packing.online.collate import count_tokens
-from task_encoders.samples import SampleError
 
 _MOST_MARKS: Final = 64
 #: Reads one sample; a stream has done so already.
@@ -70,42 +68,6 @@ def this_reader(given: tuple[int, int] | None) -> Reader:
     return Reader(rank, world_size, worker, num_workers)
 
 
-class Sample(NamedTuple):
-    """A sample on its way into a pack."""
-
-    number: int
-    num_tokens: int
-    #: a `Load` where lengths are known beforehand
-    content: Any
-
-
-def read_sample(number: int, load: Load, encode: Callable[[Any], Any] | None) -> Sample:
-    """Load and encode a sample. Raises SampleError for one that cannot be used."""
-    try:
-        content = load() if encode is None else encode(load())
-        return Sample(number, count_tokens(content), content)
-    except SampleError:
-        raise
-    except Exception as error:
-        raise SampleError("bad_record", f"{type(error).__name__}: {error}") from error
-
-
-def read_again(
-    number: int, load: Load, encode: Callable[[Any], Any] | None, num_tokens: int
-) -> Sample:
-    """`read_sample` on resuming. Raises StageError if the sample is not what it was."""
-    try:
-        sample = read_sample(number, load, encode)
-    except SampleError as error:
-        raise StageError(f"sample {number} was readable before the restart: {error}") from error
-    if sample.num_tokens != num_tokens:
-        raise StageError(
-            f"sample {number} has {sample.num_tokens} tokens, and had {num_tokens} before the "
-            "restart; encode the same sample in the same way every time"
-        )
-    return sample
-
-
 class Source(Protocol):
     """The samples of one reader, each with its number in the dataset."""
 
@@ -130,29 +92,23 @@ class IndexedSamples:
         self._position = 0
 
     def next(self) -> tuple[int, Load] | None:
-        """See Source."""
         if self._position == len(self._order):
             return None
         number = int(self._order[self._position])
         self._position += 1
-        return number, self._load(number)
+        return number, partial(self._dataset.__getitem__, number)
 
     def state(self, oldest: int | None) -> dict[str, Any]:
-        """See Source."""
         return {"position": self._position}
 
     def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
-        """See Source."""
         self._position = state["position"]
         if self._position > len(self._order) or max(numbers, default=0) >= len(self._dataset):
             raise StageError(
                 f"the dataset has {len(self._dataset)} samples, and more had been read before the "
                 "restart; resume with the same data"
             )
-        return {number: self._load(number) for number in numbers}
-
-    def _load(self, number: int) -> Load:
-        return partial(self._dataset.__getitem__, number)
+        return {number: partial(self._dataset.__getitem__, number) for number in numbers}
 
 
 class StreamedSamples:
@@ -178,7 +134,6 @@ class StreamedSamples:
         self._marks: list[tuple[int, Any]] = [(0, None)]
 
     def next(self) -> tuple[int, Load] | None:
-        """See Source."""
         index, count = self._keeps
         while (found := self._read()) is not None:
             number, sample = found
@@ -187,14 +142,12 @@ class StreamedSamples:
         return None
 
     def state(self, oldest: int | None) -> dict[str, Any]:
-        """See Source."""
         first = self._position if oldest is None else oldest
         while len(self._marks) > 1 and self._marks[1][0] <= first:
             del self._marks[0]
         return {"position": self._position, "mark": list(self._marks[0])}
 
     def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
-        """See Source."""
         self._position, mark = state["mark"]
         self._marks = [(self._position, mark)]
         if mark is not None:

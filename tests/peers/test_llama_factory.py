@@ -14,7 +14,7 @@ from launch.trainers.llama_factory import tuner
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.concatenate import merge_rows, split_row
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.model_inputs import transformers_positions
+from task_encoders.model_inputs import segment_kwargs
 from tests.helpers.datasets import mixed_pairs
 from tests.helpers.hf_trainers import number_of
 from tests.helpers.hf_videos import with_processor
@@ -174,11 +174,12 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             row = packs.row(number).row
             order = order_of_knapsack(row.cu_lengths.diff().tolist())
             ours = merge_rows([split_row(row)[sample] for sample in order])
+            segments = segment_kwargs(ours.position_ids[:, None], ours.cu_lengths)
             expected = {
                 "input_ids": ours.tokens,
                 "labels": ours.labels,
                 "boundaries": ours.cu_lengths,
-                "position_ids": transformers_positions(ours.position_ids[:, None], ours.cu_lengths),
+                "position_ids": segments["position_ids"],
                 "pixel_values": ours.pixel_values,
                 "image_grid_thw": ours.image_grid_thw,
             }

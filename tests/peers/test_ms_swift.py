@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.packed_dataset import PackedDatasetWrapper
+from offline_packing.online.datasets import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
 from tests.helpers.hf_trainers import number_of
 from tests.helpers.hf_videos import save_processor, with_processor

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from torch.utils.data import IterableDataset
 
-from offline_packing.online.dynamic_batches import DynamicBatches
-from offline_packing.online.packed_dataset import PackedIterableDataset
+from offline_packing.online.datasets import DynamicBatches, PackedIterableDataset
 from tests.helpers.online_samples import Stream, numbered
 
 Say = Callable[[str], None]

@@ -14,9 +14,8 @@ import numpy as np
 from length_distributions import draw_lengths, draw_sft
 
 from offline_packing import plan_packs
-from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.datasets import DynamicBatches, PackedIterableDataset
 from offline_packing.online.online_dataset import OnlineDataset
-from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.pools import PackingPool
 from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 from offline_packing.planner.windows import WindowOptions

@@ -1,7 +1,7 @@
 """Samples with the lengths of LLaVA's instructions: a JSON array, and an image each.
 
     python tools/benchmarks/llava_like.py out/llava --samples 400
-    python tools/preprocess_dataset.py --data_path=out/llava/llava.json …
+    python examples/neva/preprocess_dataset.py --data_path=out/llava/llava.json …
 
 One to four rounds of words; texts are log-normal, with some 200 tokens in the middle and 900 in one
 of a hundred. Images are squares of noise: their size decides the tokens, their content nothing.

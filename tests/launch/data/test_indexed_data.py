@@ -40,14 +40,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 
-def neva_names(folder: Path, **other: Any) -> dict[str, Any]:
-    return {"packed_sequence": True, "data_prefix": str(folder / "packed_seq_dataset"), **other}
+def by_prefix_in(folder: Path, **other: Any) -> dict[str, Any]:
+    return {"data_prefix": str(folder / "packed_seq_dataset"), **other}
 
 
 def test_the_losses_are_those_of_the_tars(folders: dict[str, Path], tmp_path: Path) -> None:
     found = {}
     for layout in LAYOUTS:
-        data = neva_names(folders[layout]) if layout == "indexed" else {}
+        data = by_prefix_in(folders[layout]) if layout == "indexed" else {}
         config = make_config(
             folders[layout],
             tmp_path / layout,
@@ -65,7 +65,7 @@ def test_the_losses_are_those_of_the_tars(folders: dict[str, Path], tmp_path: Pa
 def test_a_state_of_any_step_gives_the_rest(
     folders: dict[str, Path], num_workers: int, repeat: bool, tmp_path: Path
 ) -> None:
-    names = neva_names(folders["indexed"], num_workers=num_workers, repeat=repeat)
+    names = by_prefix_in(folders["indexed"], num_workers=num_workers, repeat=repeat)
     config = DataConfig.model_validate(names)
     encoder = build_task_encoder(config, read_packed_data(Path(config.path)))
     num_packs = len(PackedFolder(names["data_prefix"], encoder))
@@ -74,18 +74,12 @@ def test_a_state_of_any_step_gives_the_rest(
     check_states(config, encoder, num_packs, tmp_path, steps=steps)
 
 
-def test_other_names_of_neva(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefix_is_its_folder(folders: dict[str, Path]) -> None:
     by_folder = DataConfig(path=str(folders["indexed"]))
-    by_prefix = DataConfig.model_validate({"path": "demo", **neva_names(folders["indexed"])})
+    by_prefix = DataConfig.model_validate({"path": "demo", **by_prefix_in(folders["indexed"])})
     assert by_folder == by_prefix
-    for value in (False, 0, "false"):
-        with pytest.raises(ValidationError, match="packed_sequence=false: only packs are trained"):
-            DataConfig.model_validate({"path": "out", "packed_sequence": value})
     with pytest.raises(ValidationError, match="online packs data that are not packed"):
         DataConfig.model_validate({"path": str(folders["indexed"]), "online": {"seq_length": 512}})
-    config = DataConfig.model_validate(neva_names(folders["indexed"], crop_size=[336, 336]))
-    build_task_encoder(config, read_packed_data(Path(config.path)))
-    assert "data.crop_size [336, 336] is not used: qwen2_vl keeps each image's shape" in caplog.text
 
 
 def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(

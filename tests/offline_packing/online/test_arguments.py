@@ -8,10 +8,13 @@ import pytest
 
 from offline_packing import WindowOptions, plan_packs
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.online.constant_length import ConstantLengthDataset
-from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.datasets import (
+    ConstantLengthDataset,
+    DynamicBatches,
+    PackedIterableDataset,
+    PackingBlock,
+)
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
-from offline_packing.online.packed_dataset import PackedIterableDataset, PackingBlock
 from offline_packing.online.pools import PackingPool
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.online.ranks.rank_schedule import RankSchedule

@@ -6,8 +6,7 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from offline_packing.online.collate import count_tokens, padding_free_collator
-from offline_packing.online.constant_length import ConstantLengthDataset
-from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.datasets import ConstantLengthDataset, DynamicBatches
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import lettered

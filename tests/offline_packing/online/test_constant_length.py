@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from offline_packing.online.constant_length import ConstantLengthDataset
+from offline_packing.online.datasets import ConstantLengthDataset
 from tests.helpers.online_samples import Indexed
 
 GOLDEN = Path(__file__).parents[1] / "planner" / "strategies" / "nanovlm_knapsack.json"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offline_packing.errors import StageError
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.dynamic_batches import DynamicBatches
+from offline_packing.online.datasets import DynamicBatches
 from tests.helpers.online_samples import Indexed, lettered, numbered
 
 

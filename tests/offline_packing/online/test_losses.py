@@ -8,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from offline_packing.online.collate import padding_free_collator
-from offline_packing.online.constant_length import ConstantLengthDataset
-from offline_packing.online.dynamic_batches import DynamicBatches
-from offline_packing.online.packed_dataset import PackedIterableDataset
+from offline_packing.online.datasets import (
+    ConstantLengthDataset,
+    DynamicBatches,
+    PackedIterableDataset,
+)
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.online_samples import Indexed
 from tests.helpers.tiny_checkpoints import row_samples, transformers_model, unpacked_inputs

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.errors import StageError
+from offline_packing.online.datasets import PackedIterableDataset
 from offline_packing.online.online_dataset import _Pass
-from offline_packing.online.packed_dataset import PackedIterableDataset
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.online.reading import Reader
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered

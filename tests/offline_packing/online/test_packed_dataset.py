@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.online.packed_dataset import (
+from offline_packing.online.datasets import (
     PackedDatasetWrapper,
     PackedIterableDataset,
     PackingBlock,
 )
-from offline_packing.online.unusable import MAX_FAILURES_IN_A_ROW
+from offline_packing.online.online_dataset import MAX_FAILURES_IN_A_ROW
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, Stream, lettered, numbered
 
@@ -238,7 +238,7 @@ def test_the_yaml_block(tmp_path: Path) -> None:
     template = SimpleNamespace()
     packed = block.wrap(lettered(4, 2, 3, 1), template)
     assert isinstance(packed, PackedDatasetWrapper)
-    assert packed.settings()["buffer_size"] == 1000
+    assert packed.packing.buffer_size == 1000
     assert [sum(sample["length"] for sample in pack) for pack in packed] == [10]
     assert template.padding_free is True
 

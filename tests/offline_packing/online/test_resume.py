@@ -11,9 +11,11 @@ from torch import distributed
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.errors import StageError
-from offline_packing.online.constant_length import ConstantLengthDataset
-from offline_packing.online.dynamic_batches import DynamicBatches
-from offline_packing.online.packed_dataset import PackedIterableDataset
+from offline_packing.online.datasets import (
+    ConstantLengthDataset,
+    DynamicBatches,
+    PackedIterableDataset,
+)
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered
 from tests.helpers.rank_processes import run_ranks
 

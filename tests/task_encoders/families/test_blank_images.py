@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from task_encoders.families import FAMILIES, build_sample_encoder
-from task_encoders.model_inputs import media_kwargs, transformers_positions
+from task_encoders.model_inputs import media_kwargs, segment_kwargs
 from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
 
 IN_TRANSFORMERS = [name for name, family in FAMILIES.items() if family.transformers_name]
@@ -29,7 +29,7 @@ def test_the_model_takes_a_blank_image(family: str, tmp_path: Path) -> None:
         tokens = torch.tensor([[*[image] * num_tokens, 5]])
         positions = torch.arange(tokens.shape[1]).expand(encoder.POSITION_ROWS, 1, -1)
         ends = torch.tensor([0, tokens.shape[1]])
-        positions = transformers_positions(positions, ends)
+        positions = segment_kwargs(positions, ends)["position_ids"]
         return model(tokens, position_ids=positions, use_cache=False, **media).logits
 
     assert logits(blank.num_tokens).isfinite().all()

@@ -1,7 +1,7 @@
 """NeMo 2.0.0: the strings of its conversation modules, and the packs of its packing for NeVA.
 
 What they gave is stored beside this file. With NEMO=FOLDER, a checkout of that version, they are
-asked again; `python -m tests.tools.test_nemo FOLDER` stores what they say.
+asked again; `python -m tests.examples.test_nemo FOLDER` stores what they say.
 """
 
 import ast

@@ -15,6 +15,13 @@ from click import ClickException
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
+from examples.neva.preprocess_dataset import (
+    configuration,
+    main,
+    prepare_tokenizer,
+    save_configuration,
+)
+from examples.neva.train import translate
 from launch.data.open_packs import open_as_measured
 from offline_packing.config.packing import load_config, parse_config
 from offline_packing.engines.local import LocalEngine
@@ -28,7 +35,6 @@ from tests.helpers.datasets import image_bytes, pack_all, write_json
 from tests.helpers.markdown import blocks
 from tests.helpers.texts_and_images import random_text
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer
-from tools.preprocess_dataset import configuration, main, prepare_tokenizer, save_configuration
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming_from_neva.md").read_text()
@@ -119,7 +125,10 @@ def test_the_command_line_of_the_document_runs(tmp_path: Path) -> None:
     assert run.config.model.template == "neva"
     assert (run.config.pack.seq_length, run.config.pack.seed) == (12288, 42)
     assert verify(run, deep=True).num_samples == 30
-    assert f"data.data_prefix={output}/packed_seq_dataset data.crop_size=[336,336]" in done.stdout
+    options = done.stdout.splitlines()[-1].split()
+    assert translate(options) == [f"data.path={output}/packed_seq_dataset"]
+    with pytest.raises(ClickException, match=r"packs hold images of \[336,336\]; set it"):
+        translate([*options, "model.data.crop_size=[224,224]"])
     counts = json.loads(run.workspace.manifest.read_text())["counts"]
     per_pack = 30 / counts["packs"]["train"]
     assert f"global_batch_size=<GBS / {per_pack:.3f}>" in done.stdout
@@ -315,3 +324,13 @@ def test_fields_of_the_yaml(tmp_path: Path) -> None:
     assert given(hparams_file=path)["model"]["tokens_per_image"] == 144
     fields = re.findall(r"`(model\.[a-z_.]+)[:`]", PAGE)
     assert {"model.mm_cfg.mm_mlp_adapter_type", "model.data.sep_image_conv_front"} <= set(fields)
+
+
+def test_options_of_training() -> None:
+    given = ["sft.yaml", "++model.data.packed_sequence=True", "model.global_batch_size=4", "a.b=c"]
+    assert translate([*given, "model.micro_batch_size=2", "model.data.data_prefix=out/p"]) == [
+        *("sft.yaml", "a.b=c", "batch.global_batch_packs=4", "data.micro_batch_size=2"),
+        *("data.path=out/p", "batch.global_batch_size=null"),
+    ]
+    with pytest.raises(ClickException, match="packed_sequence=False: only packs are trained"):
+        translate(["++model.data.packed_sequence=False"])

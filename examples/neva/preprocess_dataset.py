@@ -1,6 +1,6 @@
 """NeVA's `preprocess_dataset.py`: its eleven flags, in front of measure, plan and write.
 
-    python tools/preprocess_dataset.py --data_path=llava.json --image_folder=images \\
+    python examples/neva/preprocess_dataset.py --data_path=llava.json --image_folder=images \\
         --tokenizer_path=tokenizer.model --output_dir=out/packed_seq_12288_336_v1 --conv_template=v1
 
 It writes OUTPUT_DIR/pack.yaml, the tokenizer as a folder, and runs three verbs of offline-packing
@@ -282,8 +282,8 @@ def how_to_train(output_dir: Path, side: int) -> str:
     return (
         f"{packs:,} packs of {per_pack:.3f} samples and {counts['tokens'] / packs:,.1f} tokens: "
         f"micro_batch_size=1, global_batch_size=<GBS / {per_pack:.3f}>\n"
-        f"data.packed_sequence=true data.data_prefix={shlex.quote(str(output_dir / PREFIX))} "
-        f"data.crop_size=[{side},{side}]"
+        f"++model.data.packed_sequence=True ++model.data.crop_size=[{side},{side}] "
+        f"++model.data.data_prefix={shlex.quote(str(output_dir / PREFIX))}"
     )
 
 
