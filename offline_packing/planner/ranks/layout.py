@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from task_encoders.field_types import Count, check_fields
+from task_encoders.loading.folder_shards import steps_of_reading
 from task_encoders.packs.pack_format import cut_multiple
 
 
@@ -39,21 +40,8 @@ class RankLayout:
         return self.num_ranks * max(1, self.num_workers)
 
     def steps(self, num_packs: int) -> np.ndarray:
-        """Training step at which each place in the written order is read: int64 (num_packs,).
-
-        Energon cuts the packs into num_ranks * num_workers contiguous slices, rank after rank and
-        worker after worker; a rank takes one pack from each of its workers in turn. What does not
-        divide evenly makes some slices one pack longer, in the order of a generalized bit
-        reversal (``Sharder.split_samples_to_workers``).
-        """
-        workers = max(1, self.num_workers)
-        slices = self.round
-        size, longer = divmod(num_packs, slices)
-        sizes = np.full(slices, size)
-        sizes[_bit_reversal(np.arange(slices))[:longer]] += 1
-        worker = np.repeat(np.arange(slices) % workers, sizes)
-        starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return (np.arange(num_packs) - starts) * workers + worker
+        """Training step at which each place in the written order is read: int64 (num_packs,)."""
+        return steps_of_reading(num_packs, self.num_ranks, self.num_workers)
 
     def full_steps(self, num_packs: int) -> np.ndarray:
         """Places in the written order that are read at each step at which every rank has a pack:
@@ -76,16 +64,6 @@ class RankLayout:
         places = self.full_steps(len(cost))
         of_tower = np.zeros(places.shape) if tower is None else tower[places]
         return idle_shares(cost[places].astype(np.float64), of_tower)
-
-
-def _bit_reversal(indices: np.ndarray) -> np.ndarray:
-    """[0 1 2 3 4 5 6 7] -> [0 4 2 6 1 5 3 7]: both halves in this order, interleaved."""
-    if len(indices) <= 2:
-        return indices
-    middle = len(indices) // 2
-    left, right = _bit_reversal(indices[:middle]), _bit_reversal(indices[middle:])
-    interleaved = np.stack([left, right[:middle]], axis=1).ravel()
-    return np.append(interleaved, right[middle:])  # an odd number leaves one
 
 
 def idle_shares(cost: np.ndarray, tower: np.ndarray) -> tuple[float, float]:
