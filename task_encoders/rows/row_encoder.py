@@ -59,11 +59,11 @@ class RowEncoder:
         self, sub_samples: Sequence[SubSample], cp_size: int | None = None
     ) -> tuple[PackedRow, list[str], list[str]]:
         """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of
-        each of the others. `cp_size`: ranks that the pack goes over, if packs differ in that.
+        each unusable one. `cp_size`: ranks that the pack goes over, if packs differ in that.
 
         Raises:
             SampleError: none can be used.
-            FatalSampleError: see `_encode_one`; or a pack over ranks is to be padded as all others.
+            FatalSampleError: see `_encode_one`; or a pack over ranks would be padded like others.
         """
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
         each = self._in_threads(sub_samples, pool) if pool else map(self._encode_one, sub_samples)
@@ -97,7 +97,7 @@ class RowEncoder:
         return row, [one.key for one in encoded], dropped
 
     def _cut_multiple(self, cp_size: int) -> int:
-        """Divisor of sub-samples' padded lengths in a pack over so many ranks."""
+        """Divisor of sub-samples' padded lengths in a pack over `cp_size` ranks."""
         if self.pad_to_seq_length:
             raise FatalSampleError(
                 "pad_to_seq_length would pad packs over 1, 2, 4 … ranks to the longest of them; "
@@ -108,9 +108,9 @@ class RowEncoder:
     def _in_threads(
         self, sub_samples: Sequence[SubSample], pool: ThreadPoolExecutor
     ) -> Iterator[EncodedSample | SampleError]:
-        """Encode each in two tasks, neither of which waits: the steps after decoding an image queue
-        after the images that are still to be decoded, and the largest begin first, so that threads
-        end closer together."""
+        """Encode each sub-sample in two tasks that never wait: decoding an image, then the rest,
+        queued after the decoding of other images. The largest begin first, so that threads end
+        together."""
 
         def begin(sub_sample: SubSample) -> Future[EncodedSample | SampleError]:
             first: list[Image.Image] = []

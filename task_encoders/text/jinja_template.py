@@ -1,4 +1,4 @@
-"""A chat template in Jinja, as transformers runs it, what it can write, and parts of several."""
+"""A chat template in Jinja, as transformers runs it, its literal texts, and parts of several."""
 
 import json
 import re
@@ -51,8 +51,8 @@ class JinjaTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`variables`: what else the template may refer to, such as `bos_token`. `options`: what it
-        is also given, if it reads them.
+        """`variables`: other names that the template may refer to, such as `bos_token`. `options`:
+        variables that it must read.
 
         Raises:
             ValueError: it is not valid Jinja, or does not read one of the options.

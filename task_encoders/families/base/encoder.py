@@ -68,7 +68,7 @@ class FamilyEncoder(ABC):
     IMAGE_LAYOUT: ClassVar[str] = "patches"
     #: Frames of an image's patches.
     IMAGE_DEPTH: ClassVar[int] = 1
-    #: How pictures are cut into patches; a family without has its own `encode_image`.
+    #: How pictures are cut into patches; a family without it has its own `encode_image`.
     vision: VisionSettings
     template: ChatTemplate
     #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
@@ -137,7 +137,7 @@ class FamilyEncoder(ABC):
 
     @staticmethod
     def blank_image(hf_config: Any) -> BlankImage:
-        """A small image for rows without one; `hf_config` is transformers', of the whole model."""
+        """A small image for rows without one; `hf_config` is the whole model's, of transformers."""
         vision = hf_config.vision_config
         return two_tokens(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
 

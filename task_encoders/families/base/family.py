@@ -8,8 +8,8 @@ from task_encoders.families.base.cost import ModelCost, cost_of_sizes
 from task_encoders.families.base.encoder import FamilyEncoder
 from task_encoders.families.base.options import ModelOptions
 
-#: How published checkpoints begin the names of tensors: with model and visual; as transformers does
-#: in memory, model.language_model and model.visual; or language_model.model and vision_tower.
+#: Prefixes of tensor names in published checkpoints: model and visual; model.language_model and
+#: model.visual, as in transformers' memory; or language_model.model and vision_tower.
 TensorNames = Literal["plain", "nested", "llava"]
 
 

@@ -10,8 +10,8 @@ from task_encoders.text.qwen_vocabulary import BUILTIN
 
 
 def beside_lengths(default: Any) -> Any:
-    """An option that changes pixels or positions but no length. No artifact contains those, so it
-    is in no fingerprint."""
+    """An option that changes pixels or positions but no length. No artifact contains pixels or
+    positions, so it is not in the fingerprint."""
     return Field(default, json_schema_extra={"changes_lengths": False})
 
 
@@ -55,7 +55,7 @@ class ModelOptions(BaseModel):
 
     @classmethod
     def changes_lengths(cls, name: str) -> bool:
-        """Whether an option belongs into the fingerprint of what was measured."""
+        """Whether an option belongs in the fingerprint of what was measured."""
         return not cls.model_fields[name].json_schema_extra
 
     def stored(self, name: str) -> str | int:
