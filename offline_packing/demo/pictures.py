@@ -1,4 +1,4 @@
-"""Demo pictures, and what is true of them: scenes of shapes, charts, documents."""
+"""Demo pictures and facts about them: scenes of shapes, charts, documents."""
 
 import math
 from collections import Counter

@@ -204,8 +204,8 @@ def _shard_lines(folder: Path) -> Sequence[ShardLine]:
 
 
 def _place(task: ShardTask) -> tuple[Path, int]:
-    """The file of a shard, and where the shard begins in it: its piece, or in a complete output
-    that of its split."""
+    """The file of a shard and the shard's offset in it: its piece, or in a complete output the
+    split's file."""
     piece = task.folder / _piece(task.shard.name)
     if piece.exists():
         return piece, 0

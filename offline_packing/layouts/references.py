@@ -199,8 +199,8 @@ def _line(key: str, record: bytes, task: ShardTask, samples: Sequence[PlannedSam
 
 
 def _join(folder: Path, split: str, fragments: Sequence[ShardFragment]) -> None:
-    """One file of the lines of a split's shards, and where each begins. A shard that was joined
-    before is read there."""
+    """One file with the lines of a split's shards, and the offset of each shard. A shard that was
+    joined before is read from there."""
     path, offsets = folder / f"{split}.jsonl", [0]
     with atomic_file(path) as file:
         for fragment in fragments:

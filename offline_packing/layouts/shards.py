@@ -1,4 +1,4 @@
-"""Shards: which packs go in which one, and what a finished one holds.
+"""Shards: which packs go into which shard, and what a finished shard holds.
 
 _packing/write/train-000000.json    a shard's fragment, which marks it as finished
 

@@ -1,4 +1,4 @@
-"""verify --discard: move every file away that is not what was written, and nothing else."""
+"""verify --discard: move away every file that is not as it was written, and nothing else."""
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.layouts.shards import ShardFragment
@@ -45,7 +45,7 @@ def find_all_damage(run: Run) -> list[Damage]:
 
 
 def _read_fragments(run: Run, found: list[Damage]) -> list[ShardLine]:
-    """Lines of the shards, as their fragments describe them; adds damaged ones to what is found."""
+    """Lines of the shards, as their fragments describe them; adds damaged ones to `found`."""
     lines = []
     for path in sorted(run.workspace.write.rglob("*-??????.json")):
         try:
