@@ -1,7 +1,7 @@
 """The configuration of a training run: one YAML file, with overrides `a.b=value`.
 
 Every model is frozen and refuses unknown keys. Relative paths are relative to the current folder.
-What the packs determine (seq_length, pixel limits, tokenizer) is read from their manifest.
+Settings that packs determine (seq_length, pixel limits, tokenizer) are read from their manifest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -179,7 +179,7 @@ class ParallelConfig(_Config):
 
 
 class CheckpointConfig(_Config):
-    """Times of checkpoints, and number of those kept."""
+    """Times of checkpoints, and the number that is kept."""
 
     #: steps between checkpoints; 0: only at the end, and on SIGTERM
     every: NonNegative = 500
