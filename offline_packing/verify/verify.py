@@ -159,8 +159,8 @@ def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyRes
         return
     media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
     first = 0
-    for split, count in manifest.counts.packs.items():
-        for size in manifest.epochs.get(split) or (count,):
+    for split in manifest.counts.packs:
+        for size in manifest.epoch_sizes(split):
             mixed = layout.mixed_steps(media[first : first + size])
             first += size
             total.num_steps += size // layout.num_ranks
