@@ -1,7 +1,7 @@
 """Runs that are killed and go on, on other ranks and loader processes, in every order of the packs:
 each pack comes once per epoch, but for those that a schedule names twice.
 
-A leg trains some steps, saves a state, trains on and is killed; the next leg goes on from the state.
+A leg trains some steps, saves a state, trains on and is killed; the next goes on from the state.
 """
 
 import collections
