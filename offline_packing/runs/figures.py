@@ -3,6 +3,7 @@
 They are plain values, as in report.json.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,7 +16,6 @@ from offline_packing.config.sections import ReportConfig
 from offline_packing.index.rows import media_of_samples, pack_table, split_of_packs, sums_by_source
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
-from offline_packing.planner.cost import count_values, saving
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout, idle_in_slots
 from offline_packing.runs.warnings import run_warnings
@@ -27,6 +27,7 @@ _NUM_RANKS: Final = 8
 #: Columns summed up per source: columns num_NAME of the index.
 _SUMS: Final = ("tokens", "loss_tokens", "images", "videos", "vision_patches", "turns")
 _BINS: Final = 16
+_VALUES_AT_ONCE: Final = 1 << 20
 
 Figures = dict[str, Any]
 
@@ -96,11 +97,18 @@ def sample_figures(num_samples: int, set_aside: Mapping[str, int]) -> Figures:
 def plan_figures(
     compared: ReportConfig, lengths: npt.NDArray[np.integer], plan: PackPlan
 ) -> Figures:
-    """Figures of a plan that need no more than the tokens (num_packed,) of each use of a sample."""
-    info, seq_length = plan.info, plan.info.seq_length
-    saved = saving(lengths, plan, compared.padded_batch_size, compared.global_batch_size)
+    """Figures of a plan that need no more than the tokens (num_packed,) of each use of a sample, at
+    least one. `saving` is that of packing, against batches of samples padded to their longest:
+    tokens, shares of padding, and steps of an epoch."""
+    info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
-    of_length, every = count_values(lengths, seq_length), np.arange(seq_length + 1)
+    of_length = np.zeros(seq_length + 1, np.int64)
+    for start in range(0, num_samples, _VALUES_AT_ONCE):  # all at once would be copied to int64
+        some = lengths[start : start + _VALUES_AT_ONCE]
+        of_length += np.bincount(some, minlength=seq_length + 1)
+    every = np.arange(seq_length + 1)
+    tokens, batch = int(lengths.sum(dtype=np.int64)), compared.global_batch_size
+    in_batches = padded_tokens(of_length, compared.padded_batch_size)
     statistics = plan.statistics()
     return {
         "seq_length": seq_length,
@@ -110,7 +118,7 @@ def plan_figures(
             "samples": len(plan.sample_ids),
             "lower_bound": info.lower_bound,
             "gap": plan.gap,
-            "fill": saved["tokens"] / plan.room,
+            "fill": tokens / plan.room,
             "packing_factor": plan.packing_factor,
             "epochs": max(1, len(info.epochs)),
             "pairs_again": plan.pairs_again() if info.epochs else None,
@@ -118,7 +126,21 @@ def plan_figures(
             "packs_by_cp_size": statistics.get("packs_by_cp_size"),
             "context_parallel": info.context_parallel and vars(info.context_parallel),
         },
-        "saving": saved,
+        "saving": {
+            "tokens": tokens,
+            "tokens_in_packs": info.num_tokens,
+            "padded_batch_size": compared.padded_batch_size,
+            "tokens_in_padded_batches": in_batches,
+            "tokens_padded_to_seq_length": num_samples * seq_length,
+            "padding_before": 1 - tokens / in_batches,
+            "padding_after": 1 - tokens / info.num_tokens,
+            "speedup": in_batches / info.num_tokens,
+            "global_batch_size": batch,
+            "iterations_before": math.ceil(num_samples / batch),
+            "iterations_after": math.ceil(plan.num_packs / batch),
+            # keeps the samples of a step
+            "equal_batch_size": max(1, round(batch * plan.num_packs / num_samples)),
+        },
         "packed_lengths": {
             "edges": edges.tolist(),
             "counts": np.histogram(every, edges, weights=of_length)[0].astype(int).tolist(),
@@ -209,3 +231,21 @@ def _waiting(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Figur
         "mixed_steps": layout.mixed_steps(table.media[own]),
         "uniform": plan.info.settings.get("uniform"),
     }
+
+
+def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
+    """Tokens of an epoch whose random batches are padded to the longest of their samples: the mean
+    over all orders of the samples, in closed form. `counts` (longest + 1,) are the samples of each
+    length, at least one in all."""
+    num_batches, rest = divmod(int(counts.sum()), batch_size)
+    total = num_batches * batch_size * _mean_longest(counts, batch_size)
+    return total + (rest * _mean_longest(counts, rest) if rest else 0.0)
+
+
+def _mean_longest(counts: npt.NDArray[np.integer], drawn: int) -> float:
+    """Mean of the longest of some samples drawn without replacement; 0 where there are fewer."""
+    up_to = np.cumsum(counts, dtype=np.int64)
+    none_longer = np.ones(len(counts))
+    for i in range(drawn):  # all of the drawn samples are among those up to this length
+        none_longer *= np.maximum(up_to - i, 0) / max(up_to[-1] - i, 1)
+    return float(np.diff(none_longer, prepend=0.0) @ np.arange(len(counts)))
