@@ -12,8 +12,12 @@ import pyarrow.compute as pc
 
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
+from offline_packing.layouts.shards import (
+    PlannedSample,
+    ShardFragment,
+    ShardTask,
+    estimate_pack_bytes,
+)
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.tars import PackEntry

@@ -25,8 +25,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import media_roots, time_of_medium
 from offline_packing.layouts.base import Admission, Layout, encoder_of
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.layouts.shards import ShardFragment
+from offline_packing.layouts.shards import PlannedSample, ShardFragment, ShardTask
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, SourceOptions
 from offline_packing.sources.roots.roots import Root

@@ -26,8 +26,12 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import address_of, aux_datasets, check_address, locate
 from offline_packing.layouts.base import Layout
 from offline_packing.layouts.energon_metadata import subflavors_of
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
+from offline_packing.layouts.shards import (
+    PlannedSample,
+    ShardFragment,
+    ShardTask,
+    estimate_pack_bytes,
+)
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.files import atomic_file, local_copy, read_each, write_atomically
