@@ -20,7 +20,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
-from offline_packing.index.records import find_duplicates
+from offline_packing.index.records import find_duplicates, record_numbers
 from offline_packing.index.rows import (
     SampleIds,
     media_of_samples,

@@ -3,13 +3,16 @@
 They are plain values, as in report.json.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig
@@ -18,8 +21,8 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout, idle_in_slots
-from offline_packing.runs.warnings import run_warnings
 from task_encoders.families import ModelOptions, model_cost
+from task_encoders.families.base.cost import most_positions
 from task_encoders.packs.manifest import PackColumns
 
 #: The ranks whose waiting is computed if pack.order names none.
@@ -249,3 +252,120 @@ def _mean_longest(counts: npt.NDArray[np.integer], drawn: int) -> float:
     for i in range(drawn):  # all of the drawn samples are among those up to this length
         none_longer *= np.maximum(up_to - i, 0) / max(up_to[-1] - i, 1)
     return float(np.diff(none_longer, prepend=0.0) @ np.arange(len(counts)))
+
+
+Hashes = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+
+
+def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> list[str]:
+    """A line each: what samples go without, what all have in common, and, of a plan, what stands in
+    several splits. Reads the index part by part."""
+    lines, total = samples.info.warnings, samples.info.num_samples
+    several = 0
+    if config.task == "vqa":
+        several = int(np.count_nonzero(samples.array("num_turns") > 1))
+    if several:
+        lines.append(
+            f"{several:,} of {total:,} samples have several turns under task vqa, which is meant "
+            "for one question; bmr is for conversations"
+        )
+    lines.extend(_source_warnings(config.source_names(), samples))
+    lines.extend(_position_warnings(config, samples))
+    lines.extend(_split_warnings(config.output.split))
+    splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
+    for name in [name for name, own in splits.items() if not own]:
+        lines.append(
+            f"split {name} is empty: no sample, with all that it leads to by images and videos or "
+            f"its group, drew its share of {config.output.split[name]:.1%}; set another "
+            "output.split_seed, a larger share in output.split, or source.fields.group, which "
+            "counts instead of images and videos"
+        )
+    if packs is not None and len(splits) > 1 and config.names_groups:
+        first, *others = splits
+        in_first = _packed(packs, splits[first], total)
+        for name in others:
+            shared = _shared(samples, _packed(packs, splits[name], total), in_first)
+            if any(count for count, _ in shared):
+                media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
+                lines.append(
+                    f"split {name}: {media} images and videos and {same} samples stand in split "
+                    f"{first}, too; without source.fields.group they are on one side"
+                )
+    return lines
+
+
+def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
+    """Warn of sources that hold samples of an earlier one: copies are trained on twice."""
+    if len(names) == 1:
+        return
+    hashes, owners = samples.array("sample_hash"), samples.array("source_id")
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
+    first_of = order[np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))]
+    pairs = np.stack([owners[first_of], owners[order]])
+    different, counts = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1, return_counts=True)
+    for (one, other), count in zip(different.T.tolist(), counts.tolist(), strict=True):
+        yield (
+            f"source {names[other]}: {count:,} of {np.count_nonzero(owners == other):,} samples "
+            f"stand in source {names[one]}, too"
+        )
+
+
+def _position_warnings(config: PackingConfig, samples: Index) -> Iterator[str]:
+    """Warn of packs longer than the checkpoint's positions, which restart with each sample."""
+    limit, seq_length = most_positions(config.model.processor), config.pack.seq_length
+    if limit is not None and seq_length > limit:
+        longer = np.count_nonzero(samples.array("num_tokens") > limit)
+        yield (
+            f"pack.seq_length {seq_length:,} > max_position_embeddings {limit:,} of "
+            f"{config.model.processor}; {longer:,} of {samples.info.num_samples:,} samples are "
+            "longer than that (positions restart with each sample)"
+        )
+
+
+def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
+    """Warn of shares that are probably a mistake: training reads train."""
+    name, share = max(split.items(), key=lambda item: item[1])
+    train = split.get("train", 0)
+    if share > train and len(split) > 1:
+        yield (
+            f"output.split gives {name} {share:.1%} of the samples and train {train:.1%}; training "
+            "reads train"
+        )
+
+
+def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
+    """(num_samples,) the samples of the index in some packs."""
+    flags = np.zeros(num_samples, bool)
+    start, stop = packs.pack_offsets[own.start], packs.pack_offsets[own.stop]
+    flags[packs.sample_ids[start:stop]] = True
+    return flags
+
+
+def _shared(samples: Index, own: Flags, others: Flags) -> list[tuple[int, int]]:
+    """Count the different media, and samples, of some samples that stand in the others, and all of
+    them: of media, then of samples. Only those of the first samples are held."""
+    counts = []
+    for column in ("media_hash", "sample_hash"):
+        hashes = functools.partial(hashes_of, samples, column)
+        held = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes(own)]))
+        counts.append((count_held(held, hashes(others)), len(held)))
+    return counts
+
+
+def count_held(held: Hashes, parts: Iterable[Hashes]) -> int:
+    """Return how many of some different, sorted hashes are in the parts."""
+    found = np.zeros(len(held), bool)
+    for part in parts:
+        found |= np.isin(held, part)
+    return int(np.count_nonzero(found))
+
+
+def hashes_of(samples: Index, column: str, chosen: Flags) -> Iterator[Hashes]:
+    """A column of hashes of some samples, or of their media, part by part."""
+    first = 0
+    for part in samples.parts(column):
+        own = part[column].filter(pa.array(chosen[first : first + len(part)]))
+        first += len(part)
+        yield (pc.list_flatten(own) if column == "media_hash" else own).to_numpy()

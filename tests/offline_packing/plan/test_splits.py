@@ -22,9 +22,8 @@ from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
-from offline_packing.verify.render import render_result
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import _check_apart, verify
+from offline_packing.verify.verify import _check_apart, render_result, verify
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, plan_summary
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of
