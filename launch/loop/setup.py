@@ -110,7 +110,7 @@ def build_trainer(
     model = build_run_model(config, data, task_encoder, device)
     is_sharded = isinstance(model, FSDPModule)
 
-    def even(batches: EnergonMicroBatches | None) -> Any:
+    def even(batches: LoaderBatches | None) -> Any:
         """Micro batches with which no rank waits for another in a sharded model."""
         if batches is None or not is_sharded:
             return batches
