@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from offline_packing.planner.windows import WindowOptions, WindowPlanner
     from offline_packing.upkeep.pack import Packed, pack
 
-# Arrow's own allocator keeps what was freed: as much again as a compressed page of 300 MiB takes.
-# It reads this when pyarrow is first imported.
+# Arrow's own allocator keeps freed memory: for a compressed page of 300 MiB, another 300 MiB. It
+# reads this when pyarrow is first imported.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 __all__ = [

@@ -31,11 +31,11 @@ class ConfigError(StageError):
 
 
 class MismatchError(StageError):
-    """Settings differ from those that something was made with; the text has a line for each."""
+    """Settings differ from those of an existing artifact; the text has a line for each."""
 
 
 class DamagedError(StageError):
-    """One of an output's own files is not what was written."""
+    """One of an output's own files is not as it was written."""
 
 
 class DiskFullError(StageError):
@@ -43,8 +43,8 @@ class DiskFullError(StageError):
 
 
 class ShareDoneError(StageError):
-    """One of several ranks has done its share of a stage, and others have not: run the stage again
-    when these are done."""
+    """This rank has done its share of a stage, but others have not: run the stage again when they
+    are done."""
 
 
 def as_sample_error(error: Exception) -> SampleError:

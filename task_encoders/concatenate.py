@@ -106,8 +106,8 @@ def concatenate(
 def place_samples(
     lengths: Sequence[int], pad_to_length: int | None
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Where the samples of a row begin, and the last one ends, (P + 1,); and the row's length.
-    Raises ValueError: no samples, or a row longer than `pad_to_length`."""
+    """Boundaries of the samples of a row, (P + 1,), and the row's length. Raises ValueError: no
+    samples, or a row longer than `pad_to_length`."""
     if not lengths:
         raise ValueError("a row needs at least one sample")
     starts = np.cumsum([0, *lengths])
@@ -131,7 +131,7 @@ def _texts(
     *,
     running: bool,
 ) -> dict[str, Any]:
-    """Tokens, weights, positions and padding; `starts`: each segment's, then the last one's end."""
+    """Tokens, weights, positions and padding; `starts`: boundaries of the segments."""
     used = int(starts[-1])
     tokens = np.full(total, pad_token_id, dtype=np.int64)
     loss_weights = np.zeros(total, dtype=np.float32)

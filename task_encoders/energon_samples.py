@@ -245,12 +245,12 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
 def empty_batch(
     position_rows: int, num_tokens: int = 1, keys: Sequence[str] = (), dropped: Sequence[str] = ()
 ) -> PackedBatch:
-    """A row of padding, without a sample: for a rank that has none when others have.
+    """A row of padding without a sample, for a rank that has none at a step where others do.
 
     Args:
         position_rows: R, see PackedBatch.
         num_tokens: S.
-        keys: of packs of which nothing can be used; `dropped` says why.
+        keys: of packs that hold no usable sample; `dropped` says why.
     """
     no_grid = torch.empty(0, 3, dtype=torch.int32)
     return PackedBatch(

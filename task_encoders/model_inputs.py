@@ -149,8 +149,8 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         input_ids, labels (1, S), position_ids (4, 1, S), or (1, S) for families whose positions
         count tokens, use_cache, flash attention's cu_seq_lens_q/k (P + 1,) and max_length_q/k, and
         with images what the family's `image_layout` makes of them; likewise for videos. Labels are
-        shifted inside the model, whose loss takes no weights: where `loss_mask` holds others than 0
-        and 1, they are left out, and the loss is to be computed from the logits.
+        shifted inside the model, whose loss takes no weights: where `loss_mask` holds values other
+        than 0 and 1, labels are left out: compute the loss from the logits.
     """
     batch = normalise_pixels(batch)
     weights = batch.loss_mask
@@ -251,7 +251,7 @@ def _whole(patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _frame_sequences(videos: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A sequence for each frame, of which each video has t."""
+    """One sequence per frame; each video has t frames."""
     steps = grids[:, 0]
     values, places = _in_sequences(videos, grids.repeat_interleave(steps, 0))
     return {

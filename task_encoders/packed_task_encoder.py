@@ -59,13 +59,13 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     """Restores packs, tokenizes each sub-sample as it was measured, and concatenates them.
 
     Args:
-        seq_length: capacity of a pack in tokens. Sub-samples of a pack written by others that go
-            over it are dropped from its end, and counted.
-        model: as when the packs were measured; the folder's manifest.json says what that was.
+        seq_length: capacity of a pack in tokens. If a pack written by others is longer, sub-samples
+        at its end are dropped, and counted.
+        model: the model the packs were measured with, as manifest.json says.
         options: instead of `model`, its fields by name: family, processor ("builtin", a checkpoint
             folder or a hub name), min_pixels, max_pixels, …
         pad_multiple: pad every sub-sample to a multiple (see `required_pad_multiple`).
-        fits_padded: packs are known to fit `seq_length` so, whatever they were planned with.
+        fits_padded: padded packs are known to fit `seq_length`, whatever they were planned with.
         pad_to_seq_length: pad every pack to `seq_length`, for kernels compiled per shape.
         cross_sample_attention: let a pack's samples attend to each other.
         pixel_transport: "uint8" sends pixels as bytes, an eighth of what their values take;
@@ -128,7 +128,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         Raises:
             FatalSampleError: the environment contradicts the sample, lengths differ from those
                 measured, or the output was written again; such a run must stop.
-            SampleError, PackFormatError: nothing of it can be used.
+            SampleError, PackFormatError: no sub-sample can be used.
         """
         return self.encode_row(sample, self.sub_samples(sample))
 

@@ -1,4 +1,4 @@
-"""Settings of packs from the environment and a folder's manifest, checked before the first is read.
+"""Settings of packs from the environment and a folder's manifest, checked before a pack is read.
 
     OFFLINE_PACKED_DATA=1   the dataset holds packs
     OFFLINE_PACKING_VQA=1   ... of VQA samples
@@ -116,7 +116,7 @@ class PackingSettings:
 def check_manifest(
     folder: Any, *, model: Mapping[str, Any], seq_length: int, pad_multiple: int
 ) -> None:
-    """Compare the settings that a packed folder was made with to those that will read it.
+    """Compare the settings that a packed folder was made with to the reader's.
 
     Folders without a manifest.json, written by others, have nothing to compare.
 

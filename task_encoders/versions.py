@@ -21,8 +21,8 @@ class UnsupportedVersionError(ImportError):
 
 @functools.cache
 def require_supported(*packages: str) -> None:
-    """Refuse packages of SUPPORTED that are installed in another version. Call it before their own
-    modules are imported: what those lack would be a traceback.
+    """Refuse packages of SUPPORTED that are installed in another version. Call it before importing
+    their modules, where a missing name would be a traceback.
 
     One that is absent, or on PYTHONPATH without metadata, is left to its import.
 

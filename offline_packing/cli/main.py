@@ -81,7 +81,7 @@ def _raise_later(dropped: "UnraisableHookArgs") -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. `arguments`: those of the command line if None."""
+    """Entry point. `arguments`: None for the command line's."""
     try:
         with signals_raise():
             _run(sys.argv[1:] if arguments is None else arguments)

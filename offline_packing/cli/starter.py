@@ -52,7 +52,7 @@ def _model_lines(model: ModelOptions) -> str:
 
 
 def render_examples(found: Recognised) -> str:
-    """Render what was recognised, and some records as they would be packed."""
+    """Render the recognised format, and some records as they would be packed."""
     options = found.options
     lines = [f"{options['path']} is read with format {options['format']}, task {options['task']}"]
     if found.others:

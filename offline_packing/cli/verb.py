@@ -1,7 +1,7 @@
 """A verb of the command: its name, help and options, whether it locks the output, and whether
 ranks may share it. `offline-packing NAME CONFIG.yaml [key.sub=value ...]` calls it.
 
-What a run needs is imported when one begins: help needs none of it, and is asked for often.
+Imports of a run happen when it begins: help is asked for often, and needs none of them.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class SplitTurnsConfig(Section):
 
 
 class PackConfig(PlanOptions, Section):
-    """Options of packing: those of a plan, and those that the configuration adds."""
+    """Options of packing: options of a plan, and further ones of the configuration."""
 
     #: what happens to a sample with more tokens than seq_length; split_turns also heeds budgets
     on_overlong: Literal["set_aside", "error", "split_turns"] = "set_aside"

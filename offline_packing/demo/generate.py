@@ -247,7 +247,7 @@ def _draw_rows(rows: list[list[str]], width: int) -> Image.Image:
 
 
 #: `seed`, `num_samples`, `version`; `images`: relative path -> `size` (width, height) upright in
-#: pixels, `orientation` (1: no EXIF tag), `mode`, and what was drawn, as in `Picture.drawn`;
+#: pixels, `orientation` (1: no EXIF tag), `mode`, and its content, as in `Picture.drawn`;
 #: `set_aside`: "folder/key" of each sample that is bad on purpose -> the reason it must get.
 Truth = dict[str, Any]
 
@@ -353,8 +353,8 @@ def _encode(picture: Picture, name: str, images: dict[str, Any]) -> bytes:
 
 
 def _make_sample(folder: str, seed: int, index: int, fault: str | None) -> Sample:
-    """Sample `index` of a folder, which depends on nothing else. `fault` is the reason for which it
-    is to be set aside; it matters here only if it decides what is drawn or said."""
+    """Sample `index` of a folder, which depends on nothing else. `fault` is the reason it must be
+    set aside for; here it matters only if it changes the picture or the text."""
     copy = index % _COPIES_EVERY if folder == "vqa" else 0
     copy = copy if copy < _NUM_COPIES else 0
     rng = Random(f"{seed}/{folder}/{index - copy}")
@@ -397,7 +397,7 @@ def _make_sample(folder: str, seed: int, index: int, fault: str | None) -> Sampl
 
 
 def _question(rng: Random, say: Language, picture: Picture, copy: int, fault: str | None) -> Turn:
-    """One question; copies of a sample ask another one each."""
+    """One question; each copy of a sample asks another question."""
     question, answer = rng.sample(picture.questions, _NUM_COPIES)[copy]
     if fault == "overlong" or (copy == 0 and rng.random() < 0.3):
         return picture.request, _description(picture, say, _text_budget(rng, [picture], fault))
@@ -460,12 +460,12 @@ def _text_budget(rng: Random, pictures: Sequence[Picture], fault: str | None) ->
 
 
 def _log_uniform(rng: Random, low: float, high: float) -> int:
-    """Draw log-uniformly: as many from 10 to 100 as from 100 to 1000."""
+    """Draw log-uniformly: 10 to 100 is as likely as 100 to 1000."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def _description(picture: Picture, say: Language, budget: int) -> str:
-    """The first detail and as many more as fit, four to a paragraph."""
+    """The first detail and all others that fit, four to a paragraph."""
     used = itertools.accumulate(map(estimate_num_tokens, picture.details[1:]))
     kept = picture.details[: 1 + sum(tokens <= budget for tokens in used)]
     paragraphs = (kept[i : i + 4] for i in range(0, len(kept), 4))
@@ -473,5 +473,5 @@ def _description(picture: Picture, say: Language, budget: int) -> str:
 
 
 def estimate_num_tokens(text: str) -> int:
-    """About as many tokens as a Qwen tokenizer makes of a text, without loading one."""
+    """Estimate a text's number of Qwen tokens without loading a tokenizer."""
     return len(_TOKEN_LIKE.findall(text))

@@ -131,8 +131,8 @@ def _run_task(
 
 
 class _Progress:
-    """Progress of the tasks at work, as the counter knows it, and of those that ended, which is
-    exact: whatever becomes of the counter or of a task's first worker, each task counts once."""
+    """Progress of running tasks, as the counter knows it, and of finished tasks. The latter is
+    exact: each counts once, even if the counter or a task's first worker was lost."""
 
     def __init__(self, ray: Any, listener: Advance | None) -> None:
         self._ray, self._listener = ray, listener
@@ -234,7 +234,7 @@ class RayEngine(Engine):
             raise ConfigError(f"engine.ray_remote_args={self._given}: {text}") from error
 
     def _result(self, reference: Any) -> Any:
-        """Return what a task returned, or raise what it raised, as on local processes."""
+        """Return a task's result, or raise its error, as on local processes."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)

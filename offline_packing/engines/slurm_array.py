@@ -1,9 +1,8 @@
 """One rank of a slurm array, or of any launcher that numbers its processes.
 
 Rank r of n has the tasks whose number is r modulo n, on the processes of its own machine. Ranks
-neither wait for nor talk to each other: each leaves the markers of its finished tasks in the output
-folder, and the stage is completed by running it once more when all are done; see
-launch/pack_slurm.sh.
+neither wait for nor talk to each other. Each leaves markers of its finished tasks in the output
+folder; when all ranks are done, running the stage once more completes it (launch/pack_slurm.sh).
 """
 
 import logging
@@ -60,7 +59,7 @@ def find_rank(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _array_rank(environment: Mapping[str, str]) -> tuple[int, int]:
-    """The place of an array task among those that were submitted with it."""
+    """The place of an array task among the tasks that were submitted with it."""
     first, step = (
         environment.get(f"SLURM_ARRAY_TASK_{name}", default)
         for name, default in (("MIN", "0"), ("STEP", "1"))

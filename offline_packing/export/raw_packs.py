@@ -60,7 +60,7 @@ def export(output: Path, folder: Path, *, progress: bool = True) -> Exported:
 
     Raises:
         StageError: the output is not complete, damaged or without media in its packs; the folder
-            holds something else, or its files are not what was exported.
+            holds something else, or its files have changed since the export.
     """
     manifest, folder = _open(output, folder)
     num_packs = sum(manifest.counts.packs.values())
@@ -168,7 +168,7 @@ def _finish(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def _check_shard(folder: Path, line: ShardLine) -> None:
-    """Raise DamagedError if a file is missing, or is not what was written."""
+    """Raise DamagedError if a file is missing, or not as it was written."""
     again = "remove the folder and export again"
     expected = (read_json(folder / _MANIFEST, again) or {}).get("shards", {}).get(line.name)
     hashes_file = _hashes_file(folder, line)

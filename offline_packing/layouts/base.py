@@ -46,7 +46,7 @@ encoder_of = lru_cache(maxsize=4)(build_sample_encoder)
 
 
 class Admission(NamedTuple):
-    """Which samples of an index a layout can hold, and how long they become in it."""
+    """The samples of an index that a layout can hold, and their lengths in it."""
 
     #: reasons why samples do not fit, and their ids, ascending: planning sets these aside
     unfit: Sequence[tuple[str, SampleIds]] = ()
@@ -69,13 +69,13 @@ class Layout(ABC):
     HOLDS_UNTRAINED: ClassVar[bool] = True
     #: whether `admit` asks for the traits of every sample
     NEEDS_TRAITS: ClassVar[bool] = False
-    #: ending of a shard's own file, until those of a split are joined; None: shards stay files
+    #: ending of a shard's own file, until the files of a split are joined; None: shards stay files
     PIECE: ClassVar[str | None] = None
     #: whether packs of another epoch are another copy of the data
     COPIES_MEDIA: ClassVar[bool] = True
-    #: the file, relative to the output, that says where the media lie which packs refer to
+    #: the file, relative to the output, with the folders of media that packs refer to
     MEDIA_ROOTS: ClassVar[str | None] = None
-    #: what `finish` writes, relative to the output
+    #: files that `finish` writes, relative to the output
     METADATA: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Layout(ABC):
         """A shard's name in the manifest, relative to the output: 'train-000000.tar'."""
 
     def pack_bytes(self, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
-        """(num_packs,) what each pack of a plan takes on disk, or more."""
+        """(num_packs,) bytes of each pack of a plan on disk, at least."""
         return estimate_pack_bytes(samples, plan)
 
     def metadata(self, splits: Iterable[str]) -> Sequence[str]:
@@ -91,8 +91,8 @@ class Layout(ABC):
         return self.METADATA
 
     def admit(self, samples: Index) -> Admission:
-        """Which samples it can hold, asked before planning. Raises StageError if it can hold none
-        of such a source."""
+        """Return the samples it can hold, before planning. Raises StageError if it can hold none of
+        such a source."""
         return Admission()
 
     def added_tokens(
@@ -114,12 +114,12 @@ class Layout(ABC):
     def finish(  # noqa: B027 - where each pack says everything, nothing is needed
         self, folder: Path, manifest: Manifest, fragments: Sequence[Path]
     ) -> None:
-        """Write METADATA, which describes all shards of the output `folder`. The manifest has all
-        but the hashes of these files; the fragments are those of all shards, in order."""
+        """Write METADATA, which describes all shards of the output `folder`. The manifest lacks
+        only the hashes of these files; `fragments` are of all shards, in order."""
 
     def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         """Content of MEDIA_ROOTS. When a source moves, it changes and the packs do not. Raises
-        StageError if one is not there."""
+        StageError if a source is missing."""
         raise NotImplementedError
 
     @abstractmethod
@@ -128,8 +128,8 @@ class Layout(ABC):
 
     @abstractmethod
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
-        """Damage to a shard as a whole: files, relative to the output, and what is wrong: it is
-        missing, or is not what was written."""
+        """Damage to a shard as a whole: files, relative to the output, each with its fault:
+        missing, or not as it was written."""
 
     @abstractmethod
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
@@ -173,7 +173,7 @@ class Layout(ABC):
     def record(
         self, task: ShardTask, samples: Sequence[PlannedSample], media: Sequence[bytes] = ()
     ) -> bytes:
-        """A pack's JSON. `media`: those that lie beside it."""
+        """A pack's JSON. `media`: the media that lie beside it."""
         read = [task.read_sample(sample) for sample in samples]
         subs = [
             PackedSubSample(content, sample.extensions, sample.num_tokens)

@@ -169,8 +169,8 @@ def yaml_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def hash_metadata(path: Path) -> str:
-    """xxh3_128 of a file; of a database, of its tables and rows: SQLite decides their bytes. Raises
-    StageError if the database is damaged."""
+    """xxh3_128 of a file; for a database, of its tables and rows, since SQLite decides the bytes.
+    Raises StageError if the database is damaged."""
     if path.suffix != ".sqlite":
         return hash_file(path)
     if not path.is_file():

@@ -5,9 +5,9 @@
     .nv-meta/.info.yaml  their Energon (5.0) does not read the .json
 
 One image and one turn per sub-sample, `.jpg` whatever the image's format, and no system message.
-Their loader drops the whole pack for one sub-sample that it cannot use, and trains some others
-differently; `admit` finds both. It does not turn images upright by their EXIF
-orientation; the number of tokens is the same.
+Their loader drops a whole pack for one unusable sub-sample, and trains some sub-samples
+differently; `admit` finds both. It does not turn images upright by their EXIF orientation; the
+number of tokens is the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
 
 
 class LlavaOneVisionLayout(EnergonLayout):
-    """Tar shards with the member names and metadata that those trainers expect."""
+    """Tar shards with the member names and metadata that LLaVA-OneVision-1.5's trainers expect."""
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
     TOKEN_IDS = "never"

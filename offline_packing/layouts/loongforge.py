@@ -6,10 +6,10 @@
     .nv-meta/.info.yaml  its Energon does not read the .json
 
 It reads them as `packed_chat_mix`, in its phase sft. Packs have media of one type in all their
-samples, or none: a sample without an image among others loses it the pack, as does a pack that
-it makes longer than its `--seq-length`. `admit` leaves room for what it adds.
+samples, or none: it drops a pack where one sample has no image, and one that becomes longer than
+its `--seq-length`. `admit` leaves room for the tokens it adds.
 
-Captions are `packed_captioning`, in its phase pretrain: the members of the llava_onevision layout.
+Captions are `packed_captioning`, in its phase pretrain: the llava_onevision layout's members.
 """
 
 import json
@@ -39,12 +39,12 @@ from task_encoders.text.pieces import to_messages
 
 _CAPTIONS: Final = LlavaOneVisionLayout()
 _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
-    # It renders the template to one string and tokenizes that.
+    # LoongForge renders the template to one string and tokenizes that.
     Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
     Trait.CONTROL_ELSEWHERE: "such text elsewhere, nor <video> without a video",
     # It trains every answer, and knows a first system message, users, assistants and tools.
     Trait.UNTRAINED_OR_ROLES: "answer untrained or cut, nor system or developer message further on",
-    # It takes it for none.
+    # It takes an empty one for none.
     Trait.EMPTY_SYSTEM: "empty system message",
     # It refuses a token that is half the header's.
     Trait.BREAK_FIRST: "answer that begins with a line break",
@@ -134,8 +134,8 @@ def _growth_of_images(family: object, min_pixels: Any) -> Growth | None:
 
 
 def _room_of_images(grids: npt.NDArray[np.integer], smallest: float) -> npt.NDArray[np.integer]:
-    """(num_images,) tokens that images may gain where they are resized to multiples of 28 pixels
-    before those of 32: one row and column; half where they have to grow to the `smallest` number of
+    """(num_images,) tokens that images may gain if they are resized to multiples of 28 pixels
+    before multiples of 32: one row and column; half if they must grow to the `smallest` number of
     tokens. `grids` (num_images, 3) are in patches, two by two a token."""
     sides = grids[:, 1:].astype(np.int64) // 2
     tokens = sides.prod(1)

@@ -39,7 +39,7 @@ def render_report(document: dict[str, Any], verdict: str) -> bytes:
 
 
 def render_packs(packs: Sequence[PackPreview], task: str) -> bytes:
-    """Packs as one page: thumbnails, and their text with what is trained."""
+    """Packs as one page: thumbnails, and their text with the trained parts marked."""
     title = f"Preview of {len(packs)} pack{'s' * (len(packs) != 1)} ({task})"
     return _render("preview.html", title=title, packs=packs, segments=_segments)
 
@@ -101,8 +101,8 @@ def _used_bands(bands: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def _drawn(document: dict[str, Any]) -> dict[str, Any]:
-    """Rows of packs and of padded batches, and the colours of what is in the packs: its source, or
-    where there is one, or too many to tell apart, its kind."""
+    """Rows of packs and of padded batches, and colours of the samples in them: by source, or by
+    kind if there is one source or too many to tell apart."""
     names = [source["name"] for source in document["sources"]]
     by_source = 1 < len(names) <= _NUM_COLOURS
     kinds = names if by_source else ["one image", "text only", "several images"]

@@ -1,5 +1,5 @@
-"""preview: packs as training sees them: read from the shards, restored and encoded by the task
-encoder, and their tokens spelled out with what is trained and what is not."""
+"""preview: packs as training sees them, read from the shards, restored and encoded by the task
+encoder, and spelled out token by token with the trained parts marked."""
 
 import io
 import itertools
@@ -69,9 +69,9 @@ class PackPreview:
 def preview(
     run: Run, *, num_packs: int = 3, packs: Sequence[str] = (), seed: int = 0
 ) -> Iterator[PackPreview]:
-    """Packs of a complete output: those with these keys or numbers, or `num_packs` that are drawn.
-    Raises StageError if the packs are not written, there is no such pack, or the configuration's
-    model is not the one that they were measured with."""
+    """Packs of a complete output with these keys or numbers, or `num_packs` drawn packs. Raises
+    StageError if packs are not written or not found, or were measured with another model than the
+    configuration's."""
     check_energon()
     manifest = require_manifest(run.workspace.root)
     numbers = choose(manifest, num_packs, packs, seed)
@@ -80,8 +80,8 @@ def preview(
 
 
 def choose(manifest: Manifest, num_packs: int, packs: Sequence[str], seed: int) -> list[int]:
-    """Numbers of the named packs, or of some drawn ones, ascending. Raises StageError where there
-    is no such pack."""
+    """Numbers of the named packs, or of some drawn ones, ascending. Raises StageError if a pack is
+    not found."""
     total = sum(shard.packs for shard in manifest.shards)
     if not packs:
         drawn = np.random.default_rng(seed).choice(total, min(num_packs, total), replace=False)

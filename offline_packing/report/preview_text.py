@@ -1,4 +1,4 @@
-"""A pack for the terminal: a table of its sub-samples, and their text with what is trained."""
+"""A pack for the terminal: a table of its sub-samples, and their text with trained parts marked."""
 
 import re
 import unicodedata

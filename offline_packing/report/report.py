@@ -204,8 +204,8 @@ def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -
 
 
 def _padded_rows(lengths: npt.NDArray[np.integer], batch_size: int, seed: int) -> list[list[int]]:
-    """[tokens, padded to] of samples in random batches: whole batches, about as many rows as packs
-    are drawn. `lengths` (num_packed,) has one sample at least."""
+    """[tokens, padded to] of about `_NUM_DRAWN` samples in random whole batches. `lengths`
+    (num_packed,) has at least one sample."""
     wanted = min(len(lengths), -(-_NUM_DRAWN // batch_size) * batch_size)
     chosen = np.random.default_rng(seed).choice(len(lengths), wanted, replace=False)
     batches = (lengths[chosen[i : i + batch_size]].tolist() for i in range(0, wanted, batch_size))

@@ -1,4 +1,4 @@
-"""The tokens of a segment spelled out, with what is trained and what is not, and its media."""
+"""The tokens of a segment spelled out, with the trained parts marked, and its media."""
 
 import itertools
 import math
@@ -83,7 +83,7 @@ def spell_segment(
     literal = control_pattern(tokenizer)
     spelled = tokenizer.spell(tokens.tolist())
     counts = Counter(token for token, is_control in spelled if is_control)
-    # token -> the medium that each of these tokens is part of; videos may have those of images
+    # token -> the medium of each occurrence in turn; videos may use the tokens of images
     own: dict[str, list[MediumPreview]] = {}
     for medium in media_in_order:
         kinds = ("video", "image") if medium.num_frames else ("image",)
@@ -117,8 +117,8 @@ def _pieces(
     media: Mapping[str, Iterator[str]],
     literal: re.Pattern[str],
 ) -> Iterator[Piece]:
-    """Text and control tokens, with those for pixels merged into one per image, or per run of a
-    video's (Qwen3-VL writes a time before each step's)."""
+    """Text and control tokens. Tokens of pixels are merged into one per image, or per run of a
+    video's (Qwen3-VL writes a time before each step)."""
     for (text, is_control), some in itertools.groupby(spelled):
         count = len(list(some))
         if is_control and text in media:

@@ -1,4 +1,4 @@
-"""One run over one output: where its artifacts are, what they were made from, who works on it.
+"""One run over one output: the places of its artifacts, their fingerprints, and its lock.
 
 Takes a configuration, gives a run and the artifacts that are complete. May import the folders
 before it: storage, engines, sources, planner, index, layouts and config.

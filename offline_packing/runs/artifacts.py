@@ -37,7 +37,7 @@ _PLAN_FILES: Final = (
     "set_aside.parquet",
     "summary.txt",
 )
-#: One more, if packs go over 1, 2, 4 … ranks.
+#: One more file, if packs go over 1, 2, 4 … ranks.
 CP_SIZES: Final = "cp_sizes.npy"
 #: Files that say which samples form which pack.
 _PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
@@ -244,7 +244,7 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
 
 
 def changed_fields(found: Fingerprint, wanted: Fingerprint) -> list[str]:
-    """Names of the fields that differ, those present on one side only included."""
+    """Names of the fields that differ or exist on one side only."""
     return sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
 
 
@@ -257,9 +257,9 @@ def check_fingerprint(
     accept: Collection[str] = (),
     explain: Callable[[str], str | None] = lambda name: None,
 ) -> None:
-    """Raise StageError if any field but the accepted ones differs between what the artifact was
-    made with and what the configuration says now. `explain` says what changed, of a field whose
-    values say nothing to people; None of others."""
+    """Raise StageError if any field but the accepted ones differs between the artifact and the
+    configuration. `explain(name)` describes a change in words, or returns None to show the two
+    values."""
     unknown = set(accept) - {*found, *wanted}
     if unknown:
         raise ConfigError(
@@ -275,7 +275,7 @@ def check_fingerprint(
 
 
 def _shown(name: str, fingerprint: Fingerprint) -> str:
-    """A value on one line; what is neither text nor an integer stands in a fingerprint as JSON."""
+    """A value on one line; a fingerprint holds values other than text and integers as JSON."""
     if name not in fingerprint:
         return "not set"
     value = fingerprint[name]

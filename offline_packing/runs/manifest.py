@@ -113,7 +113,7 @@ def write_manifest(
 
 
 def with_columns(manifest: Manifest, table: PackColumns) -> Manifest:
-    """The manifest with media and operations of its packs, which are those of a plan."""
+    """The manifest with the media and operations of a plan's packs."""
     flops = np.stack([table.tower, table.language], axis=1).astype("<f4")
     shards, first = [], 0
     for shard in manifest.shards:
@@ -149,8 +149,8 @@ def has_pieces(run: Run, manifest: Manifest) -> bool:
 
 
 def restore_metadata(run: Run, manifest: Manifest) -> Manifest:
-    """Write the layout's files that are lost again; with pieces of shards, those that join them.
-    Raises StageError where they come out differently; where media lie now is recorded."""
+    """Write lost files of the layout again; with pieces of shards, also the files that join them.
+    Raises StageError if they come out differently, but records the present folders of media."""
     workspace, layout = run.workspace, LAYOUTS[manifest.layout]
     lost = [name for name in manifest.metadata if not (workspace.root / name).exists()]
     recorded = {

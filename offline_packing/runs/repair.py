@@ -1,5 +1,5 @@
-"""Repair of an output: `verify --discard` moves damaged files away, and the stages make again what
-is missing. They accept only what has the recorded hash; otherwise the old file comes back.
+"""Repair of an output: `verify --discard` moves damaged files away, and the stages make missing
+files again. A file must get the recorded hash; otherwise the old one comes back.
 
 _packing/damaged/              the damaged files, in the same folders
 _packing/damaged/found.json    what was damaged or lost; while it is there, the stages ask neither
@@ -25,7 +25,7 @@ def is_repairing(workspace: Workspace) -> bool:
 
 
 def start_repair(workspace: Workspace, found: Mapping[str, str]) -> None:
-    """Move damaged files away: their names, relative to the output, and what is wrong."""
+    """Move damaged files away, given by their names, relative to the output, and their faults."""
     workspace.damaged.mkdir(parents=True, exist_ok=True)
     write_atomically(workspace.damaged / _FOUND, to_json(found))
     set_apart(workspace, [workspace.root / name for name in found])
@@ -50,7 +50,7 @@ def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
 
 
 def put_back(workspace: Workspace, paths: Iterable[Path] | None = None) -> None:
-    """Move files back, these or all, where there are no new ones."""
+    """Move files back, these or all, if there are no new ones."""
     if paths is None:
         apart = [path for path in workspace.damaged.rglob("*") if path.is_file()]
         own = (str(path.relative_to(workspace.damaged)) for path in apart)

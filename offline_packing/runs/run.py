@@ -84,7 +84,7 @@ class Workspace:
         self.index_info = self.packing / "index.json"
         #: folder of the keys that source.skip leaves out, while samples are measured
         self.skip = self.packing / "skip"
-        #: folder of damaged files, and of what is made in their place; see runs/repair.py
+        #: folder of damaged files, and of files made in their place; see runs/repair.py
         self.damaged, self.again = self.packing / "damaged", self.scratch / "again"
         self.plan = self.packing / "plan"
         #: present when the plan is complete
@@ -94,7 +94,7 @@ class Workspace:
         #: what the shards depend on beside index and source; there when the first is written
         self.started = self.write / "started.json"
         self.report = self.packing / "report"
-        #: folder of copies of what has no random access: compressed files, and large row groups.
+        #: folder of copies of files without random access: compressed files, and large row groups.
         #: Present while packs are written or compared with their source
         self.unpacked = self.scratch / "unpacked"
 
@@ -104,8 +104,8 @@ class Workspace:
 
     @contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:
-        """Lock this output against other runs; if `shared`, against those that do not share it.
-        Raises StageError if another run holds it, or something in the folder is not ours."""
+        """Lock this output against other runs; if `shared`, only against runs that do not share it.
+        Raises StageError if another run holds it, or the folder holds files that are not ours."""
         if self.root.exists() and not self.packing.exists() and any(self.root.iterdir()):
             raise StageError(
                 f"output.path {str(self.root)!r} is not empty and does not hold an earlier run; "
@@ -150,7 +150,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Run:
-    """One run over one output: the configuration and what belongs to it."""
+    """One run over one output: the configuration with its sources and encoder."""
 
     config: PackingConfig
     engine: Engine

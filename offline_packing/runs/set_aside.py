@@ -86,7 +86,7 @@ def check_set_aside(run: Run) -> None:
 def _refuse_empty_sources(
     config: PackingConfig, samples: Index, lost: Sequence[AsideGroup]
 ) -> None:
-    """Raise StageError for a source of which every sample is set aside."""
+    """Raise StageError if every sample of a source is set aside."""
     counts = np.zeros(len(config.source), np.int64)
     for part in samples.parts("source_id"):
         counts += np.bincount(part["source_id"].to_numpy(), minlength=len(counts))

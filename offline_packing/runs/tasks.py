@@ -1,5 +1,5 @@
-"""The tasks of a stage: which are done, which of the others this process is to run, and those of
-the shards of a plan.
+"""The tasks of a stage: which are done, which of the others this process runs, and the tasks of a
+plan's shards.
 
 A task is done when its marker exists: the file that it writes last. An engine that shares tasks
 with other ranks runs its share of the remaining ones and ends; a run that has the output to itself

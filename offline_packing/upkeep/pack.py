@@ -47,7 +47,7 @@ def pack(
     Args:
         config: a configuration, its content as a dict, or the path of its YAML file.
         overrides: "key.sub=value", for a YAML file.
-        deep: also compare what was written with the source, and encode every sample again.
+        deep: also compare the packs with the source, and encode every sample again.
         progress: show progress bars on stderr.
         accept_mismatch: fields that may differ from those of an earlier, unfinished run.
 

@@ -39,7 +39,7 @@ def status(run: Run) -> str:
 
 
 def _made_otherwise(run: Run) -> Iterator[str]:
-    """Settings that differ from those of a stage's artifacts, so that it would refuse them."""
+    """Settings that differ from a stage's artifacts, so that it would refuse them."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
     planned = info and read_json(workspace.plan_info)

@@ -1,1 +1,1 @@
-"""The stage `verify`: re-reads everything that was written, and says what is wrong with it."""
+"""The stage `verify`: re-reads all written files, and reports their faults."""

@@ -2,8 +2,8 @@
 
     _packing/index.json         hashes of index parts, set-aside parts and tables of files
     _packing/plan/stage.json    hashes of the plan's files, and of index.json
-    manifest.json               hashes of shards, fragments and Energon's metadata; what stage.json
-                                says; its own content
+    manifest.json               hashes of shards, fragments and Energon's metadata; the content of
+    stage.json and its own
 
 A bit that flips in a recorded hash shows as well: a problem names the file and what records it.
 """
@@ -30,7 +30,7 @@ _FOR_PEOPLE: Final = ("set_aside.parquet", "summary.txt")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A file that is missing, or is not what was written."""
+    """A file that is missing, or not as it was written."""
 
     #: relative to the output
     name: str
@@ -107,7 +107,7 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
 
 
 def _started_damage(run: Run, manifest: Manifest | None, plan_hash: str | None) -> str:
-    """What is wrong with write/started.json. Without shards, it may be missing."""
+    """The fault of write/started.json. Without shards, it may be missing."""
     path = run.workspace.started
     try:
         found = read_json(path)
@@ -129,8 +129,7 @@ def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
 
 
 def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, Any] | None, str]:
-    """The plan's stage.json, or what is wrong with it. Where nothing was made from it, it may be
-    missing."""
+    """The plan's stage.json, or its fault. It may be missing if nothing was made from it."""
     path = run.workspace.plan_info
     try:
         info = read_json(path)
@@ -146,7 +145,7 @@ def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, A
 
 
 def _read_index_info(run: Run, plan: Mapping[str, Any] | None) -> tuple[IndexInfo | None, str]:
-    """index.json, or what is wrong with it: by the plan's stage.json, where that is whole."""
+    """index.json, or its fault by the plan's stage.json, if that is whole."""
     path = run.workspace.index_info
     try:
         info = IndexInfo.load(path)

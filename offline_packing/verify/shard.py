@@ -52,16 +52,16 @@ class VerifyResult:
     media_hashes: list[tuple[str, npt.NDArray[np.uint64]]] = field(
         default_factory=list, compare=False
     )
-    #: what was found to stand in one split only
+    #: a line on media or samples that stand in one split only
     apart: str = ""
     #: of all shards: read, packed and set aside, if samples were made of several
     records: tuple[int, ...] = ()
     num_problems: int = 0
-    #: those of damaged files, which can be made again
+    #: problems of damaged files, which can be made again
     num_repairable: int = 0
-    #: those of media that are damaged in the source as well
+    #: problems of media that are damaged in the source as well
     num_in_source: int = 0
-    #: the first of them
+    #: the first problems
     problems: list[str] = field(default_factory=list)
     #: key_hash of every sample found: one array per pack
     key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list, compare=False)
@@ -89,7 +89,7 @@ class VerifyResult:
         self.num_tokens += num_tokens
 
     def add(self, other: "VerifyResult") -> None:
-        """Add what was found elsewhere."""
+        """Add the findings of another check."""
         for name, value in vars(other).items():
             setattr(self, name, operator.iadd(getattr(self, name), value))
         del self.problems[_KEPT:]
@@ -97,8 +97,8 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """One shard: what it should hold, its line in the manifest, and the padding of samples.
-    A deep one also compares it with the source."""
+    """One shard: its expected packs, its line in the manifest, and the padding of samples. A deep
+    one also compares it with the source."""
 
     shard: ShardTask
     expected: ShardLine

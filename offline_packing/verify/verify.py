@@ -1,4 +1,4 @@
-"""verify: re-read what was written and compare it with the plan; `deep`: also with the source.
+"""verify: re-read the output and compare it with the plan; `deep`: also with the source.
 
 files       every artifact there, with the hash it was written with, see damage.py
 shards      the same; .tar.idx
@@ -81,8 +81,8 @@ def verify(
     run: Run, *, deep: bool = False, hash_only: bool = False, drawn: Drawn | None = None
 ) -> VerifyResult:
     """Check the packed dataset; `deep`: also compare it with the source, and encode every sample
-    again. `hash_only`: the bytes of all files, not what they say; `drawn`: the files beside the
-    shards, and packs drawn at random. It opens its artifacts itself, since it must not open damaged
+    again. `hash_only`: the bytes of all files, not their content; `drawn`: the files beside the
+    shards, and packs drawn at random. It opens its artifacts itself, so as not to open damaged
     ones. Raises StageError if there is no complete dataset to check, or the source, which only
     `deep` needs, cannot be read.
     """
@@ -159,7 +159,7 @@ def _verify_shards(
 
 
 def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyResult) -> None:
-    """What `pack.order.uniform` promises of each step follows from the manifest alone."""
+    """Check the promise of `pack.order.uniform` for each step, from the manifest alone."""
     if layout is None or not layout.uniform:
         return
     media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
@@ -224,7 +224,7 @@ def _check_records(samples: Index, manifest: Manifest, plan: PackPlan, total: Ve
 
 
 def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> None:
-    """The ranks of packs are those planned, and add up to slots in each split."""
+    """Check that packs have their planned ranks, and that these add up to slots in each split."""
     if manifest.context_parallel is None or plan.cp_sizes is None:
         return
     by_split: dict[str, list[int]] = {}
@@ -262,7 +262,7 @@ def _require_complete(run: Run) -> Manifest:
 def _check_each_once(
     samples: Index, plan: PackPlan, shards: Sequence[PlannedShard], total: VerifyResult
 ) -> None:
-    """Check that the samples found are those of the plan, and that none is found twice."""
+    """Check that the samples of the plan, and no others, are found, each once."""
     first = [plan.pack_offsets[shard.first_pack] for shard in shards]
     last = [plan.pack_offsets[shard.first_pack + shard.num_packs] for shard in shards]
     places = [slice(0, 0), *map(slice, first, last)]

@@ -67,9 +67,9 @@ _MAX_FAILURES: Final = 20
 
 
 def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
-    """Write the packed dataset, or find it complete; returns the manifest. Raises StageError where
-    there are shards of another plan or layout, or some could not be written, perhaps because the
-    disk is full or the source changed; ShareDoneError if only those of other ranks are left."""
+    """Write the packed dataset, or find it complete; returns the manifest. Raises StageError if
+    there are shards of another plan or layout, or a shard could not be written (a full disk, a
+    changed source); ShareDoneError if only shards of other ranks are left."""
     workspace = run.workspace
     manifest = _start(run, plan)
     try:
@@ -170,8 +170,8 @@ def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
 
 
 def _start(run: Run, plan: StoredPlan) -> Manifest | None:
-    """Refuse shards of another plan or layout, or remove them; returns the manifest of those that
-    stay, if they are complete."""
+    """Refuse shards of another plan or layout, or remove them; returns the manifest of the shards
+    that stay, if they are complete."""
     started, manifest = run.workspace.started, read_manifest(run.workspace.root)
     found = read_json(started)
     if found is None and manifest is not None:
@@ -262,9 +262,9 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
 
 
 def _rewrite(task: ShardTask) -> ShardFragment:
-    """Write a shard beside the output, and move those of its files there that are missing or
-    damaged. Its hash, not the times of the source's files, decides whether it is the same: the
-    source may have grown, or moved. Raises ChangedError if it gives other bytes."""
+    """Write a shard beside the output, and move its missing or damaged files into the output. The
+    shard's hash, not the times of source files, decides whether it is the same: the source may have
+    grown, or moved. Raises ChangedError if the bytes differ."""
     folder = task.unpack_folder.with_name("again") / task.shard.name
     remove_folder(folder)  # left by a killed run
     folder.mkdir(parents=True)

@@ -41,8 +41,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
 #: The family of configurations that name none.
 DEFAULT_FAMILY: Final = QWEN2_VL.name
 
-#: What most samples look like: every encoder writes it once, so that a tokenizer that lacks a token
-#: of the template is refused at once, and processes forked from here need not cut the template.
+#: A typical sample. Every encoder writes it once: a tokenizer that lacks a token of the template is
+#: refused at once, and forked processes need not cut the template.
 _QUESTION: Final = SourceSample("question", "vqa", (Turn("<image>\nWhat?", "A cat."),), ("a",))
 
 
@@ -73,9 +73,9 @@ def model_options(**options: Any) -> ModelOptions:
 
 
 def change_options(model: ModelOptions, **changes: Any) -> ModelOptions:
-    """Return the options of a model with some of them changed; None changes nothing.
+    """Return a model's options with some of them changed; None changes nothing.
 
-    Another family may lack options that change no length: those with their default are left out.
+    Options that change no length, and that another family may lack, are left out at their default.
     """
     kept = {
         name: value
@@ -95,8 +95,8 @@ AnyModelOptions = SerializeAsAny[
 
 
 def model_cost(model: ModelOptions) -> ModelCost:
-    """Return the cost of a model's samples: that of the checkpoint in
-    `model.processor`, or of the family's usual one where that holds no config.json of a model."""
+    """Return the cost of a model's samples: of the checkpoint in `model.processor`, or of the
+    family's usual model if that folder holds no config.json of a model."""
     checkpoint = None if model.processor == BUILTIN else cost_of_checkpoint(model.processor)
     return checkpoint or FAMILIES[model.family].cost
 

@@ -74,10 +74,10 @@ def builtin_processor(family: str | None = None, **options: Any) -> Any:
 
     Args:
         family: one with Qwen2-VL's template.
-        options: those of ModelOptions that images depend on.
+        options: the ModelOptions that images depend on.
 
     Raises:
-        ValueError: the family has another template, or none of that name is known.
+        ValueError: the family has another template, or its name is unknown.
     """
     require_supported("transformers")
     from transformers import Qwen2VLProcessor

@@ -62,8 +62,8 @@ class Gemma4Options(ModelOptions):
 
 class Gemma4Encoder(FamilyEncoder):
     """Patches of an image row by row, (p·p·3) with the channels last. Under `resize: torch`,
-    values of frames are within 1e-7 of transformers', which divides theirs by 255 where it
-    multiplies those of images."""
+    values of frames are within 1e-7 of transformers', which divides frames by 255 but multiplies
+    images."""
 
     LENGTHS_OF = "gemma4"
     #: Patches along the side of a token.
@@ -156,8 +156,8 @@ class Gemma4Encoder(FamilyEncoder):
 
 
 def _tokens(height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
-    """Rows and columns of tokens of an image of this size: of its shape, and as many as fit into
-    the budget (transformers' get_aspect_ratio_preserving_size)."""
+    """Rows and columns of tokens of an image of this size: its shape, scaled to the budget
+    (transformers' get_aspect_ratio_preserving_size)."""
     factor = math.sqrt(max_soft_tokens * TOKEN**2 / (height * width))
     rows, columns = (math.floor(factor * side / TOKEN) for side in (height, width))
     if rows == 0:
@@ -263,8 +263,8 @@ class Gemma4UnifiedEncoder(Gemma4Encoder):
 def _text(
     hidden: int, ffn: int, layers: list[str], heads: tuple[int, int, int], widths: tuple[int, int]
 ) -> dict[str, Any]:
-    """`heads`: of queries, of keys, and of keys in full layers; `widths`: of a head in sliding
-    layers and in full ones."""
+    """`heads`: numbers of query heads, key heads, and key heads in full layers; `widths`: of a head
+    in sliding and in full layers."""
     num_heads, kv_heads, global_kv_heads = heads
     head, global_head = widths
     return {

@@ -1,12 +1,12 @@
 """GLM-4.1V and 4.5V (`glm4v`), and GLM-4.6V (`glm46v`), which takes other frames of a video.
 
-The limits of an image's pixels are of two frames, as of a video's of all. A video is a run of
-pictures of two frames each, every one before its time:
+Pixel limits of an image count two frames, those of a video all its frames. A video is a run of
+pictures of two frames each, each followed by its time:
 
     <|begin_of_video|> <|begin_of_image|> … <|end_of_image|> 0 <|begin_of_image|> … <|end_of_video|>
 
-Their tokens are those of images, by which transformers' models take a row's images or its videos,
-never both: here the pictures of videos are encoded as images.
+These pictures have the tokens of images, so transformers' models take a row's images or its videos,
+never both. Here the pictures of videos are encoded as images.
 """
 
 import math
@@ -64,7 +64,7 @@ _TOOL_TEXT: Final = r"""
 _MEDIUM_TEXT: Final = """{%- set name = part.type + '|>' %}
                 {{- '<|begin_of_' + name + '<|' + name + '<|end_of_' + name }}"""
 
-#: All answers begin with thoughts: those before the last question with empty ones.
+#: All answers begin with thoughts, which are empty before the last question.
 GLM_TEMPLATE: Final = (
     WRITE.replace("MEDIUM", _MEDIUM_TEXT)
     + r"""{%- set state = namespace(last=-1) %}
@@ -245,7 +245,7 @@ class Glm4vOptions(GlmOptions):
 
     #: frames taken per second of video
     video_fps: Annotated[Number, Field(gt=0)] = 2.0
-    #: from a longer video as many frames are taken as from one of this many seconds
+    #: seconds; a longer video gives the number of frames of one of this length
     video_max_seconds: Count = 300
 
 

@@ -39,7 +39,7 @@ _MERGE: Final = 2
 #: Before each frame of a video; the others' follow a newline.
 _LABEL: Final = "Frame{}: "
 
-#: Of published checkpoints in transformers' form.
+#: From published checkpoints in transformers' form.
 INTERNVL_TEMPLATE: Final = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -68,7 +68,7 @@ class InternVL3Options(ModelOptions):
     min_tiles: Count = 1
     #: most tiles of an image, beside the thumbnail of one that has several
     max_tiles: Count = 12
-    #: frames taken from a video, from the middle of as many equal parts
+    #: frames taken from a video: the middle one of each of this number of equal parts
     video_num_frames: Count = 8
     #: how images and frames are resized, as in the other families
     resize: Literal["pil", "torch"] = beside_lengths("torch")
@@ -120,8 +120,8 @@ class InternVL3Encoder(FamilyEncoder):
         self._before, self._after = (Span([token_id(name)], 1) for name in ("<img>", "</img>"))
 
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles: those with the aspect ratio closest to the image's. Of several
-        alike, more tiles, until their area is more than twice the image's."""
+        """Rows and columns of tiles with the aspect ratio closest to the image's. Among equals the
+        most tiles win, until their area is more than twice the image's."""
         found, least = (1, 1), math.inf
         for columns, rows in _arrangements(self.options.min_tiles, self.options.max_tiles):
             difference = abs(width / height - columns / rows)
@@ -144,8 +144,8 @@ class InternVL3Encoder(FamilyEncoder):
         return np.concatenate(cut), self.image_medium(image.height, image.width)
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        # In integers, see media.video.sampled_frames: in transformers' float32 some frames of very
-        # long videos are neighbours of these.
+        # In integers, see media.video.sampled_frames: transformers' float32 gives neighbours of
+        # some frames in very long videos.
         total, wanted = header.num_frames, self.options.video_num_frames
         if total < wanted:
             raise SampleError("bad_video", f"{total} frames < video_num_frames {wanted}")
@@ -175,8 +175,8 @@ class InternVL3Encoder(FamilyEncoder):
 
 
 def _with_first_labels(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces, with the label of its first frame before each video: one text with the text that
-    ends there, since their tokens are not those of the two apart."""
+    """The pieces, with the label of its first frame before each video. The label is joined to the
+    text before it, since they are tokenized together."""
     labelled: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, Fixed):
@@ -194,7 +194,7 @@ def _with_first_labels(pieces: Iterable[Piece]) -> list[Piece]:
 
 @cache
 def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows of so many tiles, the fewest first."""
+    """Columns and rows of grids with these numbers of tiles, the fewest tiles first."""
     sides = range(1, most + 1)
     found = [(columns, rows) for columns in sides for rows in sides]
     found = [one for one in found if least <= one[0] * one[1] <= most]

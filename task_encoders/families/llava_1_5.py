@@ -37,7 +37,7 @@ _START, _END = Control("<s>"), Control("</s>", 1.0)
 
 
 class Llava15Options(ModelOptions):
-    """Square images of one size: by default those of CLIP ViT-L/14 at 336 pixels."""
+    """Square images of one size: by default CLIP ViT-L/14's 336 pixels."""
 
     #: side of an image in pixels
     image_size: Count = 336
@@ -54,7 +54,7 @@ class Llava15Options(ModelOptions):
 
 
 class Llava15Encoder(FamilyEncoder):
-    """One row of pixel_values per image, which is the whole of it: (3, image_size, image_size)."""
+    """One row of pixel_values per image, the whole image: (3, image_size, image_size)."""
 
     LENGTHS_OF = "llava_1_5"
     TEMPLATE_VERSION = 2  # 1: the blank before an answer carried no loss

@@ -37,7 +37,7 @@ MISTRAL: Final = Dialect(
     {"[IMG]": Image()},
 )
 
-#: One text and one image are written with the image in front.
+#: A message of one text and one image is written with the image in front.
 MISTRAL_TEMPLATE: Final = r"""
 {%- macro write(content) %}
     {%- if content is string %}

@@ -174,7 +174,7 @@ class Qwen2VLOptions(DynamicImageOptions):
     """Options of Qwen2-VL and Qwen2.5-VL."""
 
     #: where the text after a video begins: after the longer side of its grid (transformers 5), or
-    #: after its last position (transformers 4 and what is built on it)
+    #: after its last position (transformers 4 and forks of it)
     video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
 
 
@@ -302,7 +302,7 @@ _ONEVISION_TEXT: Final = {
 }
 _ONEVISION_TOWER: Final = {"depth": 24, "embed_dim": 1024, "intermediate_size": 4096}
 
-#: Its model is not part of transformers.
+#: The model is not part of transformers.
 LLAVA_ONEVISION_1_5: Final = Family(
     "llava_onevision_1_5",
     DynamicImageOptions,

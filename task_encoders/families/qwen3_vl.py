@@ -33,9 +33,9 @@ _TOKEN: Final = (2 * _PATCH) ** 2
 
 
 class Qwen3VLOptions(QwenVLOptions):
-    """Options of transformers' processor classes. Limits of videos are of all frames together;
-    published checkpoints have 4 and 24,576 tokens' pixels there. Their processors resize with
-    torch; those that Qwen2-VL and Qwen2.5-VL were published with, with Pillow."""
+    """Options of transformers' processor classes. Limits of videos count all frames together; in
+    published checkpoints they are the pixels of 4 and 24,576 tokens. These processors resize with
+    torch; the ones published with Qwen2-VL and Qwen2.5-VL resize with Pillow."""
 
     min_pixels: Count = 64 * _TOKEN
     max_pixels: Count = 16_384 * _TOKEN
@@ -181,7 +181,7 @@ QWEN3_5_PRESETS: Final = {
     )
 }
 
-#: One layer in four has attention; the others are recurrent.
+#: One layer in four has attention; the other three are recurrent.
 _QWEN3_5_9B: Final = {
     "vocab_size": 248_320,
     "hidden_size": 4096,

@@ -85,7 +85,7 @@ def no_packs(path: str | Path, split: str) -> PackedFolderError:
 
 
 def read_index(shard: ShardRange) -> Numbers:
-    """Offsets of a shard's packs and the end of the last; their numbers, of token ids."""
+    """Offsets of a shard's packs and the end of the last pack; in token ids, their numbers."""
     if shard.tokens is not None:
         return np.arange(shard.start, shard.end + 1)
     path = shard.path.parent / f"{shard.path.name}.idx"
@@ -271,9 +271,9 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
 def order_of_steps(
     shards: Sequence[ShardRange], order: Numbers, split: str
 ) -> tuple[Numbers, int, bool]:
-    """The packs of an epoch, those of each step side by side, where all datasets were packed with
-    `pack.order` for the same number of ranks; that number; and whether packs of a step are of one
-    kind (`pack.order.uniform`). Otherwise the given order, 0 and False.
+    """The packs of an epoch, those of a step side by side; the number of ranks of `pack.order`; and
+    whether each step's packs are of one kind (`pack.order.uniform`). The given order, 0 and False
+    if not all datasets were packed with `pack.order` for the same ranks.
 
     Any divisor of these ranks that takes the packs in turn has packs of similar cost, or of one
     kind, at each step.

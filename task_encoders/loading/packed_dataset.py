@@ -110,8 +110,8 @@ def get_packed_loader(dataset: SavableDataset[PackedBatch], **kwargs: Any) -> "P
 class PackedLoader(SavableDataLoader[PackedBatch]):
     """Energon's savable loader, with a state after every batch.
 
-    Energon's workers save a state once a minute; a restored loader encodes again, and discards,
-    what was delivered since. The state of packs is a few numbers, so here each batch has one.
+    Energon's workers save a state once a minute; a restored loader encodes later batches again and
+    discards them. A state of packs is a few numbers, so here each batch has one.
     """
 
     def __init__(self, dataset: SavableDataset[PackedBatch], **kwargs: Any) -> None:

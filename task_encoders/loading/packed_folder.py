@@ -65,7 +65,7 @@ class RawPack(NamedTuple):
     media: Mapping[str, bytes]
     #: its number in the folder
     number: int
-    #: those of its dataset
+    #: settings of its dataset
     subflavors: Mapping[str, Any]
     #: if it is stored as token ids
     tokens: IndexedPack | None = None
@@ -75,9 +75,9 @@ class PackedFolder:
     """The packs of one split, in written order; under `pack.order`, those of each step side by
     side. Implements torch's protocol of map-style datasets.
 
-    Of a blend, it is an epoch: the datasets' packs are spread over it evenly, each pack as often
-    as a `blend_epochized` repeats its dataset, or by the weights of a `blend`, once at least;
-    packs that come more often are warned of. Of other splits than train, they follow each other.
+    A blend is one epoch over which the datasets' packs are spread evenly. A pack comes as often as
+    `blend_epochized` repeats its dataset, or by the weights of a `blend`, at least once; a warning
+    names datasets whose packs come more often. Outside the train split, datasets follow each other.
 
     Args:
         path: a folder, the prefix of token ids (`packs.indexed_file`), or a metadataset YAML, here
@@ -163,9 +163,9 @@ class PackedFolder:
         return read_columns(self.shards, self.order)
 
     def row(self, number: int) -> "PackedRowSample":
-        """A pack encoded; `split_row(row.row)` gives back its sub-samples, whose keys are
-        `row.sub_sample_keys`. Raises SampleError if nothing of it can be used, and FatalSampleError
-        if it is of another generation than the folder was when it was opened."""
+        """Encode a pack; `split_row(row.row)` gives back its sub-samples, whose keys are
+        `row.sub_sample_keys`. Raises SampleError if no sub-sample can be used, and FatalSampleError
+        if the pack was written after the folder was opened."""
         return self._encode(self[number])
 
     def batch(self, numbers: Sequence[int]) -> "PackedBatch":

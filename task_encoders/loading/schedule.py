@@ -7,8 +7,8 @@
     step 2    rank 0: pack 4    rank 1: pack 0 of the next epoch
 
 A schedule is a function of its arguments, so that every process computes the same one, and the
-state of a run is an epoch and a step. A run that goes on with another number of ranks trains what
-these have left of the epoch.
+state of a run is an epoch and a step. A run that goes on with another number of ranks trains the
+rest of the epoch.
 """
 
 import gc
@@ -33,7 +33,7 @@ class Stretch(NamedTuple):
     """Steps of an epoch that were trained with some number of ranks."""
 
     num_ranks: int
-    #: 0: so many rows of this epoch were trained in the last step of the epoch before
+    #: 0: rows of this epoch that were trained in the last step of the epoch before
     steps: int
 
 
@@ -141,7 +141,7 @@ class InTurn:
         if self._is_uniform:
             numbers = numbers[dealt_in_rows(len(numbers), self.num_ranks, self._size)]
         left = -(-len(numbers) // self._size)
-        # Rows of the next epoch that are trained before it begins, and those of them in this step.
+        # Rows of the next epoch that are trained before it begins, in all and in this step.
         before = max(0, begun + trained - num_rows) if self._repeat else 0
         missing = -left % self.num_ranks if self._repeat else 0
         filling = [self._row_of_next(number + 1, before + place) for place in range(missing)]
@@ -154,7 +154,7 @@ class InTurn:
         return start, end, -(-(end - start) // self._size)
 
     def _row_of_next(self, number: int, place: int) -> Numbers:
-        """Packs of the row at a place among those that an epoch is begun with."""
+        """Packs of the row at a place in the epoch as it is begun."""
         start, end, num_rows = self._epoch(number)
         if place >= num_rows:
             return self._row_of_next(number + 1, place - num_rows)
@@ -175,8 +175,8 @@ class RankSampler:
     """One rank's rows, each a list of items: a `batch_sampler` of torch's DataLoader.
 
     Iterating yields what is left of the present epoch, and moves on to the next. The state is that
-    of the next row to be asked for; loader processes ask ahead of what they deliver, so with them
-    take `ScheduledLoader`'s.
+    of the next row to be asked for. Loader processes ask ahead of what they deliver; with them,
+    take the state of `ScheduledLoader`.
 
     Args:
         limit: rows of an epoch at most.
@@ -215,9 +215,9 @@ class RankSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken on any rank: with the same number of ranks exactly,
-        with another with what is left of the epoch. Raises ValueError if other items were
-        scheduled then."""
+        """Load a state of any rank. With the same number of ranks training goes on exactly there;
+        another number trains the rest of the epoch. Raises ValueError if it scheduled other
+        items."""
         if state["digest"] != self.schedule.digest:
             raise ValueError(
                 "the state is of a schedule of other lengths, costs, budget or seed; restore it "
@@ -232,7 +232,7 @@ class RankSampler:
 
     @property
     def begun(self) -> tuple[Stretch, ...]:
-        """What the rest of this epoch trains of the next."""
+        """Rows of the next epoch that the rest of this epoch trains."""
         scheduled = self._scheduled()
         return scheduled.begun if self._end() == len(scheduled) else ()
 
@@ -263,7 +263,7 @@ def starting_workers(num_workers: int) -> Iterator[None]:
 
 
 class ScheduledLoader:
-    """One rank's rows, epoch after epoch: each iteration is the rest of one.
+    """One rank's rows, epoch after epoch: each iteration is the rest of an epoch.
 
     ::
 

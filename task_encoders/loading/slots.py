@@ -30,11 +30,11 @@ class SlotRows(Dataset["PackedBatch"]):
 
     Args:
         folder: one folder of packs, with a task encoder; not a blend.
-        rank: of these ranks.
-        num_ranks: as many as the packs were planned for.
+        rank: this rank's number.
+        num_ranks: the number that the packs were planned for.
 
     Raises:
-        PackedFolderError: the packs fill no slots, or those of another number of ranks.
+        PackedFolderError: the packs were not planned for slots, or for another number of ranks.
     """
 
     @checked
@@ -68,7 +68,7 @@ class SlotRows(Dataset["PackedBatch"]):
         return len(self.packs)
 
     def __getitem__(self, slot: int) -> "PackedBatch":
-        """This rank's row of a slot. Raises SampleError if nothing of its pack can be used."""
+        """This rank's row of a slot. Raises SampleError if its pack has no usable sub-sample."""
         row, encoder = self._folder.row(int(self.packs[slot])), self._folder.task_encoder
         assert encoder is not None  # row raises without
         return encoder.batch([row])

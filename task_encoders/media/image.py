@@ -29,7 +29,7 @@ from task_encoders.samples.limits import (
     MAX_SCANNED_PIXELS,
 )
 
-#: Formats that are read. Pillow knows more, some of which call external programs.
+#: Formats that are read. Pillow knows more, and some of them call external programs.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")
 
 #: MPO is found among the JPEGs.
@@ -96,8 +96,8 @@ def smart_resize(
     height: int, width: int, settings: VisionSettings, pixels: tuple[int, int] | None = None
 ) -> tuple[int, int]:
     """Height and width an image or a frame is resized to: multiples of `factor`, total within the
-    pixel limits (`pixels`: used instead of those in the settings), aspect ratio kept as closely as
-    that allows.
+    pixel limits (`pixels`: instead of the settings' limits), aspect ratio kept as closely as that
+    allows.
 
     The rule of Qwen2-VL (https://arxiv.org/abs/2409.12191, its image processor's smart_resize),
     with Python's rounding of halves to even.
@@ -348,8 +348,8 @@ def jpeg_size(head: bytes) -> PlainJpeg | None:
 
 
 def check_scans(file: BinaryIO, file_size: int, pixels: int) -> None:
-    """Raise SampleError: too_costly for a progressive JPEG that takes long to decode, since each of
-    its scans goes through all pixels. Only a file that has room for so many is read."""
+    """Raise SampleError: too_costly for a progressive JPEG with many scans, each of which goes
+    through all pixels. Only a file large enough to hold too many scans is read."""
     limit = MAX_SCANNED_PIXELS // max(1, pixels)
     if file_size // _MIN_SCAN_BYTES <= limit:
         return

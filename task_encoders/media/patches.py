@@ -30,7 +30,7 @@ Values = npt.NDArray[np.float32]
 PixelTransport = Literal["float32", "uint8"]
 
 
-#: Bits of a weight after its point, of Pillow.
+#: Fractional bits of a resizing weight, as in Pillow.
 _PRECISION: Final = 22
 #: Since version 13 Pillow resizes the height first where it shrinks more than twice as much.
 _SHRINKS_TALL_FIRST: Final = Version(pillow_version) >= Version("13")
@@ -62,8 +62,7 @@ def frame_patches(
     vision tower merges them; an image is one frame of depth 1. `Normalisation` turns them into
     pixel values, bit-identical to those of transformers' processor with the same backend.
 
-    A grid of t takes up to t·depth frames, in order; the last one is repeated where there are
-    fewer.
+    A grid of t takes up to t·depth frames, in order; if there are fewer, the last is repeated.
     """
     grid_t, grid_h, grid_w = grid
     patch = settings.patch_size
@@ -146,7 +145,7 @@ def _resize_as_torch(image: Image.Image, height: int, width: int) -> Bytes:
     except ValueError:  # Pillow holds it in several blocks
         pixels = torch.from_numpy(_resize_as_pillow(image, image.height, image.width))
     if pixels.shape[:2] != (height, width):
-        # Its loops for interleaved channels take 3.9 ms where those for planes take 9.1.
+        # torch's loops for interleaved channels take 3.9 ms, its loops for planes 9.1.
         batch = torch.nn.functional.interpolate(
             pixels[None].permute(0, 3, 1, 2), (height, width), mode="bicubic", antialias=True
         )

@@ -27,7 +27,7 @@ from task_encoders.samples.limits import DECODING_COST, MAX_IMAGE_PIXELS
 #: Default limit on the frames in a file: nine hours at 30 per second.
 MAX_VIDEO_FRAMES: Final = 1_000_000
 
-#: Packets for each of these, of sound or without a picture; more are not read.
+#: Packets of sound, or without a picture, for each packet with one; more are not read.
 _PACKETS_PER_FRAME: Final = 4
 
 _EBML: Final = b"\x1aE\xdf\xa3"
@@ -51,8 +51,8 @@ class MissingPyAVError(ImportError):
 
 @dataclass(frozen=True, slots=True)
 class VideoHeader:
-    """Header of a video, from which its length is computed. `fps` is the file's average, None
-    where unknown; the size is that of upright frames, rotated by `rotation` degrees clockwise."""
+    """Header of a video, from which its length is computed. `fps` is the file's average, or None;
+    height and width are those of frames turned upright, by `rotation` degrees clockwise."""
 
     num_frames: int
     fps: float | None

@@ -14,10 +14,10 @@
      "meta": {"task": "bmr", "keys": [...], "num_tokens": [...], "tokenized_with": ..., "loss": [],
               "generation": ...}}
 
-`media` says for each image, then for each video, under which root in which file its bytes lie, from
-which offset on (null: it is the whole file), how many bytes, when the file was last written to (in
-ns; 0 of a remote one) and, in `tokens`, where it stands and how many tokens it takes. `meta` is
-that of a tokenized pack (pack_format.py), whose `token_ids` follow from these.
+`media` holds an entry for each image, then for each video: root, file, offset (null: the whole
+file), number of bytes, modification time of the file (in ns; 0 if remote), and its place and length
+in `tokens`. `meta` is that of a tokenized pack (pack_format.py) without `token_ids`, which follow
+from `tokens`.
 
     media_roots.json    {"files0": "/data/images", "tars0": "/data"}: of the first source
 
@@ -68,7 +68,7 @@ def find_prefix(path: str | Path) -> Path | None:
 
 
 class IndexedSubSample(NamedTuple):
-    """One sub-sample on its way into a document: images come first, then videos."""
+    """One sub-sample to be written into a document; images come first, then videos."""
 
     key: str
     text: TokenizedText
@@ -146,7 +146,7 @@ class IndexedFile:
     memory; of a URL each document is a request.
 
     Raises:
-        PackFormatError: there are no such files, they are damaged, or their documents are no packs.
+        PackFormatError: the files are missing or damaged, or their documents are not packs.
         StorageError: a URL leads nowhere.
     """
 

@@ -17,8 +17,8 @@ from task_encoders.storage.paths import REMEDY
 NAME: Final = "manifest.json"
 
 
-#: Error of packs that are not those of the output that a reader opened: what was found, its
-#: generation, and the one opened.
+#: Error for packs of another generation than the reader opened: what was found, its generation, and
+#: the one opened.
 WRITTEN_AGAIN: Final = (
     "{} is of generation {}, not {} as when it was opened: the output was written again while it "
     "was read; start this run again, and write to another output.path while packs are read"
@@ -186,8 +186,8 @@ def read_manifest(folder: Any) -> Manifest | None:
 
 
 def folder_of(path: Any) -> Any:
-    """The folder of packs that Energon knows by its path, or by that of its JSONL of references: a
-    Path or EPath."""
+    """The folder of packs at Energon's path, which may be that of a JSONL of references: a Path or
+    EPath."""
     return path.parent if path.name.endswith(".jsonl") else path
 
 

@@ -37,12 +37,12 @@ class Pack(NamedTuple):
     key: str
     #: its JSON, see pack_format.py: parsed, or still as bytes where nothing has looked into it
     record: Any
-    #: by member name; those that lie elsewhere are read when asked for
+    #: by member name; media that lie elsewhere are read when asked for
     media: Mapping[str, Any]
 
     @classmethod
     def of(cls, key: str, members: Mapping[str, Any]) -> "Pack":
-        """The pack of these members; those that are neither its JSON nor media are left out."""
+        """The pack of these members; members other than its JSON and media are left out."""
         media = {name: data for name, data in members.items() if is_medium(name)}
         return cls(key, members.get(JSON_PART), media)
 
@@ -219,8 +219,8 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
 def find_damage(
     names: Iterable[str], media: Iterable[bytes], checksums: Mapping[str, str]
 ) -> SampleError | None:
-    """The error of the first medium whose bytes are not those that were packed: a picture with some
-    bytes zeroed may decode without an error."""
+    """Return the error of the first medium whose bytes have changed since packing: a picture with
+    some bytes zeroed may decode without an error."""
     for name, data in zip(names, media, strict=True):
         expected = checksums.get(name)
         if expected is not None and checksum(data) != expected:
@@ -266,7 +266,7 @@ def _column(record: Mapping[str, Any], name: str, key: str, count: int | None = 
 
 
 def _strings(value: Any, what: str) -> list[str]:
-    """One sub-sample's entry in either form: 'x' -> ['x'], ['x', 'y'] -> ['x', 'y']."""
+    """Names of one sub-sample's entry in either form: 'x' -> ['x'], ['x', 'y'] -> ['x', 'y']."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(v, str) for v in values):
         raise SampleError("bad_record", f"{what} is not text: {value!r}"[:200])
@@ -314,7 +314,7 @@ class MovedMediumError(PackFormatError):
 
     @classmethod
     def gone(cls, path: str, why: object) -> "MovedMediumError":
-        """It cannot be read."""
+        """The medium cannot be read."""
         return cls(
             f"{path} cannot be read: {why}; restore it, or if the data moved, say where they are: "
             "offline-packing write CONFIG source.path=NEW (or source.image_root)"
@@ -322,7 +322,7 @@ class MovedMediumError(PackFormatError):
 
     @classmethod
     def changed(cls, path: str, what: str) -> "MovedMediumError":
-        """It has another size or time."""
+        """The medium has another size or time."""
         return cls(
             f"{path} changed since it was packed ({what}); restore it (cp -a and rsync -t keep "
             "times), or pack again with another output.path"

@@ -10,8 +10,8 @@ The flat form holds one image and one turn per sub-sample (captioning, VQA):
 
     {"images": ["img000.jpg", ...], "prompt": [str, ...], "captions": [str, ...], "meta": {...}}
 
-The nested form holds any number of either, and is used for the whole pack where any sub-sample
-needs it, and for every multi-turn pack:
+The nested form holds any number of images and turns. A whole pack uses it if any sub-sample needs
+it, and every multi-turn pack does:
 
     {"images": [["img000.jpg"], [], ...], "prompt": [[str, ...], ...], "captions": [[str], ...]}
 
@@ -20,15 +20,15 @@ A pack with videos is nested and has one more list, whose names are numbered sep
     {"images": [["img000.jpg"], [], ...], "videos": [[], ["vid000.mp4"], ...], ...}
 
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
-default); if any has them, also `tools` (JSON; "": none) and `turns`, which holds what its turns
-have besides prompt and answer (`Turn.details`; null: nothing); in packs that are tokenized,
-`token_ids`, `loss` and `loss_weights` (see `TokenizedText`) with `tokenized_with`; in packs that
-go over 1, 2, 4 … context-parallel ranks, `cp_size`, how many; `generation`, that of the output (see
-`Manifest`); and `checksums` of the media that lie in the pack, by member name.
+default); if any has them, also `tools` (JSON; "": none) and `turns`, the fields of turns besides
+prompt and answer (`Turn.details`; null: none). Tokenized packs have `token_ids`, `loss` and
+`loss_weights` (see `TokenizedText`) with `tokenized_with`; packs over 1, 2, 4 … context-parallel
+ranks have `cp_size`, that number. `generation` is the output's (see `Manifest`); `checksums` are of
+the media in the pack, by member name.
 
-Packs written by others are read as well: `prompts` for `prompt`, or neither; `img0` for `img000`;
-empty or null names for sub-samples without such media; no `images` beside `videos`; no `meta`;
-names of images that differ from the members', see `pack.match_images`.
+Packs written by others may have `prompts` for `prompt`, or neither; `img0` for `img000`; empty or
+null names for missing media; `videos` without `images`; no `meta`; and names of images that differ
+from the members' (see `pack.match_images`).
 """
 
 import itertools
@@ -59,7 +59,7 @@ MEDIA_EXTENSIONS: Final = IMAGE_EXTENSIONS | VIDEO_EXTENSIONS
 
 @dataclass(frozen=True, slots=True)
 class PackedSubSample:
-    """One sub-sample on its way into a pack: the sample, one extension per medium (images first,
+    """One sub-sample to be written into a pack: the sample, one extension per medium (images first,
     then videos), its length."""
 
     sample: SourceSample

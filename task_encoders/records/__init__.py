@@ -1,2 +1,2 @@
-"""One JSON object to one sample, in all forms that datasets have it: packing and training read the
-same sample in it."""
+"""Read one sample from a JSON object in the forms of common datasets, the same in packing and
+training."""

@@ -42,7 +42,7 @@ def read_turns(content: Mapping[str, Any], task: str) -> list[Turn]:
 def _instructed(
     content: Mapping[str, Any], name: str, turns: list[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """The turns with what an instruction is about, and those before them."""
+    """Turns of an instruction record: its history, then the instruction with its input."""
     if name == "instruction" and content.get(INPUT):
         given = content[INPUT]
         if not isinstance(given, str) or len(turns) > 1:

@@ -1,4 +1,4 @@
-"""One JSON object to one sample. The forms that are read:
+"""Read one sample from one JSON object in one of these forms:
 
     {"messages" | "conversations" | "texts": [...], "images": [str, ...]}     see messages.py
     {"captions": [{"content": str}]}, {"captions": [str]}, {"caption": str}
@@ -7,11 +7,11 @@
     {"query": str, "response": str, "history": [[str, str], ...]}     ms-swift; so may "history"
     {"text": str}                                       a caption, or plain text without an image
 
-The first prompt and the first answer that a record has, in the order of PROMPT_FIELDS and of
-`answer_fields`, make its turn; prompts and answers may also be two lists of equal length: turns.
-Images are named by "images" or "image", videos by "videos" or "video"; the name may stand in an
-object {"path": ...}. `system` is the system message, `tools` (or `functions`) what the model may
-call. Other fields are ignored; offline_packing/sources/lost_fields.py reports it.
+The first prompt and the first answer of a record, in the order of PROMPT_FIELDS and
+`answer_fields`, make its turn. Prompts and answers may also be two lists of equal length, one entry
+per turn. Images are named by "images" or "image", videos by "videos" or "video"; the name may stand
+in an object {"path": ...}. `system` is the system message, `tools` (or `functions`) what the model
+may call. Other fields are ignored; offline_packing/sources/lost_fields.py reports it.
 """
 
 import base64
@@ -147,8 +147,8 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
 
 
 def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
-    """Names of a record's media of a kind, "image" or "video", unchecked; None where it names none,
-    and [] where it says that there are no images."""
+    """Unchecked names of a record's media of a kind, "image" or "video"; None if it names none, []
+    if it says that there are no images."""
     many = content.get(f"{kind}s")
     named = many or content.get(kind)
     named = many if named is None else named
@@ -236,7 +236,7 @@ def _check_places(sample: SourceSample) -> None:
 
 #: No file of an image or a video is as short; the name of one may be.
 _MIN_LENGTH: Final = 64
-#: How the files of images and videos begin.
+#: First bytes of image and video files.
 _BEGINNINGS: Final = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF|BM|II\*\0|MM\0\*|\x1aE\xdf\xa3|....ftyp", re.DOTALL
 )

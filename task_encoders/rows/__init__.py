@@ -1,1 +1,1 @@
-"""Energon's samples as rows: a sample, packed or not, becomes its sub-samples, and those a row."""
+"""Energon's samples as rows: a sample, packed or not, becomes sub-samples; they become a row."""

@@ -1,7 +1,7 @@
-"""Energon's dataset of encoded samples, which reports those that were left out.
+"""Energon's dataset of encoded samples, which reports the samples that were left out.
 
-Energon prints a sample that cannot be used, and goes on. Here it is also named in the `dropped` of
-the next row: batches carry it to the trainer, from any worker and over a restart.
+Energon prints an unusable sample, and goes on. Here `dropped` of the next row names it too, so that
+batches carry it to the trainer, from any worker and over a restart.
 """
 
 import logging

@@ -108,8 +108,8 @@ class Dealer:
 
 
 class DealtPacks(WebdatasetSampleLoaderDataset):
-    """The packs of one folder, as one worker reads them: in each epoch those of its range
-    [start, end), and after the last range the first again.
+    """The packs of one folder, as one worker reads them: one range [start, end) per epoch,
+    beginning again after the last.
 
     Each worker has the block that Energon would give it, cut to the length of the shortest. The
     packs left over are dealt to the workers in turn, continuing from epoch to epoch:
@@ -119,8 +119,7 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         epoch 1                  0 1         2 3 6      4 5
 
     So each epoch contains every pack once, and at any step the packs' counts differ by at most one
-    (with micro batches of several packs: by two, while some workers have had their turn and others
-    have yet to).
+    (by two with micro batches of several packs, while not all workers have had their turn).
     """
 
     _savable_fields = ("_epoch", "_index", "_is_over")
@@ -194,8 +193,8 @@ class OnePass(BaseWrapperDataset[PackedBatch, PackedBatch]):
         self._is_over = False
         yield from self.dataset
         self._is_over = True
-        # Energon's workers resume from an older state and skip what was delivered since. If nothing
-        # is left then, they iterate again at once; after a real pass they save a state first.
+        # Energon's workers resume from an older state and skip the rows delivered since. If no row
+        # is left, they iterate again at once; after a real pass they save a state first.
         self._skipped_to_end = self._is_restored and self.worker_config.num_workers > 0
         self._is_restored = False
 

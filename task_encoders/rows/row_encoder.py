@@ -63,7 +63,7 @@ class RowEncoder:
 
         Raises:
             SampleError: none can be used.
-            FatalSampleError: see `_encode_one`; or a pack over ranks is to be padded as all others.
+            FatalSampleError: see `_encode_one`; or a pack over ranks would be padded like others.
         """
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
         each = self._in_threads(sub_samples, pool) if pool else map(self._encode_one, sub_samples)
@@ -108,9 +108,9 @@ class RowEncoder:
     def _in_threads(
         self, sub_samples: Sequence[SubSample], pool: ThreadPoolExecutor
     ) -> Iterator[EncodedSample | SampleError]:
-        """Encode each in two tasks, neither of which waits: the steps after decoding an image queue
-        after the images that are still to be decoded, and the largest begin first, so that threads
-        end closer together."""
+        """Encode each sub-sample in two tasks that never wait: decoding an image, then the rest,
+        queued after the decoding of other images. The largest begin first, so that threads end
+        together."""
 
         def begin(sub_sample: SubSample) -> Future[EncodedSample | SampleError]:
             first: list[Image.Image] = []

@@ -52,10 +52,10 @@ def cook(sample: CrudeSample, **stores: FileStore[bytes]) -> CrudeRecord:
 
 
 def is_pack(record: Any, *, packed: bool) -> bool:
-    """Whether a crude sample's JSON is a pack's: lists of as many captions as prompts or images.
+    """Whether a crude sample's JSON is a pack's: a list of captions, and one equally long.
 
     Args:
-        packed: what to say of a single caption in a list, which may be either, and of JSON that
+        packed: the answer for a single caption in a list, which may be either, and for JSON that
             cannot be parsed.
     """
     if isinstance(record, bytes):

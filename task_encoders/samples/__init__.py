@@ -20,7 +20,7 @@ IMAGE_PLACEHOLDER: Final = "<image>"
 #: The same for videos. In a sample without videos it is ordinary text.
 VIDEO_PLACEHOLDER: Final = "<video>"
 
-#: What each placeholder stands for.
+#: Kind of medium of each placeholder.
 MEDIA_KINDS: Final[Mapping[str, str]] = {IMAGE_PLACEHOLDER: "image", VIDEO_PLACEHOLDER: "video"}
 _PLACEHOLDERS: Final = re.compile(f"({'|'.join(map(re.escape, MEDIA_KINDS))})")
 

@@ -31,11 +31,11 @@ MAX_MARKS: Final = 1 << 10
 
 #: Pixels of an image file: Pillow's threshold for a decompression bomb.
 MAX_IMAGE_PIXELS: Final = 89_478_485
-#: How many times the memory of other images the decoder of a format needs. WebP's holds two
-#: canvases, TIFF's strips, that of progressive JPEGs all coefficients, those of videos up to 17
-#: frames that others refer to (measured: 27 to 42 bytes for each pixel of a frame).
+#: Memory of a format's decoder as a multiple of that of other images. WebP's decoder holds two
+#: canvases, TIFF's strips, progressive JPEG's all coefficients, a video's up to 17 reference frames
+#: (measured: 27 to 42 bytes for each pixel of a frame).
 DECODING_COST: Final = {"WEBP": 2.0, "TIFF": 1.5, "progressive": 1.5, "video": 4.0}
-#: Bytes of an image file: no format takes more for a pixel, and so many for what describes it.
+#: Largest image file in bytes: no format takes more per pixel, plus room for metadata.
 MAX_PIXEL_BYTES: Final = 16
 MAX_IMAGE_EXTRA: Final = 4 << 20
 #: Pixels of a progressive JPEG times its scans: each goes through the whole picture.

@@ -1,1 +1,1 @@
-"""Files of object storage (s3://, gs://, az://, msc://), read and written as those on a disk."""
+"""Files of object storage (s3://, gs://, az://, msc://), read and written like local files."""

@@ -19,13 +19,12 @@ BUCKET_PROFILE: Final = "msc://_{}-"
 #: Storages that have such profiles.
 PROFILED: Final = ("s3", "gs")
 
-#: What helps where a file of an output is damaged or lost: damaged files are moved away, and made
-#: again.
+#: Remedy for a damaged or lost file of an output: damaged files are moved away, and made again.
 REMEDY: Final = "offline-packing verify --discard, then run"
 
 #: A URL that lacks a slash, which would be a folder here.
 _HALF_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
-#: One without a bucket (or host, or profile); the storages named first have none.
+#: A URL without a bucket (or host, or profile); the storages named first have none.
 _NO_BUCKET: Final = re.compile(r"(?!file:|local:|memory:)([a-z][a-z0-9+.-]+)://(/.*)?")
 
 
@@ -50,9 +49,9 @@ def check_url(text: str) -> str:
 
 
 def path_of(path: object) -> Path:
-    """A local path; of a URL one with pathlib's methods, see remote_paths.py. Energon's paths are
-    taken as well. Raises StorageError as `check_url`, and if there is no such storage or a package
-    is missing."""
+    """A local path, or for a URL a path with pathlib's methods (remote_paths.py). Takes Energon's
+    paths as well. Raises StorageError as `check_url` does, and if the storage is unknown or a
+    package is missing."""
     text = check_url(str(path))
     if not is_url(text):
         return Path(text)
@@ -112,8 +111,8 @@ def read_range(path: Path, start: int, end: int) -> bytes:
 
 
 def read_indexed(path: Path, index: Path, first: int, count: int) -> bytes:
-    """Neighbors in a file, of which another holds the offsets (uint64 little-endian) and the end of
-    the last; only these are read. Raises OSError, and ValueError where there are not so many."""
+    """Read consecutive entries of a file, and only their bytes; another file holds their offsets
+    and the last one's end (uint64 little-endian). Raises OSError; ValueError if there are fewer."""
     places = first, first + count
     offsets = [read_range(index, 8 * one, 8 * one + 8) if one >= 0 else b"" for one in places]
     if not all(offsets):

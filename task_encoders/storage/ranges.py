@@ -1,4 +1,4 @@
-"""Files of which a part is read at a time."""
+"""Files that are read in parts."""
 
 import io
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class RangeFile(io.RawIOBase):
-    """A file of `size` bytes for reading, of which `read_range` gives those from begin to end."""
+    """A file of `size` bytes for reading; `read_range(begin, end)` returns part of them."""
 
     def __init__(
         self,

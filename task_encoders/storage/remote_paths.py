@@ -31,8 +31,8 @@ _S3: Final = ("s3", "s3a")
 
 
 class RemotePath(ProxyUPath):
-    """A path of an object storage. There are no folders: one exists as long as there is anything
-    under it, and one that does not exist is empty. All methods raise RemoteError if the storage
+    """A path of an object storage. Folders are not objects: a folder exists as long as there is an
+    object under it, and a missing folder is empty. All methods raise RemoteError if the storage
     refuses a request, or goes on failing it."""
 
     @property
@@ -96,10 +96,10 @@ class RemotePath(ProxyUPath):
         return bytes(fetched)
 
     def mkdir(self, *arguments: Any, **options: Any) -> None:
-        """Do nothing: a folder comes with what is in it."""
+        """Do nothing: a folder comes with its first object."""
 
     def rmdir(self, *arguments: Any, **options: Any) -> None:
-        """Do nothing: a folder goes with what is in it."""
+        """Do nothing: a folder goes with its last object."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         self._request("removed", lambda: self.fs.rm_file(self.path), default=missing_ok)
@@ -156,7 +156,7 @@ class RemotePath(ProxyUPath):
                 asked[marker] = page[f"Next{marker}"]
 
     def _call_s3(self, method: str, asked: Mapping[str, str]) -> Mapping[str, Any]:
-        """An answer of S3; of what is not there any more, an empty one."""
+        """An answer of S3; an empty one if the upload does not exist any more."""
         answer = self._request("cleaned", lambda: self.fs.call_s3(method, **asked), default={})
         return cast(Mapping[str, Any], answer)
 
@@ -181,7 +181,7 @@ def open_remote(url: str) -> Path:
     filesystem = make_request(url, "opened", lambda: path.fs)
     if path.protocol == "msc":
         filesystem.resolve_path_and_storage_client(url)  # there may be no such profile
-    # Annotations say Path everywhere: what is used of either are its methods.
+    # Annotations say Path everywhere: only methods that both have are used.
     return cast(Path, path)
 
 
@@ -197,7 +197,7 @@ def _filesystem(protocol: str, process: int) -> Any:
 
 
 def _upload_options(filesystem: Any, protocol: str, size: int) -> dict[str, Any]:
-    """Arguments of fsspec's put_file: those of the storages differ."""
+    """Arguments of fsspec's put_file, which differ between storages."""
     if protocol in _S3:
         # 50 MiB, or as the variable FSSPEC_S3 says; S3 takes 10,000 parts.
         return {"chunksize": max(filesystem.default_block_size, -(-size // 10_000))}

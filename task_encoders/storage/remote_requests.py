@@ -14,18 +14,18 @@ WAITS: Final = (1, 2, 5, 15, 45)
 #: Stands for no default: the request is for an object that exists.
 MUST_EXIST: Final = object()
 
-#: Packages whose errors are those of a request, beside OSError.
+#: Packages whose errors count as errors of a request, besides OSError.
 _STORAGES: Final = frozenset(
     "aiobotocore aiohttp azure botocore gcsfs google multistorageclient requests urllib3".split()
 )
-#: What no repetition changes.
+#: Errors that a repetition does not change.
 _REFUSED: Final = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "InvalidAccessKey")
 _REPEATS: Final = Counter[str]()
 
 
 class RemoteError(RuntimeError):
-    """Object storage refuses a request, or goes on failing it. No OSError, nor a fault of what is
-    read: that a file cannot be read now does not make it damaged."""
+    """Object storage refuses a request, or goes on failing it. Neither an OSError nor a fault of
+    the file: that it cannot be read now does not make it damaged."""
 
 
 def make_request(

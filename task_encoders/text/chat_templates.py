@@ -1,8 +1,8 @@
-"""A chat template in Jinja, cut into pieces: what it writes, and the places of a sample's texts.
+"""A chat template in Jinja, cut into pieces: its own text, and the places of a sample's texts.
 
-A template is rendered once for each *shape* of conversation, with marks in place of texts, and
-what it wrote is cut at the marks, at media and at control tokens. Every sample of that shape is
-then assembled from the cut parts and its own texts:
+A template is rendered once for each *shape* of conversation, with marks in place of texts, and the
+result is cut at the marks, at media and at control tokens. Every sample of that shape is then
+assembled from the cut parts and its own texts:
 
     user, assistant  ->  <|im_start|>user\\n⟨0⟩<|im_end|>\\n<|im_start|>assistant\\n⟨1⟩<|im_end|>\\n
 
@@ -206,7 +206,7 @@ _MARK: Final = "\ufdd0"
 _MARK_END: Final = "\ufdd1"
 _NUMBERED: Final = re.compile(f"{_MARK}(\\d+){_MARK_END}")
 
-#: Number of shapes that are kept; those with tools contain them in full.
+#: Number of shapes that are kept; a shape with tools contains them in full.
 _MAX_SHAPES: Final = 1024
 
 #: A text in which marks replace what no template looks at.
@@ -254,7 +254,7 @@ class ChatTemplate:
         """The pieces of a checked conversation, without white space after the very last answer.
 
         Args:
-            weights: each turn's, of its answer in the loss.
+            weights: the loss weight of each turn's answer.
 
         Raises:
             SampleError: the template does not write all of the sample.
@@ -350,7 +350,7 @@ class ChatTemplate:
         return tuple(itertools.chain(*joined))
 
     def _parts(self, written: str, header: str = "", turn: int = -1) -> Iterator[_Part]:
-        """The parts of what a template wrote, of a turn's answer with its header or outside all."""
+        """Parts of the rendered text: of one turn's answer with its header, or of no answer."""
         for i, text in enumerate(self.dialect.cut(written)):
             if i % 2:
                 medium = self.dialect.media.get(text)

@@ -77,7 +77,7 @@ QWEN3_VL_TEMPLATE: Final = (
 {{- '<|im_start|>assistant\n' if add_generation_prompt }}"""
 )
 
-#: Contents are trimmed; only answers after the last question show what was thought.
+#: Contents are trimmed; only answers after the last question show thoughts.
 QWEN3_5_TEMPLATE: Final = (
     _CONTENTS
     + r"""

@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
 
 
 class _AddedTokens:
-    """Added tokens of a vocabulary, by name: control tokens and those that text can spell."""
+    """Added tokens of a vocabulary, by name: control tokens and tokens that text can spell."""
 
     _added: Mapping[str, int]
     _id_of: Callable[[str], int | None]

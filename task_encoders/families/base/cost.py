@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-#: Operations of a training step over those of its forward pass: the backward pass takes twice as
-#: many. Recomputation does not count, and a frozen part counts in full.
+#: Operations of a training step over those of its forward pass: the backward pass takes twice the
+#: operations. Recomputation does not count, and a frozen part counts in full.
 TRAINING: Final = 3
 
 
@@ -17,7 +17,7 @@ class TransformerShape:
 
     hidden_size: int
     num_layers: int
-    #: width of the feed-forward layer; of a mixture, of the experts that one token goes through
+    #: width of the feed-forward layer; in a mixture, of all experts that one token goes through
     ffn_size: int
     #: matrices of the feed-forward layer: 3 with a gate (SwiGLU), else 2
     ffn_matrices: int = 3
@@ -45,7 +45,7 @@ class TransformerShape:
             quadratic = self.num_quadratic_layers
         linear = self.num_layers * (projections + feed_forward)
         squares = quadratic * self.widening * scores * lengths
-        # The smaller of length and window, of arrays, tensors and numbers alike.
+        # The smaller of length and window, for arrays, tensors and numbers alike.
         seen = 0.5 * (lengths + self.window - abs(lengths - self.window))
         windows = (self.num_layers - quadratic) * 4.0 * queries * seen * (lengths - 0.5 * seen)
         return lengths * (linear + squares) + (windows if self.window else 0.0)
@@ -62,13 +62,13 @@ class ModelCost:
     the sum of its samples.
     """
 
-    #: of which model the figures are, for reports
+    #: the model that the figures describe, for reports
     name: str
     language: TransformerShape
     vision: TransformerShape
     #: multiplications for the logits of one token
     head: int
-    #: multiplications, per patch, of what turns features into embeddings
+    #: multiplications per patch in the projector, which turns features into embeddings
     merger: float
 
     def language_flops(self, num_tokens: Any, num_logits: Any = None) -> Any:
@@ -84,9 +84,9 @@ class ModelCost:
 
 
 def cost_of_sizes(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> ModelCost:
-    """The cost of a model, from its text and vision configs in the form of transformers: of Qwen's
-    towers, of GLM-V's, of CLIP's and SigLIP's, or of Gemma's. Fields that Qwen2-VL's omit have
-    transformers' defaults.
+    """The cost of a model, from its text and vision configs in transformers' form. Towers of Qwen,
+    GLM-V, CLIP, SigLIP and Gemma are known. Missing fields have the defaults of transformers'
+    Qwen2-VL.
 
     Raises:
         KeyError: a field that decides the cost is missing.

@@ -400,8 +400,8 @@ class FamilyEncoder(ABC):
         return spans
 
 
-#: How published checkpoints begin the names of tensors: with model and visual; as transformers does
-#: in memory, model.language_model and model.visual; or language_model.model and vision_tower.
+#: Prefixes of tensor names in published checkpoints: model and visual; model.language_model and
+#: model.visual, as in transformers' memory; or language_model.model and vision_tower.
 TensorNames = Literal["plain", "nested", "llava"]
 
 

@@ -43,7 +43,7 @@ class BlankImage(NamedTuple):
 
 
 class TextSpans:
-    """The tokens of a sample's texts; those of short texts and of the template's own are kept."""
+    """The tokens of a sample's texts; tokens of short texts and of the template are cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -98,7 +98,7 @@ def patch_spans(
 
 def two_tokens(patch_size: int, merge_size: int, depth: int = 1) -> BlankImage:
     """A blank image of two tokens, each of merge_size² patches that hold `depth` frames."""
-    # Of one, Mistral 3 of transformers 5.23 fails where it is the only image of a row.
+    # One of a single patch makes transformers 5.23's Mistral 3 fail if it is a row's only image.
     values = 3 * depth * patch_size**2
     return BlankImage((2 * merge_size**2, values), (1, merge_size, 2 * merge_size), 2)
 
@@ -126,8 +126,8 @@ def position_ids(spans: Sequence[Span], num_rows: int, video_end: str) -> npt.ND
 
     Text counts up on all three rows. The tokens of a medium take their place in its grid, with
     `interval` temporal positions (in float32, rounded down) from one step in time to the next.
-    The text after it goes on after the longer side of the grid, as in transformers from 5 on, also
-    where temporal positions reach further; or, with `video_end: last_position`, after those.
+    The text after it goes on after the grid's longer side, as in transformers from 5 on, even if
+    temporal positions reach further; with `video_end: last_position`, after the last of them.
     """
     num_tokens = sum(span.num_tokens for span in spans)
     if num_rows == 1:
