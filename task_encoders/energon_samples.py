@@ -109,13 +109,13 @@ class PackedRowSample(Sample):
     #: "key: reason: detail" of each sub-sample that had to be left out.
     dropped: list[str]
     #: Ranks that it goes over, if packs differ in that.
-    cp_size: int | None = None
+    local_cp_size: int | None = None
 
 
 def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
     """Encoded packs as one, under the key of the first. Raises ValueError if they go over different
     numbers of ranks."""
-    sizes = {sample.cp_size for sample in samples}
+    sizes = {sample.local_cp_size for sample in samples}
     if len(sizes) > 1:
         raise ValueError(
             f"packs {samples[0].__key__!r} to {samples[-1].__key__!r} go over different numbers of "
@@ -127,7 +127,7 @@ def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
         row=merge_rows([sample.row for sample in samples]),
         sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
         dropped=[line for sample in samples for line in sample.dropped],
-        cp_size=sizes.pop(),
+        local_cp_size=sizes.pop(),
     )
 
 
@@ -238,7 +238,7 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
         num_tiles=torch.ones(num_images, dtype=torch.int32),
         sub_sample_keys=merged.sub_sample_keys,
         dropped=merged.dropped,
-        local_cp_size=merged.cp_size,
+        local_cp_size=merged.local_cp_size,
     )
 
 

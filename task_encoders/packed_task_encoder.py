@@ -167,15 +167,15 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         """One row of all sub-samples that can be used; `sample` is the pack, for key and source.
         Raises SampleError: there is none; FatalSampleError: see encode_sample."""
         meta = (sample.record.get("meta") or {}) if isinstance(sample, PackedSample) else {}
-        cp_size = meta.get("cp_size")
-        row, keys, dropped = self._rows.encode(sub_samples, cp_size)
+        num_ranks = meta.get("cp_size")
+        row, keys, dropped = self._rows.encode(sub_samples, num_ranks)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))
         key = sample.__key__
         if self.is_blend and sample.__sources__:  # folders of a blend may have equal keys
             key = f"{sample.__sources__[0].dataset_path}/{key}"
-        encoded = {"row": row, "cp_size": cp_size, "sub_sample_keys": keys, "dropped": dropped}
-        return PackedRowSample.derive_from(sample, __key__=key, **encoded)
+        encoded = {"row": row, "sub_sample_keys": keys, "dropped": dropped}
+        return PackedRowSample.derive_from(sample, __key__=key, local_cp_size=num_ranks, **encoded)
 
     #: Energon's hook: k packs to one row with merged cu_lengths; nothing is padded.
     batch = staticmethod(stateless(batch_rows))

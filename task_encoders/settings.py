@@ -177,7 +177,7 @@ def refuse_slots(folder: Any, why: str) -> None:
 
 
 def packs_of_epochs(path: Any) -> list[int]:
-    """The packs of each epoch in a JSONL of packs, a Path or EPath; empty if all are of one. Raises
+    """The packs of each epoch in a JSONL of packs, a Path or EPath; empty for others. Raises
     ManifestError."""
     manifest = read_manifest(path.parent) if path.name.endswith(".jsonl") else None
-    return list(manifest.epochs.get(path.name.removesuffix(".jsonl"), ())) if manifest else []
+    return list(manifest.epoch_sizes(path.name.removesuffix(".jsonl"))) if manifest else []

@@ -29,7 +29,7 @@ from offline_packing.planner.strategies import STRATEGIES, describe_options
 from offline_packing.sources import SOURCES
 from offline_packing.sources.options import SourceOptions
 from task_encoders.families import FAMILIES
-from task_encoders.families.base.options import ModelOptions
+from task_encoders.families.base.family import ModelOptions
 from task_encoders.samples import REASONS
 
 #: Names that "a name in REGISTRY" stands for.

@@ -248,14 +248,14 @@ def _balanced(
     with `pack.order.uniform`, all rows of a step have images, or videos, or none has."""
     for root in {shard.root for shard in folder.shards}:
         refuse_slots(root, "data.order=balanced deals packs one by one")
-    if warns and (epochs := len(folder.epoch_sizes)) > 1:
+    if warns and (count := len(folder.epoch_sizes)) > 1:
         logger.warning(
             "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
             "%d epochs some samples come more often than others; set order=written, or pack "
             "with pack.epochs=1",
             folder.path,
-            epochs,
-            epochs,
+            count,
+            count,
         )
     columns = pack_columns(folder)
     return RankSchedule(

@@ -62,10 +62,10 @@ class PackedData:
         """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
         return max(1, round(global_batch_size / self.samples_per_pack / multiple)) * multiple
 
-    def iterations(self, epochs: float, per_step: int) -> int:
-        """Steps of `per_step` packs, or slots of packs, that see every pack `epochs` times; the
+    def iterations(self, passes: float, per_step: int) -> int:
+        """Steps of `per_step` packs, or slots of packs, that see every pack `passes` times; the
         last step may be partial."""
-        return max(1, -(-round(epochs * (self.num_slots or self.num_packs)) // per_step))
+        return max(1, -(-round(passes * (self.num_slots or self.num_packs)) // per_step))
 
 
 def read_packed_data(path: str | Path) -> PackedData:

@@ -20,7 +20,7 @@ class Share(NamedTuple):
     """One rank's share of a slot."""
 
     #: ranks that its pack goes over
-    cp_size: int
+    num_ranks: int
     #: the one of them that reads it
     reader: int
     #: on that one
@@ -28,7 +28,7 @@ class Share(NamedTuple):
 
     def received(self, device: torch.device) -> PackedBatch:
         """The row, on each of its ranks. A collective of all ranks."""
-        group = group_of_size(self.cp_size)
+        group = group_of_size(self.num_ranks)
         if group is None:
             assert self.row is not None
             return self.row

@@ -131,7 +131,11 @@ class CheckpointFolder:
                 shutil.rmtree(final)
             temporary.rename(final)
             sync_folder(self.folder)
-            self._remove_old(final)
+            damaged = self._damaged - {final}
+            complete = sorted(set(self._complete()) - damaged)
+            for path in [*complete[: -self._keep], *damaged]:
+                shutil.rmtree(path)
+            self._damaged = set()
         self._whole = final
         distributed.barrier()
         return final
@@ -241,13 +245,6 @@ class CheckpointFolder:
 
     def _complete(self) -> list[Path]:
         return [p for p in self.folder.glob("iter_*") if p.suffix == "" and p.is_dir()]
-
-    def _remove_old(self, saved: Path) -> None:
-        damaged = self._damaged - {saved}
-        whole = sorted(set(self._complete()) - damaged)
-        for path in [*whole[: -self._keep], *damaged]:
-            shutil.rmtree(path)
-        self._damaged = set()
 
 
 def _gather(own: Any) -> list[Any]:
@@ -376,20 +373,16 @@ def check_same_run(
         for name in differing
     }
     refused = [name for name in lines if name not in accept]
-    if refused:
-        said = [_head(checkpoint, refused), *(lines[name] for name in refused)]
-        raise MismatchError("\n  ".join(said))
-    return list(lines.values())
-
-
-def _head(checkpoint: object, refused: Collection[str]) -> str:
+    if not refused:
+        return list(lines.values())
     elsewhere = "or start a new run in another output.path"
     if fixed := [name for name in refused if name in _FIXED]:
         remedy = f"{', '.join(fixed)} must be the same to resume: restore it, {elsewhere}"
     else:
         options = " ".join(f"--accept-mismatch {name}" for name in refused)
         remedy = f"restore them, add {options} if that is meant, {elsewhere}"
-    return f"checkpoint {checkpoint} was written by a run with other settings; {remedy}:"
+    head = f"checkpoint {checkpoint} was written by a run with other settings; {remedy}:"
+    raise MismatchError("\n  ".join([head, *(lines[name] for name in refused)]))
 
 
 def _identity(record: Mapping[str, Any], name: str) -> Any:

@@ -5,7 +5,9 @@ metrics.jsonl holds one line per step, and one per validation. A resumed run fir
 of steps that it will repeat, so that the file has every step once.
 """
 
+import importlib
 import json
+import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import distributed
 
@@ -48,7 +49,8 @@ class StepCounts:
         #: tower, language model and sum of this rank in each micro batch
         self._flops = torch.zeros(micro_batches, 3, dtype=torch.float64, device=device)
         self._rows = 0
-        self._watch = Stopwatch(device)
+        #: times forward and backward passes
+        self.computing = Stopwatch(device)
         self._data_seconds = 0.0
 
     def add(
@@ -84,15 +86,11 @@ class StepCounts:
         self._packs += len(row.__key__)
         self._parts += len(row.__key__) * (row.local_cp_size or 1)
         if group is not None and row.local_cp_size is None:
-            tower = tower_shares(cost, row, group.size())
+            frames = frames_of(torch.cat([row.image_grid_thw, row.video_grid_thw]))
+            work = cost.tower_flops(frames[:, 0])
+            tower = np.diff(np.append(0.0, work.cumsum())[share_frames(work, group.size())])
             self._tower[: len(tower)] += tower
             self._tower[-1] += len(tower) * tower.max()
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Time a forward and a backward."""
-        with self._watch:
-            yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -108,7 +106,7 @@ class StepCounts:
             counts: whether what this rank added counts (one rank's per tensor parallel group).
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
-        compute = self._watch.seconds()
+        compute = self.computing.seconds()
         own = [1, self._tokens, self._samples, self._packs, self._parts, *self._tower]
         sums = torch.cat([self._losses, self._losses.new_tensor(own)]) * counts
         sums = torch.cat([sums, sums.new_tensor([compute])])
@@ -176,49 +174,43 @@ class StepTotals:
     stop: int
 
     def metrics(self, seconds: float, tokens_per_rank: int) -> dict[str, float]:
-        """The step's line. `fill`: real tokens as a share of the room in the packs. Under context
-        parallelism `tower_0`, …: each rank's share of the vision tower's operations, and
-        `tower_idle`: the share of its time in which ranks wait for the one with most in its row."""
-        tower = {}
+        """The step's line. `fill`: real tokens as a share of the room in the packs.
+
+        Under context parallelism `tower_0`, …: each rank's share of the vision tower's operations,
+        and `tower_idle`: the share of its time in which ranks wait for the one with most in its
+        row. With several ranks the shares of the operations' time that they wait for the one with
+        most in each micro batch, as a plan and `RankSchedule` have them: `idle_share`, of tower and
+        language model together; `two_phase_idle_share`, after the tower, too; and of each alone.
+        """
+        found: dict[str, float] = {}
         if len(self.tower_shares) > 1:
             total = sum(self.tower_shares) or 1.0  # there may be no media
-            tower = {f"tower_{rank}": work / total for rank, work in enumerate(self.tower_shares)}
-            tower["tower_idle"] = max(0.0, 1 - total / (self.tower_rounds or 1.0))
-        return (
-            tower
-            | self._idle_shares()
-            | {
-                "loss": self.loss,
-                "tokens_per_second": self.tokens / seconds,
-                "samples_per_second": self.samples / seconds,
-                "fill": self.tokens / (self.parts * tokens_per_rank),
-                "packs": self.packs,
-                "sub_samples": self.samples,
-                "tokens": self.tokens,
-                "loss_tokens": self.loss_tokens,
-                "step_seconds": seconds,
-                "data_wait": self.data_seconds / seconds,
-                "rank_imbalance": self.imbalance,
+            found = {f"tower_{rank}": work / total for rank, work in enumerate(self.tower_shares)}
+            found["tower_idle"] = max(0.0, 1 - total / (self.tower_rounds or 1.0))
+        if self.ranks > 1:
+            tower, language = self.tower_flops, self.planned_language_flops
+            slowest_tower, slowest_language, slowest_sum = self.slowest_flops
+            pairs = {
+                "idle_share": (tower + language, slowest_sum),
+                "two_phase_idle_share": (tower + language, slowest_tower + slowest_language),
+                "tower_idle_share": (tower, slowest_tower),
+                "language_idle_share": (language, slowest_language),
             }
-        )
-
-    def _idle_shares(self) -> dict[str, float]:
-        """Shares of the operations' time that ranks wait for the one with most in each micro batch,
-        as a plan and `RankSchedule` have them; none for one rank. `idle_share`: of tower and
-        language model together; `two_phase_idle_share`: after the tower, too; and of each alone."""
-        if self.ranks < 2:
-            return {}
-        tower, language = self.tower_flops, self.planned_language_flops
-        slowest_tower, slowest_language, slowest_sum = self.slowest_flops
-        pairs = {
-            "idle_share": (tower + language, slowest_sum),
-            "two_phase_idle_share": (tower + language, slowest_tower + slowest_language),
-            "tower_idle_share": (tower, slowest_tower),
-            "language_idle_share": (language, slowest_language),
-        }
-        return {
-            name: max(0.0, 1 - work / (self.ranks * slowest)) if slowest else 0.0
-            for name, (work, slowest) in pairs.items()
+            for name, (work, slowest) in pairs.items():
+                share = 1 - work / (self.ranks * slowest) if slowest else 0.0
+                found[name] = max(0.0, share)
+        return found | {
+            "loss": self.loss,
+            "tokens_per_second": self.tokens / seconds,
+            "samples_per_second": self.samples / seconds,
+            "fill": self.tokens / (self.parts * tokens_per_rank),
+            "packs": self.packs,
+            "sub_samples": self.samples,
+            "tokens": self.tokens,
+            "loss_tokens": self.loss_tokens,
+            "step_seconds": seconds,
+            "data_wait": self.data_seconds / seconds,
+            "rank_imbalance": self.imbalance,
         }
 
 
@@ -259,19 +251,10 @@ def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
     return torch.stack([tower, language, cost.language_flops(tokens).sum()])
 
 
-def tower_shares(cost: ModelCost, row: PackedBatch, ranks: int) -> npt.NDArray[np.float64]:
-    """(ranks,) operations of the vision tower, forward, on each rank that shares the row."""
-    frames = frames_of(torch.cat([row.image_grid_thw, row.video_grid_thw]))
-    flops = cost.tower_flops(frames[:, 0])
-    return np.diff(np.append(0.0, flops.cumsum())[share_frames(flops, ranks)])
-
-
 def memory_gib(device: torch.device) -> float:
     """The peak memory of this process: on the GPU, or in the machine's memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -381,10 +364,9 @@ class MetricsLog:
         self._trackers: list[Tracker] = []
         if config.tensorboard:
             self._trackers.append(TensorBoard(folder, iteration))
-        if config.wandb:
-            self._trackers.append(wandb_run(folder, config.wandb))
-        if config.swanlab:
-            self._trackers.append(swanlab_run(folder, config.swanlab))
+        for package, project in (("wandb", config.wandb), ("swanlab", config.swanlab)):
+            if project:
+                self._trackers.append(run_elsewhere(package, folder, project))
         self._samples_seen = 0
         if self._path.exists():
             kept = [line for line in read_metrics(self._path) if line["iteration"] <= iteration]
@@ -435,34 +417,18 @@ class TensorBoard:
         self._writer.close()
 
 
-def wandb_run(folder: Path, project: str) -> Tracker:
-    """The folder's run in Weights & Biases, begun or continued; WANDB_MODE=offline keeps it there.
-    Raises ValueError without the package."""
+def run_elsewhere(package: str, folder: Path, project: str) -> Tracker:
+    """The folder's run in Weights & Biases or SwanLab, begun or continued under the same name;
+    WANDB_MODE=offline and SWANLAB_MODE=offline keep it in the folder. Raises ValueError without the
+    package."""
     try:
-        import wandb
+        module = importlib.import_module(package)
     except ImportError as error:
-        raise _missing("wandb", "null") from error
-    run_id = _run_id(folder)
-    run: Any = wandb.init(project=project, dir=folder, id=run_id, name=folder.name, resume="allow")
+        raise _missing(package, "null") from error
+    own = {"log_dir": str(folder / "swanlog")} if package == "swanlab" else {"dir": folder}
+    run_id = hash_bytes(str(folder.resolve()).encode())[:16]
+    run: Tracker = module.init(project=project, id=run_id, name=folder.name, resume="allow", **own)
     return run
-
-
-def swanlab_run(folder: Path, project: str) -> Tracker:
-    """The same in SwanLab; SWANLAB_MODE=offline keeps it in the folder's `swanlog`."""
-    try:
-        import swanlab
-    except ImportError as error:
-        raise _missing("swanlab", "null") from error
-    run_id, log_dir = _run_id(folder), str(folder / "swanlog")
-    run: Any = swanlab.init(
-        project=project, log_dir=log_dir, id=run_id, name=folder.name, resume="allow"
-    )
-    return run
-
-
-def _run_id(folder: Path) -> str:
-    """The name of a folder's run: a resumed one goes on under it."""
-    return hash_bytes(str(folder.resolve()).encode())[:16]
 
 
 def _missing(package: str, off: str) -> ValueError:

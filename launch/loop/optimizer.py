@@ -23,7 +23,6 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from launch.config import OptimizerConfig
-from launch.loop.parallel import is_sharded
 
 
 class RankAdamW(ABC):
@@ -258,14 +257,6 @@ class Bucket:
             gradients = reduced
         self.gradient.add_(gradients)
 
-    @torch.no_grad()
-    def publish(self, group: distributed.ProcessGroup | None) -> None:
-        """Write the master weights to the model on all ranks."""
-        own = self.weights[self.own]
-        own.copy_(self.master)
-        if self.world_size > 1:
-            distributed.all_gather_into_tensor(self.weights, own.clone(), group=group)
-
     def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         start = 0
         for parameter in self.parameters:
@@ -302,12 +293,22 @@ class ShardedAdamW(RankAdamW):
     def _gradients(self, denominator: float) -> list[torch.Tensor]:
         gradients = [bucket.gradient for bucket in self.buckets]
         torch._foreach_div_(gradients, denominator)
-        self._average_replicated()
+        # Tensor parallel ranks get the same gradient for the parameters that all have in full. In
+        # exact arithmetic it would be the same anyway; on a GPU some kernels add in no fixed
+        # order, and the copies would drift apart.
+        _, size = _rank_and_size(self._tensor_group)
+        for bucket in self.buckets:
+            if size > 1 and not bucket.tensor_parallel:
+                distributed.all_reduce(bucket.gradient, group=self._tensor_group)
+                bucket.gradient.div_(size)
         return gradients
 
     def _publish(self) -> None:
         for bucket in self.buckets:
-            bucket.publish(self._group)
+            own = bucket.weights[bucket.own]
+            own.copy_(bucket.master)
+            if bucket.world_size > 1:
+                distributed.all_gather_into_tensor(bucket.weights, own.clone(), group=self._group)
 
     def _clear_gradients(self) -> None:
         torch._foreach_zero_([bucket.gradient for bucket in self.buckets])
@@ -319,20 +320,6 @@ class ShardedAdamW(RankAdamW):
         whole = parts[0].new_zeros(size * world_size)
         whole[:total] = torch.cat(list(parts))[:total]
         return whole[rank * size : (rank + 1) * size].clone()
-
-    def _average_replicated(self) -> None:
-        """Give tensor parallel ranks the same gradient for the parameters that all have in full.
-
-        In exact arithmetic it would be the same anyway; on a GPU some kernels add in no fixed
-        order, and the copies would drift apart.
-        """
-        if self._tensor_group is None:
-            return
-        size = distributed.get_world_size(self._tensor_group)
-        for bucket in self.buckets:
-            if size > 1 and not bucket.tensor_parallel:
-                distributed.all_reduce(bucket.gradient, group=self._tensor_group)
-                bucket.gradient.div_(size)
 
     def _norm(self) -> float:
         """L2 norm of the whole model's gradient: each slice once, replicated parameters once."""
@@ -358,7 +345,9 @@ def _buckets(trained: Iterable[nn.Parameter], rank: int, world_size: int) -> Ite
     """Parameters by kind, in the model's order, in buckets of about BUCKET_ELEMENTS."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for parameter in trained:
-        kind = (parameter.dtype, parameter.ndim > 1, is_sharded(parameter))
+        # Tensor parallel ranks hold different parts of some parameters.
+        is_divided = bool(getattr(parameter, "tensor_model_parallel", False))
+        kind = (parameter.dtype, parameter.ndim > 1, is_divided)
         kinds.setdefault(kind, []).append(parameter)
     for (_, decays, divided), parameters in kinds.items():
         while parameters:

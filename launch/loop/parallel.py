@@ -45,18 +45,16 @@ def initialize_parallel(
     Raises:
         ParallelError: the world size cannot be divided this way.
     """
-    device = _select_device()
-    _join_process_group(device)
-    _lay_out(tensor_parallel, context_parallel, slot_ranks)
-    torch.manual_seed(seed)
-    if device.type == "cuda":
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(seed)
-    return device
-
-
-def _lay_out(tensor_parallel: int, context_parallel: int, slot_ranks: int) -> None:
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size()
     if world_size % (tensor_parallel * context_parallel * slot_ranks):
         context = f" × context_parallel {context_parallel}" if context_parallel > 1 else ""
@@ -65,7 +63,6 @@ def _lay_out(tensor_parallel: int, context_parallel: int, slot_ranks: int) -> No
             f"tensor_parallel {tensor_parallel}{context}{slots} does not divide the {world_size} "
             "processes; set NNODES × NPROC_PER_NODE to a multiple of it"
         )
-    wanted = tensor_parallel, context_parallel
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_parallel,
@@ -73,35 +70,21 @@ def _lay_out(tensor_parallel: int, context_parallel: int, slot_ranks: int) -> No
             hybrid_context_parallel=slot_ranks > 1,
             create_gloo_process_groups=False,  # a second set, which nothing uses
         )
-    elif wanted != (found := _sizes()):
+    wanted = tensor_parallel, context_parallel
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    if wanted != found:
         raise ParallelError(
             f"this process already has tensor and context parallel sizes {found}, not {wanted}; "
             "call shutdown_parallel first"
         )
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-
-def _sizes() -> tuple[int, int]:
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-    )
-
-
-def _join_process_group(device: torch.device) -> None:
-    if dist.is_initialized():
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _select_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+        model_parallel_cuda_manual_seed(seed)
     return device
 
 
@@ -120,11 +103,6 @@ def shutdown_parallel() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether tensor parallel ranks hold different parts of this parameter."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def on_all_ranks(keys: list[str]) -> list[str]:

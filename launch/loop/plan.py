@@ -12,6 +12,14 @@ from launch.data.packed_data import PackedData
 logger = logging.getLogger(__name__)
 
 
+#: Share of the way from min to max left at `progress` in 0..1, by name.
+DECAYS: Final[dict[str, Callable[[float], float]]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
     """The shape of a run."""
@@ -24,15 +32,17 @@ class TrainPlan:
     warmup_iterations: int
 
     def learning_rate(self, iteration: int, schedule: ScheduleConfig) -> float:
-        """The rate of one step, 0 for the first."""
-        return learning_rate(
-            iteration,
-            iterations=self.iterations,
-            warmup_iterations=self.warmup_iterations,
-            max_rate=schedule.learning_rate,
-            min_rate=schedule.min_learning_rate,
-            decay=schedule.decay,
-        )
+        """The rate of one step, 0 for the first.
+
+        Rises linearly over the warm-up, then falls towards the minimum, which it would reach one
+        step after the last: with a minimum of 0, no step is wasted.
+        """
+        if iteration < self.warmup_iterations:
+            return schedule.learning_rate * (iteration + 1) / self.warmup_iterations
+        steps = max(1, self.iterations - self.warmup_iterations)
+        progress = min(1.0, (iteration - self.warmup_iterations) / steps)
+        least = schedule.min_learning_rate
+        return least + (schedule.learning_rate - least) * DECAYS[schedule.decay](progress)
 
 
 def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) -> TrainPlan:
@@ -45,7 +55,11 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
     Raises:
         ValueError: `global_batch_packs` does not divide evenly, or nothing would be trained.
     """
-    _check_freeze(config, data)
+    if "language" in config.model.freeze and not data.has_media:
+        raise ValueError(
+            f"model.freeze={sorted(config.model.freeze)}: no pack of {config.data.path} has images "
+            "or videos, so that nothing would be trained; train the language model"
+        )
     accumulation, packs = _step_of(config, data, data_parallel)
     per_step = accumulation * data_parallel // data.slots.ranks if data.slots else packs
     if data.slots:
@@ -66,8 +80,7 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
         logger.info(
             "%.2f%% of them from %s: %.2f times its %d packs", 100 * share, folder, drawn / own, own
         )
-    _warn(config, data, packs, iterations)
-    _warn_of_decay(config, iterations)
+    _warn_of_recipe(config, data, packs, iterations)
     _warn_of_data(config, data, packs, data_parallel)
     return TrainPlan(
         iterations=iterations,
@@ -75,14 +88,6 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
         accumulation=accumulation,
         warmup_iterations=round(config.schedule.warmup * iterations),
     )
-
-
-def _check_freeze(config: LaunchConfig, data: PackedData) -> None:
-    if "language" in config.model.freeze and not data.has_media:
-        raise ValueError(
-            f"model.freeze={sorted(config.model.freeze)}: no pack of {config.data.path} has images "
-            "or videos, so that nothing would be trained; train the language model"
-        )
 
 
 def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tuple[int, int]:
@@ -107,8 +112,9 @@ def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tupl
     return packs // multiple, packs
 
 
-def _warn(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:
-    """Warn where the run differs from the recipe."""
+def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:
+    """Warn where the run differs from the recipe, and of a decay that undoes the weights: a step
+    takes rate × decay of them."""
     asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
     if asked is not None and not 0.75 <= given / asked <= 1.25:
         logger.warning(
@@ -124,10 +130,6 @@ def _warn(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -
             -(-data.num_packs // packs),
             iterations,
         )
-
-
-def _warn_of_decay(config: LaunchConfig, iterations: int) -> None:
-    """Warn of a decay that undoes the weights: a step takes rate × decay of them."""
     schedule, decay = config.schedule, config.optimizer.weight_decay
     mean = schedule.learning_rate
     if schedule.decay != "constant":
@@ -166,37 +168,3 @@ def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_paral
             data.ordered_for,
             data_parallel,
         )
-
-
-#: Share of the way from min to max left at `progress` in 0..1, by name.
-DECAYS: Final[dict[str, Callable[[float], float]]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-
-
-def learning_rate(
-    iteration: int,
-    *,
-    iterations: int,
-    warmup_iterations: int,
-    max_rate: float,
-    min_rate: float,
-    decay: str,
-) -> float:
-    """The rate of one step.
-
-    Rises linearly over the warm-up, then falls towards `min_rate`, which it would reach one step
-    after the last: with a minimum of 0, no step is wasted.
-
-    Args:
-        iteration: 0 for the first step.
-        iterations: steps of the whole run.
-        decay: a name in DECAYS.
-    """
-    if iteration < warmup_iterations:
-        return max_rate * (iteration + 1) / warmup_iterations
-    steps = max(1, iterations - warmup_iterations)
-    progress = min(1.0, (iteration - warmup_iterations) / steps)
-    return min_rate + (max_rate - min_rate) * DECAYS[decay](progress)

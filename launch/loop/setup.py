@@ -1,10 +1,10 @@
-"""Assembles a training run: groups, data, model, optimizer, trainer."""
+"""Assembles a training run: checks, groups, data, model, optimizer, trainer; and its export."""
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -15,23 +15,29 @@ from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, check_room, slot_ranks_of
+from launch.data.packed_data import PackedData, check_room, check_validation, slot_ranks_of
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
-from launch.loop.ends import check_ends, check_token_ids, export
 from launch.loop.optimizer import FullyShardedAdamW, RankAdamW, ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.trainer import Trainer
-from launch.model.config import TransformersModelConfig
+from launch.model.config import ModelConfig, TransformersModelConfig
 from launch.model.megatron_model import build_model
 from offline_packing.errors import ConfigError, StageError
+from offline_packing.storage.files import read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
+from task_encoders.families.builtin_processor import has_builtin_processor
 from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA
 
 logger = logging.getLogger(__name__)
+
+#: File in an exported folder with its number of steps.
+_TRAINED: Final = "trained.json"
+#: Adapters take about ten times the rate of whole matrices (thinkingmachines.ai/blog/lora).
+_LEAST_LORA_RATE: Final = 5e-5
 
 
 def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
@@ -87,7 +93,11 @@ def build_trainer(
             "checkpoint to resume from; correct output.path, or leave the option out"
         )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
-    task_encoder = _task_encoder(config, data)
+    context = config.parallel.context
+    if config.data.online is None:
+        check_room(config.data.path, context)
+    multiple = required_pad_multiple(context_parallel=context)
+    task_encoder = build_task_encoder(config.data, data, config.model.family, pad_multiple=multiple)
     check_token_ids(config.model, task_encoder.encoder.media_token_ids)
     train_data = LoaderBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None
@@ -98,27 +108,26 @@ def build_trainer(
             config.data, task_encoder, device, split="val", limit=config.validation.limit
         )
     model = build_run_model(config, data, task_encoder, device)
+    is_sharded = isinstance(model, FSDPModule)
+
+    def even(batches: LoaderBatches | None) -> Any:
+        """Micro batches with which no rank waits for another in a sharded model."""
+        if batches is None or not is_sharded:
+            return batches
+        return EvenRows(batches, FAMILIES[config.model.family], model.hf_config, device)
+
     trainer = Trainer(
         config,
         plan,
         model=model,
         optimizer=build_optimizer(config, model),
-        train_data=_even(config, train_data, model, device),
-        validation_data=_even(config, validation_data, model, device),
+        train_data=even(train_data),
+        validation_data=even(validation_data),
         checkpoints=checkpoints,
         tokens_per_rank=data.tokens_per_rank,
         device=device,
     )
     return trainer, model
-
-
-def _task_encoder(config: LaunchConfig, data: PackedData) -> PackedTaskEncoder:
-    """The run's task encoder. Raises StageError if packs are too full for context parallelism."""
-    context = config.parallel.context
-    if config.data.online is None:
-        check_room(config.data.path, context)
-    multiple = required_pad_multiple(context_parallel=context)
-    return build_task_encoder(config.data, data, config.model.family, pad_multiple=multiple)
 
 
 def build_run_model(
@@ -143,16 +152,66 @@ def build_run_model(
     )
 
 
-def _even(
-    config: LaunchConfig,
-    batches: LoaderBatches | None,
-    model: torch.nn.Module,
-    device: torch.device,
-) -> Any:
-    """Micro batches with which no rank waits for another in a sharded model."""
-    if batches is None or not isinstance(model, FSDPModule):
-        return batches
-    return EvenRows(batches, FAMILIES[config.model.family], model.hf_config, device)
+def check_ends(config: LaunchConfig) -> None:
+    """Check that validation and export have what they need. Raises StageError if not."""
+    if config.validation.every:
+        check_validation(config.data.path)
+    elif config.validation.limit is not None:
+        logger.warning(
+            "validation.limit=%d without validation.every has no effect; set both",
+            config.validation.limit,
+        )
+    model = config.model
+    rate = config.schedule.learning_rate
+    lora = model.lora if isinstance(model, TransformersModelConfig) else None
+    if lora is not None and rate * lora.alpha / lora.rank < _LEAST_LORA_RATE:
+        logger.warning(
+            "schedule.learning_rate=%g times model.lora.alpha / rank %g hardly moves adapters, "
+            "which begin at 0; they usually take 1e-4 or more",
+            rate,
+            lora.alpha / lora.rank,
+        )
+    if not model.checkpoint:
+        logger.warning(
+            "random weights, in the sizes of model.preset=%s; set model.checkpoint to train a "
+            "model that exists",
+            model.preset,
+        )
+    is_built_here = not isinstance(model, TransformersModelConfig)  # others copy the packs'
+    if (
+        config.checkpoint.export
+        and is_built_here
+        and not model.checkpoint
+        and not has_builtin_processor(model.family)
+    ):
+        logger.warning(
+            "hf/ will have no tokenizer and no image processor: there is no built-in processor of "
+            "%s; copy them from a checkpoint, or train one with model.checkpoint",
+            model.family,
+        )
+
+
+def check_token_ids(model: ModelConfig, encoded_with: Mapping[str, int]) -> None:
+    """Check that a model's token ids of media are those of the packs, and within its vocabulary.
+    Raises StageError."""
+    place, size = "model.text", model.text.get("vocab_size")
+    if model.checkpoint is not None:
+        config = model.build_transformers_config()
+        for name, token_id in encoded_with.items():
+            theirs = getattr(config, name, token_id)
+            if theirs != token_id:
+                raise StageError(
+                    f"{model.checkpoint}/config.json has {name} {theirs}, the packs were encoded "
+                    f"with {token_id}; name the checkpoint they were packed for, or pack again "
+                    f"with model.processor={model.checkpoint}"
+                )
+        place, size = f"{model.checkpoint}/config.json", config.get_text_config().vocab_size
+    name, highest = max(encoded_with.items(), key=lambda item: item[1])
+    if size is not None and highest >= size:
+        raise StageError(
+            f"{place} has vocab_size {size:,}, and the packs hold {name} {highest:,}; give a model "
+            "with their vocabulary, or pack again with its processor"
+        )
 
 
 def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> None:
@@ -207,3 +266,24 @@ def build_checkpoints(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
     )
+
+
+def export(model: Any, output: Path, steps: int) -> None:
+    """Write the trained model to `hf/` in Hugging Face's format. A collective.
+
+    The model of an earlier, shorter run is kept as `hf_` and its number of steps.
+    """
+    folder = output / "hf"
+    earlier = read_json(folder / _TRAINED, "remove it") or {}
+    if earlier.get("steps") == steps:
+        logger.info("%s holds the trained model already", folder)
+        return
+    distributed.barrier()  # all have read
+    if distributed.get_rank() == 0 and folder.exists():
+        kept = output / f"hf_{earlier.get('steps', 'before')}"
+        folder.rename(kept)
+        logger.info("kept the model of an earlier run as %s", kept)
+    model.save_hf_checkpoint(folder)
+    if distributed.get_rank() == 0:
+        write_atomically(folder / _TRAINED, to_json({"steps": steps}))
+    logger.info("wrote the trained model to %s", folder)

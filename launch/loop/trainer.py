@@ -9,7 +9,8 @@ import math
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, Final, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +20,6 @@ from tqdm import tqdm
 from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches
 from launch.loop.checkpoint import CheckpointFolder
-from launch.loop.ends import StopRequest
 from launch.loop.loss import loss_terms, shift_labels, weighted_sum
 from launch.loop.metrics import (
     Eta,
@@ -42,6 +42,29 @@ logger = logging.getLogger(__name__)
 
 class StepError(RuntimeError):
     """A step failed. The text names the packs it was working on."""
+
+
+#: Signals that stop a run after the present step.
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Context manager that records SIGTERM or Ctrl-C, for the work inside to stop."""
+
+    def __init__(self) -> None:
+        #: the signal; 0: none
+        self.received = 0
+
+    def __enter__(self) -> "StopRequest":
+        def on_signal(number: int, _: FrameType | None) -> None:
+            self.received = number
+
+        self._previous: dict[int, Any] = {s: signal.signal(s, on_signal) for s in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
 
 class ValidationBatches(MicroBatches, Protocol):
@@ -209,7 +232,7 @@ class Trainer:
 
     def _forward_backward(self, row: PackedBatch, counts: StepCounts) -> None:
         try:
-            with counts.computing():
+            with counts.computing:
                 loss = self._count_loss(row, counts)
                 loss.backward()
         except Exception as error:

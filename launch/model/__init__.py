@@ -1,1 +1,1 @@
-"""Families of models on megatron-core, and their checkpoints."""
+"""Models for packed rows: built of megatron-core's layers, or whole from transformers."""

@@ -1,9 +1,8 @@
 """The model to train: a checkpoint, or random weights in the sizes of a preset."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -30,19 +29,11 @@ ELSEWHERE: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TransformersClasses:
+class TransformersClasses(NamedTuple):
     """transformers' classes of a model family."""
 
     config: Any
     model: Any
-
-    def without_memory(self, hf_config: Any) -> Any:
-        """A model that has shapes, but no weights."""
-        import torch
-
-        with torch.device("meta"):
-            return self.model(hf_config)
 
 
 def transformers_classes(family: str) -> TransformersClasses:
@@ -165,9 +156,24 @@ class ModelConfig(BaseModel):
                 not one of transformers'.
         """
         config_class = transformers_classes(self.family).config
-        if self.checkpoint is not None:
-            return _read_config(self.checkpoint, self.family, config_class)
-        return self.random_config()
+        if self.checkpoint is None:
+            return self.random_config()
+        from transformers import PreTrainedConfig
+
+        folder, family = self.checkpoint, FAMILIES[self.family]
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"checkpoint {folder} has no config.json; give a folder that holds a Hugging Face "
+                "checkpoint"
+            )
+        values, _ = PreTrainedConfig.get_config_dict(folder)
+        if (found := values.get("model_type")) not in family.model_types:
+            known = [name for name, one in FAMILIES.items() if found in one.model_types]
+            remedy = f"choose from {', '.join(TRAINED)}"
+            if known:
+                remedy = f"set model.family={known[0]}"
+            raise ValueError(f"checkpoint {folder} is a {found!r}; {remedy}")
+        return config_class.from_pretrained(folder)
 
     def random_config(
         self, vision: Mapping[str, Any] | None = None, token_ids: Mapping[str, int] | None = None
@@ -245,20 +251,3 @@ class TransformersModelConfig(ModelConfig):
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.checkpoint)
-
-
-def _read_config(folder: Path, family: str, config_class: Any) -> Any:
-    """The config of a checkpoint folder."""
-    from transformers import PreTrainedConfig
-
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"checkpoint {folder} has no config.json; give a folder that holds a Hugging Face "
-            "checkpoint"
-        )
-    values, _ = PreTrainedConfig.get_config_dict(folder)
-    if (found := values.get("model_type")) not in FAMILIES[family].model_types:
-        known = [name for name, one in FAMILIES.items() if found in one.model_types]
-        remedy = f"set model.family={known[0]}" if known else f"choose from {', '.join(TRAINED)}"
-        raise ValueError(f"checkpoint {folder} is a {found!r}; {remedy}")
-    return config_class.from_pretrained(folder)

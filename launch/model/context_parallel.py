@@ -35,10 +35,6 @@ class RowPart(PackedSeqParams):
     #: (cu_seqlens_kv[-1],) places of the keys in the ranks' parts, one after another
     keys: torch.Tensor = dataclasses.field(kw_only=True)
 
-    def in_row(self, values: torch.Tensor) -> torch.Tensor:
-        """(1, S / n) of this rank's tokens -> (1, S), 0 at the others."""
-        return values.new_zeros(1, len(self.owner)).index_copy(1, self.own, values)
-
     def gather_keys(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +68,11 @@ def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
             f"{size} context parallel ranks; pad each to a multiple (pad_multiple={2 * size})"
         )
     num_tokens, chunks = int(boundaries[-1]), lengths // (2 * size)
-    parts = [_chunk_places(boundaries, chunks, size, one, num_tokens) for one in range(size)]
+    parts = []  # places in the row of each rank's chunks
+    for one in range(size):
+        starts = [boundaries[:-1] + chunks * number for number in (one, 2 * size - 1 - one)]
+        pairs = torch.stack(starts, dim=1).flatten()
+        parts.append(_ranges(pairs, chunks.repeat_interleave(2), num_tokens // size))
     place = torch.cat(parts).argsort()
     ends = torch.stack([chunks * (rank + 1), chunks * (2 * size - rank)], dim=1).flatten()
     num_keys = num_tokens // (2 * size) * (2 * size + 1)
@@ -89,15 +89,6 @@ def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
         owner=place // (num_tokens // size),
         keys=place[_ranges(boundaries[:-1].repeat_interleave(2), ends, num_keys)],
     )
-
-
-def _chunk_places(
-    boundaries: torch.Tensor, chunks: torch.Tensor, size: int, rank: int, num_tokens: int
-) -> torch.Tensor:
-    """Places in the row of a rank's chunks, whose lengths are `chunks` (P,)."""
-    starts = [boundaries[:-1] + chunks * number for number in (rank, 2 * size - 1 - rank)]
-    pairs = torch.stack(starts, dim=1).flatten()
-    return _ranges(pairs, chunks.repeat_interleave(2), num_tokens // size)
 
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:

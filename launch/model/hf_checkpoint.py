@@ -1,25 +1,273 @@
-"""Hugging Face checkpoint folders: safetensors, one file or several with an index.
+"""Hugging Face checkpoint folders, and their tensors as megatron-core's parameters.
 
 config.json  generation_config.json  tokenizer.json …  preprocessor_config.json
 model.safetensors                                       or
 model-00001-of-00002.safetensors …  model.safetensors.index.json
+
+Names are those of Qwen2-VL's published checkpoints (`model.layers.0…`, `visual.…`,
+`lm_head.weight`), or as they would be there. Every Hugging Face tensor is cut along one dimension
+or not at all over tensor parallel ranks, so that a rank reads only its own slice, and gathering is
+a concatenation:
+
+    mcore parameter   Hugging Face tensors   cut along   put together
+    linear_qkv        q_proj k_proj v_proj   0           per group: its query heads, key, value
+    linear_fc1        gate_proj up_proj      0           gate above up
+    linear_proj, fc2  o_proj, down_proj      1           unchanged
+    embedding, head   the same               0           unchanged
+    norms             the same               -           unchanged
+    vision tower      the same               -           unchanged
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from launch.model.hf_weights import published_name
+from launch.model.config import part_of
+from task_encoders.families.base.family import TensorNames
+
+Tensors = list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightRule:
+    """Rule that makes one parameter of Hugging Face tensors."""
+
+    names: tuple[str, ...]
+    #: dimension along which tensor parallel ranks share the tensors
+    dim: int | None
+    #: this rank's slices -> this rank's parameter, and back
+    join: Callable[[Tensors], torch.Tensor] = lambda parts: parts[0]
+    split: Callable[[torch.Tensor], Tensors] = lambda parameter: [parameter]
+
+
+def join_qkv(parts: Tensors, head_dim: int) -> torch.Tensor:
+    """Query (H·D, …), key and value (G·D, …) as megatron-core's linear_qkv: ((H + 2·G)·D, …).
+
+    For each of the G groups: its H / G query heads, then its key, then its value.
+    """
+    groups = parts[1].shape[0] // head_dim
+    grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def split_qkv(parameter: torch.Tensor, head_dim: int, heads_per_group: int) -> Tensors:
+    """The reverse of join_qkv."""
+    sizes = [heads_per_group * head_dim, head_dim, head_dim]
+    grouped = parameter.unflatten(0, (-1, sum(sizes)))
+    return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+
+
+def head_dim_of(text_config: Any) -> int:
+    """Channels of one attention head."""
+    given = getattr(text_config, "head_dim", None)
+    return int(given or text_config.hidden_size // text_config.num_attention_heads)
+
+
+#: Parameters of a layer that are one tensor in both: published name, and dimension of the cut.
+_ALONE: Final = {
+    "self_attention.linear_proj": ("self_attn.o_proj", 1),
+    "self_attention.q_layernorm": ("self_attn.q_norm", None),
+    "self_attention.k_layernorm": ("self_attn.k_norm", None),
+    "mlp.linear_fc2": ("mlp.down_proj", 1),
+    "input_layernorm": ("input_layernorm", None),
+    "pre_mlp_layernorm": ("post_attention_layernorm", None),
+}
+
+
+def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
+    """The rule of every parameter of the language model, by megatron-core's name, including
+    biases and norms that not every family has."""
+    heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
+    head_dim = head_dim_of(text_config)
+
+    qkv = partial(join_qkv, head_dim=head_dim)
+    un_qkv = partial(split_qkv, head_dim=head_dim, heads_per_group=heads // groups)
+    rules = {
+        "embedding.word_embeddings.weight": WeightRule(("model.embed_tokens.weight",), 0),
+        "decoder.final_layernorm.weight": WeightRule(("model.norm.weight",), None),
+    }
+    if not tied:
+        rules["output_layer.weight"] = WeightRule(("lm_head.weight",), 0)
+    for i in range(text_config.num_hidden_layers):
+        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        for kind in ("weight", "bias"):
+            names = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
+            rules[f"{ours}self_attention.linear_qkv.{kind}"] = WeightRule(names, 0, qkv, un_qkv)
+        gate_up = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
+        rules[f"{ours}mlp.linear_fc1.weight"] = WeightRule(
+            gate_up, 0, torch.cat, lambda parameter: list(parameter.chunk(2))
+        )
+        for name, (published, dim) in _ALONE.items():
+            rules[f"{ours}{name}.weight"] = WeightRule((f"{theirs}{published}.weight",), dim)
+    return rules
+
+
+def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
+    """The rule of every parameter of a `PackedMegatronModel`."""
+    tied = hf_config.tie_word_embeddings
+    language = language_rules(hf_config.text_config, tied=tied)
+    rules = {f"language_model.{name}": rule for name, rule in language.items()}
+    for name, _ in model.named_parameters():
+        if name.startswith("visual."):
+            rules[name] = WeightRule((published_name(name),), None)
+    return rules
+
+
+@torch.no_grad()
+def load_weights(
+    model: torch.nn.Module, hf_config: Any, source: "RandomWeights | CheckpointReader"
+) -> None:
+    """Fill this rank's parameters, and mark those that tensor parallel ranks share.
+
+    Raises:
+        ValueError: a tensor of the source has another shape than the model.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rules = model_rules(model, hf_config)
+    for name, parameter in model.named_parameters():
+        rule = rules[name]
+        value = rule.join([source.read(part, rule.dim, rank, size) for part in rule.names])
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"{', '.join(rule.names)}: shape {tuple(value.shape)} on this rank, the model has "
+                f"{tuple(parameter.shape)}; config.json and weights do not belong together"
+            )
+        parameter.copy_(value)
+        parameter.tensor_model_parallel = rule.dim is not None and size > 1  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def gather_weights(
+    model: torch.nn.Module, hf_config: Any
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor of the model under its published name, on the CPU of tensor parallel rank 0.
+
+    All ranks of a tensor parallel group must iterate; ranks other than 0 get None.
+    """
+    rules = model_rules(model, hf_config)
+    for name, parameter in model.named_parameters():
+        rule = rules[name]
+        for hf_name, part in zip(rule.names, rule.split(parameter), strict=True):
+            yield hf_name, _gather(part, rule.dim)
+
+
+def _gather(part: torch.Tensor, dim: int | None) -> torch.Tensor | None:
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1 or dim is None:
+        return part.to("cpu", copy=True).contiguous() if rank == 0 else None
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(size)] if rank == 0 else None
+    dist.gather(
+        part,
+        parts,
+        dst=parallel_state.get_tensor_model_parallel_src_rank(),
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    return None if parts is None else torch.cat([p.cpu() for p in parts], dim=dim)
+
+
+class RandomWeights:
+    """Random weights that depend on seed and name only, not on the number of ranks.
+
+    Matrices are drawn from N(0, initializer_range²), norms and scales 1, biases 0.
+    They are drawn on the training device: 2 billion take half a minute on a CPU core.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._shapes = shapes
+        self._seed = seed
+        self._device = device
+        self._std = {
+            True: hf_config.vision_config.initializer_range,
+            False: hf_config.text_config.initializer_range,
+        }
+
+    def read(self, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
+        """See `CheckpointReader.read`."""
+        tensor = torch.ones(*self._shapes[name], device=self._device)
+        if tensor.ndim > 1:
+            name_seed = zlib.crc32(name.encode()) << 16
+            generator = torch.Generator(self._device).manual_seed(self._seed + name_seed)
+            tensor.normal_(0, self._std[part_of(name) != "language"], generator=generator)
+        elif name.endswith("bias"):
+            tensor.zero_()
+        return tensor if dim is None else tensor.chunk(size, dim)[rank]
+
+
+#: Names of other checkpoints, of transformers in memory, and of a tower in a model here -> those of
+#: Qwen2-VL's checkpoints, which are used here.
+_RENAMED: Final = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "visual.vision_tower.": "vision_tower.",
+    "visual.multi_modal_projector.": "multi_modal_projector.",
+}
+#: The reverse, by family.TensorNames.
+_WRITTEN: Final[Mapping[TensorNames, Mapping[str, str]]] = {
+    "plain": {},
+    "nested": {"model.": "model.language_model.", "visual.": "model.visual."},
+    "llava": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+}
+
+
+def published_name(name: str) -> str:
+    """The name a tensor has in checkpoints of Qwen2-VL, or would have.
+
+    model.language_model.norm.weight -> model.norm.weight
+    """
+    return _renamed(name, _RENAMED)
+
+
+def written_name(name: str, names: TensorNames) -> str:
+    """The name that a tensor has in checkpoints of other families.
+
+    model.norm.weight -> model.language_model.norm.weight
+    """
+    return _renamed(name, _WRITTEN[names])
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
+    return name
+
+
+def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of a model of transformers must have."""
+    state = model.state_dict()
+    shapes = {published_name(name): tuple(tensor.shape) for name, tensor in state.items()}
+    if model.config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -43,7 +291,7 @@ COMPANION_FILES: Final = (
 )
 
 
-class CheckpointReader:
+class CheckpointReader(contextlib.ExitStack):
     """Slices of the tensors in a checkpoint folder, without reading the rest of the file."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -52,15 +300,15 @@ class CheckpointReader:
         Raises:
             ValueError: no safetensors, or a tensor is missing.
         """
-        self._stack = contextlib.ExitStack()
+        super().__init__()
         self._files: dict[str, tuple[Any, str]] = {}  # published name -> (file, name in it)
         for path in weight_files(folder):
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = self.enter_context(safe_open(path, framework="pt"))
             for name in file.keys():  # noqa: SIM118  safe_open is not a mapping
                 self._files[published_name(name)] = file, name
         missing = sorted(set(shapes) - set(self._files))
         if missing:
-            self._stack.close()
+            self.close()
             raise ValueError(
                 f"checkpoint {folder} lacks {len(missing)} of {len(shapes)} tensors, the first is "
                 f"{missing[0]!r}; is its download complete?"
@@ -75,17 +323,6 @@ class CheckpointReader:
         length = tensor.get_shape()[dim] // size
         part = slice(rank * length, (rank + 1) * length)
         return tensor[part] if dim == 0 else tensor[:, part]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
 
 def weight_files(folder: Path) -> list[Path]:

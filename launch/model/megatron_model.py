@@ -4,47 +4,304 @@ patches ─▶ vision tower ─▶ features ┐ (replicated on tensor parallel r
 tokens  ─▶ embedding ───────────────┴▶ decoder, attention inside segments ─▶ loss of labels
 
 In Qwen3-VL, features from inner layers of the tower are added to the outputs of the decoder's first
-layers (DeepStack).
+layers (DeepStack). Rotary positions (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1) are
+computed here: megatron-core's own module for them needs a CUDA device.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import distributed
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from launch.model.config import ModelConfig, part_of, transformers_classes
 from launch.model.context_parallel import RowPart, cut_row
-from launch.model.hf_checkpoint import CheckpointReader, write_checkpoint
-from launch.model.hf_weights import (
+from launch.model.hf_checkpoint import (
+    CheckpointReader,
     RandomWeights,
     gather_weights,
+    head_dim_of,
     load_weights,
     model_rules,
     published_shapes,
+    write_checkpoint,
     written_name,
 )
-from launch.model.language_model import (
-    build_language_model,
-    head_dim_of,
-    rope_base,
-    rope_frequencies,
-    token_losses,
-)
-from launch.model.packed_attention import select_backend
-from launch.model.vision_tower import (
-    Medium,
-    build_visual,
-    media_features,
-    picture_features,
-)
+from launch.model.packed_attention import PackedCoreAttention, select_backend
+from launch.model.vision_tower import Medium, build_visual, media_features, picture_features
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
+from task_encoders.packs.tokenized import IGNORE_INDEX
+
+#: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
+LOSS_CHUNK: Final = 2048
+
+
+class RecomputedTransformerLayer(TransformerLayer):
+    """A layer that keeps its input only, and runs again in the backward pass.
+
+    megatron-core's own recompute saves the state of CUDA's generators and needs a CUDA device;
+    there is no dropout here, so there is no state to save.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as TransformerLayer's."""
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        return checkpoint(
+            super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
+    """megatron-core's local layer spec with `PackedCoreAttention` as its core attention."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    if recompute:
+        spec.module = RecomputedTransformerLayer
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=PackedCoreAttention, params={"backend": backend}
+    )
+    return spec
+
+
+#: Fusions do not exist on a CPU, and tests should run the code that trains.
+_UNFUSED: Final = {
+    "apply_rope_fusion": False,  # TransformerEngine's restarts the angles in every segment
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
+def transformer_config(
+    text_config: Any,
+    tensors: Container[str],
+    tensor_parallel: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TransformerConfig:
+    """megatron-core's config of a text model with these tensors, without what needs a CUDA
+    device."""
+    return TransformerConfig(
+        num_layers=text_config.num_hidden_layers,
+        hidden_size=text_config.hidden_size,
+        ffn_hidden_size=text_config.intermediate_size,
+        num_attention_heads=text_config.num_attention_heads,
+        num_query_groups=text_config.num_key_value_heads,
+        layernorm_epsilon=text_config.rms_norm_eps,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias="model.layers.0.self_attn.q_proj.bias" in tensors,  # Qwen2's
+        qk_layernorm="model.layers.0.self_attn.q_norm.weight" in tensors,  # Qwen3's
+        kv_channels=head_dim_of(text_config),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,  # weights are loaded, see hf_checkpoint
+        **_UNFUSED,
+    )
+
+
+def build_language_model(
+    hf_config: Any,
+    tensors: Container[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    recompute: bool,
+) -> GPTModel:
+    """This rank's part of the language model, its weights not yet set.
+
+    Args:
+        hf_config: transformers' config of the whole model.
+        tensors: published names of its tensors.
+        backend: see `packed_attention.select_backend`.
+        recompute: whether layers run again in the backward pass instead of keeping activations.
+
+    Raises:
+        ValueError: the config asks for something that is not built here.
+    """
+    text_config = hf_config.text_config
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    check_supported(text_config, size)
+    core_config = transformer_config(text_config, tensors, size, dtype=dtype, device=device)
+    spec = layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm)
+    model = GPTModel(
+        core_config,
+        # The last norm is chosen here, as the layers' are: core would take Apex's, where that is
+        # installed without TransformerEngine, which cannot be an RMSNorm.
+        TransformerBlockSubmodules([spec] * core_config.num_layers, layer_norm=WrappedTorchNorm),
+        vocab_size=text_config.vocab_size,
+        max_sequence_length=text_config.max_position_embeddings,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="none",  # the angles are made once per row, see rotary
+        scatter_embedding_sequence_parallel=False,
+    )
+    model = model.to(dtype)  # torch's norms do not follow params_dtype
+    # Every tensor parallel rank has the whole query and key norms, but applies them to its own
+    # heads only: their gradients are sums over the ranks.
+    for name, parameter in model.named_parameters():
+        if size > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            parameter.register_hook(_summed)
+    return model
+
+
+def _summed(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.clone()
+    distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+    return gradient
+
+
+def check_supported(text_config: Any, tensor_parallel: int) -> None:
+    """Refuse a config that would train a model other than the one it describes."""
+    divided = {
+        "num_attention_heads": text_config.num_attention_heads,
+        "num_key_value_heads": text_config.num_key_value_heads,
+        "intermediate_size": text_config.intermediate_size,
+        "vocab_size": text_config.vocab_size,
+    }
+    for name, value in divided.items():
+        if value % tensor_parallel:
+            raise ValueError(
+                f"{name} {value} cannot be divided by tensor_parallel {tensor_parallel}; "
+                "choose a smaller tensor_parallel"
+            )
+    if text_config.hidden_act != "silu":
+        raise ValueError(f"hidden_act {text_config.hidden_act!r} is not supported, only 'silu'")
+    rope = text_config.rope_parameters
+    needs_sections = text_config.model_type.endswith("vl_text")
+    scales_queries = rope.get("llama_4_scaling_beta")  # by their positions
+    known = {"default"} if needs_sections else {"default", "dynamic"}
+    whole = rope.get("partial_rotary_factor", 1.0) == 1.0
+    is_known = rope["rope_type"] in known and whole and not scales_queries
+    if not is_known or (needs_sections and "mrope_section" not in rope):
+        raise ValueError(
+            f"rope_parameters {rope} are not supported, only rope_type 'default' (in older files "
+            "'mrope'), in Qwen's VL families with an mrope_section, in others also 'dynamic'; use "
+            "python -m launch.train_transformers"
+        )
+    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+        raise ValueError("use_sliding_window is not supported; set it to false in config.json")
+    if text_config.model_type == "mistral" and text_config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window {text_config.sliding_window} is not supported (it is 4096 where "
+            "config.json names none); if the model has none, set it to null in config.json"
+        )
+
+
+def token_losses(
+    labels: torch.Tensor, losses_at: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """(1, S) float32: the loss of every token, 0 where it is ignored.
+
+    Args:
+        labels: (S,) int64, shifted.
+        losses_at: the losses (n,) at positions (n,) of the row; it is called on one chunk of the
+            labelled positions after another, and again in the backward pass.
+    """
+    positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
+    if len(chunks) == 1:
+        losses = losses_at(positions)
+    else:
+        recomputed = functools.partial(
+            checkpoint, losses_at, use_reentrant=False, preserve_rng_state=False
+        )
+        losses = torch.cat([recomputed(chunk) for chunk in chunks])
+    row = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
+    return row.index_copy(0, positions, losses.float())[None]
+
+
+def rope_base(
+    rope: Mapping[str, Any], params: PackedSeqParams, *, max_positions: int, head_dim: int
+) -> float | torch.Tensor:
+    """The base of rotary angles: rope_theta, or one per token where rope_type is 'dynamic'
+    (NTK-aware scaling, transformers' formula): it grows with a sample's own length beyond
+    `max_positions` tokens.
+
+    Args:
+        rope: rope_parameters of the text model.
+        params: the samples in a row of S tokens.
+        max_positions: the text model's max_position_embeddings.
+
+    Returns:
+        A number, or (S,) float32.
+    """
+    theta = float(rope["rope_theta"])
+    if rope["rope_type"] != "dynamic":
+        return theta
+    padded = params.cu_seqlens_q_padded
+    places = (params.cu_seqlens_q if padded is None else padded).diff()
+    lengths = params.cu_seqlens_q.diff().clamp(min=max_positions).float()
+    factor = rope["factor"]
+    grown = (factor * lengths / max_positions - (factor - 1)) ** (head_dim / (head_dim - 2))
+    return theta * grown.repeat_interleave(places)
+
+
+def rope_frequencies(
+    position_ids: torch.Tensor,
+    *,
+    head_dim: int,
+    base: float | torch.Tensor,
+    sections: Sequence[int] = (),
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Rotation angles of every position, as megatron-core's attention takes them.
+
+    The head_dim / 2 frequencies are divided into `sections`: the first follow the temporal
+    position, then height, then width, and so on in turn. Qwen3-VL assigns them one by one
+    (`interleaved`): temporal, height, width, temporal, …, until a section is used up; the rest are
+    temporal.
+
+    Args:
+        position_ids: (3, 1, S) temporal, height and width position; or (1, 1, S), tokens counted,
+            which all frequencies follow.
+        head_dim: channels of one attention head.
+        base: see `rope_base`.
+        sections: frequencies per section, head_dim / 2 in all; none of (1, 1, S).
+
+    Returns:
+        (S, 1, 1, head_dim) float32.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device)
+    bases = base[:, None] if isinstance(base, torch.Tensor) else base
+    inverse_frequencies = 1.0 / bases ** (exponents / head_dim)
+    angles = position_ids.float()[..., None] * inverse_frequencies  # (…, 1, S, head_dim / 2)
+    if not sections:
+        (angles,) = angles
+    elif interleaved:
+        by_axis, angles = angles, angles[0].clone()
+        for axis in (1, 2):
+            places = slice(axis, 3 * sections[axis], 3)
+            angles[..., places] = by_axis[axis, ..., places]
+    else:
+        pieces = angles.split(list(sections), dim=-1)
+        angles = torch.cat([piece[i % 3] for i, piece in enumerate(pieces)], dim=-1)
+    return torch.cat([angles, angles], dim=-1).transpose(0, 1)[:, :, None]
 
 
 class PackedMegatronModel(torch.nn.Module):
@@ -103,17 +360,35 @@ class PackedMegatronModel(torch.nn.Module):
         own = part.own if part else slice(None)
         media = (imgs, image_grid_thw), (pixel_values_videos, video_grid_thw)
         embeddings, self._deep_features = self._embed(tokens, part, *media)
+        text_config = self.hf_config.text_config
+        rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
+        longest = text_config.max_position_embeddings
+        angles = rope_frequencies(
+            position_ids[..., own],
+            head_dim=head_dim,
+            base=rope_base(rope, packed_seq_params, max_positions=longest, head_dim=head_dim),
+            sections=rope.get("mrope_section", ()),
+            interleaved=rope.get("mrope_interleaved", False),
+        )
         hidden = self.language_model.decoder(
             hidden_states=embeddings,
             attention_mask=None,
-            rotary_pos_emb=self._angles(position_ids[..., own], packed_seq_params),
+            rotary_pos_emb=angles,
             # Not "thd": megatron-core would look up angles segment by segment, each time waiting.
             packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
         )
         if labels is None:
             return self._logits(hidden).transpose(0, 1)
-        losses = self._token_losses(hidden, labels[0, own])
-        return losses if part is None else part.in_row(losses)
+        own_labels = labels[0, own]
+
+        def losses_at(positions: torch.Tensor) -> torch.Tensor:
+            logits = self._logits(hidden[positions]).squeeze(1)
+            return vocab_parallel_cross_entropy(logits, own_labels[positions])
+
+        losses = token_losses(own_labels, losses_at)
+        if part is None:
+            return losses
+        return losses.new_zeros(1, len(part.owner)).index_copy(1, part.own, losses)
 
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.
@@ -126,19 +401,6 @@ class PackedMegatronModel(torch.nn.Module):
             tensors = ((written_name(name, names), tensor) for name, tensor in gathered)
             write_checkpoint(folder, tensors, self.hf_config, like=self.checkpoint)
         torch.distributed.barrier()
-
-    def _angles(self, position_ids: torch.Tensor, params: PackedSeqParams) -> torch.Tensor:
-        """Rotation angles of this rank's tokens, (S, 1, 1, head_dim)."""
-        text_config = self.hf_config.text_config
-        rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
-        longest = text_config.max_position_embeddings
-        return rope_frequencies(
-            position_ids,
-            head_dim=head_dim,
-            base=rope_base(rope, params, max_positions=longest, head_dim=head_dim),
-            sections=rope.get("mrope_section", ()),
-            interleaved=rope.get("mrope_interleaved", False),
-        )
 
     def _add_deep_features(
         self, _module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]
@@ -189,15 +451,6 @@ class PackedMegatronModel(torch.nn.Module):
         weight = self.language_model.shared_embedding_or_output_weight() if tied else None
         return self.language_model.output_layer(hidden, weight=weight)[0]
 
-    def _token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(S, 1, H) and (S,) -> (1, S)."""
-
-        def losses_at(positions: torch.Tensor) -> torch.Tensor:
-            logits = self._logits(hidden[positions]).squeeze(1)
-            return vocab_parallel_cross_entropy(logits, labels[positions])
-
-        return token_losses(labels, losses_at)
-
 
 def _put_features(
     embeddings: torch.Tensor, tokens: torch.Tensor, token_ids: Sequence[int], features: torch.Tensor
@@ -225,9 +478,14 @@ def build_model(
     Raises:
         ValueError: the checkpoint or the sizes cannot be used.
     """
-    _check_rows(config.family, shares_rows)
+    if shares_rows and FAMILIES[config.family].build.IMAGE_LAYOUT != "patches":
+        raise ValueError(
+            f"rows of {config.family} cannot go over several ranks; set parallel.context=1, and "
+            "pack for one rank each"
+        )
     hf_config = config.build_transformers_config()
-    outline = transformers_classes(config.family).without_memory(hf_config)
+    with torch.device("meta"):  # shapes, but no weights
+        outline = transformers_classes(config.family).model(hf_config)
     shapes, dtype = published_shapes(outline), config.resolve_dtype(device)
     backend = select_backend(device, dtype, config.attention, context_parallel=shares_rows)
     language_model = build_language_model(
@@ -240,7 +498,13 @@ def build_model(
     )
     visual = build_visual(outline.model, config, hf_config, dtype, device)
     model = PackedMegatronModel(config.family, hf_config, language_model, visual).to(device)
-    _check_complete(model, shapes)
+    rules = model_rules(model, hf_config)
+    used = {part for name, _ in model.named_parameters() for part in rules[name].names}
+    if unused := sorted(set(shapes) - used):
+        raise ValueError(
+            f"a {hf_config.text_config.model_type} model is not built of megatron-core's layers "
+            f"here: it has {unused[0]}; use python -m launch.train_transformers"
+        )
     if config.checkpoint is None:
         load_weights(model, hf_config, RandomWeights(hf_config, shapes, seed=seed, device=device))
     else:
@@ -250,22 +514,3 @@ def build_model(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part_of(name) not in config.freeze)
     return model
-
-
-def _check_rows(family: str, shares_rows: bool) -> None:
-    if shares_rows and FAMILIES[family].build.IMAGE_LAYOUT != "patches":
-        raise ValueError(
-            f"rows of {family} cannot go over several ranks; set parallel.context=1, and pack "
-            "for one rank each"
-        )
-
-
-def _check_complete(model: PackedMegatronModel, tensors: Iterable[str]) -> None:
-    """Raise ValueError for a model with tensors that have no place here."""
-    rules = model_rules(model, model.hf_config)
-    used = {part for name, _ in model.named_parameters() for part in rules[name].names}
-    if unused := sorted(set(tensors) - used):
-        raise ValueError(
-            f"a {model.hf_config.text_config.model_type} model is not built of megatron-core's "
-            f"layers here: it has {unused[0]}; use python -m launch.train_transformers"
-        )

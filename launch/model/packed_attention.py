@@ -243,29 +243,23 @@ class PackedCoreAttention(torch.nn.Module):
                 query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
             )
         else:
-            out = self._attend(query, key, value, packed_seq_params)
+            params = packed_seq_params
+            if isinstance(params, RowPart):  # its tokens attend to the keys of all ranks
+                key, value = params.gather_keys(key, value)
+            padded = params.cu_seqlens_q_padded is not None
+            out = varlen_attention(
+                query,
+                key,
+                value,
+                cu_seqlens=params.cu_seqlens_q_padded if padded else params.cu_seqlens_q,
+                max_seqlen=params.max_seqlen_q,
+                cu_seqlens_kv=params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv,
+                max_seqlen_kv=params.max_seqlen_kv,
+                scale=self.scale,
+                causal=True,
+                backend=self.backend,
+            )
         return out if is_thd else out.reshape(out.shape[0], 1, -1)
-
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: PackedSeqParams
-    ) -> torch.Tensor:
-        """(S, H, D) from the same, with one of this project's kernels. A rank that holds a part of
-        the row attends to the keys of all."""
-        if isinstance(params, RowPart):
-            key, value = params.gather_keys(key, value)
-        padded = params.cu_seqlens_q_padded is not None
-        return varlen_attention(
-            query,
-            key,
-            value,
-            cu_seqlens=params.cu_seqlens_q_padded if padded else params.cu_seqlens_q,
-            max_seqlen=params.max_seqlen_q,
-            cu_seqlens_kv=params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv,
-            max_seqlen_kv=params.max_seqlen_kv,
-            scale=self.scale,
-            causal=True,
-            backend=self.backend,
-        )
 
 
 def vision_attention(

@@ -56,11 +56,24 @@ def isolate_segments(model: nn.Module) -> int:
         has_hook = _hand_down_masks in module._forward_pre_hooks.values()
         if hasattr(module, "language_model") and _shows_images(module.config) and not has_hook:
             module.register_forward_pre_hook(_hand_down_masks, with_kwargs=True)
-    decoders = {
-        module: layers for module in model.modules() if (layers := _recurrent_layers(module))
-    }
+    decoders: dict[nn.Module, list[Any]] = {}
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList):
+            found = [getattr(layer, _MODULE) for layer in layers if hasattr(layer, _MODULE)]
+            decoders |= {module: found} if found else {}
     num_layers = sum(map(len, decoders.values()))
-    _check_kinds(model, num_layers)
+    config: Any = model.config
+    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    unknown = sorted(set(kinds) - _ATTENTION - {_RECURRENT})
+    is_stateful = any(getattr(module, "_is_stateful", False) for module in model.modules())
+    if kinds.count(_RECURRENT) != num_layers or (is_stateful and not num_layers):
+        unknown.append(_RECURRENT)
+    if unknown:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {unknown[0]!r}, which would carry state "
+            "across the samples of a pack; train it on unpacked samples"
+        )
     for decoder, layers in decoders.items():
         if _hand_down_segments in decoder._forward_pre_hooks.values():
             continue
@@ -150,29 +163,6 @@ def _hand_down_masks(
         ),
     }
     return args, {**kwargs, "attention_mask": found}
-
-
-def _recurrent_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the recurrent layers of a decoder."""
-    layers = getattr(module, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        return []
-    return [getattr(layer, _MODULE) for layer in layers if hasattr(layer, _MODULE)]
-
-
-def _check_kinds(model: nn.Module, num_recurrent: int) -> None:
-    """Refuse a model that has layers with a state other than the recurrent ones that were found."""
-    config: Any = model.config
-    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
-    unknown = sorted(set(kinds) - _ATTENTION - {_RECURRENT})
-    is_stateful = any(getattr(module, "_is_stateful", False) for module in model.modules())
-    if kinds.count(_RECURRENT) != num_recurrent or (is_stateful and not num_recurrent):
-        unknown.append(_RECURRENT)
-    if unknown:
-        raise ValueError(
-            f"{type(model).__name__} has layers of type {unknown[0]!r}, which would carry state "
-            "across the samples of a pack; train it on unpacked samples"
-        )
 
 
 def _hand_down_segments(

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
-from launch.model.language_model import token_losses
+from launch.model.megatron_model import token_losses
 from launch.model.segments import check_attention, isolate_segments, why_no_flash
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
@@ -82,40 +82,23 @@ class PackedTransformersModel(nn.Module):
             With labels the loss of every token, (1, S) float32, 0 where ignored. Without, the
             logits, (1, S, vocab_size).
         """
-        with torch.autocast(tokens.device.type, self._dtype, self._dtype != torch.float32):
-            return self._forward(
-                tokens,
-                position_ids,
-                packed_seq_params,
-                media_kwargs(
-                    imgs, image_grid_thw, pixel_values_videos, video_grid_thw, self._layout
-                ),
-                labels,
-            )
-
-    def _forward(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        packed_seq_params: PackedSeqParams,
-        media: dict[str, Any],
-        labels: torch.Tensor | None,
-    ) -> torch.Tensor:
         padded = packed_seq_params.cu_seqlens_q_padded
         boundaries = packed_seq_params.cu_seqlens_q if padded is None else padded
-        hidden = self.whole.model(
-            input_ids=tokens,
-            **segment_kwargs(position_ids, boundaries),
-            **media,
-        ).last_hidden_state
-        if labels is None:
-            return self._logits(hidden)
+        videos = pixel_values_videos, video_grid_thw
+        with torch.autocast(tokens.device.type, self._dtype, self._dtype != torch.float32):
+            hidden = self.whole.model(
+                input_ids=tokens,
+                **segment_kwargs(position_ids, boundaries),
+                **media_kwargs(imgs, image_grid_thw, *videos, self._layout),
+            ).last_hidden_state
+            if labels is None:
+                return self._logits(hidden)
 
-        def losses_at(positions: torch.Tensor) -> torch.Tensor:
-            logits = self._logits(hidden[0, positions]).float()
-            return F.cross_entropy(logits, labels[0, positions], reduction="none")
+            def losses_at(positions: torch.Tensor) -> torch.Tensor:
+                logits = self._logits(hidden[0, positions]).float()
+                return F.cross_entropy(logits, labels[0, positions], reduction="none")
 
-        losses = token_losses(labels[0], losses_at)
+            losses = token_losses(labels[0], losses_at)
         if self.training and not losses.requires_grad:
             # No weight that this row uses is trained: keep backward() possible.
             losses.requires_grad_()
@@ -197,9 +180,15 @@ def _make(
     """transformers' model, on the CPU, or peft's around it."""
     is_random = config.checkpoint is None
     sizes = config.random_config(**packs) if is_random else config.build_transformers_config()
+    attention = config.attention
+    if attention == "auto":  # the fastest kernel that can compute the model's attention
+        is_possible = device.type == "cuda" and dtype != torch.float32 and find_spec("flash_attn")
+        attention = "flash_attention_2" if is_possible and not why_no_flash(sizes) else "sdpa"
+    else:
+        check_attention(sizes, attention)
     options = {
         "dtype": torch.float32 if config.lora is None or config.fsdp else dtype,
-        "attn_implementation": _attention(config.attention, device, dtype, sizes),
+        "attn_implementation": attention,
     }
     torch.manual_seed(seed)
     if is_random:
@@ -217,15 +206,6 @@ def _make(
         return model
     torch.manual_seed(seed)
     return _with_lora(model, config.lora)
-
-
-def _attention(name: str, device: torch.device, dtype: torch.dtype, hf_config: Any) -> str:
-    """The kernel of this name; with `auto` the fastest that can compute the model's attention."""
-    if name != "auto":
-        check_attention(hf_config, name)
-        return name
-    is_possible = device.type == "cuda" and dtype != torch.float32 and find_spec("flash_attn")
-    return "flash_attention_2" if is_possible and not why_no_flash(hf_config) else "sdpa"
 
 
 def _with_lora(model: Any, options: LoraOptions) -> Any:
@@ -272,21 +252,17 @@ def _shard(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     Args:
         dtype: in which it computes.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList) and len(module) and _is_stack(module):
-            for layer in module:
+        layers = list(module) if isinstance(module, nn.ModuleList) else []
+        if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+            for layer in layers:  # of a decoder or of a vision tower
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)  # sums, as `ShardedAdamW` has them
-
-
-def _is_stack(modules: nn.ModuleList) -> bool:
-    """Whether these are layers of a decoder or of a vision tower."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return all(isinstance(module, GradientCheckpointingLayer) for module in modules)

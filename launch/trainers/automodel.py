@@ -17,35 +17,26 @@ from nemo_automodel.components.datasets.packing import DEFAULT_PACKED_SEQUENCE_C
 from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetWrapperConfig
 from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
-from torch.utils.data import Dataset
 
 from launch.data.open_packs import open_as_measured, settings_of_packs
-from launch.trainers.uniform import warn_of_mixed_steps
+from launch.trainers.shared import PacksAsItems, warn_of_mixed_steps
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
-from task_encoders.packed_task_encoder import PackedTaskEncoder
 
 #: Forms of images that its collator hands on (not Mistral 3's, with sizes) and whose masks
 #: it makes (not Gemma 4's, in which images see all of themselves).
 _LAYOUTS = ("patches", "squares", "tiles")
 
 
-class AutoModelPacks(Dataset[dict[str, Any]]):
+class AutoModelPacks(PacksAsItems):
     """Packs as AutoModel's `PackedDatasetWrapper` has them: labels shifted within every sample,
     whose last token is left out. Raises ValueError for a family that AutoModel does not pack."""
 
-    def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
-        self._packs = packs
-        self._token_ids = task_encoder.encoder.media_token_ids
-
-    def __len__(self) -> int:
-        return len(self._packs)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        batch = self._packs.batch([index])
+        batch = self.packs.batch([index])
         if batch.image_layout not in _LAYOUTS:
             raise ValueError(
-                f"{self._packs.path}: AutoModel does not pack this model's images "
+                f"{self.packs.path}: AutoModel does not pack this model's images "
                 f"({batch.image_layout!r}); train with launch.train_transformers"
             )
         row = to_transformers_kwargs(batch)
@@ -63,7 +54,7 @@ class AutoModelPacks(Dataset[dict[str, Any]]):
             "labels": batch.labels[0].roll(-1)[kept],
             "attention_mask": number + 1,
             "position_ids": positions[0] if len(positions) == 1 else positions,
-            "mm_token_type_ids": token_types(tokens[kept], self._token_ids),
+            "mm_token_type_ids": token_types(tokens[kept], self.token_ids),
             "seq_lens": counts.tolist(),
             "seq_lens_padded": counts.tolist(),
             "n_images": len(batch.image_grid_thw),

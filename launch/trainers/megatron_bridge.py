@@ -24,7 +24,7 @@ from launch.data.packed_data import read_packed_data
 from launch.loop.loss import shift_labels
 from launch.trainers.megatron_lm import DataIterator
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families.qwen_vl import QwenVLEncoder
+from task_encoders.families.qwen2_vl import QwenVLEncoder
 from task_encoders.loading.packed_dataset import (
     get_packed_loader,
     get_packed_train_dataset,

@@ -15,47 +15,35 @@ from typing import Any
 
 import torch
 from swift.pipelines.train.sft import SwiftSft
-from torch.utils.data import Dataset
 from transformers import Trainer
 
 from launch.data.open_packs import open_as_measured
-from launch.trainers.resuming import by_saved_names
-from task_encoders.concatenate import PackedRow, split_row
-from task_encoders.loading.packed_folder import PackedFolder
+from launch.trainers.shared import PacksAsItems, by_saved_names
+from task_encoders.concatenate import split_row
 from task_encoders.model_inputs import media_kwargs, token_types
-from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import path_of
 
 
-class SwiftPacks(Dataset[list[dict[str, Any]]]):
+class SwiftPacks(PacksAsItems):
     """Packs as ms-swift's `PackingDataset` has them: lists of encoded samples, which its collator
     concatenates."""
 
-    def __init__(self, packs: PackedFolder, encoder: SampleEncoder) -> None:
-        self._packs = packs
-        self._token_ids = encoder.media_token_ids
-
-    def __len__(self) -> int:
-        return len(self._packs)
-
     def __getitem__(self, number: int) -> list[dict[str, Any]]:
-        return [self._sample(row) for row in split_row(self._packs.row(number).row)]
-
-    def _sample(self, row: PackedRow) -> dict[str, Any]:
-        tokens = row.tokens
-        sample = {
-            "input_ids": tokens.tolist(),
-            "labels": row.labels.tolist(),
-            "length": len(tokens),
-            "mm_token_type_ids": token_types(tokens, self._token_ids),
-        }
-        if len(row.position_ids) == 3:  # else they count tokens, which ms-swift does itself
-            sample["position_ids"] = row.position_ids[:, None]
-        videos = row.pixel_values_videos, row.video_grid_thw
-        sample |= media_kwargs(
-            row.pixel_values, row.image_grid_thw, *videos, layout=row.image_layout
-        )
-        return sample
+        samples = []
+        for row in split_row(self.packs.row(number).row):
+            tokens = row.tokens
+            sample = {
+                "input_ids": tokens.tolist(),
+                "labels": row.labels.tolist(),
+                "length": len(tokens),
+                "mm_token_type_ids": token_types(tokens, self.token_ids),
+            }
+            if len(row.position_ids) == 3:  # else they count tokens, which ms-swift does itself
+                sample["position_ids"] = row.position_ids[:, None]
+            videos = row.pixel_values_videos, row.video_grid_thw
+            media = row.pixel_values, row.image_grid_thw, *videos
+            samples.append(sample | media_kwargs(*media, layout=row.image_layout))
+        return samples
 
 
 def positions_of_packs(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +68,7 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
     pipeline.template._get_position_ids = positions_of_packs
-    packs, task_encoder = open_as_measured(path, "ms-swift", split=split, processor=args.model_dir)
-    return SwiftPacks(packs, task_encoder.encoder)
+    return SwiftPacks(*open_as_measured(path, "ms-swift", split=split, processor=args.model_dir))
 
 
 _swifts_own = SwiftSft._prepare_dataset

@@ -30,8 +30,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from launch.model.segments import isolate_segments
-from launch.trainers.resuming import by_saved_names
-from launch.trainers.uniform import warn_of_mixed_steps
+from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import to_transformers_kwargs

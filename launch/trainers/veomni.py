@@ -14,36 +14,26 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from veomni.arguments import parse_args
 from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 from veomni.distributed.parallel_state import get_parallel_state
 
 from launch.data.open_packs import open_as_measured
-from launch.trainers.uniform import warn_of_mixed_steps
-from task_encoders.loading.packed_folder import PackedFolder
+from launch.trainers.shared import PacksAsItems, warn_of_mixed_steps
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
-from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.storage.paths import path_of
 
 
-class VeOmniPacks(Dataset[list[dict[str, torch.Tensor]]]):
+class VeOmniPacks(PacksAsItems):
     """Packs as VeOmni has samples: it finds the boundaries in a pack's positions, which begin at 0
     in every sample, and shifts the labels itself."""
-
-    def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
-        self.packs = packs
-        self._token_ids = task_encoder.encoder.media_token_ids
-
-    def __len__(self) -> int:
-        return len(self.packs)
 
     def __getitem__(self, number: int) -> list[dict[str, torch.Tensor]]:
         batch = self.packs.batch([number])
         row = to_transformers_kwargs(batch)
         tokens = batch.tokens[0]
-        types = token_types(tokens, self._token_ids)
+        types = token_types(tokens, self.token_ids)
         positions = batch.position_ids[:, 0]
         pack = {
             "input_ids": tokens.masked_fill(types > 0, 0),  # it finds media by their masks

@@ -9,8 +9,8 @@ import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
 from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
-from offline_packing.storage.files import is_remote
 from task_encoders.samples import TASKS
+from task_encoders.storage.paths import is_url
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 
@@ -101,7 +101,7 @@ def blend(folders: tuple[Path, ...], epochs: bool) -> None:
 
 
 def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
-    if is_remote(folder):
+    if is_url(folder):
         raise click.BadParameter(f"{context.command.name} needs a local folder")
     return folder
 

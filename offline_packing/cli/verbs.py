@@ -171,9 +171,14 @@ def verify_verb(
     seed: int = 0,
 ) -> None:
     """Re-read everything that was written, and check it."""
-    from offline_packing.verify.discard import discard as discard_damaged
-    from offline_packing.verify.render import render_result, render_verdict
-    from offline_packing.verify.verify import Drawn, preview_verify, verify
+    from offline_packing.verify.verify import (
+        Drawn,
+        preview_verify,
+        render_result,
+        render_verdict,
+        verify,
+    )
+    from offline_packing.verify.verify import discard as discard_damaged
 
     if discard:
         if run.engine.IS_SHARED or deep or hash_only or samples:

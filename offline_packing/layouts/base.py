@@ -1,21 +1,30 @@
 """Interface of every layout: writing one shard, the metadata of all, and reading both again."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
+import xxhash
 
+from offline_packing.errors import DamagedError
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
+from offline_packing.layouts.shards import (
+    PlannedSample,
+    ShardFragment,
+    ShardTask,
+    estimate_pack_bytes,
+)
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
+from offline_packing.storage.files import atomic_file, read_each, write_atomically
 from offline_packing.storage.tars import PackEntry
 from task_encoders.families import build_sample_encoder
 from task_encoders.packs.manifest import Manifest
@@ -23,6 +32,10 @@ from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
 from task_encoders.packs.tokenized import TokenizedPack, fingerprint_digest
 from task_encoders.samples import TASKS, SourceSample
+from task_encoders.storage.paths import REMEDY
+
+#: Bytes copied at a time.
+_BLOCK: Final = 8 << 20
 
 #: Name of a pack's member without its key, and content.
 Member = tuple[str, bytes]
@@ -179,3 +192,90 @@ class Layout(ABC):
             generation=task.generation,
             media=media,
         )
+
+
+class JoinedLayout(Layout):
+    """The packs of a split in one file. Its shards are files of their own, pieces, until all are
+    written and joined; then they are stretches of that file: the manifest says how many bytes each
+    has, and its fragment where each pack lies."""
+
+    PIECE: ClassVar[str]
+
+    @abstractmethod
+    def split_files(self, split: str) -> tuple[str, str]:
+        """Names of a split's file, and of that which says where its packs lie."""
+
+    @abstractmethod
+    def sizes(self, fragment: ShardFragment) -> npt.NDArray[np.int64]:
+        """(num_packs, ...) bytes of what a split's second file tells of each pack of a shard."""
+
+    @abstractmethod
+    def index(self, sizes: Sequence[npt.NDArray[np.int64]]) -> bytes:
+        """Content of a split's second file, from the sizes in all shards."""
+
+    def piece(self, shard_name: str) -> str:
+        """Name of a shard's own file."""
+        return f"{shard_name}{self.PIECE}"
+
+    def shard_file(self, shard_name: str) -> str:
+        return shard_name
+
+    def metadata(self, splits: Iterable[str]) -> Sequence[str]:
+        assert self.MEDIA_ROOTS is not None
+        files = [name for split in dict.fromkeys(splits) for name in self.split_files(split)]
+        return [*files, self.MEDIA_ROOTS]
+
+    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
+        """Join the shards of each split: pieces just written, and ranges of files joined before."""
+        there = {path.name for path in folder.iterdir()}  # one question, however many shards
+        loaded = read_each(folder, ShardFragment.load, fragments)
+        for split, own in itertools.groupby(loaded, key=attrgetter("split")):
+            path, index = (folder / name for name in self.split_files(split))
+            begin, sizes = 0, []
+            with atomic_file(path) as file:
+                for one in own:
+                    is_own, digest = self.piece(one.name) in there, xxhash.xxh3_128()
+                    place = (folder / self.piece(one.name), 0) if is_own else (path, begin)
+                    for block in _blocks(*place, one.num_bytes):
+                        file.write(block)
+                        digest.update(block)
+                    if digest.hexdigest() != one.xxh3_128:
+                        raise DamagedError(f"{path}: shard {one.name} is damaged; {REMEDY}")
+                    begin += one.num_bytes
+                    sizes.append(self.sizes(one))
+            write_atomically(index, self.index(sizes))
+        for shard in manifest.shards:
+            (folder / self.piece(shard.name)).unlink(missing_ok=True)
+
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        return self.piece(shard_name) in files or self.split_files(split)[0] in files
+
+    def place(self, task: ShardTask) -> tuple[Path, int]:
+        """The file of a shard, and where the shard begins in it: its piece, or in a complete output
+        that of its split."""
+        piece = task.folder / self.piece(task.shard.name)
+        if piece.exists():
+            return piece, 0
+        return task.folder / self.split_files(task.shard.split)[0], task.span[0]
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
+        path, begin = self.place(task)
+        size = path.stat().st_size if path.name == self.piece(task.shard.name) else task.span[1]
+        digest = xxhash.xxh3_128()
+        try:
+            for block in _blocks(path, begin, size):
+                digest.update(block)
+        except OSError:
+            return [(path.name, "is missing")]
+        if digest.hexdigest() == expected_hash:
+            return []
+        return [(path.name, f"is not what was written: {task.shard.name} differs")]
+
+
+def _blocks(path: Path, begin: int, size: int) -> Iterator[bytes]:
+    """Bytes of a range of a file, as far as they exist."""
+    with path.open("rb", _BLOCK) as file:
+        file.seek(begin)
+        while size and (block := file.read(min(size, _BLOCK))):
+            yield block
+            size -= len(block)

@@ -16,8 +16,7 @@ from offline_packing.layouts.energon_metadata import (
     write_energon_metadata,
     yaml_bytes,
 )
-from offline_packing.layouts.shard_tasks import ShardTask
-from offline_packing.layouts.shards import ShardFragment
+from offline_packing.layouts.shards import ShardFragment, ShardTask
 from offline_packing.storage.files import (
     atomic_file,
     hash_file,

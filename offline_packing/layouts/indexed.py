@@ -1,19 +1,16 @@
 """Packs as token ids in megatron-core's IndexedDataset; media stay where they are.
 
-    packed_seq_dataset.bin, .idx         the split train, see indexed_packs.py
-    packed_seq_dataset_val.bin, .idx     any other split
-    media_roots.json                     where media lie
-    train-000000.bin                     documents of one shard, until they are put together
-
-A shard is a stretch of its split's .bin: the manifest says how many bytes each has, and its
-fragment where each sequence lies.
+packed_seq_dataset.bin, .idx         the split train, see indexed_file.py
+packed_seq_dataset_val.bin, .idx     any other split
+media_roots.json                     where media lie
+train-000000.bin                     documents of one shard, until they are put together
 """
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +21,12 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import media_roots, time_of_medium
-from offline_packing.layouts.base import Admission, Layout, encoder_of
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.layouts.shards import ShardFragment
+from offline_packing.layouts.base import Admission, JoinedLayout, encoder_of
+from offline_packing.layouts.shards import PlannedSample, ShardFragment, ShardTask
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, SourceOptions
 from offline_packing.sources.roots.roots import Root
-from offline_packing.storage.files import atomic_file, to_json, write_atomically
+from offline_packing.storage.files import atomic_file, to_json
 from offline_packing.storage.tars import PackEntry, Part
 from task_encoders.media.video import SampledVideo
 from task_encoders.packs.indexed_file import (
@@ -53,28 +49,28 @@ from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample, Turn
 
 _FILE: Final = re.compile(rf"({PREFIX}(_[A-Za-z0-9_]+)?\.(bin|idx)|[A-Za-z0-9_]+-\d{{6}}\.bin)")
-#: Bytes copied at a time.
-_BLOCK: Final = 8 << 20
 
 
-class IndexedLayout(Layout):
+class IndexedLayout(JoinedLayout):
     """Documents of token ids."""
 
     TOKEN_IDS = "always"
     PIECE = ".bin"
     MEDIA_ROOTS = MEDIA_ROOTS
 
-    def shard_file(self, shard_name: str) -> str:
-        return shard_name
-
     def pack_bytes(self, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
         num_media = samples.array("num_images") + samples.array("num_videos")
         per_sample = 9 * samples.array("num_tokens").astype(np.int64) + 256 + 512 * num_media
         return np.add.reduceat(per_sample[plan.sample_ids], plan.pack_offsets[:-1])
 
-    def metadata(self, splits: Iterable[str]) -> Sequence[str]:
-        prefixes = map(_prefix, dict.fromkeys(splits))
-        return [*(f"{one}{end}" for one in prefixes for end in (".bin", ".idx")), MEDIA_ROOTS]
+    def split_files(self, split: str) -> tuple[str, str]:
+        return f"{_prefix(split)}.bin", f"{_prefix(split)}.idx"
+
+    def sizes(self, fragment: ShardFragment) -> npt.NDArray[np.int64]:
+        return np.array([[part.size for part in pack.parts] for pack in fragment.packs])
+
+    def index(self, sizes: Sequence[npt.NDArray[np.int64]]) -> bytes:
+        return index_file(sizes)
 
     def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         return to_json(dict(media_roots(sources)))
@@ -98,7 +94,7 @@ class IndexedLayout(Layout):
         assert task.tokenizes is not None  # TOKEN_IDS
         encoder = encoder_of(task.tokenizes)
         digest, packs, size = xxhash.xxh3_128(), [], 0
-        with atomic_file(task.folder / _piece(task.shard.name)) as file:
+        with atomic_file(task.folder / self.piece(task.shard.name)) as file:
             for key, samples in task.packs(with_media=False):
                 subs = [_sub_sample(task, sample, encoder) for sample in samples]
                 made_with = fingerprint_digest(encoder.fingerprint)
@@ -115,42 +111,8 @@ class IndexedLayout(Layout):
                 size += packs[-1].size
         return self.fragment(task, task.shard.name, size, digest.hexdigest(), packs)
 
-    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
-        """Join the shards of each split: pieces just written, and ranges of files joined before."""
-        shards = list(zip(fragments, manifest.shards, strict=True))
-        for split in dict.fromkeys(line.split for _, line in shards):
-            joined, sizes = folder / f"{_prefix(split)}.bin", []
-            own = [(at, line) for at, line in shards if line.split == split]
-            places = _find_pieces(folder, joined, own)
-            with atomic_file(joined) as file:
-                for (at, line), (path, begin) in zip(own, places, strict=True):
-                    with path.open("rb", _BLOCK) as piece:
-                        for block in _blocks(piece, begin, line.bytes):
-                            file.write(block)
-                    packs = ShardFragment.load(at).packs
-                    sizes.append(np.array([[part.size for part in pack.parts] for pack in packs]))
-            write_atomically(joined.with_suffix(".idx"), index_file(sizes))
-        for _, line in shards:
-            (folder / _piece(line.name)).unlink(missing_ok=True)
-
-    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
-        return _piece(shard_name) in files or f"{_prefix(split)}.bin" in files
-
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
-        path, begin = _place(task)
-        digest = xxhash.xxh3_128()
-        try:
-            with path.open("rb", _BLOCK) as file:
-                for block in _blocks(file, begin, task.span[1]):
-                    digest.update(block)
-        except OSError:
-            return [(path.name, "is missing")]
-        if digest.hexdigest() == expected_hash:
-            return []
-        return [(path.name, f"is not what was written: the bytes of {task.shard.name} differ")]
-
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
-        path, begin = _place(task)
+        path, begin = self.place(task)
         try:
             roots = read_media_roots(task.folder)
             with path.open("rb") as file:
@@ -194,44 +156,9 @@ def _prefix(split: str) -> str:
     return PREFIX if split == "train" else f"{PREFIX}_{split}"
 
 
-def _piece(shard_name: str) -> str:
-    return f"{shard_name}{IndexedLayout.PIECE}"
-
-
 def _shard_lines(folder: Path) -> Sequence[ShardLine]:
     manifest = read_manifest(folder)
     return manifest.shards if manifest else ()
-
-
-def _place(task: ShardTask) -> tuple[Path, int]:
-    """The file of a shard and the shard's offset in it: its piece, or in a complete output the
-    split's file."""
-    piece = task.folder / _piece(task.shard.name)
-    if piece.exists():
-        return piece, 0
-    return task.folder / f"{_prefix(task.shard.split)}.bin", task.span[0]
-
-
-def _find_pieces(
-    folder: Path, joined: Path, shards: Sequence[tuple[Path, ShardLine]]
-) -> list[tuple[Path, int]]:
-    """For each shard of a split a file with its bytes, and their offset: its piece, or the file
-    joined before. `shards`: fragments, and lines of the manifest."""
-    there = {path.name for path in folder.iterdir()}  # one question, however many shards
-    begins = itertools.accumulate((line.bytes for _, line in shards), initial=0)
-    pieces = [folder / _piece(line.name) for _, line in shards]
-    return [
-        (piece, 0) if piece.name in there else (joined, begin)
-        for piece, begin in zip(pieces, begins, strict=False)
-    ]
-
-
-def _blocks(file: BinaryIO, begin: int, size: int) -> Iterator[bytes]:
-    """Bytes of a range of a file, as far as they exist."""
-    file.seek(begin)
-    while size and (block := file.read(min(size, _BLOCK))):
-        yield block
-        size -= len(block)
 
 
 def _sub_sample(task: ShardTask, sample: PlannedSample, encoder: SampleEncoder) -> IndexedSubSample:

@@ -24,7 +24,7 @@ from offline_packing.index.measured import Trait
 from offline_packing.index.table import Index
 from offline_packing.layouts.base import Admission, Member
 from offline_packing.layouts.energon import EnergonLayout
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
+from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.storage.files import write_atomically
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import JSON_PART

@@ -29,7 +29,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts.base import Admission, Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout, traits_of
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
+from offline_packing.layouts.shards import PlannedSample, ShardTask
 from task_encoders.families import FAMILIES
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import restore_pack

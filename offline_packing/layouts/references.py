@@ -8,7 +8,7 @@ train-000000.jsonl              a shard, until all are written and joined
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,13 +24,17 @@ import yaml
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import address_of, aux_datasets, check_address, locate
-from offline_packing.layouts.base import Layout
+from offline_packing.layouts.base import JoinedLayout
 from offline_packing.layouts.energon_metadata import subflavors_of
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
+from offline_packing.layouts.shards import (
+    PlannedSample,
+    ShardFragment,
+    ShardTask,
+    estimate_pack_bytes,
+)
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
-from offline_packing.storage.files import atomic_file, local_copy, read_each, write_atomically
+from offline_packing.storage.files import atomic_file, local_copy
 from offline_packing.storage.tars import PackEntry
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import MovedMediumError, Pack, StoredMedia, StoredMedium
@@ -46,7 +50,7 @@ _KEY: Final = re.compile(rb'\{"key":"([^"]+)"')
 _MAX_KEY: Final = 1 << 12
 
 
-class ReferencesLayout(Layout):
+class ReferencesLayout(JoinedLayout):
     """One line per pack; nothing is copied but text."""
 
     HOLDS_CP_SIZES = True
@@ -54,15 +58,17 @@ class ReferencesLayout(Layout):
     COPIES_MEDIA = False
     MEDIA_ROOTS = METADATASET
 
-    def shard_file(self, shard_name: str) -> str:
-        return shard_name
-
     def pack_bytes(self, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
         return estimate_pack_bytes(samples, plan, with_media=False)
 
-    def metadata(self, splits: Iterable[str]) -> Sequence[str]:
-        names = dict.fromkeys(splits)
-        return [*(f"{one}.jsonl{end}" for one in names for end in ("", ".idx")), METADATASET]
+    def split_files(self, split: str) -> tuple[str, str]:
+        return f"{split}.jsonl", f"{split}.jsonl.idx"
+
+    def sizes(self, fragment: ShardFragment) -> npt.NDArray[np.int64]:
+        return np.array([pack.size for pack in fragment.packs])
+
+    def index(self, sizes: Sequence[npt.NDArray[np.int64]]) -> bytes:
+        return np.cumsum(np.concatenate([[0], *sizes])).astype("<u8").tobytes()
 
     def check_sources(self, samples: Index, sources: Sequence[Source]) -> None:
         for table in samples.parts("source_id", "media"):
@@ -75,7 +81,7 @@ class ReferencesLayout(Layout):
     def write(self, task: ShardTask) -> ShardFragment:
         entries: list[PackEntry] = []
         digest, size = xxhash.xxh3_128(), 0
-        with atomic_file(_shard_path(task.folder, task.shard.name)) as file:
+        with atomic_file(task.folder / self.piece(task.shard.name)) as file:
             for key, samples in task.packs(with_media=False):
                 line = _line(key, self.record(task, samples), task, samples)
                 file.write(line)
@@ -83,15 +89,6 @@ class ReferencesLayout(Layout):
                 entries.append(PackEntry(key, size, len(line), ()))
                 size += len(line)
         return self.fragment(task, task.shard.name, size, digest.hexdigest(), entries)
-
-    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
-        splits: dict[str, list[ShardFragment]] = {}
-        for fragment in read_each(folder, ShardFragment.load, fragments):
-            splits.setdefault(fragment.split, []).append(fragment)
-        for split, own in splits.items():
-            _join(folder, split, own)
-        for shard in manifest.shards:
-            _shard_path(folder, shard.name).unlink(missing_ok=True)
 
     def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         aux = aux_datasets(sources)
@@ -109,23 +106,13 @@ class ReferencesLayout(Layout):
         }
         return yaml.safe_dump(content, sort_keys=False).encode()
 
-    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
-        return f"{shard_name}.jsonl" in files or f"{split}.jsonl" in files
-
-    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
-        piece, name = _shard_path(task.folder, task.shard.name), f"{task.shard.split}.jsonl"
-        if piece.exists():
-            name = str(piece.relative_to(task.folder))
-        try:
-            if xxhash.xxh3_128_hexdigest(_lines_of(task)) == expected_hash:
-                return []
-        except StageError as error:
-            return [(name, f"cannot be read: {error}")]
-        return [(name, f"is not what was written: the lines of {task.shard.name} differ")]
-
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:
         split = _Split(task.folder, task.shard.split)
-        for line in _lines_of(task).splitlines():
+        path, begin = self.place(task)
+        with _damage_named(path):
+            is_own = path.name == self.piece(task.shard.name)
+            lines = path.read_bytes() if is_own else read_range(path, begin, sum(task.span))
+        for line in lines.splitlines():
             yield _pack(line, split)
 
     def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
@@ -176,10 +163,6 @@ def _pack(line: bytes, split: "_Split") -> Pack:
     return Pack(key, record, StoredMedia(places, read, check))
 
 
-def _shard_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}{ReferencesLayout.PIECE}"
-
-
 def _begin_of_line(key: str) -> bytes:
     return orjson.dumps({"key": key})[:-1] + b","
 
@@ -196,33 +179,6 @@ def _line(key: str, record: bytes, task: ShardTask, samples: Sequence[PlannedSam
         task.check_unchanged(sample)
     content = {"pack": orjson.Fragment(record), "media": dict(zip(names, locators, strict=True))}
     return _begin_of_line(key) + orjson.dumps(content)[1:] + b"\n"
-
-
-def _join(folder: Path, split: str, fragments: Sequence[ShardFragment]) -> None:
-    """One file with the lines of a split's shards, and the offset of each shard. A shard that was
-    joined before is read from there."""
-    path, offsets = folder / f"{split}.jsonl", [0]
-    with atomic_file(path) as file:
-        for fragment in fragments:
-            place = (offsets[-1], fragment.num_bytes)
-            lines = _read_lines(folder, fragment.name, split, place)
-            if xxhash.xxh3_128_hexdigest(lines) != fragment.xxh3_128:
-                raise DamagedError(f"{path}: shard {fragment.name} is damaged; {REMEDY}")
-            file.write(lines)
-            offsets += [offsets[-1] + pack.offset + pack.size for pack in fragment.packs]
-    write_atomically(path.with_suffix(".jsonl.idx"), np.array(offsets, "<u8").tobytes())
-
-
-def _lines_of(task: ShardTask) -> bytes:
-    return _read_lines(task.folder, task.shard.name, task.shard.split, task.span)
-
-
-def _read_lines(folder: Path, shard_name: str, split: str, span: tuple[int, int]) -> bytes:
-    """The lines of a shard: its own file, or bytes of the split's, which begin there and have this
-    size. Raises StageError if they cannot be read."""
-    path, own = folder / f"{split}.jsonl", _shard_path(folder, shard_name)
-    with _damage_named(path):
-        return own.read_bytes() if own.exists() else read_range(path, span[0], sum(span))
 
 
 def _read_joined(path: Path, first: int, count: int) -> bytes:

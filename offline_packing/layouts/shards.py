@@ -1,4 +1,5 @@
-"""Shards: which packs go into which shard, and what a finished shard holds.
+"""Shards: which packs go in which one, the task that holds everything a worker needs to write or to
+check one, and what a finished one holds.
 
 _packing/write/train-000000.json    a shard's fragment, which marks it as finished
 
@@ -6,19 +7,35 @@ With output.shards_per_folder the name of a shard, and so of its files, is train
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from offline_packing.engines.local import advance
 from offline_packing.errors import DamagedError, StageError
+from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.sources import Locator, Source
+from offline_packing.sources.base import ConversationPart
+from offline_packing.sources.formats.tables import HuggingFaceSource, ParquetSource
+from offline_packing.sources.reading.locators import read_ahead
+from offline_packing.sources.reading.rows import WantedRows, record_columns, rows_at_hand
+from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
 from offline_packing.storage.tars import PackEntry, Part, member_size, tar_size
+from task_encoders.families import ModelOptions
+from task_encoders.packs.pack_format import is_video_name, pack_key
+from task_encoders.samples import SourceSample
 from task_encoders.storage.paths import REMEDY
 
 #: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
@@ -164,3 +181,185 @@ class ShardFragment:
             return cls.load(path).content_hash == content_hash
         except StageError:
             return False
+
+
+#: Columns of the index that a task carries.
+COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media", "part")
+_ROW_PLACE: Final = ("kind", "container", "column", "offset")
+_ROW_KINDS: Final = pa.array([ParquetSource.KIND, HuggingFaceSource.KIND])
+#: Packs whose samples are Python objects at a time.
+_PACKS_AT_ONCE: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSample:
+    """A sample to be written: the columns of its row of the index that a task needs."""
+
+    key: str
+    source_id: int
+    num_tokens: int
+    stamp: int
+    #: (t, h, w) of each medium in patches, one after another
+    grid_thw: list[int]
+    json: Locator
+    media: tuple[Locator, ...]
+    extensions: tuple[str, ...]
+    #: None: the whole record at `json`
+    part: ConversationPart | None = None
+    #: context-parallel ranks of its pack, if packs differ in that
+    cp_size: int | None = None
+
+    @property
+    def record(self) -> Locator:
+        """Where its record lies."""
+        return self.json if self.part is None else self.part.json
+
+    @property
+    def num_videos(self) -> int:
+        """Number of videos among the media; they are the last."""
+        return sum(map(is_video_name, self.extensions))
+
+
+#: Key and samples of a pack.
+PlannedPack = tuple[str, list[PlannedSample]]
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard: its samples in the order of the packs, as rows of the index, and how many each
+    pack has."""
+
+    shard: PlannedShard
+    folder: Path
+    fragment_path: Path
+    #: folder for copies of what has no random access
+    unpack_folder: Path
+    samples: pa.Table
+    #: (num_packs,)
+    pack_sizes: npt.NDArray[np.int64]
+    sources: tuple[Source, ...]
+    task: str
+    key_prefix: str
+    seq_length: int
+    #: a name in LAYOUTS
+    layout: str
+    #: see runs.artifacts.generation_of
+    generation: str
+    #: whose token ids the packs hold, if any
+    tokenizes: ModelOptions | None = None
+    #: whether a file of another modification time is refused
+    check_times: bool = True
+    #: xxh3_128 that the shard must have; None: nothing is recorded of it
+    recorded: str | None = None
+    #: its begin and size in bytes in the file that shards are joined to, if its layout does so
+    span: tuple[int, int] = (0, 0)
+
+    @property
+    def number(self) -> int:
+        """Parameters that distinguish the task from the others."""
+        return self.shard.number
+
+    def keys(self) -> list[str]:
+        """The keys of the packs."""
+        first = self.shard.first_pack
+        return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
+
+    def packs(self, *, with_media: bool = True) -> Iterator[PlannedPack]:
+        """Key and samples of each pack; the task advances by one when it asks for the next. What is
+        remote of them is read ahead; of their media only `with_media`."""
+        packs = self._planned()
+        if any(source.beside_remote for source in self.sources):
+            packs = read_ahead(packs, partial(self._places, with_media))
+        for pack in packs:
+            yield pack
+            advance()
+
+    def _planned(self) -> Iterator[PlannedPack]:
+        keys, start = self.keys(), 0
+        for first in range(0, len(keys), _PACKS_AT_ONCE):
+            some = slice(first, first + _PACKS_AT_ONCE)
+            sizes = self.pack_sizes[some].tolist()
+            samples = read_planned(self.samples.slice(start, sum(sizes)))
+            start += sum(sizes)
+            for key, size in zip(keys[some], sizes, strict=True):
+                yield key, list(islice(samples, size))
+
+    def _places(self, with_media: bool, pack: PlannedPack) -> Iterator[tuple[Root, Locator]]:
+        """Where the records of a pack lie, and perhaps its media."""
+        for sample in pack[1]:
+            source = self.sources[sample.source_id]
+            yield source.root, sample.record
+            if with_media:
+                yield from ((source.media_root(at), at) for at in sample.media)
+
+    @contextmanager
+    def rows_at_hand(self) -> Iterator[None]:
+        """While the block runs, samples in rows of tables can be read in any order at the cost of
+        reading in order. Raises StageError where such a file cannot be read."""
+        wanted = wanted_table_rows(self.samples, self.sources)
+        with rows_at_hand(wanted, self.fragment_path.parent, self.unpack_folder):
+            yield
+
+    def read_sample(self, sample: PlannedSample) -> SourceSample:
+        """Read and parse a sample's record again. Raises StageError if it is no longer what was
+        measured."""
+        num_images = len(sample.media) - sample.num_videos
+        source = self.sources[sample.source_id]
+        if sample.part is not None:
+            return sample.part.read(source, sample.key)
+        return source.read_sample(sample.key, sample.json, num_images, sample.num_videos)
+
+    def read_media(self, sample: PlannedSample) -> list[bytes]:
+        """The bytes of a sample's media as they are now. Raises StageError if one changed."""
+        source = self.sources[sample.source_id]
+        return [source.read_media(locator) for locator in sample.media]
+
+    def changed_files(self, sample: PlannedSample) -> list[str]:
+        """The files of a sample, if any has another modification time than when it was measured."""
+        source = self.sources[sample.source_id]
+        if sample_stamp(source, sample.record, sample.media) == sample.stamp:
+            return []
+        return sorted({locator.container for locator in (sample.record, *sample.media)})
+
+    def check_unchanged(self, sample: PlannedSample) -> None:
+        """Raise StageError if a file of the sample was written to since it was measured."""
+        if self.check_times and (paths := self.changed_files(sample)):
+            raise StageError(
+                f"sample {sample.key!r} changed since it was measured: {' or '.join(paths)} has "
+                "another modification time; restore it; if it was copied without its times, "
+                f"copy it with cp -a or rsync -t or pass --accept-mismatch {MODIFICATION_TIME}; or "
+                "pack again with another output.path"
+            )
+
+
+def read_planned(table: pa.Table) -> Iterator[PlannedSample]:
+    """The samples of a table with COLUMNS."""
+    for row in table.to_pylist():
+        extensions = tuple(medium.pop("extension") for medium in row["media"])
+        row["media"] = tuple(Locator(**medium) for medium in row["media"])
+        row["json"] = Locator(**row["json"])
+        if (part := row["part"]) is not None:
+            json, media = Locator(**part.pop("json")), tuple(part.pop("media"))
+            row["part"] = ConversationPart(json=json, media=media, **part)
+        yield PlannedSample(**row, extensions=extensions)
+
+
+def wanted_table_rows(samples: pa.Table, sources: Sequence[Source]) -> list[WantedRows]:
+    """The rows of tables that samples with COLUMNS are made of."""
+    # A part's json has the size of its own turns, but the place of its record.
+    places = samples["json"].combine_chunks()
+    table = pa.table(
+        [samples["source_id"], *map(places.field, _ROW_PLACE)], ["source_id", *_ROW_PLACE]
+    )
+    table = table.filter(pc.is_in(table["kind"], _ROW_KINDS))
+    files = table.group_by(["source_id", *_ROW_PLACE[:-1]]).aggregate([("offset", "list")])
+    return [
+        WantedRows(
+            sources[file["source_id"]].root,
+            file["kind"],
+            file["container"],
+            np.unique(np.array(file["offset_list"])),
+            tuple(record_columns(file["column"])[0]),
+        )
+        for file in files.to_pylist()
+    ]

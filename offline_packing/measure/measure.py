@@ -37,13 +37,13 @@ from offline_packing.measure.identity import (
     skip_fingerprint,
 )
 from offline_packing.measure.measure_part import (
+    Cutting,
     MeasureTask,
     find_unreadable,
     measure_part,
     read_result,
 )
 from offline_packing.measure.source_files import count_unused_media, explain_listing, save_files
-from offline_packing.measure.split_turns import Cutting
 from offline_packing.runs.artifacts import (
     Fingerprint,
     changed_fields,

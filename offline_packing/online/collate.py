@@ -79,7 +79,15 @@ def padding_free_collator(
     """
     flat = chain.from_iterable(s if isinstance(s, list | tuple) else [s] for s in samples)
     rows = [_fields(sample) for sample in flat]
-    _ignore_first_labels(rows)
+    missing = sum("labels" not in row for row in rows)
+    if 0 < missing < len(rows):  # all of their tokens would be trained
+        raise ValueError(
+            f"{missing} of {len(rows)} samples of a row have no labels; give labels to all "
+            f"({IGNORE_INDEX} where nothing is learned), or to none"
+        )
+    for row in rows:  # the model shifts the joined row: nothing is learned across a boundary
+        row["labels"] = row.get("labels", row["input_ids"]).clone()
+        row["labels"][:1] = IGNORE_INDEX
     lengths = [len(row["input_ids"]) for row in rows]
     starts, total = place_samples(lengths, pad_to_length)
     padding = total - int(starts[-1])
@@ -120,21 +128,6 @@ def _fields(sample: Any) -> dict[str, Any]:
         if tensor.numel():
             found[name] = tensor
     return found
-
-
-def _ignore_first_labels(rows: Sequence[dict[str, Any]]) -> None:
-    """Give each row its labels, the first ignored: the model shifts the joined row, and nothing is
-    learned across a boundary. Raises ValueError if only some have labels: all tokens of the others
-    would be trained."""
-    missing = sum("labels" not in row for row in rows)
-    if 0 < missing < len(rows):
-        raise ValueError(
-            f"{missing} of {len(rows)} samples of a row have no labels; give labels to all "
-            f"({IGNORE_INDEX} where nothing is learned), or to none"
-        )
-    for row in rows:
-        row["labels"] = row.get("labels", row["input_ids"]).clone()
-        row["labels"][:1] = IGNORE_INDEX
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:

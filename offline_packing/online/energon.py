@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from megatron.energon import Sample, SavableDataset, WorkerConfig, get_loader, get_train_dataset
 from megatron.energon.errors import ErrorContext, FatalSampleError
@@ -51,14 +51,6 @@ class OnlineTaskEncoder(PackedTaskEncoder):
         """Takes the arguments of `PackedTaskEncoder`."""
         super().__init__(**options)
         self.windows = WindowOptions(seq_length=self.seq_length)
-
-    def with_windows(self, **changes: Any) -> Self:
-        """The same encoder with other options of `windows`. Raises ValueError for a bad one."""
-        other = copy.copy(self)
-        other.windows = replace(self.windows, **changes)
-        for name in other.windows.budgets:
-            check_known("budget", name, _BUDGETS)
-        return other
 
     def measure(self, sample: Sample) -> Mapping[str, int]:
         """Size of a sample in a pack: tokens, with padding, vision_patches, images and videos.
@@ -123,8 +115,11 @@ def get_online_train_dataset(
     Raises:
         ValueError, PackingSettingsError: an option is bad, or contradicts the data.
     """
-    encoder = task_encoder.with_windows(
-        window=buffer, strategy=strategy, budgets=budgets or {}, seed=seed
+    for name in budgets or {}:
+        check_known("budget", name, _BUDGETS)
+    encoder = copy.copy(task_encoder)
+    encoder.windows = replace(
+        task_encoder.windows, window=buffer, strategy=strategy, budgets=budgets or {}, seed=seed
     )
     order = {"shuffle_buffer_size": None, "max_samples_per_sequence": 100}
     return get_train_dataset(
@@ -232,19 +227,16 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
             if sample is None:
                 self._source_ended = True
                 self._ready = self._pool.finish()
-            else:
-                self._take_in(sample)
+                continue
+            with self._failures.handle_errors(sample):
+                taken = self._encoder.measure(sample)
+                self._ready = self._pool.add(sample.__restore_key__, taken["tokens"], taken)
         if self._set_aside.lines and not self._num_rows:
             raise FatalSampleError(
                 f"none of the {len(self._set_aside.lines)} samples of a loader worker can be used; "
                 f"the first is {self._set_aside.lines[0]}"
             )
         self._source_ended, self._num_rows = False, 0
-
-    def _take_in(self, sample: Sample) -> None:
-        with self._failures.handle_errors(sample):
-            taken = self._encoder.measure(sample)
-            self._ready = self._pool.add(sample.__restore_key__, taken["tokens"], taken)
 
     def _row(self, keys: list[RestoreKey]) -> PackedRowSample | None:
         """The row of a pack; None if none of its samples can be decoded."""

@@ -21,11 +21,12 @@ from offline_packing.errors import StageError
 from offline_packing.online.collate import count_tokens
 from offline_packing.online.pools import NO_AMOUNTS, PackingPool, Strategy
 from offline_packing.online.reading import (
+    IndexedSamples,
     Load,
     Reader,
+    StreamedSamples,
     check_ranks,
     has_indices,
-    open_source,
     rank_and_size,
     this_reader,
 )
@@ -193,14 +194,19 @@ class _Pass:
         """Start an epoch."""
         owner = self._owner
         self._epoch = epoch
-        self._source = open_source(
-            owner.dataset,
-            self._reader,
-            epoch=epoch,
-            shuffle_seed=owner.seed if owner.shuffle else None,
-            split=owner.split,
-            mark_every=owner.packing.buffer_size,
-        )
+        if hasattr(owner.dataset, "set_epoch"):
+            owner.dataset.set_epoch(epoch)
+        self._source: IndexedSamples | StreamedSamples
+        if has_indices(owner.dataset):
+            order = np.arange(len(owner.dataset))
+            if owner.shuffle:
+                order = np.random.default_rng([owner.seed, epoch]).permutation(order)
+            self._source = IndexedSamples(owner.dataset, self._reader, order)
+        else:
+            every = owner.packing.buffer_size
+            self._source = StreamedSamples(
+                owner.dataset, self._reader, split=owner.split, mark_every=every
+            )
         self._pool = PackingPool[Sample](owner.packing.strategy)
         #: samples of this epoch that were packed; of those with known lengths, that were given out
         self._num_packed = 0

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from queue import Full, Queue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch.utils.data import IterableDataset
 
@@ -12,13 +13,9 @@ from task_encoders.field_types import Count, checked
 _PATIENCE: Final = 0.1  # seconds after which a waiting producer looks whether it is still wanted
 
 
-class _Produced(NamedTuple):
-    """An item and the dataset's state after it, or what ended the pass."""
-
-    item: Any = None
-    state: Mapping[str, Any] | None = None
-    #: StopIteration at the end of the dataset
-    error: BaseException | None = None
+#: An item, the state after it, and the error that ended the pass, if any: StopIteration at
+#: the end of the dataset.
+_Produced = tuple[Any, Mapping[str, Any] | None, BaseException | None]
 
 
 class Prefetched(IterableDataset[Any]):
@@ -88,29 +85,26 @@ class Prefetched(IterableDataset[Any]):
         self, source: Iterator[Any], skipped: int, queue: Queue[_Produced], stop: threading.Event
     ) -> None:
         """Runs in the producer thread."""
+
+        def put(*produced: Any) -> bool:
+            """Put it as soon as there is room; False if nobody waits for it anymore."""
+            while not stop.is_set():
+                with suppress(Full):
+                    queue.put(produced, timeout=_PATIENCE)
+                    return True
+            return False
+
         taken = 0
         try:
             for taken, item in enumerate(source, start=1):
-                produced = _Produced(item, self._state_after(taken))
-                if taken > skipped and not _put(queue, produced, stop):
+                state = self._state_after(taken)
+                if taken > skipped and not put(item, state, None):
                     return
-            end = _Produced(None, self._state_after(taken), StopIteration())
+            put(None, self._state_after(taken), StopIteration())
         except BaseException as error:  # noqa: BLE001 (whatever it is, it is the trainer's to handle)
-            end = _Produced(error=error)
-        _put(queue, end, stop)
+            put(None, None, error)
 
     def _state_after(self, taken: int) -> Mapping[str, Any]:
         """The dataset's present state; or how many items of the pass came so far."""
         has_state = hasattr(self.dataset, "state_dict")
         return self.dataset.state_dict() if has_state else {"taken": taken}
-
-
-def _put(queue: Queue[_Produced], produced: _Produced, stop: threading.Event) -> bool:
-    """Put it as soon as there is room; False if nobody waits for it anymore."""
-    while not stop.is_set():
-        try:
-            queue.put(produced, timeout=_PATIENCE)
-        except Full:
-            continue
-        return True
-    return False

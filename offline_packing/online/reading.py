@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from torch import distributed
@@ -68,21 +68,9 @@ def this_reader(given: tuple[int, int] | None) -> Reader:
     return Reader(rank, world_size, worker, num_workers)
 
 
-class Source(Protocol):
-    """The samples of one reader, each with its number in the dataset."""
-
-    def next(self) -> tuple[int, Load] | None:
-        """The next sample; None at the end. Raises StageError if the dataset fails or is empty."""
-
-    def state(self, oldest: int | None) -> dict[str, Any]:
-        """State that `restore` needs to return samples again, the first of them `oldest`; plain."""
-
-    def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
-        """Go on where `state` was taken; the samples of these numbers again."""
-
-
 class IndexedSamples:
-    """A dataset with `__getitem__` and `__len__`; `order`, integers (n,), is the epoch's."""
+    """The samples of one reader of a dataset with `__getitem__` and `__len__`, each with its number
+    in the dataset; `order`, integers (n,), is the epoch's."""
 
     def __init__(self, dataset: Any, reader: Reader, order: np.ndarray) -> None:
         if not len(order):
@@ -92,6 +80,7 @@ class IndexedSamples:
         self._position = 0
 
     def next(self) -> tuple[int, Load] | None:
+        """The next sample; None at the end. Raises StageError if the dataset fails or is empty."""
         if self._position == len(self._order):
             return None
         number = int(self._order[self._position])
@@ -99,9 +88,11 @@ class IndexedSamples:
         return number, partial(self._dataset.__getitem__, number)
 
     def state(self, oldest: int | None) -> dict[str, Any]:
+        """State that `restore` needs to return samples again, the first of them `oldest`; plain."""
         return {"position": self._position}
 
     def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
+        """Go on where `state` was taken; the samples of these numbers again."""
         self._position = state["position"]
         if self._position > len(self._order) or max(numbers, default=0) >= len(self._dataset):
             raise StageError(
@@ -112,8 +103,8 @@ class IndexedSamples:
 
 
 class StreamedSamples:
-    """An iterable dataset. One with `state_dict` is read on from a mark, made every `mark_every`
-    samples; another one from its beginning.
+    """The same of an iterable dataset. One with `state_dict` is read on from a mark, made every
+    `mark_every` samples; another one from its beginning.
 
     Args:
         split: every reader sees all samples and keeps its own; otherwise the dataset itself gives
@@ -138,7 +129,7 @@ class StreamedSamples:
         while (found := self._read()) is not None:
             number, sample = found
             if number % count == index:
-                return number, partial(_loaded, sample)
+                return number, partial(_same, sample)
         return None
 
     def state(self, oldest: int | None) -> dict[str, Any]:
@@ -161,7 +152,7 @@ class StreamedSamples:
                     f"{state['position']} when the state was saved; resume with the same data"
                 )
             if read[0] in numbers:
-                found[read[0]] = partial(_loaded, read[1])
+                found[read[0]] = partial(_same, read[1])
         return found
 
     def _read(self) -> tuple[int, Any] | None:
@@ -172,7 +163,13 @@ class StreamedSamples:
                     self._iterator = iter(self._dataset)
                 sample = next(self._iterator)
         except StopIteration:
-            self._check_end()
+            if self._position == 0 and self._must_give:
+                raise StageError("the dataset is empty; give one with samples") from None
+            if self._length is not None and self._position < self._length:
+                raise StageError(
+                    f"the dataset ended after {self._position} samples, and its length is "
+                    f"{self._length}; its source is incomplete"
+                ) from None
             return None
         except Exception as error:
             raise StageError(
@@ -185,15 +182,6 @@ class StreamedSamples:
             if len(self._marks) > _MOST_MARKS:  # nobody asks for a state: fewer of them will do
                 del self._marks[1::2]
         return number, sample
-
-    def _check_end(self) -> None:
-        if self._position == 0 and self._must_give:
-            raise StageError("the dataset is empty; give one with samples")
-        if self._length is not None and self._position < self._length:
-            raise StageError(
-                f"the dataset ended after {self._position} samples, and its length is "
-                f"{self._length}; its source is incomplete"
-            )
 
 
 @contextmanager
@@ -214,26 +202,5 @@ def has_indices(dataset: Any) -> bool:
     return is_sized and not isinstance(dataset, IterableDataset)
 
 
-def open_source(
-    dataset: Any,
-    reader: Reader,
-    *,
-    epoch: int,
-    shuffle_seed: int | None,
-    split: bool,
-    mark_every: int,
-) -> Source:
-    """The samples of a reader in an epoch."""
-    if hasattr(dataset, "set_epoch"):
-        dataset.set_epoch(epoch)
-    if not has_indices(dataset):
-        return StreamedSamples(dataset, reader, split=split, mark_every=mark_every)
-    order = np.arange(len(dataset))
-    if shuffle_seed is not None:
-        order = np.random.default_rng([shuffle_seed, epoch]).permutation(order)
-    return IndexedSamples(dataset, reader, order)
-
-
-def _loaded(sample: Any) -> Any:
-    """A `Load` of what is in memory."""
+def _same(sample: Any) -> Any:
     return sample

@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict
 
 from offline_packing.config.sections import PackConfig, ReportConfig
 from offline_packing.errors import StageError
-from offline_packing.index.rows import SampleIds, name_copies
+from offline_packing.index.rows import name_copies
 from offline_packing.index.table import table_writer
-from offline_packing.plan.make_plan import (
+from offline_packing.plan.plan import (
     join_plans,
     pack_arguments,
     plan_epochs,
@@ -67,11 +67,34 @@ def plan_lengths(
     cannot be read, lacks columns, or a length is not a whole number from 0."""
     settings = read_config(LengthsConfig, config, overrides)
     pack = settings.pack
-    samples = read_lengths(lengths)
-    _check_columns(pack, samples, lengths)
+    try:
+        samples = _read_lengths(lengths)
+    except (OSError, pa.ArrowException) as error:
+        raise StageError(f"lengths {lengths} cannot be read: {error}") from error
     rows = pa.table({"key": samples["key"], "row": np.arange(len(samples))})
     firsts = rows.group_by("key").aggregate([("row", "min")])["row_min"].to_numpy()
-    plan = _plan(pack, samples, np.sort(firsts))
+    kept = np.sort(firsts)
+
+    def column(name: str) -> npt.NDArray[Any]:
+        media = {"num_images", "num_videos"}
+        if name not in samples.column_names:
+            # A table without videos need not say so, unless their number is limited.
+            is_other = name in media and media & {*samples.column_names}
+            if is_other and name.removeprefix("num_") not in pack.budgets:
+                return np.zeros(len(kept), np.int32)
+            raise StageError(
+                f"lengths {lengths}: pack.budgets, pack.homogeneous or pack.assignment needs a "
+                f"column {name}; add it"
+            )
+        values: npt.NDArray[Any] = samples[name].to_numpy()[kept]
+        return values
+
+    try:
+        arguments = pack_arguments(pack, column, kept)
+        plans = plan_epochs(pack.epochs, column("num_tokens"), **arguments)
+    except (TypeError, ValueError) as error:
+        raise StageError(f"plan: {explain_value_error(error)}") from error
+    plan = (plans[0] if pack.epochs == 1 else join_plans({"": plans})).of(kept)
     num_twice = len(samples) - len(firsts)
     reasons = Counter({"duplicate_key": num_twice} if num_twice else {})
     for kind, first, count in zip(
@@ -92,24 +115,6 @@ def plan_lengths(
     packed = samples["num_tokens"].to_numpy()[plan.sample_ids]
     found = sample_figures(len(samples), reasons) | plan_figures(settings.report, packed, plan)
     return render_summary(found)
-
-
-def _plan(pack: PackConfig, samples: pa.Table, kept: SampleIds) -> PackPlan:
-    """The plan of some rows, epoch after epoch; its ids are rows of the table."""
-
-    def column(name: str) -> npt.NDArray[Any]:
-        if name not in samples.column_names:
-            return np.zeros(len(kept), np.int32)
-        values: npt.NDArray[Any] = samples[name].to_numpy()[kept]
-        return values
-
-    try:
-        arguments = pack_arguments(pack, column, kept)
-        plans = plan_epochs(pack.epochs, column("num_tokens"), **arguments)
-    except (TypeError, ValueError) as error:
-        raise StageError(f"plan: {explain_value_error(error)}") from error
-    plan = plans[0] if pack.epochs == 1 else join_plans({"": plans})
-    return plan.of(kept)
 
 
 def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
@@ -140,61 +145,11 @@ def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
         write(rows)
 
 
-def _check_columns(pack: PackConfig, samples: pa.Table, path: Path) -> None:
-    """Raise StageError if packs depend on something that the table does not have."""
-    found, media = samples.column_names, ("num_images", "num_videos")
-    needs_media = pack.homogeneous or (pack.order is not None and pack.order.uniform)
-    needed = [f"num_{name}" for name in pack.budgets]
-    needed += ["num_vision_patches"] if "balance" in pack.assignment else []
-    needed += ["num_images"] if needs_media and not {*media} & {*found} else []
-    missing = next((name for name in needed if name not in found), None)
-    if missing is not None:
-        raise StageError(
-            f"lengths {path}: pack.budgets, pack.homogeneous or pack.assignment needs a column "
-            f"{missing}; add it"
-        )
-
-
-def read_lengths(path: Path) -> pa.Table:
+def _read_lengths(path: Path) -> pa.Table:
     """The samples of a file: key, num_tokens, and the further columns that a plan can depend on, by
-    the names and types that they have in an index. Raises StageError if it cannot be read, lacks
-    columns, or a length is not a whole number from 0."""
-    try:
-        return _checked(path, _rows(path))
-    except (OSError, pa.ArrowException) as error:
-        raise StageError(f"lengths {path} cannot be read: {error}") from error
-
-
-def _rows(path: Path) -> pa.Table:
-    """The rows as they are."""
-    if path.suffix == ".parquet":
-        wanted = [*_NAMES["key"], *_NAMES["num_tokens"], *_COUNTS]
-        names = [name for name in pq.read_schema(path).names if name in wanted]
-        return pq.read_table(path, columns=names or None)
-    if path.suffix == ".csv":
-        as_text = dict.fromkeys(_NAMES["key"], pa.string())  # "007" is not 7
-        convert = pa.csv.ConvertOptions(column_types=as_text)
-        return pa.csv.read_csv(path, convert_options=convert)
-    # A sample a line; the file's first line may be a heading, which has no number.
-    lines = pa.csv.read_csv(
-        path,
-        pa.csv.ReadOptions(column_names=["line"]),
-        pa.csv.ParseOptions(delimiter="\x01", quote_char=False),
-        pa.csv.ConvertOptions(column_types={"line": pa.string()}),
-    )["line"].combine_chunks()
-    found = pc.extract_regex(lines, _LINE)
-    bad = np.flatnonzero(found.is_null().to_numpy(zero_copy_only=False))
-    if len(bad) and (bad[-1] > 0 or re.search(r"\d", lines[0].as_py())):
-        raise StageError(
-            f"lengths {path}: {lines[bad[-1]].as_py()[:80]!r} is not name<TAB>tokens nor "
-            "name:tokens; a table with a heading is to be called .csv or .parquet"
-        )
-    return pa.Table.from_struct_array(found.drop_null())
-
-
-def _checked(path: Path, table: pa.Table) -> pa.Table:
-    """The columns that count."""
-    columns = {}
+    the names and types that they have in an index. Raises StageError if it lacks columns, or a
+    length is not a whole number from 0."""
+    table, columns = _rows(path), {}
     for name, others in _NAMES.items():
         found = next((one for one in others if one in table.column_names), None)
         if found is None:
@@ -223,3 +178,30 @@ def _checked(path: Path, table: pa.Table) -> pa.Table:
                 raise StageError(f"lengths {path}: {name} is empty; write 0 where there are none")
             columns[name] = table[name].cast(pa.int32())
     return pa.table(columns)
+
+
+def _rows(path: Path) -> pa.Table:
+    """The rows as they are."""
+    if path.suffix == ".parquet":
+        wanted = [*_NAMES["key"], *_NAMES["num_tokens"], *_COUNTS]
+        names = [name for name in pq.read_schema(path).names if name in wanted]
+        return pq.read_table(path, columns=names or None)
+    if path.suffix == ".csv":
+        as_text = dict.fromkeys(_NAMES["key"], pa.string())  # "007" is not 7
+        convert = pa.csv.ConvertOptions(column_types=as_text)
+        return pa.csv.read_csv(path, convert_options=convert)
+    # A sample a line; the file's first line may be a heading, which has no number.
+    lines = pa.csv.read_csv(
+        path,
+        pa.csv.ReadOptions(column_names=["line"]),
+        pa.csv.ParseOptions(delimiter="\x01", quote_char=False),
+        pa.csv.ConvertOptions(column_types={"line": pa.string()}),
+    )["line"].combine_chunks()
+    found = pc.extract_regex(lines, _LINE)
+    bad = np.flatnonzero(found.is_null().to_numpy(zero_copy_only=False))
+    if len(bad) and (bad[-1] > 0 or re.search(r"\d", lines[0].as_py())):
+        raise StageError(
+            f"lengths {path}: {lines[bad[-1]].as_py()[:80]!r} is not name<TAB>tokens nor "
+            "name:tokens; a table with a heading is to be called .csv or .parquet"
+        )
+    return pa.Table.from_struct_array(found.drop_null())

@@ -7,20 +7,35 @@ _packing/plan/stage.json            fingerprint, hashes of the files above; writ
 """
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
+from offline_packing.index.records import find_duplicates, record_numbers
+from offline_packing.index.rows import (
+    SampleIds,
+    media_of_samples,
+    name_samples,
+    sample_flops,
+    units_of_samples,
+)
+from offline_packing.index.set_aside import AsideSamples, group_set_aside
 from offline_packing.index.table import Index
+from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
-from offline_packing.plan.make_plan import Planned, make_plan
 from offline_packing.plan.summary import render_summary
+from offline_packing.plan.uses import Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.passes import PlanOptions
 from offline_packing.runs.artifacts import (
     Fingerprint,
     StoredPlan,
@@ -34,7 +49,8 @@ from offline_packing.runs.artifacts import (
 from offline_packing.runs.figures import run_figures
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, listed
+from offline_packing.runs.set_aside import aside_while_measuring, explain
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -43,10 +59,21 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
+from task_encoders.families import model_cost
 
 logger = logging.getLogger(__name__)
 
 _OTHER_PLAN: Final = "the settings, or the version of offline-packing, give another plan"
+#: Sources whose shares of the tokens optimizer steps are to have alike.
+_MOST_SOURCES: Final = 8
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan over the ids of the index, and what it leaves out."""
+
+    packs: PackPlan
+    set_aside: AsideSamples
 
 
 def plan(run: Run, samples: Index) -> StoredPlan:
@@ -180,3 +207,204 @@ def _discard_previous(run: Run, found: Mapping[str, Any] | None, wanted: Fingerp
             remedy="set output.overwrite=true to replace the shards, or choose another output.path",
         )
     run.discard_plan()
+
+
+def make_plan(run: Run, samples: Index) -> Planned:
+    """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
+    under on_overlong: error, or an option that the strategy does not have."""
+    layout, num_tokens = run.config.output.layout, samples.array("num_tokens")
+    admission = LAYOUTS[layout].admit(samples)
+    if np.any(admission.added_tokens):
+        num_tokens = num_tokens + admission.added_tokens
+    found = [
+        (find_duplicates(samples), "duplicate_key", "an earlier sample has this key"),
+        *(
+            (ids, "not_in_layout", f"layout {layout} holds no {what}")
+            for what, ids in admission.unfit
+        ),
+    ]
+    aside = AsideSamples.merge([AsideSamples.of(ids, *reason) for ids, *reason in found])
+    id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
+    kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
+    if len(aside.ids):
+        kept = np.delete(kept, aside.ids)
+    uses = choose_uses(run.config, samples, kept)
+    packs = _pack_uses(run.config, samples, num_tokens, uses)
+    kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
+    different, codes = np.unique(kinds, return_inverse=True)
+    texts = tuple(
+        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config.pack)
+        for kind in different.tolist()
+    )
+    lost = AsideSamples(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
+    planned = Planned(packs, AsideSamples.merge([aside, uses.not_drawn, lost]))
+    _check_planned(run, samples, planned)
+    return planned
+
+
+def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
+    overlong = planned.set_aside.first("overlong")
+    if overlong is not None and run.config.pack.on_overlong == "error":
+        sample_id, detail = overlong
+        key = name_samples(samples, np.array([sample_id]))["key"][0].as_py()
+        raise StageError(
+            f"sample {key!r} has {detail} ({planned.set_aside.reasons['overlong']:,} such samples);"
+            " set pack.on_overlong: set_aside, or a longer pack.seq_length"
+        )
+    if planned.packs.num_packs == 0:
+        reasons = Counter(samples.info.set_aside) + planned.set_aside.reasons
+        groups = group_set_aside(
+            aside_while_measuring(run.workspace, samples.info),
+            planned.set_aside.tables(samples, [one.path for one in run.config.source]),
+        )
+        example = max(groups, key=lambda group: group.count, default=None)
+        if samples.info.num_skipped and not reasons:
+            raise StageError(
+                f"nothing to pack in {run.workspace.root}: no sample is new, source.skip holds "
+                f"all {samples.info.num_skipped:,}"
+            )
+        remarks = [] if example is None else [explain(run.config, example)]
+        if not samples.info.num_samples:
+            remarks.append("check source.path and source.task")
+        raise StageError(
+            f"nothing to pack in {run.workspace.root}; set aside: {listed(reasons.items())}; "
+            + "; ".join(remarks)
+        )
+
+
+def _pack_uses(
+    config: PackingConfig, samples: Index, num_tokens: npt.NDArray[np.integer], uses: Uses
+) -> PackPlan:
+    """The plan of all uses, split after split, over the ids of the index."""
+    plans: dict[str, list[PackPlan]] = {}
+    # Samples with one number share no pack: copies, and parts of a conversation.
+    apart = record_numbers(samples) if samples.info.split or uses.repeated else None
+    try:
+        for name, ids in uses.ids.items():
+            is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
+            lengths = num_tokens if is_all else num_tokens[ids]
+            arguments = plan_arguments(config, samples, ids)
+            if apart is not None:
+                arguments["copy_of"] = apart[ids]
+            epochs = 1 if plans else config.pack.epochs
+            own = plan_epochs(epochs, lengths, **arguments)
+            plans[name] = own if is_all else [plan.of(ids) for plan in own]
+    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
+        raise StageError(f"plan: {' '.join(str(error).split())}") from error
+    if config.pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
+        return next(iter(plans.values()))[0]
+    return join_plans(plans)
+
+
+def plan_epochs(
+    epochs: int, num_tokens: npt.NDArray[np.integer], **arguments: Any
+) -> list[PackPlan]:
+    """A plan for each epoch, all samples in each: several are mixed at random, with a seed each."""
+    # Its compiled parts take time to import.
+    from offline_packing.planner.plan_packs import plan_packs
+
+    seed = arguments.pop("seed")
+    return [
+        plan_packs(num_tokens, seed=seed + epoch, mixed=epochs > 1, **arguments)
+        for epoch in range(epochs)
+    ]
+
+
+def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
+    """The plans of all splits and epochs, one after the other. Samples that none of them packs are
+    set aside, once each."""
+    from offline_packing.planner.strategies.strategy import Packs, join_packs
+
+    plans = [plan for own in planned.values() for plan in own]
+    sizes = {name: [plan.num_packs for plan in own] for name, own in planned.items()}
+    first = next(iter(sizes.values()))
+    packs = join_packs([Packs(plan.sample_ids, plan.pack_offsets) for plan in plans])
+    info = replace(
+        plans[0].info,
+        num_tokens=sum(plan.info.num_tokens for plan in plans),
+        lower_bound=sum(plan.info.lower_bound for plan in plans),
+        splits={name: sum(own) for name, own in sizes.items()} if len(sizes) > 1 else {},
+        epochs=first if len(first) > 1 else [],
+    )
+    cp_sizes = None
+    if plans[0].cp_sizes is not None:
+        cp_sizes = np.concatenate([np.asarray(plan.cp_sizes) for plan in plans])
+    ids = np.concatenate([plan.set_aside_ids for plan in plans])
+    aside, firsts = np.unique(ids, return_index=True)
+    is_packed = np.zeros(max(some.max(initial=-1) for some in (ids, packs.sample_ids)) + 1, bool)
+    is_packed[packs.sample_ids] = True
+    lost = ~is_packed[aside]
+    reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
+    settings = dict(info.settings)
+    if "uniform" in settings:  # what was done, in all of them
+        done = [plan.info.settings["uniform"] for plan in plans]
+        settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
+    info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
+    return PackPlan(*packs, aside[lost], reasons, info, cp_sizes)
+
+
+def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
+    """Keyword arguments of `plan_packs` beside lengths. `kept` (num_kept,) are the
+    samples that are planned, one that is used twice appears twice; the arrays are theirs."""
+
+    def column(name: str) -> npt.NDArray[Any]:
+        return samples.array(name)[kept]
+
+    pack = config.pack
+    arguments = pack_arguments(pack, column, kept)
+    arguments["window_packs"] = config.output.packs_per_shard
+    if LAYOUTS[config.output.layout].ONE_MEDIUM and not pack.homogeneous:
+        has_video = column("num_videos") > 0
+        groups = ((column("num_images") > 0) | has_video).astype(np.int32) + has_video
+        if len(np.unique(groups)) > 1:
+            arguments |= {"homogeneous": True, "groups": groups}
+    if pack.cp_size > 1:
+        units = units_of_samples(samples)[kept]
+        arguments |= {"picture_ranks": pack.cp_size, "units": units}
+    if pack.cp_size > 1 or pack.order is not None or pack.slots is not None:
+        flops = sample_flops(samples, model_cost(config.model))
+        arguments |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
+    if pack.order is not None:
+        # Tokens with loss, and tokens per source (all but the last).
+        tokens, sources = column("num_tokens"), column("source_id")
+        count = min(int(sources.max(initial=0)), _MOST_SOURCES)
+        own = [np.where(sources == one, tokens, 0) for one in range(count)]
+        arguments["features"] = [column("num_loss_tokens"), *own]
+    return arguments
+
+
+def pack_arguments(
+    pack: PackConfig,
+    column: Callable[[str], npt.NDArray[Any]],
+    source_order: npt.NDArray[np.integer],
+) -> dict[str, Any]:
+    """Arguments of `plan_packs` from a `pack` section and columns of the samples."""
+    arguments = {name: getattr(pack, name) for name in PlanOptions.model_fields}
+    arguments["pad_multiple"] = pack.padding
+    arguments["budgets"] = {
+        name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
+    }
+    # Assignment of samples, and order of packs:
+    if pack.homogeneous:
+        with_media = column("num_images") + column("num_videos") > 0
+        arguments |= {"homogeneous": True, "groups": with_media.astype(np.int32)}
+    if pack.has_locality:
+        arguments["source_order"] = source_order
+    if "balance" in pack.assignment:
+        arguments["balance_by"] = column("num_vision_patches")
+    if pack.layout is not None and pack.layout.uniform:
+        arguments["media"] = media_of_samples(column)
+    arguments |= {"order": pack.layout, "context_parallel": pack.slots}
+    return arguments
+
+
+def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str, str]:
+    """Reason and detail in the set-aside table of a sample of `num_tokens` tokens that the planner
+    left out; `name` is the planner's own name of the reason."""
+    if name.startswith("over_budget:"):
+        budget = name.partition(":")[2]
+        return "over_budget", f"it alone exceeds the limit of {budget} {pack.budgets[budget]}"  # type: ignore[index]
+    limit = f"seq_length {pack.seq_length}"
+    if pack.padding > 1:
+        limit += f" (in multiples of {pack.padding})"
+    return "overlong", f"{num_tokens} tokens > {limit}"

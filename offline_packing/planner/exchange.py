@@ -87,7 +87,12 @@ def balance_packs(
     state = random_state(seed)
 
     def exchange(members: np.ndarray, sweeps: int) -> None:
-        members, starts = _classes(members, lengths[sample_ids], window)
+        # slots int64 (num_groups, size), by tokens and window, and where these change
+        tokens, own = lengths[sample_ids][members].sum(axis=1), window[members[:, 0]]
+        order = np.lexsort((own, tokens))
+        new = (np.diff(tokens[order]) != 0) | (np.diff(own[order]) != 0)
+        starts = np.concatenate([[0], np.flatnonzero(new) + 1, [len(order)]])
+        members = members[order]
         arrays = (sample_ids, pack_of_slot, members, starts, lengths, amounts, totals, state)
         for _ in range(sweeps):
             _exchange_alike(*arrays)
@@ -114,17 +119,6 @@ def _random_groups(packs: Packs, size: int, rng: np.random.Generator) -> np.ndar
     groups = np.concatenate([slots, packs.pack_offsets[pack_of_slot] + drawn], axis=1)
     different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
     return groups[different]
-
-
-def _classes(
-    members: np.ndarray, length_of_slot: np.ndarray, window_of_slot: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """``members``, slots int64 (num_groups, size), by tokens and window, and where these change."""
-    tokens = length_of_slot[members].sum(axis=1)
-    window = window_of_slot[members[:, 0]]
-    order = np.lexsort((window, tokens))
-    new = (np.diff(tokens[order]) != 0) | (np.diff(window[order]) != 0)
-    return members[order], np.concatenate([[0], np.flatnonzero(new) + 1, [len(order)]])
 
 
 @njit(cache=True)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -194,25 +194,21 @@ class PackPlan:
 
     def statistics(self) -> dict[str, Any]:
         """Figures for the report and the log."""
+        slots: dict[str, Any] = {}
+        if self.cp_sizes is not None:
+            sizes, counts = np.unique(self.cp_sizes, return_counts=True)
+            by_size = dict(zip(map(str, sizes), counts.tolist(), strict=True))
+            slots = {"num_slots": len(self.slot_offsets) - 1, "packs_by_cp_size": by_size}
         return {
             "num_packs": self.num_packs,
             "lower_bound": self.info.lower_bound,
             "gap": self.gap,
             "fill": self.fill,
             "packing_factor": self.packing_factor,
-            **self._slot_statistics(),
+            **slots,
             "num_packed_samples": len(self.sample_ids),
             "num_set_aside": len(self.set_aside_ids),
             "set_aside_counts": self.set_aside_counts(),
-        }
-
-    def _slot_statistics(self) -> dict[str, Any]:
-        if self.cp_sizes is None:
-            return {}
-        sizes, counts = np.unique(self.cp_sizes, return_counts=True)
-        return {
-            "num_slots": len(self.slot_offsets) - 1,
-            "packs_by_cp_size": dict(zip(map(str, sizes), counts.tolist(), strict=True)),
         }
 
     def save(self, folder: str | Path, *, id_type: np.dtype[Any] | type | None = None) -> None:
@@ -229,9 +225,13 @@ class PackPlan:
         if self.cp_sizes is not None:
             arrays["cp_sizes"] = self.cp_sizes
         for name, array in arrays.items():
-            kind = id_type if id_type is not None and name.endswith("_ids") else array.dtype
+            kind = np.dtype(id_type if id_type and name.endswith("_ids") else array.dtype)
+            # as `np.save` would write an array of this type, some of it at a time
+            header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
             with atomic_file(folder / f"{name}.npy") as file:
-                _save_array(file, array, np.dtype(kind))
+                np.lib.format.write_array_header_1_0(file, {**header, "shape": array.shape})
+                for start in range(0, len(array), _ENTRIES_AT_ONCE):
+                    file.write(array[start : start + _ENTRIES_AT_ONCE].astype(kind).data)
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         document = {"format_version": FORMAT_VERSION, "shapes": shapes, **asdict(self.info)}
         document["statistics"] = self.statistics()
@@ -257,7 +257,18 @@ class PackPlan:
                 f"this version reads {FORMAT_VERSION}; plan again"
             )
         shapes = document["shapes"]
-        arrays = {name: _load_array(folder / f"{name}.npy", shapes[name]) for name in shapes}
+        arrays = {}
+        for name, shape in shapes.items():
+            path = folder / f"{name}.npy"
+            try:
+                arrays[name] = load_array(path)
+            except (OSError, EOFError, ValueError) as error:
+                raise StageError(f"{path} cannot be read: {error}; plan again") from error
+            if list(arrays[name].shape) != shape:
+                raise ValueError(
+                    f"{path} has shape {list(arrays[name].shape)}, plan.json says {shape}; plan "
+                    "again"
+                )
         try:
             if document["context_parallel"] is not None:
                 document["context_parallel"] = ContextParallel(**document["context_parallel"])
@@ -266,23 +277,3 @@ class PackPlan:
         except (KeyError, TypeError) as error:
             raise StageError(f"{folder}/plan.json is damaged: {error}; plan again") from error
         return cls(**arrays, info=info)
-
-
-def _save_array(file: BinaryIO, array: np.ndarray, kind: np.dtype[Any]) -> None:
-    """Write an array as `np.save` would write one of this type, some of it at a time."""
-    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
-    np.lib.format.write_array_header_1_0(file, {**header, "shape": array.shape})
-    for start in range(0, len(array), _ENTRIES_AT_ONCE):
-        file.write(array[start : start + _ENTRIES_AT_ONCE].astype(kind).data)
-
-
-def _load_array(path: Path, shape: list[int]) -> np.ndarray:
-    try:
-        array = load_array(path)
-    except (OSError, EOFError, ValueError) as error:
-        raise StageError(f"{path} cannot be read: {error}; plan again") from error
-    if list(array.shape) != shape:
-        raise ValueError(
-            f"{path} has shape {list(array.shape)}, plan.json says {shape}; plan again"
-        )
-    return array

@@ -14,7 +14,7 @@ from offline_packing.planner.exchange import (
 )
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.passes import PlanOptions, PlanRequest
-from offline_packing.planner.ranks.deal import cost_grouped_order
+from offline_packing.planner.ranks.deal import PackCosts, cost_grouped_order
 from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
 from offline_packing.planner.ranks.picture_split import even_samples
 from offline_packing.planner.ranks.slots import fill_slots, pack_over_ranks
@@ -23,10 +23,10 @@ from offline_packing.planner.samples import Budgets, Samples, admit_samples
 from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
 from offline_packing.planner.strategies.auto import mixed as mixed_composer
 from offline_packing.planner.strategies.budgets import size_lower_bound
-from offline_packing.planner.strategies.composition import expand_composition
-from offline_packing.planner.strategies.histogram import (
+from offline_packing.planner.strategies.composition import (
     announce_compilation,
     count_lengths,
+    expand_composition,
     lower_bound,
 )
 from offline_packing.planner.strategies.kernels import random_state, shuffle_between
@@ -306,14 +306,13 @@ def _order_by_cost(samples: Samples, draft: Draft, request: PlanRequest) -> Draf
         return np.bincount(packs.pack_of_slot(), of_slots, minlength=packs.num_packs)
 
     features = [array for name, array in columns.items() if name.startswith("features[")]
-    places = cost_grouped_order(
+    costs = PackCosts.of(
         sums(samples.cost),
-        layout,
-        request.options.seed,
-        tower=sums(columns["tower_cost"]) if "tower_cost" in columns else None,
-        kinds=kinds_of(columns["media"], packs) if "uniform" in draft.notes else None,
-        features=np.stack([sums(some) for some in (samples.lengths, *features)], axis=1),
+        sums(columns["tower_cost"]) if "tower_cost" in columns else None,
+        kinds_of(columns["media"], packs) if "uniform" in draft.notes else None,
+        np.stack([sums(some) for some in (samples.lengths, *features)], axis=1),
     )
+    places = cost_grouped_order(costs, layout, request.options.seed)
     return draft._replace(packs=reorder_packs(packs, places))
 
 

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from offline_packing.planner.samples import check_known
+from offline_packing.planner.samples import check_known, checked_sizes
 from offline_packing.planner.strategies import STRATEGIES, check_options, lacks_limits
 from offline_packing.planner.strategies.composition import (
     Composition,
+    count_lengths,
     expand_composition,
     select_patterns,
 )
-from offline_packing.planner.strategies.histogram import count_lengths
 from offline_packing.planner.strategies.narrow_fill import fills_by_fitness
 from offline_packing.planner.strategies.strategy import (
     Packs,
-    check_sizes,
     join_packs,
     reorder_packs,
 )
@@ -162,12 +161,19 @@ class WindowPlanner:
             raise ValueError(f"budget {missing[0]!r} needs amounts[{missing[0]!r}]")
         arrival = self._num_seen + np.arange(len(num_tokens))
         ids = arrival if sample_ids is None else np.asarray(sample_ids, np.int64)
-        columns = {name: np.asarray(given[name]) for name in names}
-        for name, array in {**columns, "sample_ids": ids}.items():
-            if array.shape != arrival.shape:
-                raise ValueError(f"{name} has shape {array.shape}, num_tokens {arrival.shape}")
-        sizes = np.stack(list(columns.values()), axis=1)
-        sizes = check_sizes(sizes, self._limits, names, first_sample=self._num_seen)
+        if ids.shape != arrival.shape:
+            raise ValueError(f"sample_ids has shape {ids.shape}, num_tokens {arrival.shape}")
+        columns = [checked_sizes(name, given[name], len(arrival)) for name in names]
+        sizes = np.stack(columns, axis=1).astype(np.int64)
+        bad = sizes > self._limits
+        bad[:, 0] |= sizes[:, 0] < 1
+        if bad.any():
+            sample, limit = np.argwhere(bad)[0]
+            raise ValueError(
+                f"sample {self._num_seen + sample} has {sizes[sample, limit]} {names[limit]}, not "
+                f"in {int(limit == 0)}..{self._limits[limit]}; set such samples aside before "
+                "packing"
+            )
         arrived = np.stack([ids, arrival // options.window, *sizes.T])
         ends = np.flatnonzero((arrival + 1) % options.window == 0) + 1
         ready = []

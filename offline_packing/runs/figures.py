@@ -3,23 +3,26 @@
 They are plain values, as in report.json.
 """
 
+import functools
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig
 from offline_packing.index.rows import media_of_samples, pack_table, split_of_packs, sums_by_source
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
-from offline_packing.planner.cost import count_values, saving
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout, idle_in_slots
-from offline_packing.runs.warnings import run_warnings
 from task_encoders.families import ModelOptions, model_cost
+from task_encoders.families.base.cost import most_positions
 from task_encoders.packs.manifest import PackColumns
 
 #: The ranks whose waiting is computed if pack.order names none.
@@ -27,6 +30,7 @@ _NUM_RANKS: Final = 8
 #: Columns summed up per source: columns num_NAME of the index.
 _SUMS: Final = ("tokens", "loss_tokens", "images", "videos", "vision_patches", "turns")
 _BINS: Final = 16
+_VALUES_AT_ONCE: Final = 1 << 20
 
 Figures = dict[str, Any]
 
@@ -96,11 +100,18 @@ def sample_figures(num_samples: int, set_aside: Mapping[str, int]) -> Figures:
 def plan_figures(
     compared: ReportConfig, lengths: npt.NDArray[np.integer], plan: PackPlan
 ) -> Figures:
-    """Figures of a plan that need no more than the tokens (num_packed,) of each use of a sample."""
-    info, seq_length = plan.info, plan.info.seq_length
-    saved = saving(lengths, plan, compared.padded_batch_size, compared.global_batch_size)
+    """Figures of a plan that need no more than the tokens (num_packed,) of each use of a sample, at
+    least one. `saving` is that of packing, against batches of samples padded to their longest:
+    tokens, shares of padding, and steps of an epoch."""
+    info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
-    of_length, every = count_values(lengths, seq_length), np.arange(seq_length + 1)
+    of_length = np.zeros(seq_length + 1, np.int64)
+    for start in range(0, num_samples, _VALUES_AT_ONCE):  # all at once would be copied to int64
+        some = lengths[start : start + _VALUES_AT_ONCE]
+        of_length += np.bincount(some, minlength=seq_length + 1)
+    every = np.arange(seq_length + 1)
+    tokens, batch = int(lengths.sum(dtype=np.int64)), compared.global_batch_size
+    in_batches = padded_tokens(of_length, compared.padded_batch_size)
     statistics = plan.statistics()
     return {
         "seq_length": seq_length,
@@ -110,7 +121,7 @@ def plan_figures(
             "samples": len(plan.sample_ids),
             "lower_bound": info.lower_bound,
             "gap": plan.gap,
-            "fill": saved["tokens"] / plan.room,
+            "fill": tokens / plan.room,
             "packing_factor": plan.packing_factor,
             "epochs": max(1, len(info.epochs)),
             "pairs_again": plan.pairs_again() if info.epochs else None,
@@ -118,7 +129,21 @@ def plan_figures(
             "packs_by_cp_size": statistics.get("packs_by_cp_size"),
             "context_parallel": info.context_parallel and vars(info.context_parallel),
         },
-        "saving": saved,
+        "saving": {
+            "tokens": tokens,
+            "tokens_in_packs": info.num_tokens,
+            "padded_batch_size": compared.padded_batch_size,
+            "tokens_in_padded_batches": in_batches,
+            "tokens_padded_to_seq_length": num_samples * seq_length,
+            "padding_before": 1 - tokens / in_batches,
+            "padding_after": 1 - tokens / info.num_tokens,
+            "speedup": in_batches / info.num_tokens,
+            "global_batch_size": batch,
+            "iterations_before": math.ceil(num_samples / batch),
+            "iterations_after": math.ceil(plan.num_packs / batch),
+            # keeps the samples of a step
+            "equal_batch_size": max(1, round(batch * plan.num_packs / num_samples)),
+        },
         "packed_lengths": {
             "edges": edges.tolist(),
             "counts": np.histogram(every, edges, weights=of_length)[0].astype(int).tolist(),
@@ -209,3 +234,138 @@ def _waiting(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Figur
         "mixed_steps": layout.mixed_steps(table.media[own]),
         "uniform": plan.info.settings.get("uniform"),
     }
+
+
+def padded_tokens(counts: npt.NDArray[np.integer], batch_size: int) -> float:
+    """Tokens of an epoch whose random batches are padded to the longest of their samples: the mean
+    over all orders of the samples, in closed form. `counts` (longest + 1,) are the samples of each
+    length, at least one in all."""
+    num_batches, rest = divmod(int(counts.sum()), batch_size)
+    total = num_batches * batch_size * _mean_longest(counts, batch_size)
+    return total + (rest * _mean_longest(counts, rest) if rest else 0.0)
+
+
+def _mean_longest(counts: npt.NDArray[np.integer], drawn: int) -> float:
+    """Mean of the longest of some samples drawn without replacement; 0 where there are fewer."""
+    up_to = np.cumsum(counts, dtype=np.int64)
+    none_longer = np.ones(len(counts))
+    for i in range(drawn):  # all of the drawn samples are among those up to this length
+        none_longer *= np.maximum(up_to - i, 0) / max(up_to[-1] - i, 1)
+    return float(np.diff(none_longer, prepend=0.0) @ np.arange(len(counts)))
+
+
+Hashes = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+
+
+def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> list[str]:
+    """A line each: what samples go without, what all have in common, and, of a plan, what stands in
+    several splits. Reads the index part by part."""
+    lines, total = samples.info.warnings, samples.info.num_samples
+    several = 0
+    if config.task == "vqa":
+        several = int(np.count_nonzero(samples.array("num_turns") > 1))
+    if several:
+        lines.append(
+            f"{several:,} of {total:,} samples have several turns under task vqa, which is meant "
+            "for one question; bmr is for conversations"
+        )
+    lines.extend(_source_warnings(config.source_names(), samples))
+    lines.extend(_position_warnings(config, samples))
+    lines.extend(_split_warnings(config.output.split))
+    splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
+    for name in [name for name, own in splits.items() if not own]:
+        lines.append(
+            f"split {name} is empty: no sample, with all that it leads to by images and videos or "
+            f"its group, drew its share of {config.output.split[name]:.1%}; set another "
+            "output.split_seed, a larger share in output.split, or source.fields.group, which "
+            "counts instead of images and videos"
+        )
+    if packs is not None and len(splits) > 1 and config.names_groups:
+        first, *others = splits
+        in_first = _packed(packs, splits[first], total)
+        for name in others:
+            shared = _shared(samples, _packed(packs, splits[name], total), in_first)
+            if any(count for count, _ in shared):
+                media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
+                lines.append(
+                    f"split {name}: {media} images and videos and {same} samples stand in split "
+                    f"{first}, too; without source.fields.group they are on one side"
+                )
+    return lines
+
+
+def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
+    """Warn of sources that hold samples of an earlier one: copies are trained on twice."""
+    if len(names) == 1:
+        return
+    hashes, owners = samples.array("sample_hash"), samples.array("source_id")
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
+    first_of = order[np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))]
+    pairs = np.stack([owners[first_of], owners[order]])
+    different, counts = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1, return_counts=True)
+    for (one, other), count in zip(different.T.tolist(), counts.tolist(), strict=True):
+        yield (
+            f"source {names[other]}: {count:,} of {np.count_nonzero(owners == other):,} samples "
+            f"stand in source {names[one]}, too"
+        )
+
+
+def _position_warnings(config: PackingConfig, samples: Index) -> Iterator[str]:
+    """Warn of packs longer than the checkpoint's positions, which restart with each sample."""
+    limit, seq_length = most_positions(config.model.processor), config.pack.seq_length
+    if limit is not None and seq_length > limit:
+        longer = np.count_nonzero(samples.array("num_tokens") > limit)
+        yield (
+            f"pack.seq_length {seq_length:,} > max_position_embeddings {limit:,} of "
+            f"{config.model.processor}; {longer:,} of {samples.info.num_samples:,} samples are "
+            "longer than that (positions restart with each sample)"
+        )
+
+
+def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
+    """Warn of shares that are probably a mistake: training reads train."""
+    name, share = max(split.items(), key=lambda item: item[1])
+    train = split.get("train", 0)
+    if share > train and len(split) > 1:
+        yield (
+            f"output.split gives {name} {share:.1%} of the samples and train {train:.1%}; training "
+            "reads train"
+        )
+
+
+def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
+    """(num_samples,) the samples of the index in some packs."""
+    flags = np.zeros(num_samples, bool)
+    start, stop = packs.pack_offsets[own.start], packs.pack_offsets[own.stop]
+    flags[packs.sample_ids[start:stop]] = True
+    return flags
+
+
+def _shared(samples: Index, own: Flags, others: Flags) -> list[tuple[int, int]]:
+    """Count the different media, and samples, of some samples that stand in the others, and all of
+    them: of media, then of samples. Only those of the first samples are held."""
+    counts = []
+    for column in ("media_hash", "sample_hash"):
+        hashes = functools.partial(hashes_of, samples, column)
+        held = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes(own)]))
+        counts.append((count_held(held, hashes(others)), len(held)))
+    return counts
+
+
+def count_held(held: Hashes, parts: Iterable[Hashes]) -> int:
+    """Return how many of some different, sorted hashes are in the parts."""
+    found = np.zeros(len(held), bool)
+    for part in parts:
+        found |= np.isin(held, part)
+    return int(np.count_nonzero(found))
+
+
+def hashes_of(samples: Index, column: str, chosen: Flags) -> Iterator[Hashes]:
+    """A column of hashes of some samples, or of their media, part by part."""
+    first = 0
+    for part in samples.parts(column):
+        own = part[column].filter(pa.array(chosen[first : first + len(part)]))
+        first += len(part)
+        yield (pc.list_flatten(own) if column == "media_hash" else own).to_numpy()

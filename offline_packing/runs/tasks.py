@@ -22,9 +22,10 @@ from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_tasks import COLUMNS, ShardTask
 from offline_packing.layouts.shards import (
+    COLUMNS,
     PlannedShard,
+    ShardTask,
     lay_out_shards,
     splits_of_plan,
 )

@@ -11,9 +11,14 @@ from typing import Any
 
 from offline_packing.errors import ConfigError
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
-from offline_packing.sources.formats.csv_lines import CsvSource, TsvSource
 from offline_packing.sources.formats.energon import EnergonSource
-from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
+from offline_packing.sources.formats.jsonl import (
+    CsvSource,
+    JsonlSource,
+    JsonSource,
+    TextSource,
+    TsvSource,
+)
 from offline_packing.sources.formats.llama_factory import LlamaFactorySource
 from offline_packing.sources.formats.packs import PacksSource
 from offline_packing.sources.formats.pairs import CaptionsSource, PairsSource

@@ -24,9 +24,9 @@ import yaml
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.figures import Hashes, count_held, hashes_of
 from offline_packing.runs.manifest import hash_plan, require_manifest
 from offline_packing.runs.run import Workspace
-from offline_packing.runs.warnings import Hashes, count_held, hashes_of
 from offline_packing.storage.files import read_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET

@@ -13,9 +13,8 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, build_engine
 from offline_packing.runs.set_aside import check_media, check_set_aside
-from offline_packing.verify.render import render_verdict
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import verify
+from offline_packing.verify.verify import render_verdict, verify
 from offline_packing.write.write import write
 from task_encoders.packs.manifest import Manifest
 

@@ -16,8 +16,7 @@ from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_tasks import PlannedSample, ShardTask
-from offline_packing.layouts.shards import PlannedShard, ShardFragment
+from offline_packing.layouts.shards import PlannedSample, PlannedShard, ShardFragment, ShardTask
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import ContextParallel
 from offline_packing.runs.run import Run, open_encoder

@@ -4,8 +4,10 @@ files       every artifact there, with the hash it was written with, see damage.
 shards      the same; .tar.idx
 packs       the planned keys, within seq_length
 samples     each one in exactly one pack or set aside, with its measured length
-deep        same turns and media bytes as the source; the measured number of tokens when encoded
-from the pack's own bytes
+deep        same turns and media bytes as the source; re-encoded from the pack's own bytes, as many
+            tokens as measured
+
+`verify --discard` moves every file away that is not what was written, and nothing else.
 """
 
 import itertools
@@ -20,23 +22,26 @@ from offline_packing.index.records import count_packed, record_counts, shared_co
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shards import PlannedShard, splits_of_plan
+from offline_packing.layouts.shards import PlannedShard, ShardFragment, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout, slot_offsets
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import require_manifest
+from offline_packing.runs.manifest import read_manifest, require_manifest, shard_line
+from offline_packing.runs.repair import start_repair
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
-from offline_packing.verify.damage import find_metadata_damage, find_stage_damage
+from offline_packing.verify.damage import Damage, find_metadata_damage, find_stage_damage
 from offline_packing.verify.shard import (
     VerifyResult,
     VerifyTask,
     damage_tasks,
+    find_damage,
     verify_hashes,
     verify_shard,
     verify_tasks,
 )
-from task_encoders.packs.manifest import Manifest
+from task_encoders.packs.manifest import Manifest, ShardLine
+from task_encoders.storage.paths import REMEDY
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,8 @@ def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyRes
         return
     media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
     first = 0
-    for split, count in manifest.counts.packs.items():
-        for size in manifest.epochs.get(split) or (count,):
+    for split in manifest.counts.packs:
+        for size in manifest.epoch_sizes(split):
             mixed = layout.mixed_steps(media[first : first + size])
             first += size
             total.num_steps += size // layout.num_ranks
@@ -282,3 +287,95 @@ def _check_each_once(
 
 def _num_repeated(ordered: npt.NDArray[np.uint64]) -> int:
     return int(np.count_nonzero(ordered[1:] == ordered[:-1]))
+
+
+def render_result(
+    result: VerifyResult, *, deep: bool, hash_only: bool = False, drawn: Drawn | None = None
+) -> str:
+    """The result as a table, problems below."""
+    compared = "bytes compared with their hash" if drawn is None else "not compared as a whole"
+    read = ", not opened" if hash_only else f", drawn with seed {drawn.seed}" if drawn else ""
+    deep_lines = [
+        f"{'images':<16}{result.num_images:,}, bytes compared with the source",
+        *([f"{'videos':<16}{result.num_videos:,}, likewise"] if result.num_videos else []),
+        f"{'tokens':<16}{result.num_tokens:,}, encoded again",
+    ]
+    lines = [
+        f"{'shards':<16}{result.num_shards:,}, {compared}",
+        f"{'packs':<16}{result.num_packs:,}{read}",
+        f"{'samples':<16}{result.num_samples:,} packed, {result.num_set_aside:,} set aside",
+        *(
+            ["{:<16}{:,} = {:,} in packs + {:,} set aside".format("records", *result.records)]
+            if result.records
+            else []
+        ),
+        *([f"{'splits':<16}{result.apart}"] if result.apart else []),
+        *([f"{'steps':<16}{result.num_steps:,}, each of one kind"] if result.num_steps else []),
+        *(deep_lines if deep else []),
+        f"{'problems':<16}{result.num_problems:,}",
+        *(f"  {problem}" for problem in result.problems),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def render_verdict(result: VerifyResult) -> str:
+    """Number of problems, and what helps."""
+    others = result.num_problems - result.num_repairable - result.num_in_source
+    again = "pack again with another output.path or output.overwrite=true"
+    remedies = [
+        (result.num_repairable, f"of damaged files: {REMEDY}"),
+        (
+            result.num_in_source,
+            f"of media that are damaged in the source: repair or remove them there, and {again}",
+        ),
+        (others, f"of shards that are as they were written: {again}, if a problem names no remedy"),
+    ]
+    return "; ".join(
+        [f"{result.num_problems:,} problems", *(f"{n:,} {text}" for n, text in remedies if n)]
+    )
+
+
+def discard(run: Run, *, dry_run: bool = False) -> str:
+    """Move damaged files of an output, complete or not, to `_packing/damaged`; returns lines that
+    name them. Hashes stay where they are recorded, so that the stages know what to make again."""
+    found = find_all_damage(run)
+    if not found:
+        return "nothing is damaged"
+    if not dry_run:
+        run.workspace.remove_temporaries()
+        start_repair(run.workspace, {one.name: one.text for one in found})
+    lines = [f"  {one.name} {one.text}" for one in found]
+    where = run.workspace.damaged
+    did = f"would move to {where}" if dry_run else f"moved to {where}; run makes them again"
+    return "\n".join([f"{len(found):,} files {did}:", *lines])
+
+
+def find_all_damage(run: Run) -> list[Damage]:
+    """Each file that is missing or damaged, once."""
+    found: list[Damage] = []
+    try:
+        manifest = read_manifest(run.workspace.root)
+    except DamagedError:
+        manifest, name = None, run.workspace.manifest.name
+        found.append(Damage(name, "is not what was written"))
+    found += find_stage_damage(run, manifest)
+    if manifest is None:
+        lines, layout = _read_fragments(run, found), run.config.output.layout
+    else:
+        lines, layout = list(manifest.shards), manifest.layout
+        found += find_metadata_damage(run, manifest)
+    for damage in run.engine.run(find_damage, damage_tasks(run, lines, layout)):
+        found += damage
+    return sorted({one.name: one for one in found}.values(), key=lambda one: one.name)
+
+
+def _read_fragments(run: Run, found: list[Damage]) -> list[ShardLine]:
+    """Lines of the shards, as their fragments describe them; adds damaged ones to what is found."""
+    lines = []
+    for path in sorted(run.workspace.write.rglob("*-??????.json")):
+        try:
+            lines.append(shard_line(ShardFragment.load(path)))
+        except StageError:
+            name = str(path.relative_to(run.workspace.root))
+            found.append(Damage(name, "is not what was written"))
+    return lines

@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 from offline_packing.errors import ChangedError, DiskFullError, ShareDoneError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_tasks import ShardTask, read_planned
-from offline_packing.layouts.shards import PlannedShard, ShardFragment
+from offline_packing.layouts.shards import PlannedShard, ShardFragment, ShardTask, read_planned
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     StoredPlan,

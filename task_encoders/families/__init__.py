@@ -1,7 +1,7 @@
 """One module per model family, and `FAMILIES`.
 
-A family owns what sets it apart: sizes, limits, normalisation, frames, template, tokens, positions.
-All families share `base`; Qwen's also share `qwen_vl`. May import: samples, media, text,
+A family owns all that sets it apart: sizes, limits, normalisation, frames, template, tokens,
+positions. All share `base`. May import: samples, media, text,
 sample_encoder, field_types.
 """
 
@@ -14,8 +14,7 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, SerializeAsAny
 
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint
-from task_encoders.families.base.family import Family
-from task_encoders.families.base.options import ModelOptions
+from task_encoders.families.base.family import Family, ModelOptions
 from task_encoders.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
@@ -26,24 +25,17 @@ from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.load_tokenizer import require_hub
 from task_encoders.text.qwen_vocabulary import BUILTIN
+from task_encoders.text.tokenizer import require_hub
 from task_encoders.versions import require_supported
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
-    QWEN2_VL.name: QWEN2_VL,
-    QWEN2_5_VL.name: QWEN2_5_VL,
-    QWEN3_VL.name: QWEN3_VL,
-    QWEN3_5.name: QWEN3_5,
-    LLAVA_ONEVISION_1_5.name: LLAVA_ONEVISION_1_5,
-    LLAVA_1_5.name: LLAVA_1_5,
-    GLM4V.name: GLM4V,
-    GLM46V.name: GLM46V,
-    GEMMA4.name: GEMMA4,
-    GEMMA4_UNIFIED.name: GEMMA4_UNIFIED,
-    MISTRAL3.name: MISTRAL3,
-    INTERNVL3.name: INTERNVL3,
+    family.name: family
+    for family in (
+        *(QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5, LLAVA_ONEVISION_1_5, LLAVA_1_5),
+        *(GLM4V, GLM46V, GEMMA4, GEMMA4_UNIFIED, MISTRAL3, INTERNVL3),
+    )
 }
 
 #: The family of configurations that name none.
@@ -129,8 +121,16 @@ def build_sample_encoder(
     elif processor or options:
         raise TypeError("settings given twice: whole, and by name")
     require_hub(model.processor)
-    _check_family(model)
-    encoder = FAMILIES[model.family].build(model)  # type: ignore[call-arg]
+    name, found = _model_type(model.processor), family_of_processor(model.processor)
+    if name is not None and found != model.family:
+        what, remedy = f"family {found}", f"set model.family={found}"
+        if found is None:
+            what, remedy = f"model_type {name}", _remedy(name)
+        raise ValueError(
+            f"checkpoint {model.processor!r} is of {what}, not {model.family}; {remedy}, or name a "
+            f"checkpoint of {model.family}"
+        )
+    encoder = FAMILIES[model.family].build(model)
     with suppress(SampleError):  # not every template takes images
         encoder.tokenize(_QUESTION)
     return encoder
@@ -141,10 +141,21 @@ def family_of_processor(processor: str) -> str | None:
     several with that model type, the one whose processor the checkpoint has."""
     model_type = _model_type(processor)
     found = [one for one in FAMILIES.values() if model_type in one.model_types]
-    if len(found) > 1:
-        kind = _processor_class(processor)
-        found = [one for one in found if one.processor == kind] or found
-    return found[0].name if found else None
+    if len(found) < 2:
+        return found[0].name if found else None
+    from transformers.utils import cached_file
+
+    quiet = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        file = cached_file(processor, name, **quiet)
+        kind = json.loads(Path(file).read_bytes()).get("processor_class") if file else None
+        if kind is not None:
+            found = [one for one in found if one.processor == kind] or found
+            break
+    return found[0].name
 
 
 def require_family(processor: str) -> str:
@@ -165,23 +176,6 @@ def _remedy(model_type: str | None) -> str:
     return f"the families are {', '.join(FAMILIES)}"
 
 
-def _processor_class(processor: str) -> str | None:
-    """transformers' class of a checkpoint's processor, which its files name."""
-    from transformers.utils import cached_file
-
-    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        file = cached_file(
-            processor,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        kind = json.loads(Path(file).read_bytes()).get("processor_class") if file else None
-        if kind is not None:
-            return str(kind)
-    return None
-
-
 def _model_type(processor: str) -> str | None:
     """`model_type` of a checkpoint's config.json, without the suffix of mixtures of experts; None
     where it has none."""
@@ -196,18 +190,3 @@ def _model_type(processor: str) -> str | None:
         return None
     name = config.get("model_type")
     return name.removesuffix("_moe") if isinstance(name, str) else None
-
-
-def _check_family(model: ModelOptions) -> None:
-    """Refuse a checkpoint whose config.json names another model than the family's."""
-    name = _model_type(model.processor)
-    found = family_of_processor(model.processor)
-    if name is None or found == model.family:
-        return
-    what, remedy = f"family {found}", f"set model.family={found}"
-    if found is None:
-        what, remedy = f"model_type {name}", _remedy(name)
-    raise ValueError(
-        f"checkpoint {model.processor!r} is of {what}, not {model.family}; {remedy}, or name a "
-        f"checkpoint of {model.family}"
-    )

@@ -8,9 +8,9 @@ from typing import Any
 
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.qwen2_vl import Qwen2VLEncoder
-from task_encoders.text.load_tokenizer import byte_level_alphabet
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS, qwen_ranks
+from task_encoders.text.tokenizer import byte_level_alphabet
 from task_encoders.versions import require_supported
 
 
@@ -21,7 +21,16 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     require_supported("transformers")
     from transformers import AddedToken, Qwen2Tokenizer
 
-    vocabulary, merges = _vocabulary_and_merges()
+    ranks = qwen_ranks()
+    characters = {byte: character for character, byte in byte_level_alphabet().items()}
+
+    def spell(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+    in_order = sorted(ranks.items(), key=lambda item: item[1])
+    pairs = (_last_merge(ranks, token, rank) for token, rank in in_order if len(token) > 1)
+    merges = [(spell(left), spell(right)) for left, right in pairs]
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -39,23 +48,6 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     )
     tokenizer.chat_template = QWEN2_VL_TEMPLATE
     return tokenizer
-
-
-@functools.cache
-def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Id of every token that is not special, and the merges that make them, in order."""
-    ranks = qwen_ranks()
-    characters = {byte: character for character, byte in byte_level_alphabet().items()}
-
-    def spell(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) > 1:
-            left, right = _last_merge(ranks, token, rank)
-            merges.append((spell(left), spell(right)))
-    return {spell(token): rank for token, rank in ranks.items()}, merges
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes, bytes]:

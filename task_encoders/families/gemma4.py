@@ -18,18 +18,21 @@ import numpy as np
 from PIL import Image as PillowImage
 
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.families.base.encoder import FamilyEncoder
-from task_encoders.families.base.family import Family, Preset
-from task_encoders.families.base.options import ModelOptions, beside_lengths
+from task_encoders.families.base.family import (
+    Family,
+    FamilyEncoder,
+    ModelOptions,
+    Preset,
+    beside_lengths,
+)
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
 from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, rescale_then_normalise
 from task_encoders.media.video import SampledVideo, sampled_frames
 from task_encoders.media.video_file import VideoHeader, decode_frames
-from task_encoders.text.dialect import Dialect
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
-from task_encoders.text.pieces import Control, Image, Text, Video
+from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
 from task_encoders.text.template_proof import checkpoint_template
+from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 #: Side of a token in pixels.
 TOKEN: Final = 48
@@ -73,6 +76,7 @@ class Gemma4Encoder(FamilyEncoder):
         "boi_token_id": "<|image>",
         "eoi_token_id": "<image|>",
     }
+    PAD_TOKEN = "<pad>"
     TEMPLATE = ""  # there are several: a checkpoint comes with one
     DIALECT = _DIALECT
     CAPTION_START = (Control("<bos>"),)
@@ -88,16 +92,17 @@ class Gemma4Encoder(FamilyEncoder):
                 f"{options.processor} has no chat template; copy chat_template.jinja into it "
                 "from a checkpoint that was trained on conversations (google/gemma-4-*-it)"
             )
-        super().__init__(
-            options,
-            load_tokenizer(options.processor),
-            pad_token="<pad>",
-            patch_area=(TOKEN // self.POOL) ** 2,
-            normalisation=Normalisation(_VALUES[options.resize], repeats=1),
-        )
+        values = Normalisation(_VALUES[options.resize], repeats=1)
+        super().__init__(options, patch_area=(TOKEN // self.POOL) ** 2, normalisation=values)
         self._image, self._video, before, after = self.media_token_ids.values()
         self._before, self._after = Span([before], 1), Span([after], 1)
-        self._check_times()
+        encode = self.tokenizer.encode
+        for text in ("user\n", "What", " ", "1", "é:"):  # before a video's first time
+            if encode(f"{text}00:00 ") != [*encode(text), *encode("00:00 ")]:
+                raise ValueError(
+                    f"the tokenizer of {options.processor!r} joins digits with the text before "
+                    "them, unlike Gemma's; use the tokenizer files of a published checkpoint"
+                )
 
     def image_medium(self, height: int, width: int) -> Medium:
         return Medium((1, *self._patches(height, width, self.options.max_soft_tokens)))
@@ -148,16 +153,6 @@ class Gemma4Encoder(FamilyEncoder):
     def blank_image(hf_config: Any) -> BlankImage:
         vision = hf_config.vision_config
         return two_tokens(vision.patch_size, vision.pooling_kernel_size)
-
-    def _check_times(self) -> None:
-        """Refuse a tokenizer that joins a video's first time with the text before it."""
-        encode = self.tokenizer.encode
-        for text in ("user\n", "What", " ", "1", "é:"):
-            if encode(f"{text}00:00 ") != [*encode(text), *encode("00:00 ")]:
-                raise ValueError(
-                    f"the tokenizer of {self.options.processor!r} joins digits with the text "
-                    "before them, unlike Gemma's; use the tokenizer files of a published checkpoint"
-                )
 
 
 def _tokens(height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:

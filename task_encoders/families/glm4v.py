@@ -17,10 +17,15 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from task_encoders.families.base.family import Family, Preset, language_sizes
-from task_encoders.families.base.options import ModelOptions, beside_lengths
+from task_encoders.families.base.family import (
+    Family,
+    FamilyEncoder,
+    ModelOptions,
+    Preset,
+    beside_lengths,
+    language_sizes,
+)
 from task_encoders.families.base.spans import Medium, Span, patch_spans
-from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count, Number
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
@@ -29,10 +34,8 @@ from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_res
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
-from task_encoders.text.dialect import Dialect
-from task_encoders.text.jinja_template import THOUGHT, WRITE
-from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.pieces import Control, Image, Text, Video
+from task_encoders.text.chat_templates import THOUGHT, WRITE
+from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
 
 #: An answer ends with the next message's first token, which is added to the very last one.
 GLM: Final = Dialect(
@@ -147,7 +150,7 @@ class GlmOptions(ModelOptions):
         return self
 
 
-class GlmEncoder(VideosAsImagesEncoder):
+class GlmEncoder(FamilyEncoder):
     """Common parts: one picture per step of a video."""
 
     MEDIA_TOKENS: ClassVar = {
@@ -158,10 +161,12 @@ class GlmEncoder(VideosAsImagesEncoder):
         "video_start_token_id": "<|begin_of_video|>",
         "video_end_token_id": "<|end_of_video|>",
     }
+    PAD_TOKEN = "<|endoftext|>"
     TEMPLATE = GLM_TEMPLATE
     DIALECT = GLM
     CAPTION_START = (Control("[gMASK]"), Control("<sop>"))
     CAPTION_END = Control("<|endoftext|>", 1.0)
+    VIDEOS_AS_IMAGES = True
     IMAGE_DEPTH = DEPTH
     #: Frames that a video's file may have.
     LENGTHS_FOLLOW = ("max_video_frames",)
@@ -169,8 +174,7 @@ class GlmEncoder(VideosAsImagesEncoder):
     options: GlmOptions
 
     def __init__(self, options: GlmOptions) -> None:
-        options.require_checkpoint()
-        self.vision = VisionSettings(
+        vision = VisionSettings(
             options.min_pixels,
             options.max_pixels,
             options.max_aspect_ratio,
@@ -179,14 +183,9 @@ class GlmEncoder(VideosAsImagesEncoder):
             temporal_patch_size=DEPTH,
             resize=options.resize,
         )
-        values = patches.normalisation(self.vision)
-        super().__init__(
-            options,
-            load_tokenizer(options.processor),
-            pad_token="<|endoftext|>",
-            patch_area=DEPTH * _PATCH**2,  # an image's patches have both of its frames
-            normalisation=Normalisation(values.table, repeats=1),
-        )
+        area = DEPTH * _PATCH**2  # an image's patches have both of its frames
+        values = Normalisation(patches.normalisation(vision).table, repeats=1)
+        super().__init__(options, vision, patch_area=area, normalisation=values)
         self._tags = {name: Span([one], 1) for name, one in self.media_token_ids.items()}
 
     def image_medium(self, height: int, width: int) -> Medium:

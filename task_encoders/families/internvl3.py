@@ -14,10 +14,15 @@ import numpy as np
 from PIL import Image as PillowImage
 from pydantic import model_validator
 
-from task_encoders.families.base.family import Family, Preset, language_sizes
-from task_encoders.families.base.options import ModelOptions, beside_lengths
+from task_encoders.families.base.family import (
+    Family,
+    FamilyEncoder,
+    ModelOptions,
+    Preset,
+    beside_lengths,
+    language_sizes,
+)
 from task_encoders.families.base.spans import BlankImage, Medium, Span
-from task_encoders.families.base.videos_as_images import VideosAsImagesEncoder
 from task_encoders.field_types import Count
 from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
@@ -26,9 +31,7 @@ from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
-from task_encoders.text.dialect import CHATML, Dialect
-from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.pieces import Control, Fixed, Image, Piece, Text, Video
+from task_encoders.text.pieces import CHATML, Control, Dialect, Fixed, Image, Piece, Text, Video
 
 #: Side of the square of patches that becomes a token.
 _MERGE: Final = 2
@@ -82,13 +85,15 @@ class InternVL3Options(ModelOptions):
         return self
 
 
-class InternVL3Encoder(VideosAsImagesEncoder):
+class InternVL3Encoder(FamilyEncoder):
     """Patches of each tile row by row; a tile, or a frame, is a step of the grid."""
 
     LENGTHS_OF = "internvl3"
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "tiles"
+    VIDEOS_AS_IMAGES = True
     MEDIA_TOKENS: ClassVar = {"image_token_id": "<IMG_CONTEXT>"}
+    PAD_TOKEN = "<|endoftext|>"
     TEMPLATE = INTERNVL_TEMPLATE
     DIALECT = _DIALECT
     CAPTION_END = Control("<|im_end|>", 1.0)
@@ -97,9 +102,8 @@ class InternVL3Encoder(VideosAsImagesEncoder):
     options: InternVL3Options
 
     def __init__(self, options: InternVL3Options) -> None:
-        options.require_checkpoint()
         self._side = options.image_size // options.patch_size
-        self.vision = VisionSettings(
+        vision = VisionSettings(
             options.image_size**2,
             options.image_size**2 * options.max_tiles,
             math.inf,
@@ -111,13 +115,7 @@ class InternVL3Encoder(VideosAsImagesEncoder):
             std=(0.229, 0.224, 0.225),
             resize=options.resize,
         )
-        super().__init__(
-            options,
-            load_tokenizer(options.processor),
-            pad_token="<|endoftext|>",
-            patch_area=options.patch_size**2,
-            normalisation=patches.normalisation(self.vision),
-        )
+        super().__init__(options, vision)
         token_id = self.tokenizer.special_id
         self._before, self._after = (Span([token_id(name)], 1) for name in ("<img>", "</img>"))
 

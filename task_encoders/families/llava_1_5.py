@@ -11,9 +11,7 @@ from typing import Any, ClassVar, Final, Literal
 from PIL import Image as PillowImage
 
 from task_encoders.families.base.cost import LLAMA_7B, cost_of_sizes
-from task_encoders.families.base.encoder import FamilyEncoder
-from task_encoders.families.base.family import Family, Preset
-from task_encoders.families.base.options import ModelOptions
+from task_encoders.families.base.family import Family, FamilyEncoder, ModelOptions, Preset
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count, NonNegative
 from task_encoders.media.image import CLIP_MEAN, CLIP_STD
@@ -25,8 +23,8 @@ from task_encoders.samples import (
     place_media,
     split_at_media,
 )
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
 from task_encoders.text.pieces import Answer, Control, Image, Piece, Text
+from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 #: Mean and standard deviation of a tower's pixels.
 TOWERS: Final = {"clip": (CLIP_MEAN, CLIP_STD), "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
@@ -62,28 +60,35 @@ class Llava15Encoder(FamilyEncoder):
     TEMPLATE_VERSION = 2  # 1: the blank before an answer carried no loss
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "squares"
+    PAD_TOKEN = "<unk>"
     MEDIA_TOKENS: ClassVar = {"image_token_id": IMAGE_PLACEHOLDER}
 
     options: Llava15Options
 
     def __init__(self, options: Llava15Options) -> None:
-        options.require_checkpoint()
         if options.template_options:
             raise ValueError(f"family {options.family} has no template_options; remove them")
         mean, std = TOWERS[options.tower]
-        super().__init__(
-            options,
-            load_tokenizer(options.processor),
-            pad_token="<unk>",
-            patch_area=options.image_size**2,
-            normalisation=Normalisation(rescale_then_normalise(mean, std), repeats=1),
-        )
+        values = Normalisation(rescale_then_normalise(mean, std), repeats=1)
+        super().__init__(options, patch_area=options.image_size**2, normalisation=values)
         side = options.image_size // options.patch_size
         self._grid = (1, side, side)
         num_tokens = options.tokens_per_image or side**2
         self._image_span = Span((self.media_token_ids["image_token_id"],), num_tokens)
         self._background = tuple(int(value * 255) for value in mean)
-        self._check_tokenizer()
+        # A tokenizer must not split text after a special token differently than alone.
+        text = "USER: What is it? ASSISTANT: A cat.</s>USER: Why? ASSISTANT: So.</s>"
+        tokenizer = checkpoint_tokenizer(options.processor)
+        theirs = tokenizer(text, add_special_tokens=False)["input_ids"]
+        end, ours = self.tokenizer.special_id("</s>"), []
+        for part in text.split("</s>")[:-1]:
+            ours += [*self.tokenizer.encode(part), end]
+        if ours != theirs:
+            raise ValueError(
+                f"the tokenizer of {options.processor!r} puts no space in front of text after a "
+                f"special token, as {options.family} was trained; use the tokenizer files of a "
+                "published checkpoint, such as llava-hf/llava-1.5-7b-hf"
+            )
 
     def render(self, sample: SourceSample, weights: Sequence[float]) -> Iterator[Piece]:
         details = {name for turn in sample.turns for name in turn.details}
@@ -135,12 +140,8 @@ class Llava15Encoder(FamilyEncoder):
         return BlankImage((1, 3 * size**2), (1, side, side), side**2)
 
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
-        pixels = self._square(image).transpose(2, 0, 1)
-        return pixels.reshape(1, -1), Medium(self._grid)
-
-    def _square(self, image: PillowImage.Image) -> Bytes:
-        """(image_size, image_size, 3): padded to a square and resized; or, where it is not to be
-        padded, cut from the middle (CLIP), or squeezed (SigLIP)."""
+        # Padded to a square and resized; or, where it is not to be padded, cut from the middle
+        # (CLIP), or squeezed (SigLIP).
         side, (width, height) = self.options.image_size, image.size
         if self.options.image_aspect == "pad" and width != height:
             longer = max(width, height)
@@ -149,27 +150,13 @@ class Llava15Encoder(FamilyEncoder):
             image, width, height = square, longer, longer
         resize, _ = BACKENDS["pil"]
         if self.options.tower == "siglip":
-            return resize(image, side, side)[..., :3]
-        shorter = min(width, height)
-        width, height = int(side * width / shorter), int(side * height / shorter)
-        left, top = (width - side) // 2, (height - side) // 2
-        return resize(image, height, width)[top : top + side, left : left + side, :3]
-
-    def _check_tokenizer(self) -> None:
-        """Refuse a tokenizer that splits text after a special token differently than alone."""
-        text = "USER: What is it? ASSISTANT: A cat.</s>USER: Why? ASSISTANT: So.</s>"
-        tokenizer = checkpoint_tokenizer(self.options.processor)
-        theirs = tokenizer(text, add_special_tokens=False)["input_ids"]
-        end = self.tokenizer.special_id("</s>")
-        ours: list[int] = []
-        for part in text.split("</s>")[:-1]:
-            ours += [*self.tokenizer.encode(part), end]
-        if ours != theirs:
-            raise ValueError(
-                f"the tokenizer of {self.options.processor!r} puts no space in front of text "
-                f"after a special token, as {self.options.family} was trained; use the tokenizer "
-                "files of a published checkpoint, such as llava-hf/llava-1.5-7b-hf"
-            )
+            pixels = resize(image, side, side)[..., :3]
+        else:
+            shorter = min(width, height)
+            width, height = int(side * width / shorter), int(side * height / shorter)
+            left, top = (width - side) // 2, (height - side) // 2
+            pixels = resize(image, height, width)[top : top + side, left : left + side, :3]
+        return pixels.transpose(2, 0, 1).reshape(1, -1), Medium(self._grid)
 
 
 #: CLIP ViT-L/14.

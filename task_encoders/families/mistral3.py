@@ -10,18 +10,20 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from task_encoders.families.base.encoder import FamilyEncoder
-from task_encoders.families.base.family import Family, Preset, language_sizes
-from task_encoders.families.base.options import ModelOptions, beside_lengths
+from task_encoders.families.base.family import (
+    Family,
+    FamilyEncoder,
+    ModelOptions,
+    Preset,
+    beside_lengths,
+    language_sizes,
+)
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
-from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
-from task_encoders.text.dialect import Dialect
-from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.pieces import Control, Image
+from task_encoders.text.pieces import Control, Dialect, Image
 from task_encoders.versions import require_at_least
 
 _PAIRS: Final = "INST|AVAILABLE_TOOLS|TOOL_RESULTS|SYSTEM_PROMPT|MODEL_SETTINGS|THINK"
@@ -121,6 +123,7 @@ class Mistral3Encoder(FamilyEncoder):
     POSITION_ROWS = 1
     IMAGE_LAYOUT = "padded"
     MEDIA_TOKENS: ClassVar = {"image_token_id": "[IMG]"}
+    PAD_TOKEN = "<pad>"
     TEMPLATE = MISTRAL_TEMPLATE
     DIALECT = MISTRAL
     CAPTION_START = (Control("<s>"),)
@@ -129,10 +132,9 @@ class Mistral3Encoder(FamilyEncoder):
     options: Mistral3Options
 
     def __init__(self, options: Mistral3Options) -> None:
-        options.require_checkpoint()
         require_at_least("transformers", _SINCE, "Mistral's tokenizer")
         patch, edge = options.patch_size, options.longest_edge
-        self.vision = VisionSettings(
+        vision = VisionSettings(
             patch**2,
             max(edge, patch) ** 2,
             math.inf,
@@ -142,13 +144,7 @@ class Mistral3Encoder(FamilyEncoder):
             merge_size=1,
             resize=options.resize,
         )
-        super().__init__(
-            options,
-            load_tokenizer(options.processor),
-            pad_token="<pad>",
-            patch_area=patch**2,
-            normalisation=patches.normalisation(self.vision),
-        )
+        super().__init__(options, vision)
         self._row_ends = [self.tokenizer.special_id(f"[IMG_{name}]") for name in ("BREAK", "END")]
 
     def image_medium(self, height: int, width: int) -> Medium:

@@ -1,21 +1,159 @@
-"""Qwen2-VL and Qwen2.5-VL. They have the same lengths; positions of Qwen2.5-VL's videos follow the
-time."""
+"""Qwen2-VL, Qwen2.5-VL, LLaVA-OneVision-1.5, and what they share with Qwen3-VL: ChatML, patches in
+blocks of merge_size², vision tags. Qwen2.5-VL has the lengths of Qwen2-VL; positions of its videos
+follow the time."""
 
-from typing import Any, Final, Literal
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Field, model_validator
 
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.families.base.family import Family, Preset, language_sizes
-from task_encoders.families.base.options import beside_lengths
-from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
-from task_encoders.field_types import Count
+from task_encoders.families.base.family import (
+    Family,
+    FamilyEncoder,
+    ModelOptions,
+    Preset,
+    beside_lengths,
+    language_sizes,
+)
+from task_encoders.families.base.spans import Medium, Span, patch_spans
+from task_encoders.field_types import Count, Number
+from task_encoders.media import image
+from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings
+from task_encoders.media.video import SampledVideo, sampled_frames, seconds_per_grid
+from task_encoders.media.video_file import VideoHeader
+from task_encoders.samples import SampleError
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.text.pieces import Control
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     BUILTIN,
     MEDIA_TOKEN_IDS,
+    MEDIA_TOKENS,
     QWEN2_5_TEXT_TOKENS,
     QWEN3_TEXT_TOKENS,
     VOCAB_SIZE,
 )
+
+
+class QwenVLOptions(ModelOptions):
+    """Images and videos of any shape, resized within limits."""
+
+    #: limits of an image after resizing, as in training
+    min_pixels: Count
+    #: see min_pixels
+    max_pixels: Count
+    #: an image longer than this in one direction is set aside
+    max_aspect_ratio: Annotated[Number, Field(ge=1)] = 200.0
+    #: frames taken per second of video
+    video_fps: Annotated[Number, Field(gt=0)] = 2.0
+    #: limits of the frames taken; never more than the video has
+    video_min_frames: Count = 4
+    #: see video_min_frames
+    video_max_frames: Count = 768
+    #: limits of a frame (qwen3_vl: of a whole video) after resizing
+    video_min_pixels: Count
+    #: see video_min_pixels
+    video_max_pixels: Count
+    #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
+    video_max_tokens: Count | None = None
+    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision,
+    #: and for videos always. Values differ by up to .03 in images, .29 in videos; lengths do not
+    resize: Literal["pil", "torch"] = beside_lengths("pil")
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels, "
+                "or raise max_pixels if it was meant in tokens"
+            )
+        for name in ("frames", "pixels"):
+            least, most = (getattr(self, f"video_{end}_{name}") for end in ("min", "max"))
+            if not 2 <= least <= most:
+                raise ValueError(
+                    f"video_min_{name} {least} and video_max_{name} {most} must satisfy "
+                    "2 <= min <= max"
+                )
+        return self
+
+
+class QwenVLEncoder(FamilyEncoder):
+    """A family on Qwen's vocabulary and templates."""
+
+    PATCH_SIZE: ClassVar[int]
+    MEAN: ClassVar[tuple[float, float, float]] = CLIP_MEAN
+    STD: ClassVar[tuple[float, float, float]] = CLIP_STD
+    HAS_BUILTIN = True
+    PAD_TOKEN = "<|endoftext|>"
+    MEDIA_TOKENS = MEDIA_TOKENS
+    CAPTION_END = Control("<|im_end|>", 1.0)
+    #: Frames that a video's file may have.
+    LENGTHS_FOLLOW = ("max_video_frames",)
+
+    #: Temporal positions per second of a video; None: one per step of its grid.
+    tokens_per_second: float | None = None
+
+    options: QwenVLOptions
+
+    def __init__(self, options: QwenVLOptions) -> None:
+        vision = VisionSettings(
+            options.min_pixels,
+            options.max_pixels,
+            options.max_aspect_ratio,
+            options.max_image_pixels or MAX_IMAGE_PIXELS,
+            patch_size=self.PATCH_SIZE,
+            mean=self.MEAN,
+            std=self.STD,
+            resize=options.resize,
+        )
+        super().__init__(options, vision)
+        ids = self.media_token_ids
+        self.image_token_id = ids["image_token_id"]
+        self.video_token_id = ids["video_token_id"]
+        self._before = Span([ids["vision_start_token_id"]], 1)
+        self._after = Span([ids["vision_end_token_id"]], 1)
+
+    def image_medium(self, height: int, width: int) -> Medium:
+        height, width = image.smart_resize(height, width, self.vision)
+        patch = self.vision.patch_size
+        return Medium((1, height // patch, width // patch))
+
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        """Frames spread evenly, resized one by one. Their number is a multiple of the frames in a
+        patch, as transformers' `sample_frames` counts them; of a video with fewer frames, which
+        transformers refuses, all are taken."""
+        options, depth, patch = self.options, self.vision.temporal_patch_size, self.PATCH_SIZE
+        num_sampled = total = header.num_frames
+        if total >= depth:
+            if header.fps is None:
+                raise SampleError("bad_video", f"{total} frames without a frame rate")
+            most = min(options.video_max_frames, total) // depth * depth
+            wanted = max(total / header.fps * options.video_fps, options.video_min_frames)
+            num_sampled = math.floor(min(wanted, most, total) / depth) * depth
+        least, most = options.video_min_pixels, options.video_max_pixels
+        if options.video_max_tokens is not None:
+            budget = int(options.video_max_tokens * self.vision.factor**2 * 0.9)
+            most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
+        height, width = image.smart_resize(header.height, header.width, self.vision, (least, most))
+        return SampledVideo(
+            (-(-num_sampled // depth), height // patch, width // patch),
+            sampled_frames(total, num_sampled),
+            seconds_per_grid(header, num_sampled, depth),
+            header.fps,
+        )
+
+    def medium_spans(self, medium: Medium) -> Iterable[Span]:
+        token_id, interval = self.image_token_id, 1.0
+        if medium.video is not None:
+            token_id = self.video_token_id
+            if self.tokens_per_second is not None:
+                interval = self.tokens_per_second * medium.video.seconds_per_step
+        merge, tags = self.vision.merge_size, (self._before, self._after)
+        return patch_spans(token_id, medium.grid, merge, *tags, interval)
+
 
 _PATCH: Final = 14
 #: Pixels of one token: a square of 2 by 2 patches.
@@ -40,10 +178,6 @@ class Qwen2VLOptions(DynamicImageOptions):
     video_end: Literal["longer_side", "last_position"] = beside_lengths("longer_side")
 
 
-#: Positions per second of video in every published Qwen2.5-VL checkpoint.
-TOKENS_PER_SECOND: Final = 2.0
-
-
 class Qwen2VLEncoder(QwenVLEncoder):
     """One temporal position per step of a video's grid."""
 
@@ -58,29 +192,21 @@ class Qwen2VLEncoder(QwenVLEncoder):
 
 
 class Qwen25VLEncoder(Qwen2VLEncoder):
-    """Temporal positions count the seconds of a video."""
+    """Temporal positions count the seconds of a video, 2 for each, unless the checkpoint's
+    config.json says otherwise."""
 
     TEXT_TOKENS = QWEN2_5_TEXT_TOKENS
 
     def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
-        self.tokens_per_second = read_tokens_per_second(options.processor)
+        vision: Mapping[str, Any] = {}
+        if options.processor != BUILTIN:
+            from transformers import PreTrainedConfig
 
-
-def read_tokens_per_second(processor: str) -> float:
-    """Positions per second of video, as the checkpoint's config.json says.
-
-    Published checkpoints have 2, which also stands for a folder without that file.
-    """
-    if processor == BUILTIN:
-        return TOKENS_PER_SECOND
-    from transformers import PreTrainedConfig
-
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(processor)
-    except OSError:
-        return TOKENS_PER_SECOND
-    return float(config.get("vision_config", {}).get("tokens_per_second", TOKENS_PER_SECOND))
+            with suppress(OSError):  # a folder without that file
+                config, _ = PreTrainedConfig.get_config_dict(options.processor)
+                vision = config.get("vision_config", {})
+        self.tokens_per_second = float(vision.get("tokens_per_second", 2.0))
 
 
 def _text(

@@ -12,10 +12,9 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.families.base.family import Family, Preset, language_sizes
-from task_encoders.families.base.options import beside_lengths
+from task_encoders.families.base.family import Family, Preset, beside_lengths, language_sizes
 from task_encoders.families.base.spans import Medium, Span, patch_spans
-from task_encoders.families.qwen_vl import QwenVLEncoder, QwenVLOptions
+from task_encoders.families.qwen2_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
@@ -55,11 +54,20 @@ class Qwen3VLEncoder(QwenVLEncoder):
     TEMPLATE = QWEN3_VL_TEMPLATE
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
-        num_sampled = self._num_sampled(header)
-        frames = np.linspace(0, header.num_frames - 1, num_sampled).round().astype(int)
+        # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.
+        options, total = self.options, header.num_frames
+        if header.fps is None and total > 1:
+            raise SampleError("bad_video", f"{total} frames without a frame rate")
+        wanted = 1 if header.fps is None else int(total / header.fps * options.video_fps)
+        num_sampled = min(max(wanted, options.video_min_frames), options.video_max_frames, total)
+        frames = np.linspace(0, total - 1, num_sampled).round().astype(int)
         depth = self.vision.temporal_patch_size
         volume = max(num_sampled, depth)
-        limits = self.video.min_pixels, self._max_pixels(volume)
+        least, most = options.video_min_pixels, options.video_max_pixels
+        if options.video_max_tokens is not None:  # transformers' cap_pixels_per_frame
+            share = min(options.video_max_tokens * self.vision.factor**2, most // volume)
+            most = max(share, int(least * 1.05)) * volume
+        limits = least, most
         height, width = volume_resize(volume, header.height, header.width, self.vision, limits)
         return SampledVideo(
             (-(-num_sampled // depth), height // _PATCH, width // _PATCH),
@@ -68,46 +76,22 @@ class Qwen3VLEncoder(QwenVLEncoder):
             header.fps,
         )
 
-    def _num_sampled(self, header: VideoHeader) -> int:
-        """Count frames as transformers' Qwen3VLVideoProcessor does: any number, also an odd one."""
-        total = header.num_frames
-        if header.fps is None:
-            if total == 1:
-                return 1
-            raise SampleError("bad_video", f"{total} frames without a frame rate")
-        wanted = int(total / header.fps * self.video.fps)
-        return min(max(wanted, self.video.min_frames), self.video.max_frames, total)
-
-    def _max_pixels(self, num_frames: int) -> int:
-        """Largest number of pixels of all frames together. `video_max_tokens` also limits each
-        frame, as transformers' cap_pixels_per_frame does."""
-        if self.video.max_tokens is None:
-            return self.video.max_pixels
-        share = min(
-            self.video.max_tokens * self.vision.factor**2, self.video.max_pixels // num_frames
-        )
-        return max(share, int(self.video.min_pixels * 1.05)) * num_frames
-
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
-        if medium.video is None:
-            return super().medium_spans(medium)
-        return self._video_spans(medium.video)
+        return super().medium_spans(medium) if medium.video is None else self._steps(medium.video)
 
-    def _video_spans(self, video: SampledVideo) -> Iterator[Span]:
-        _, height, width = video.grid
+    def _steps(self, video: SampledVideo) -> Iterator[Span]:
+        """A video's tokens: each step after the time in its middle, the mean of its first and last
+        frame's, in seconds."""
+        (_, height, width), depth = video.grid, self.vision.temporal_patch_size
+        frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
+        times = [number / (video.fps or 1.0) for number in frames]
         step, merge = (1, height, width), self.vision.merge_size
         yield self._before
-        for seconds in timestamps(video, self.vision.temporal_patch_size):
+        for i in range(0, len(times), depth):
+            seconds = (times[i] + times[i + depth - 1]) / 2
             yield from self.texts.spans(Text(f"<{seconds:.1f} seconds>"))
             yield from patch_spans(self.video_token_id, step, merge, self._before, self._after)
         yield self._after
-
-
-def timestamps(video: SampledVideo, depth: int) -> list[float]:
-    """The time in the middle of each step, in seconds: the mean of its first and last frame's."""
-    frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
-    times = [number / (video.fps or 1.0) for number in frames]
-    return [(times[i] + times[i + depth - 1]) / 2 for i in range(0, len(times), depth)]
 
 
 class Qwen35Encoder(Qwen3VLEncoder):
@@ -116,10 +100,7 @@ class Qwen35Encoder(Qwen3VLEncoder):
 
     LENGTHS_OF = "qwen3_5"
     TEMPLATE = QWEN3_5_TEMPLATE
-
-    def __init__(self, options: Qwen3VLOptions) -> None:
-        options.require_checkpoint()
-        super().__init__(options)
+    HAS_BUILTIN = False
 
 
 def _text(*sizes: int, sections: list[int]) -> dict[str, Any]:

@@ -289,12 +289,12 @@ def order_of_steps(
     firsts = np.cumsum([0, *sizes])
     for manifest, layout, first, size in zip(manifests, layouts, firsts, sizes, strict=False):
         assert manifest is not None  # it has a layout
-        epochs = manifest.epochs.get(split) or (manifest.counts.packs.get(split, 0),)
-        if sum(epochs) != size:  # a part of an output
+        epoch_sizes = manifest.epoch_sizes(split)
+        if sum(epoch_sizes) != size:  # a part of an output
             return order, 0, False
         workers = max(1, int(layout["num_workers"]))
-        is_whole &= not any(epoch % (num_ranks * workers) for epoch in epochs)
-        for epoch in epochs:
+        is_whole &= not any(epoch % (num_ranks * workers) for epoch in epoch_sizes)
+        for epoch in epoch_sizes:
             tables.append(first + order_of_reading(epoch, num_ranks, workers))
             first += epoch
     places = np.concatenate(tables)

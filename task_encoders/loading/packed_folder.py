@@ -188,7 +188,7 @@ class PackedFolder:
                 if number == len(packs) and not rows:
                     raise
                 dropped.append(f"{pack.key}: {error}")
-        if any(row.cp_size is not None for row in rows):
+        if any(row.local_cp_size is not None for row in rows):
             refuse_slots(self.shards[0].root, "a batch of a PackedFolder is for one rank")
         batch = self._task_encoder.batch(rows)
         batch.dropped[:0] = dropped
@@ -255,8 +255,8 @@ def _epoch_sizes(shards: Sequence[ShardRange], num_packs: int, split: str) -> li
     """Packs of each epoch of the only dataset; of several, one epoch has all."""
     roots = {shard.root for shard in shards}
     manifest = read_manifest(roots.pop()) if len(roots) == 1 else None
-    sizes = list(manifest.epochs.get(split, ())) if manifest else []
-    return sizes if sum(sizes) == num_packs else [num_packs]
+    sizes = manifest.epoch_sizes(split) if manifest else ()
+    return list(sizes) if sum(sizes) == num_packs else [num_packs]
 
 
 def _read_token_ids(file: IndexedFile, number: int) -> IndexedPack:

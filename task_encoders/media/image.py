@@ -16,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from task_encoders.samples import SampleError
@@ -164,23 +163,17 @@ def decode_image(data: bytes, *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Im
     _load(image)
     if orientation != 1:
         image = ImageOps.exif_transpose(image)
-    if image.has_transparency_data:
-        pixels = _on_white(image)
-        del image  # it and what is returned take four bytes for each pixel
-        return Image.fromarray(pixels)
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _on_white(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """(H, W, 3): an image with an alpha channel or a transparent colour, composed as transformers'
-    processors compose an open image of any mode: the colour of transparent pixels is often
-    black."""
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    # Composed on white, as transformers' processors compose an open image of any mode: the colour
+    # of transparent pixels is often black. In bands: of the whole there would be four copies.
     composed = np.empty((image.height, image.width, 3), dtype=np.uint8)
-    for top in range(0, image.height, _BAND):  # of the whole there would be four copies
+    for top in range(0, image.height, _BAND):
         band = image.crop((0, top, image.width, min(top + _BAND, image.height))).convert("RGBA")
         white = Image.new("RGBA", band.size, (255, 255, 255, 255))
         composed[top : top + _BAND] = np.asarray(Image.alpha_composite(white, band).convert("RGB"))
-    return composed
+    del image  # it and what is returned take four bytes for each pixel
+    return Image.fromarray(composed)
 
 
 @dataclass(slots=True)
@@ -342,9 +335,13 @@ def jpeg_size(head: bytes) -> PlainJpeg | None:
         if marker == _SOS:
             return size
         if marker in _SOF and size is None:
-            size = _plain_frame(marker, head[begin:end])
-            if size is None:
+            # The frame, if it has eight bits, is grey or of three components, and not empty.
+            if end - begin not in (6 + 3, 6 + 9):
                 return None
+            bits, height, width, components = _frame(head[begin:end])
+            if bits != 8 or not height or not width or end - begin != 6 + 3 * components:
+                return None
+            size = PlainJpeg(height, width, marker == _PROGRESSIVE)
         elif not _is_plain(marker, head[begin:end]):
             return None
     return None
@@ -363,15 +360,6 @@ def check_scans(file: BinaryIO, file_size: int, pixels: int) -> None:
         last = block[-1:]
     if num_scans > limit:
         raise SampleError("too_costly", f"{num_scans:,} scans of {pixels:,} pixels > {limit:,}")
-
-
-def _plain_frame(marker: int, segment: bytes) -> PlainJpeg | None:
-    """The frame, if it has eight bits, is grey or of three components, and of a size above 0."""
-    if len(segment) not in (6 + 3, 6 + 9):
-        return None
-    bits, height, width, components = _frame(segment)
-    is_plain = bits == 8 and height and width and len(segment) == 6 + 3 * components
-    return PlainJpeg(height, width, marker == _PROGRESSIVE) if is_plain else None
 
 
 def _is_plain(marker: int, segment: bytes) -> bool:

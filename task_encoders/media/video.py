@@ -1,6 +1,6 @@
 """Videos: which frames are taken, and their patches for the vision tower.
 
-header ──▶ which frames (spread evenly, as `sample_video`; a family may have its own rule) ──▶ grid
+header ──▶ which frames, by the rule of a family ──▶ grid
 bytes  ──▶ those frames, decoded in order ──▶ patches, by the same code as for images
 
 Both stages ask `video_file.read_video_header`, so that they agree on every grid.
@@ -8,13 +8,12 @@ Both stages ask `video_file.read_video_header`, so that they agree on every grid
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
 
-from task_encoders.media import image, patches
+from task_encoders.media import patches
 from task_encoders.media.image import VisionSettings
 from task_encoders.media.patches import Bytes
 from task_encoders.media.video_file import (
@@ -26,32 +25,6 @@ from task_encoders.media.video_file import (
 from task_encoders.samples import SampleError
 
 
-@dataclass(frozen=True, slots=True)
-class VideoSettings:
-    """Sampling of a video's frames, and limits of their size."""
-
-    #: frames taken per second
-    fps: float
-    #: limits on the number of frames taken (a video may have fewer)
-    min_frames: int
-    max_frames: int
-    #: limits of a frame after resizing
-    min_pixels: int
-    max_pixels: int
-    #: if set, the frames of a video share the pixels of 0.9 times this many tokens (transformers'
-    #: `cap_pixels_per_frame` and `max_video_tokens`)
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("frames", "pixels"):
-            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if not 2 <= least <= most:
-                raise ValueError(
-                    f"video_min_{name} {least} and video_max_{name} {most} must satisfy "
-                    "2 <= min <= max"
-                )
-
-
 class SampledVideo(NamedTuple):
     """The frames that are taken from a video."""
 
@@ -59,25 +32,6 @@ class SampledVideo(NamedTuple):
     frames: Sequence[int]  #: their numbers, ascending
     seconds_per_step: float  #: seconds of video in one step of t, in float32
     fps: float | None  #: frames per second in the file
-
-
-def num_sampled_frames(header: VideoHeader, settings: VideoSettings, multiple: int = 2) -> int:
-    """Number of frames that are taken, as transformers' `sample_frames` counts them.
-
-    A multiple of `multiple`, except for a video with fewer frames than that, which transformers
-    refuses: then all are taken.
-
-    Raises:
-        SampleError: bad_video where the rate is unknown.
-    """
-    total = header.num_frames
-    if total < multiple:
-        return total
-    if header.fps is None:
-        raise SampleError("bad_video", f"{total} frames without a frame rate")
-    most = min(settings.max_frames, total) // multiple * multiple
-    wanted = min(max(total / header.fps * settings.fps, settings.min_frames), most, total)
-    return math.floor(wanted / multiple) * multiple
 
 
 def sampled_frames(num_frames: int, num_sampled: int) -> list[int]:
@@ -126,29 +80,6 @@ def volume_resize(
         grow = math.sqrt(least / (num_frames * height * width))
         rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
     return rows * factor, columns * factor
-
-
-def sample_video(
-    header: VideoHeader, settings: VideoSettings, vision_settings: VisionSettings
-) -> SampledVideo:
-    """Frames spread evenly, resized one by one: the rule of Qwen2-VL's video processor.
-
-    Raises:
-        SampleError: bad_video, or aspect_ratio.
-    """
-    depth, patch = vision_settings.temporal_patch_size, vision_settings.patch_size
-    num_sampled = num_sampled_frames(header, settings, depth)
-    least, most = settings.min_pixels, settings.max_pixels
-    if settings.max_tokens is not None:
-        budget = int(settings.max_tokens * vision_settings.factor**2 * 0.9)
-        most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
-    height, width = image.smart_resize(header.height, header.width, vision_settings, (least, most))
-    return SampledVideo(
-        (-(-num_sampled // depth), height // patch, width // patch),
-        sampled_frames(header.num_frames, num_sampled),
-        seconds_per_grid(header, num_sampled, depth),
-        header.fps,
-    )
 
 
 def video_patches(

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, BinaryIO, Final
@@ -84,17 +84,9 @@ def read_video_header(
     head = file.read(12)
     if not head:
         raise SampleError("bad_video", "the file is empty")
-    header = read_mp4_header(file) if is_mp4(head) else None
+    header, rotation = read_mp4_header(file) if is_mp4(head) else (None, 0)
     if header is None:
-        header = _ask_pyav(file, head, max_frame_pixels, max_frames)
-    _check_limits(header, max_frame_pixels, max_frames)
-    if header.rotation in (90, 270):
-        return dataclasses.replace(header, height=header.width, width=header.height)
-    return header
-
-
-def _check_limits(header: VideoHeader, max_frame_pixels: int, max_frames: int) -> None:
-    """Raise SampleError where frames are too large, too many, or none."""
+        header = _ask_pyav(file, head, rotation, max_frame_pixels, max_frames)
     if header.height * header.width > _most_pixels(max_frame_pixels):
         raise SampleError(
             "video_too_large",
@@ -107,6 +99,9 @@ def _check_limits(header: VideoHeader, max_frame_pixels: int, max_frames: int) -
         )
     if header.num_frames == 0:
         raise SampleError("bad_video", "the video has no frames")
+    if header.rotation in (90, 270):
+        return dataclasses.replace(header, height=header.width, width=header.height)
+    return header
 
 
 def _most_pixels(max_frame_pixels: int) -> int:
@@ -158,12 +153,22 @@ def decode_frames(
 def _ask_pyav(
     file: BinaryIO,
     head: bytes,
+    rotation: int = 0,
     max_frame_pixels: int = MAX_IMAGE_PIXELS,
     max_frames: int = MAX_VIDEO_FRAMES,
 ) -> VideoHeader:
-    """The header of any container, its packets counted."""
+    """The header of any container, its packets counted; `rotation` is that of an MP4."""
     size = file.seek(0, os.SEEK_END)
-    _check_complete(file, head, size)
+    file.seek(0)
+    beginning = file.read(4096)
+    end, extension = 0, "mp4"
+    if head[:4] == b"RIFF":
+        end, extension = 8 + int.from_bytes(head[4:8], "little"), "avi"
+    elif head[:4] == _EBML:
+        extension = "webm" if b"webm" in beginning[:64] else "mkv"
+        end = _segment_end(beginning)
+    if end > size:
+        raise SampleError("truncated_video", f"the file has {size} of its {end} bytes")
     file.seek(0)
     with _open(file, head, max_frame_pixels) as container:
         stream = _video_stream(container)
@@ -184,8 +189,8 @@ def _ask_pyav(
             float(fps) if fps else None,
             context.height,
             context.width,
-            mp4_rotation(file) if is_mp4(head) else 0,
-            _extension(file, head),
+            rotation,
+            extension,
         )
 
 
@@ -195,7 +200,10 @@ def _count_frames(container: Any, stream: Any, max_frames: int) -> int:
     try:
         for packet in container.demux(stream):
             num_packets += 1
-            num_frames += _is_shown(packet, codec)
+            if packet.size and not packet.is_discard:
+                # Of these codecs only VP8 puts hidden frames in packets of their own (RFC 6386,
+                # §9.1).
+                num_frames += codec != "vp8" or bool(memoryview(packet)[0] & 0x10)
             if num_frames > max_frames or num_packets > _PACKETS_PER_FRAME * max_frames:
                 break
         else:
@@ -207,26 +215,6 @@ def _count_frames(container: Any, stream: Any, max_frames: int) -> int:
     )
 
 
-def _is_shown(packet: Any, codec: str) -> bool:
-    """Whether decoding the packet returns a frame."""
-    if not packet.size or packet.is_discard:
-        return False
-    # Only VP8 puts hidden frames into packets of their own (RFC 6386, §9.1).
-    return codec != "vp8" or bool(memoryview(packet)[0] & 0x10)
-
-
-def _check_complete(file: BinaryIO, head: bytes, size: int) -> None:
-    """Raise SampleError where the container says that it is longer than the file."""
-    end = 0
-    if head[:4] == b"RIFF":
-        end = 8 + int.from_bytes(head[4:8], "little")
-    elif head[:4] == _EBML:
-        file.seek(0)
-        end = _segment_end(file.read(4096))
-    if end > size:
-        raise SampleError("truncated_video", f"the file has {size} of its {end} bytes")
-
-
 def _segment_end(head: bytes) -> int:
     """The byte after a Matroska file's segment; 0 where the file does not say."""
     at = head.find(_EBML_SEGMENT)
@@ -235,13 +223,6 @@ def _segment_end(head: bytes) -> int:
     length = 9 - head[at + 4].bit_length()  # as many bytes as the first has leading zeros, plus one
     field = int.from_bytes(head[at + 4 : at + 4 + length], "big") & ((1 << 7 * length) - 1)
     return 0 if field == (1 << 7 * length) - 1 else at + 4 + length + field
-
-
-def _extension(file: BinaryIO, head: bytes) -> str:
-    if head[:4] != _EBML:
-        return "avi" if head[:4] == b"RIFF" else "mp4"
-    file.seek(0)
-    return "webm" if b"webm" in file.read(64) else "mkv"
 
 
 def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
@@ -323,30 +304,25 @@ def is_mp4(head: bytes) -> bool:
     return head[4:8] in _TOP_BOXES
 
 
-def read_mp4_header(file: BinaryIO) -> VideoHeader | None:
-    """The video track of a plain file; None where only PyAV can tell.
+def read_mp4_header(file: BinaryIO) -> tuple[VideoHeader | None, int]:
+    """The video track of a plain file, None where only PyAV can tell; and the clockwise rotation of
+    the first one in degrees, 0 where the file gives none.
 
     Raises:
         SampleError: truncated_video where the file ends before its boxes or frames do.
     """
     size = file.seek(0, os.SEEK_END)
-    try:
-        return _read_movie(_read_moov(file, size), size)
-    except (_NotPlainError, struct.error, KeyError, IndexError, ValueError, OverflowError) as error:
-        if isinstance(error, SampleError):
-            raise
-        return None
-
-
-def mp4_rotation(file: BinaryIO) -> int:
-    """Clockwise rotation of the first video track, in degrees; 0 where the file gives none."""
-    size = file.seek(0, os.SEEK_END)
+    damaged = struct.error, KeyError, IndexError, ValueError, OverflowError, StopIteration
+    rotation = 0
     try:
         moov = _read_moov(file, size)
         tracks = [_boxes(data) for kind, data in _iterate_boxes(moov) if kind == b"trak"]
-        return next(_rotation(track) for track in tracks if _is_video(track))
-    except (_NotPlainError, struct.error, KeyError, StopIteration, SampleError):
-        return 0
+        rotation = next(_rotation(track) for track in tracks if _is_video(track))
+        return _read_movie(_boxes(moov), filter(_is_video, tracks), size), rotation
+    except (_NotPlainError, *damaged) as error:
+        if isinstance(error, SampleError):
+            raise
+        return None, rotation
 
 
 def _read_moov(file: BinaryIO, size: int) -> bytes:
@@ -381,12 +357,12 @@ def _read_moov(file: BinaryIO, size: int) -> bytes:
     return moov
 
 
-def _read_movie(moov: bytes, size: int) -> VideoHeader:
-    movie = _boxes(moov)
+def _read_movie(
+    movie: dict[bytes, bytes], videos: Iterable[dict[bytes, bytes]], size: int
+) -> VideoHeader:
     if b"mvex" in movie or b"cmov" in movie or _matrix(movie[b"mvhd"], 36, 48) != (1, 0, 0, 1):
         raise _NotPlainError
-    tracks = [_boxes(data) for kind, data in _iterate_boxes(moov) if kind == b"trak"]
-    (track,) = (track for track in tracks if _is_video(track))  # ValueError if not one
+    (track,) = videos  # ValueError if not one
     media = _boxes(track[b"mdia"])
     table = _boxes(_boxes(media[b"minf"])[b"stbl"])
     entries, entry_size, codec = struct.unpack_from(">4xII4s", table[b"stsd"])

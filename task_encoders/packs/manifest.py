@@ -152,16 +152,21 @@ class Manifest(_Model):
         order = self.config.get("pack", {}).get("order") or {}
         return int(order["num_ranks"]) if order.get("uniform") else 0
 
-    def room_of(self, cp_size: int | None) -> int:
-        """Tokens that a pack over `cp_size` ranks (if packs differ in that) may hold."""
-        if cp_size is None or self.context_parallel is None:
+    def room_of(self, num_ranks: int | None) -> int:
+        """Tokens that a pack may hold; over so many ranks, if packs differ in that."""
+        if num_ranks is None or self.context_parallel is None:
             return self.seq_length
-        return min(cp_size * self.context_parallel.tokens_per_rank, self.seq_length)
+        return min(num_ranks * self.context_parallel.tokens_per_rank, self.seq_length)
+
+    def epoch_sizes(self, split: str = "train") -> tuple[int, ...]:
+        """Packs of each epoch, which follow each other, where each has packs of its own; otherwise
+        all packs of the split."""
+        return self.epochs.get(split) or (self.counts.packs.get(split, 0),)
 
     def of_an_epoch(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
         """Amount in one epoch; the mean, rounded up, where each has packs of its own."""
         total: int = sum(getattr(shard, what) for shard in self.shards if shard.split == split)
-        return -(-total // len(self.epochs.get(split, (0,))))
+        return -(-total // len(self.epoch_sizes(split)))
 
 
 def read_manifest(folder: Any) -> Manifest | None:

@@ -56,10 +56,10 @@ class RowEncoder:
             )
 
     def encode(
-        self, sub_samples: Sequence[SubSample], cp_size: int | None = None
+        self, sub_samples: Sequence[SubSample], num_ranks: int | None = None
     ) -> tuple[PackedRow, list[str], list[str]]:
         """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of
-        each unusable one. `cp_size`: ranks that the pack goes over, if packs differ in that.
+        each of the others. `num_ranks`: those that the pack goes over, if packs differ in that.
 
         Raises:
             SampleError: none can be used.
@@ -67,7 +67,7 @@ class RowEncoder:
         """
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
         each = self._in_threads(sub_samples, pool) if pool else map(self._encode_one, sub_samples)
-        multiple = self.pad_multiple if cp_size is None else self._cut_multiple(cp_size)
+        multiple = self.pad_multiple if num_ranks is None else self._cut_multiple(num_ranks)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
         room = self.seq_length
@@ -96,14 +96,14 @@ class RowEncoder:
         )
         return row, [one.key for one in encoded], dropped
 
-    def _cut_multiple(self, cp_size: int) -> int:
-        """Divisor of sub-samples' padded lengths in a pack over `cp_size` ranks."""
+    def _cut_multiple(self, num_ranks: int) -> int:
+        """Divisor of sub-samples' padded lengths in a pack over so many ranks."""
         if self.pad_to_seq_length:
             raise FatalSampleError(
                 "pad_to_seq_length would pad packs over 1, 2, 4 … ranks to the longest of them; "
                 "leave it out"
             )
-        return cut_multiple(cp_size, self.pad_multiple)
+        return cut_multiple(num_ranks, self.pad_multiple)
 
     def _in_threads(
         self, sub_samples: Sequence[SubSample], pool: ThreadPoolExecutor

@@ -16,7 +16,10 @@ real texts; `template_proof` checks that against transformers.
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from task_encoders.samples import (
@@ -26,9 +29,177 @@ from task_encoders.samples import (
     media_in_front,
     split_at_media,
 )
-from task_encoders.text.dialect import CHATML, SHOWN, Dialect, hide
-from task_encoders.text.jinja_template import JinjaTemplate
-from task_encoders.text.pieces import Answer, Control, Fixed, Image, Piece, Text, Video
+from task_encoders.text.pieces import (
+    CHATML,
+    SHOWN,
+    Answer,
+    Control,
+    Dialect,
+    Fixed,
+    Image,
+    Piece,
+    Text,
+    Video,
+    hide,
+)
+
+#: Methods and filters whose result depends on the white space around a text.
+_TRIMS: Final = frozenset(("trim", "strip", "lstrip", "rstrip", "split", "splitlines"))
+#: A noncharacter that can be found again in what a template writes.
+_ASKED: Final = "\ufdd0"
+#: Variables that every template is given.
+_GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))
+
+#: The thought at the beginning of an answer's text, apart from the rest of it.
+THOUGHT: Final = r"""
+        {%- set thought = message.reasoning_content %}
+        {%- if thought is not string and '</think>' in text %}
+            {%- set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
+            {%- set text = text.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+"""
+#: A macro that writes a message's content. MEDIUM: lines for an image or a video, `part.type`.
+WRITE: Final = r"""
+{%- macro write(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'text' %}
+                {{- part.text }}
+            {%- else %}
+                MEDIUM
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+"""
+
+
+class JinjaTemplate:
+    """A compiled template."""
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`variables`: what else the template may refer to, such as `bos_token`. `options`: what it
+        is also given, if it reads them.
+
+        Raises:
+            ValueError: it is not valid Jinja, or does not read one of the options.
+        """
+        import jinja2
+        from jinja2.meta import find_undeclared_variables
+
+        environment = _environment()
+        try:
+            syntax = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid Jinja: {error}") from error
+        reads = find_undeclared_variables(syntax) - _GIVEN - variables.keys()
+        if unread := sorted(options.keys() - reads):
+            raise ValueError(
+                f"template_options {', '.join(unread)}: the chat template reads no such variable; "
+                f"it reads {', '.join(sorted(reads)) or 'none'}"
+            )
+        self.source, self._variables, self.options = source, variables, options
+        #: whether it trims texts, and the words that it searches for in them
+        self.trims, self.words = _looks_at(syntax)
+
+    def __reduce__(self) -> tuple[type["JinjaTemplate"], tuple[Any, ...]]:
+        found = self.source, dict(self._variables), dict(self.options)
+        return type(self), found  # what Jinja compiles cannot be pickled
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """Render these messages. Raises SampleError if it cannot."""
+        import jinja2
+
+        try:
+            given = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+            return self._template.render({**self._variables, **self.options, **given})
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise SampleError(
+                "not_in_template", f"the chat template: {' '.join(str(error).split())}"[:200]
+            ) from error
+
+    @cached_property
+    def writes(self) -> frozenset[str]:
+        """What an answer may come with: tools, thoughts, calls, and "argument text", where a call's
+        arguments may be JSON text; otherwise they must be its object."""
+
+        def calls(arguments: Any) -> dict[str, Any]:
+            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+            return {"content": "b", "tool_calls": [call]}
+
+        tool = {"name": _ASKED, "description": "", "parameters": {"type": "object"}}
+        thought = {"reasoning_content": _ASKED, "thinking": _ASKED}
+        answers: dict[str, tuple[dict[str, Any], Any]] = {
+            "tools": ({"content": "b"}, [{"type": "function", "function": tool}]),
+            "thoughts": ({"content": "b", **thought}, None),
+            "calls": (calls({"a": _ASKED}), None),
+            "argument text": (calls(_ASKED), None),
+        }
+        asked, found = {"role": "user", "content": "a"}, set()
+        for name, (answer, tools) in answers.items():
+            with suppress(SampleError):
+                if _ASKED in self.render([asked, {"role": "assistant", **answer}], tools):
+                    found.add(name)
+        return frozenset(found)
+
+
+def _looks_at(syntax: Any) -> tuple[bool, list[str]]:
+    """Whether a template trims texts, and the words that it searches for in them: only those with
+    punctuation, since it looks up names of fields in the same way."""
+    from jinja2 import nodes
+
+    names = {node.name for node in syntax.find_all(nodes.Filter)}
+    names |= {node.attr for node in syntax.find_all(nodes.Getattr)}
+    asked: list[Any] = [
+        argument
+        for call in syntax.find_all(nodes.Call)
+        if isinstance(call.node, nodes.Getattr)
+        for argument in call.args
+    ]
+    for comparison in syntax.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in comparison.ops):
+            asked.append(comparison.expr)
+    found = {one.value for one in asked if isinstance(one, nodes.Const)}
+    words = [word for word in found if isinstance(word, str) and re.search(r"[^\w\s]", word)]
+    return not _TRIMS.isdisjoint(names), sorted(words, key=lambda word: (-len(word), word))
+
+
+def _environment() -> Any:
+    """Jinja as transformers sets it up for chat templates, except for the time of day."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: a block around an answer's words, written like any other."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment
+
 
 # Noncharacters, which texts do not contain, around a text's number.
 _MARK: Final = "\ufdd0"
@@ -198,7 +369,7 @@ class ChatTemplate:
         """Tools and messages as a template takes them, with numbered marks, and the numbers of the
         texts that it must write: all but thoughts, which it may show in only some answers."""
         tools = hide(_parsed(shape[0], list)) if shape[0] else None
-        if tools and not self.jinja.writes_tools:
+        if tools and "tools" not in self.jinja.writes:
             raise SampleError("not_in_template", "the chat template writes no tools")
         messages: list[dict[str, Any]] = []
         needed: set[int] = set()
@@ -219,7 +390,7 @@ class ChatTemplate:
             if self._words is None or not self._words.search(said):
                 needed.update(map(int, _NUMBERED.findall(said)))
             if thought is not None:
-                if not self.jinja.writes_thoughts:
+                if "thoughts" not in self.jinja.writes:
                     raise SampleError("not_in_template", "the chat template writes no thoughts")
                 messages[-1] |= {"reasoning_content": thought, "thinking": thought}
             if calls:
@@ -227,10 +398,11 @@ class ChatTemplate:
         return tools, messages, needed
 
     def _call(self, call: str) -> dict[str, Any]:
-        if not self.jinja.writes_calls:
+        if "calls" not in self.jinja.writes:
             raise SampleError("not_in_template", "the chat template writes no tool calls")
         function = _parsed(call, dict)
-        if not self.jinja.takes_argument_text and isinstance(function.get("arguments"), str):
+        takes_text = "argument text" in self.jinja.writes
+        if not takes_text and isinstance(function.get("arguments"), str):
             function["arguments"] = _parsed(function["arguments"], dict)
         return {"type": "function", "function": hide(function)}
 

@@ -1,15 +1,23 @@
-"""Pieces, which a sample is rendered to so that control tokens, text and answers stay apart.
+"""Pieces, which a sample is rendered to so that control tokens, text and answers stay apart, and
+how chat templates spell them.
 
 Rendering to one string and tokenizing that would turn `<|im_end|>` inside a user's text into a
 control token, and would lose where the answers are.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from task_encoders.samples import MEDIA_KINDS, SourceSample, place_media, split_at_media
+from task_encoders.samples import (
+    MEDIA_KINDS,
+    SampleError,
+    SourceSample,
+    place_media,
+    split_at_media,
+)
 
 
 class Control(NamedTuple):
@@ -101,3 +109,74 @@ def to_chat(sample: SourceSample) -> list[dict[str, Any]]:
                 if part
             ]
     return messages
+
+
+class Dialect:
+    """How the templates of a vocabulary write what is not text.
+
+    Args:
+        controls: a regular expression of control tokens.
+        answers: one of answers; its only group is an answer's own part, with its end token.
+        media: spelling of the place of an image and, where there are any, of a video.
+        endings: follow the very last answer where templates leave it open: one without calls, and
+            one with calls.
+    """
+
+    def __init__(
+        self,
+        controls: str,
+        answers: str,
+        media: Mapping[str, Image | Video],
+        endings: tuple[str, str] = ("", ""),
+    ) -> None:
+        self.controls: Final = re.compile(controls)
+        self.answers: Final = re.compile(answers, re.DOTALL)
+        self.media: Final = media
+        self.endings: Final = endings
+        spelled = "|".join(map(re.escape, sorted(media, key=len, reverse=True)))
+        self.cut: Final = re.compile(f"({spelled}|{controls})").split
+
+    def spell(self, piece: Piece) -> str:
+        """A piece as templates write it."""
+        match piece:
+            case Control(token=token):
+                return token
+            case Answer(header=header, text=text):
+                return header + text
+            case Text(text=text):
+                return text
+            case Fixed(pieces=pieces):
+                return "".join(map(self.spell, pieces))
+        return next(text for text, medium in self.media.items() if type(medium) is type(piece))
+
+
+#: Of Qwen's vocabularies.
+CHATML: Final = Dialect(
+    r"<\|\w+\|>",
+    r"<\|im_start\|>assistant\n((?:(?!<\|im_start\|>).)*?<\|im_end\|>)",
+    {
+        "<|vision_start|><|image_pad|><|vision_end|>": Image(),
+        "<|vision_start|><|video_pad|><|vision_end|>": Video(),
+    },
+)
+
+# Noncharacters, of which chat_templates uses others: for those that control tokens begin with.
+_HIDDEN: Final = str.maketrans("<[", "\ufdd2\ufdd3")
+#: Undoes `hide` in what a template wrote.
+SHOWN: Final = str.maketrans("\ufdd2\ufdd3", "<[")
+_RESERVED: Final = re.compile("[\ufdd0-\ufdd5]")
+
+
+def hide(value: Any) -> Any:
+    """Tools or a call, with nothing in their texts that could be taken for a control token.
+
+    Raises:
+        SampleError: they contain noncharacters.
+    """
+    if isinstance(value, str):
+        if _RESERVED.search(value):
+            raise SampleError("bad_record", "tools or calls contain noncharacters")
+        return value.translate(_HIDDEN)
+    if isinstance(value, Mapping):
+        return {hide(name): hide(one) for name, one in value.items()}
+    return [hide(one) for one in value] if isinstance(value, list) else value

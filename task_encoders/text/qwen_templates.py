@@ -3,7 +3,7 @@ one. Jinja, as transformers reads it."""
 
 from typing import Final
 
-from task_encoders.text.jinja_template import THOUGHT, WRITE
+from task_encoders.text.chat_templates import THOUGHT, WRITE
 
 DEFAULT_SYSTEM: Final = "You are a helpful assistant."
 

@@ -9,12 +9,10 @@ from typing import Any, Final
 import xxhash
 
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.chat_templates import ChatTemplate
-from task_encoders.text.dialect import CHATML, Dialect
-from task_encoders.text.jinja_template import JinjaTemplate
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer
-from task_encoders.text.pieces import to_chat
+from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
+from task_encoders.text.pieces import CHATML, Dialect, to_chat
 from task_encoders.text.qwen_vocabulary import BUILTIN
+from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +106,7 @@ def _apply(
 
     tools = json.loads(sample.tools) if sample.tools else None
     messages = to_chat(sample)
-    if not template.jinja.takes_argument_text:
+    if "argument text" not in template.jinja.writes:
         for call in (call for message in messages for call in message.get("tool_calls", ())):
             arguments = call["function"]["arguments"]
             if isinstance(arguments, str):

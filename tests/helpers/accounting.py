@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from offline_packing.index.table import INDEX_SCHEMA
-from offline_packing.layouts.shard_tasks import COLUMNS, PlannedSample, read_planned
+from offline_packing.layouts.shards import COLUMNS, PlannedSample, read_planned
 from offline_packing.measure.measure_part import MeasureTask, Measuring
 from offline_packing.sources import Source, SourcePart, open_source
 from task_encoders.samples import REASONS

@@ -2,15 +2,18 @@
 
 import io
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from task_encoders.media.image import read_image_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
+from task_encoders.text.pieces import to_chat
 from tests.helpers.texts_and_images import random_text
 
 SPECIAL = ("<|im_end|>", "<|im_start|>assistant\n", "<|image_pad|>", "<|endoftext|>")
@@ -18,6 +21,66 @@ WORDS = ("<think>", "</think>", "<tool_call>", "<tool_response>x</tool_response>
 #: Whether texts hold names of control tokens; or which.
 Special = bool | tuple[str, ...]
 BORDERS = ("", "", "", "", "\n", "\n\n", " ", "  \t", "\u3000", "\r\n")
+
+
+class TypedTokens:
+    """A tokenizer's control tokens, told apart from their names in texts, which are data."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
+        self.tokenizer, self.names = tokenizer, list(names)
+        longest_first = sorted(self.names, key=len, reverse=True)
+        self.pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def write(self, messages: Any, tools: Any, template: str) -> str | None:
+        """The text of transformers, in which names in texts stand between noncharacters; None
+        where the template refuses the conversation."""
+        plain = json.dumps([messages, tools], ensure_ascii=False)
+        hidden = self.pattern.sub(lambda m: f"\ue000{self.names.index(m[0])}\ue001", plain)
+        messages, tools = json.loads(hidden)
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=tools, chat_template=template, tokenize=False
+                )
+            )
+        except jinja2.TemplateError:
+            return None
+
+    def ids(self, text: str, media: Callable[[str], list[int]] = lambda name: []) -> list[int]:
+        """The tokens of a text that `write` returned; `media`: those in the place of a medium."""
+        ids: list[int] = []
+        for i, part in enumerate(self.pattern.split(text)):
+            if i % 2:
+                ids += media(part) or [self.tokenizer.convert_tokens_to_ids(part)]
+            elif part:
+                part = re.sub("\ue000(\\d+)\ue001", lambda m: self.names[int(m[1])], part)
+                ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
+        return ids
+
+    def labels(self, sample: SourceSample, messages: Any, tools: Any, marked: str) -> list[int]:
+        """The assistant mask of transformers by a marked template, without the answers that carry
+        no loss."""
+        found = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=marked,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        mask = np.append(0, found["assistant_masks"])
+        turns = np.cumsum(np.diff(mask) == 1) - 1
+        trained = np.array([turn.weight > 0 for turn in sample.turns])
+        return np.where((mask[1:] == 1) & trained[turns], found["input_ids"], IGNORE_INDEX).tolist()
+
+
+def messages_and_tools(sample: SourceSample, *, as_objects: bool = False) -> tuple[Any, Any]:
+    """A conversation as templates take it; `as_objects`: arguments of calls are no text."""
+    messages = to_chat(sample)
+    calls = [call["function"] for m in messages for call in m.get("tool_calls", ())]
+    for call in calls if as_objects else ():
+        if isinstance(call["arguments"], str):
+            call["arguments"] = json.loads(call["arguments"])
+    return messages, json.loads(sample.tools) if sample.tools else None
 
 
 def random_conversation(

@@ -93,12 +93,13 @@ def processor_of(family: str, encoder: Any, tokenizer: Any) -> Any:
         "image_mean": list(encoder.vision.mean),
         "image_std": list(encoder.vision.std),
     }
+    own = encoder.options.model_dump()
     image_size, video_size = (
-        {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
-        for limits in (encoder.vision, encoder.video)
+        {"shortest_edge": own[f"{kind}min_pixels"], "longest_edge": own[f"{kind}max_pixels"]}
+        for kind in ("", "video_")
     )
-    frames = {"min_frames": encoder.video.min_frames, "max_frames": encoder.video.max_frames}
-    options = {"size": video_size, "fps": encoder.video.fps, **frames, **shared}
+    frames = {f"{end}_frames": own[f"video_{end}_frames"] for end in ("min", "max")}
+    options = {"size": video_size, "fps": own["video_fps"], **frames, **shared}
     return getattr(transformers, f"{name}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(size=image_size, **shared),
         tokenizer=tokenizer,

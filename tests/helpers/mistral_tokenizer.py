@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from task_encoders.text.load_tokenizer import byte_level_alphabet
+from task_encoders.text.tokenizer import byte_level_alphabet
 from tests.helpers.tiny_tokenizer import byte_level_bpe
 
 PATTERN: Final = (

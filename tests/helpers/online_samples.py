@@ -18,6 +18,11 @@ def numbered(lengths: Sequence[int]) -> list[dict[str, Any]]:
     return [{"number": number, "length": int(n)} for number, n in enumerate(lengths)]
 
 
+def numbers(packs: Any) -> list[list[int]]:
+    """The numbers of the samples of each pack."""
+    return [[sample["number"] for sample in pack] for pack in packs]
+
+
 class Indexed(Dataset[Any]):
     """Map-style, as a trainer's dataset that encodes lazily; counts what it is asked for."""
 

@@ -171,7 +171,7 @@ def _with_warnings(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("launch.trainers.uniform").addHandler(handler)
+    logging.getLogger("launch.trainers.shared").addHandler(handler)
     return images_read(packed), lines
 
 

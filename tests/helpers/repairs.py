@@ -1,7 +1,7 @@
 """The remedy of damage to an output: `verify --discard`, then measure, plan and write."""
 
 from offline_packing.runs.run import Run
-from offline_packing.verify.discard import discard
+from offline_packing.verify.verify import discard
 from tests.helpers.datasets import pack_all
 
 

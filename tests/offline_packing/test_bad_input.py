@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offline_packing.measure.measure import measure
-from offline_packing.plan.make_plan import make_plan
+from offline_packing.plan.plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.sources.formats import jsonl, pairs
 from tests.helpers.datasets import (

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from offline_packing.cli.commands import cli
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shard_tasks import ShardTask
+from offline_packing.layouts.shards import ShardTask
 from offline_packing.measure.measure import measure
 from offline_packing.runs.run import Run
 from offline_packing.storage import files

@@ -52,7 +52,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 from launch.loop.parallel import initialize_parallel
 from launch.model.context_parallel import part_of_rank
-from launch.model.language_model import layer_spec
+from launch.model.megatron_model import layer_spec
 from launch.trainers.megatron_bridge import VLMIterator, main, on_packs, to_vlm_batch
 from offline_packing.demo.run import MODEL
 from task_encoders.families import model_cost

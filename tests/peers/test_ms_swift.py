@@ -1,4 +1,5 @@
-"""ms-swift on packs, and against what its own template makes of the same samples."""
+"""ms-swift on packs, and against what its own template makes of the same samples; on families
+beside Qwen's where its templates pack: on GLM-V and InternVL3."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,24 @@ from swift.model import get_model_processor
 from swift.template import get_template
 from swift.utils import import_external_file
 from torch.utils.data import Dataset
+from transformers import (
+    AutoTokenizer,
+    Glm4vImageProcessor,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
+    Glm46VImageProcessor,
+    Glm46VProcessor,
+    Glm46VVideoProcessor,
+    GotOcr2ImageProcessor,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+)
 
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.datasets import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
-from tests.helpers.hf_trainers import number_of
+from tests.helpers.hf_trainers import number_of, several_packs
 from tests.helpers.hf_videos import save_processor, with_processor
 from tests.helpers.ms_swift import (
     LENGTH,
@@ -182,3 +195,41 @@ def test_packs_made_while_training_are_joined_as_by_its_collator(loaded: Any, sa
         for name, value in theirs.items():
             assert torch.equal(torch.as_tensor(ours[name]).to(value.dtype), value), name
     say(f"{VERSION}: {len(packs)} packs of PackedDatasetWrapper joined alike by both collators")
+
+
+#: Model type and template of ms-swift, and transformers' processors.
+TRAINED: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "glm4v": ("glm4v", "glm4v", (Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor)),
+    "glm46v": ("glm4v", "glm4_5v", (Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor)),
+    "internvl3": (
+        "internvl",
+        "internvl_hf",
+        (InternVLProcessor, GotOcr2ImageProcessor, InternVLVideoProcessor),
+    ),
+}
+
+
+def save_its_processor(checkpoint: Path, whole: Any, images: Any, videos: Any) -> None:
+    """The one that ms-swift loads; packs do without."""
+    names = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
+    names = {f"{name}_token": token for name, token in names.items()} | {"video_token": "<video>"}
+    options = {"extra_special_tokens": names} if whole is InternVLProcessor else {}
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
+    template = tokenizer.chat_template
+    whole(images(), tokenizer, videos(), chat_template=template).save_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
+    model_type, template, processors = TRAINED[family]
+    checkpoint, packed = several_packs(family, tmp_path)
+    save_its_processor(checkpoint, *processors)
+    names = {"model_type": model_type, "template": template}
+    trainer = make_trainer(checkpoint, packed, tmp_path / "output", **names, max_steps=2)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    difference = check_losses(packed, checkpoint, losses)
+    say(
+        f"{VERSION}, {family}: loss before and after a step as of the samples alone "
+        f"(to {difference:.0e})"
+    )

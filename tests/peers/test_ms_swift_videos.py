@@ -60,7 +60,8 @@ def test_packs_with_videos_are_what_its_packing_would_give(
     and frames in floating point, which it spreads from the first to the last."""
     packs = open_packs(video_packs)
     encoder = packs.task_encoder.encoder
-    limits = {"min_pixels": encoder.video.min_pixels, "max_pixels": encoder.video.max_pixels}
+    stored = encoder.options.model_dump()
+    limits = {f"{end}_pixels": stored[f"video_{end}_pixels"] for end in ("min", "max")}
     template, plugged = (make_template(*loaded, family) for _ in range(2))
     dataset = packs_of_plugin(plugged, loaded[0].model_dir, video_packs)
     alike = others = 0

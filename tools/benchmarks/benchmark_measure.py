@@ -44,7 +44,7 @@ from offline_packing.measure import measure as stage
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import Run, open_encoder, open_sources
 from task_encoders.families import build_sample_encoder, model_options
-from task_encoders.text.load_tokenizer import load_tokenizer
+from task_encoders.text.tokenizer import load_tokenizer
 
 WORDS = (
     "a photo of two red bicycles leaning on the old stone bridge while it rains , 3 birds".split()

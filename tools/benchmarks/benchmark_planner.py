@@ -25,7 +25,7 @@ from planner_peers import OWN, PEERS, missing_packages
 from offline_packing import PackPlan, plan_packs
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies.budgets import size_lower_bound
-from offline_packing.planner.strategies.histogram import count_lengths, lower_bound
+from offline_packing.planner.strategies.composition import count_lengths, lower_bound
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 
 WARM_UP_SAMPLES = 2000

@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from offline_packing.online.ranks.micro_batches import fill_micro_batches
-from offline_packing.planner.ranks.deal import BLOCK, deal_steps
+from offline_packing.planner.ranks.deal import BLOCK, PackCosts, deal_steps
 from offline_packing.planner.ranks.layout import idle_shares
 from offline_packing.planner.samples import checked_costs, checked_sizes
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
@@ -190,7 +190,7 @@ class RankSchedule:
         tower = None if self.tower_cost is None else self._sums(self.tower_cost, packs)
         features = None if self.features is None else self._sums(self.features, packs)
         rng = np.random.default_rng(seed)
-        table = deal_steps(cost, tower, kinds, num_ranks, rng, features)
+        table = deal_steps(PackCosts.of(cost, tower, kinds, features), num_ranks, rng)
         if not seed[2]:  # where the blocks of an endless sequence of epochs begin
             table = np.roll(table, -seed[1] * len(table) % BLOCK, axis=0)
         in_tower = np.zeros(table.shape) if tower is None else tower[table]

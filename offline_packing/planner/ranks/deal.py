@@ -14,7 +14,7 @@ eight; and packs of a kind of their own, as of nothing but short texts, are spre
     32 ranks, 42 blocks of 8 steps, 160 packs of texts      5 steps of 32, or 10 of 16 and 16 others
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,46 @@ _SUM_WEIGHTS: Final = (0.0, 1.0, 4.0)
 _CUTS, _NEAR, _ROUNDS = 16, 8, 4
 
 
-def similar_steps(cost: Floats, tower: Floats | None, num_ranks: int) -> Integers:
+class PackCosts(NamedTuple):
+    """What packs cost and hold, a row per pack."""
+
+    #: (num_packs,): tower and language model
+    cost: Floats
+    #: (num_packs,): the tower's part
+    tower: Floats
+    #: (num_packs,): the packs of a step are of one kind
+    kinds: npt.NDArray[np.integer]
+    #: (num_packs, num_features): what successive steps are to have alike in sum
+    features: Floats
+
+    @classmethod
+    def of(
+        cls,
+        cost: Floats,
+        tower: Floats | None = None,
+        kinds: npt.NDArray[np.integer] | None = None,
+        features: Floats | None = None,
+    ) -> "PackCosts":
+        """The table; by default there is one phase, one kind, and no feature."""
+        return cls(
+            cost,
+            np.zeros(len(cost)) if tower is None else tower,
+            np.zeros(len(cost), np.int64) if kinds is None else kinds,
+            np.zeros((len(cost), 0)) if features is None else features,
+        )
+
+    def rows(self, packs: Integers) -> "PackCosts":
+        """Those of some packs."""
+        cost, tower, kinds, features = self
+        return PackCosts(cost[packs], tower[packs], kinds[packs], features[packs])
+
+    def by_likeness(self, packs: Integers) -> Integers:
+        """Places of the packs, those first that cost nearly what the first one does."""
+        away = np.abs(self.cost[packs] - self.cost[packs[0]])
+        return np.argsort(away + np.abs(self.tower[packs] - self.tower[packs[0]]), kind="stable")
+
+
+def similar_steps(cost: Floats, tower: Floats, num_ranks: int) -> Integers:
     """Steps of packs that cost alike: indices (num_packs // num_ranks, num_ranks), each once.
 
     The packs are parted again and again, across the tower's cost, the language model's or the sum,
@@ -44,10 +83,11 @@ def similar_steps(cost: Floats, tower: Floats | None, num_ranks: int) -> Integer
 
     Args:
         cost: (num_packs,), a multiple of num_ranks of them: tower and language model.
-        tower: (num_packs,), the tower's part. None: there is one phase, which sorting serves best.
+        tower: (num_packs,), the tower's part. Without any there is one phase, which sorting serves
+            best.
     """
     by_sum = np.argsort(cost, kind="stable").reshape(-1, num_ranks)
-    if tower is None or not tower.any() or len(by_sum) < 2 or num_ranks == 1:
+    if not tower.any() or len(by_sum) < 2 or num_ranks == 1:
         return by_sum
     keys = np.stack([tower, cost - tower, cost])
     limit, by_sum_two = idle_shares(cost[by_sum], tower[by_sum])
@@ -209,47 +249,37 @@ _RARE: Final = 1.2
 _CHOICES: Final = 24
 
 
-def spread_steps(
-    cost: Floats, tower: Floats | None, num_ranks: int, features: Floats, all_features: Floats
-) -> Integers:
+def spread_steps(packs: PackCosts, num_ranks: int, features: Floats) -> Integers:
     """Steps as `similar_steps` makes them, but that packs with most of a feature are in as many
     steps as blocks can make up for, with the packs that cost least to wait for. Where the sum's
-    idle time would grow by more than `MAX_LOSS`, they are in fewer.
-
-    Args:
-        features: (num_packs, num_features).
-        all_features: (num_all_packs, num_features), of the packs of other kinds, too.
-    """
+    idle time would grow by more than `MAX_LOSS`, they are in fewer. ``features`` (num_all_packs,
+    num_features) are those of the packs of other kinds, too."""
+    cost, tower = packs.cost, packs.tower
     if num_ranks == 1 or len(cost) < 2 * num_ranks:
         return similar_steps(cost, tower, num_ranks)
     by_sum = np.sort(cost).reshape(-1, num_ranks)
     limit = idle_shares(by_sum, np.zeros(by_sum.shape))[0] + MAX_LOSS
     block = BLOCK * num_ranks
-    mean, spread = all_features.mean(axis=0), all_features.std(axis=0)
+    mean, spread = features.mean(axis=0), features.std(axis=0)
     for times in _TIMES:
         most = times * (_OF_MEAN * block * mean + _OF_SPREAD * np.sqrt(block) * spread)
-        tables, rest = _rare_steps(cost, tower, num_ranks, features, mean, most)
+        tables, rest = _rare_steps(packs, num_ranks, mean, most)
         if not tables:
             break
-        own = None if tower is None else tower[rest]
-        table = np.concatenate([*tables, rest[similar_steps(cost[rest], own, num_ranks)]])
+        table = np.concatenate([*tables, rest[similar_steps(cost[rest], tower[rest], num_ranks)]])
         if idle_shares(cost[table], np.zeros(table.shape))[0] <= limit:
             return table
     return similar_steps(cost, tower, num_ranks)
 
 
 def _rare_steps(
-    cost: Floats,
-    tower: Floats | None,
-    num_ranks: int,
-    features: Floats,
-    mean: Floats,
-    most: Floats,
+    packs: PackCosts, num_ranks: int, mean: Floats, most: Floats
 ) -> tuple[list[Integers], Integers]:
     """Steps of packs with most of a feature and of others, and the packs that are left. A step
     holds about `most` (num_features,) of it."""
+    cost, tower = packs.cost, packs.tower
     is_left, tables = np.ones(len(cost), np.bool_), []
-    for values, average, limit in zip(features.T, mean, most, strict=True):
+    for values, average, limit in zip(packs.features.T, mean, most, strict=True):
         if np.partition(values, -num_ranks)[-num_ranks:].sum() <= limit:
             continue
         rare = np.flatnonzero(is_left & (values > _RARE * limit / num_ranks))
@@ -259,135 +289,79 @@ def _rare_steps(
         if not num_steps or num_steps * (num_ranks - part) > len(others) // 2:
             continue
         rare = rare[np.argsort(cost[rare], kind="stable")[: num_steps * part]]
-        chosen = _cheapest(cost, tower, others, num_steps * (num_ranks - part))
-        own = None if tower is None else tower[chosen]
-        company = chosen[similar_steps(cost[chosen], own, num_ranks - part)]
+        chosen = _cheapest(packs, others, num_steps * (num_ranks - part))
+        company = chosen[similar_steps(cost[chosen], tower[chosen], num_ranks - part)]
         company = company[np.argsort(cost[company].max(axis=1), kind="stable")]
         tables.append(np.concatenate([rare.reshape(num_steps, part), company], axis=1))
         is_left[tables[-1]] = False
     return tables, np.flatnonzero(is_left)
 
 
-def _cheapest(cost: Floats, tower: Floats | None, packs: Integers, count: int) -> Integers:
-    """So many of the packs, whose largest tower cost and largest language cost add up to least."""
-    of_tower = np.zeros(len(packs)) if tower is None else tower[packs]
-    language = cost[packs] - of_tower
+def _cheapest(packs: PackCosts, some: Integers, count: int) -> Integers:
+    """The `count` packs of some whose largest tower cost and largest language cost add up to
+    least."""
+    of_tower = packs.tower[some]
+    language = packs.cost[some] - of_tower
     by_tower = np.argsort(of_tower, kind="stable")
     least, best = np.inf, by_tower[:count]
-    for size in np.unique(np.geomspace(count, len(packs), _CHOICES).astype(np.int64)):
+    for size in np.unique(np.geomspace(count, len(some), _CHOICES).astype(np.int64)):
         chosen = by_tower[:size]
         chosen = chosen[np.argsort(language[chosen], kind="stable")[:count]]
         time = of_tower[chosen].max() + language[chosen].max()
         if time < least:
             least, best = time, chosen
-    return packs[best]
+    return some[best]
 
 
 #: Exchanges tried per step, and at most.
 _TRIES_PER_STEP, _MOST_TRIES = 400, 4_000_000
 
 
-def deal_steps(
-    cost: Floats,
-    tower: Floats | None,
-    kinds: npt.NDArray[np.integer] | None,
-    num_ranks: int,
-    rng: np.random.Generator,
-    features: Floats | None = None,
-) -> Integers:
+def deal_steps(packs: PackCosts, num_ranks: int, rng: np.random.Generator) -> Integers:
     """Pack numbers, (num_steps, num_ranks): each once, and the fewest repeated that fill all steps.
-
-    Args:
-        cost: (num_packs,), the tower's part included.
-        tower: (num_packs,); see `similar_steps`.
-        kinds: (num_packs,); the packs of a step are of one kind.
-        rng: decides the steps' order, who trains what in a step, and what is repeated.
-        features: (num_packs, num_features), what successive steps are to have alike in sum; see
-            `spread_steps`.
-    """
-    kinds = np.zeros(len(cost), np.int64) if kinds is None else kinds
+    `rng` decides the steps' order, who trains what in a step, and what is repeated."""
     tables = [np.empty((0, num_ranks), np.int64)]
-    for kind in np.unique(kinds):
-        packs = rng.permutation(np.flatnonzero(kinds == kind))  # equal ones meet at random
-        odd, packs = _odd_step(packs, cost, tower, num_ranks)
-        own = None if tower is None else tower[packs]
-        if features is None:
-            steps = similar_steps(cost[packs], own, num_ranks)
-        else:
-            steps = spread_steps(cost[packs], own, num_ranks, features[packs], features)
-        tables += [odd, packs[steps]]
+    for kind in np.unique(packs.kinds):
+        own = rng.permutation(np.flatnonzero(packs.kinds == kind))  # equal ones meet at random
+        if odd := len(own) % num_ranks:
+            # A step for the packs left over after whole steps, at a random place among the costs.
+            # It is filled up with the packs next in cost, which other steps hold as well, so that
+            # none holds a pack twice, if there are enough.
+            likest = packs.by_likeness(own)
+            tables.append(own[np.resize(likest, num_ranks)][None])
+            own = own[np.sort(likest[odd:])]
+        tables.append(own[spread_steps(packs.rows(own), num_ranks, packs.features)])
     table = np.concatenate(tables)
     if not len(table):
         return table
-    known = [cost, kinds] if tower is None else [tower, cost - tower, kinds]
+    known = (packs.tower, packs.cost - packs.tower, packs.kinds)
     sums = [_in_detail(values[table].mean(axis=1)) for values in known]
     units = [one.std(axis=0) for one in sums]
-    if features is not None:
-        sums.append(features[table].mean(axis=1))
-        units.append(features.std(axis=0) / np.sqrt(num_ranks))  # of steps at random
-    order = even_order(np.concatenate(sums, axis=1), rng, np.concatenate(units))
+    sums.append(packs.features[table].mean(axis=1))
+    units.append(packs.features.std(axis=0) / np.sqrt(num_ranks))  # of steps at random
+    order = _even_order(np.concatenate(sums, axis=1), np.concatenate(units), rng)
     return np.asarray(rng.permuted(table[order], axis=1))
 
 
-def cost_grouped_order(
-    cost: np.ndarray,
-    layout: RankLayout,
-    seed: int,
-    *,
-    tower: np.ndarray | None = None,
-    kinds: np.ndarray | None = None,
-    features: np.ndarray | None = None,
-) -> np.ndarray:
+def cost_grouped_order(packs: PackCosts, layout: RankLayout, seed: int) -> Integers:
     """An order in which all ranks read packs of similar cost at the same step.
 
     Returns a permutation, int64 (num_packs,): place i of the written order gets pack ``order[i]``.
-    It serves the given layout; another number of ranks reads other packs at the same step. For
-    ``tower``, ``kinds`` and ``features``, (num_packs, …), see `deal_steps`. With kinds, packs of
-    each have to divide among the ranks.
+    It serves the given layout; another number of ranks reads other packs at the same step. Of
+    several kinds, packs of each have to divide among the ranks.
     """
-    rng = np.random.default_rng(seed)
-    step = layout.steps(len(cost))
+    rng, num_packs = np.random.default_rng(seed), len(packs.cost)
+    step = layout.steps(num_packs)
     is_full = np.bincount(step) == layout.num_ranks
-    places = np.lexsort((np.arange(len(cost)), step, ~is_full[step]))  # incomplete steps last
-    packs = rng.permutation(len(cost))
-    odd = len(cost) - int(is_full.sum()) * layout.num_ranks
-    likest = by_likeness(packs, cost, tower)[:odd] if odd else packs[:0]
-    rest, packs = packs[likest], np.sort(np.delete(packs, likest))
-    table = deal_steps(
-        cost[packs],
-        None if tower is None else tower[packs],
-        None if kinds is None else kinds[packs],
-        layout.num_ranks,
-        rng,
-        None if features is None else features[packs],
-    )
-    order = np.empty(len(cost), np.int64)
-    order[places] = np.concatenate([packs[table].ravel(), rest])
+    places = np.lexsort((np.arange(num_packs), step, ~is_full[step]))  # incomplete steps last
+    drawn = rng.permutation(num_packs)
+    odd = num_packs - int(is_full.sum()) * layout.num_ranks
+    likest = packs.by_likeness(drawn)[:odd] if odd else drawn[:0]
+    own = np.sort(np.delete(drawn, likest))
+    table = deal_steps(packs.rows(own), layout.num_ranks, rng)
+    order = np.empty(num_packs, np.int64)
+    order[places] = np.concatenate([own[table].ravel(), drawn[likest]])
     return order
-
-
-def _odd_step(
-    packs: Integers,
-    cost: Floats,
-    tower: Floats | None,
-    num_ranks: int,
-) -> tuple[Integers, Integers]:
-    """A step for the packs left over after whole steps, at a random place among the costs, and all
-    other packs. The step is filled up with the packs next in cost, which other steps hold as well,
-    so that none holds a pack twice, if there are enough."""
-    odd = len(packs) % num_ranks
-    if not odd:
-        return np.empty((0, num_ranks), np.int64), packs
-    order = by_likeness(packs, cost, tower)
-    return packs[np.resize(order, num_ranks)][None], packs[np.sort(order[odd:])]
-
-
-def by_likeness(packs: Integers, cost: Floats, tower: Floats | None) -> Integers:
-    """Places of the packs, those first that cost nearly what the first one does."""
-    away = np.abs(cost[packs] - cost[packs[0]])
-    if tower is not None:
-        away = away + np.abs(tower[packs] - tower[packs[0]])
-    return np.argsort(away, kind="stable")
 
 
 def _in_detail(values: Floats) -> Floats:
@@ -398,23 +372,16 @@ def _in_detail(values: Floats) -> Floats:
     return np.stack([scaled, scaled**2, scaled**3], axis=1)
 
 
-def even_order(features: Floats, rng: np.random.Generator, units: Floats | None = None) -> Integers:
-    """An order of steps in which the means of successive `BLOCK` are close to the mean of all.
-
-    It begins at random; exchanges of two steps that bring their blocks' sums closer to it are made.
-
-    Args:
-        features: (num_steps, num_features).
-        units: (num_features,), deviations that are as bad as each other; default: the standard
-            deviation of each.
-    """
+def _even_order(features: Floats, units: Floats, rng: np.random.Generator) -> Integers:
+    """An order of steps in which the means of successive `BLOCK` are close to the mean of all. It
+    begins at random; exchanges of two steps that bring their blocks' sums closer to it are made.
+    ``features`` (num_steps, num_features); ``units`` (num_features,): deviations that are as bad as
+    each other."""
     order = rng.permutation(len(features))
     if len(features) <= BLOCK:
         return order
-    spread = features.std(axis=0)
-    used = spread > 1e-9 * np.abs(features).max(axis=0)
+    used = features.std(axis=0) > 1e-9 * np.abs(features).max(axis=0)
     if used.any():
-        units = spread if units is None else units
         scaled = (features[:, used] - features[:, used].mean(axis=0)) / units[used]
         tries = min(_TRIES_PER_STEP * len(order), _MOST_TRIES)
         _even_out(order, scaled, BLOCK, tries, random_state([int(rng.integers(2**31))]))

@@ -34,7 +34,7 @@ def split_figures(packs: Packs, units: np.ndarray, tower: np.ndarray, size: int)
     """Figures of packs in their present order, each over ``size`` ranks. ``units``: integers
     (num_samples,), images and steps of videos; ``tower`` (num_samples,): operations of each
     sample's, which are taken to be alike within it."""
-    spent, taken, num_unequal = _measure(packs, _pictures(units, tower, size))
+    spent, taken, num_unequal = _measure(packs, _Pictures.of(units, tower, size))
     return SplitFigures(1 - spent / taken if taken else 0.0, num_unequal)
 
 
@@ -42,7 +42,7 @@ def even_samples(packs: Packs, units: np.ndarray, tower: np.ndarray, size: int) 
     """The same packs; the samples with pictures in another order, which evens the shares. Arguments
     as of `split_figures`."""
     made = Packs(packs.sample_ids.copy(), packs.pack_offsets)
-    _even_all(made, _pictures(units, tower, size))
+    _even_all(made, _Pictures.of(units, tower, size))
     return made
 
 
@@ -55,18 +55,11 @@ class _Pictures(NamedTuple):
     tower: np.ndarray
     size: int
 
-
-def _pictures(units: np.ndarray, tower: np.ndarray, size: int) -> _Pictures:
-    return _Pictures(
-        np.ascontiguousarray(units, np.int64), np.ascontiguousarray(tower, np.float64), size
-    )
-
-
-@njit(cache=True)
-def _even_all(packs: Packs, pictures: _Pictures) -> None:
-    ids, ends = packs.sample_ids, packs.pack_offsets
-    for pack in range(ends.shape[0] - 1):
-        _even_pack(ids[ends[pack] : ends[pack + 1]], pictures)
+    @classmethod
+    def of(cls, units: np.ndarray, tower: np.ndarray, size: int) -> "_Pictures":
+        """Of arrays of any type."""
+        units, tower = np.ascontiguousarray(units, np.int64), np.ascontiguousarray(tower, float)
+        return cls(units, tower, size)
 
 
 @njit(cache=True)
@@ -159,14 +152,17 @@ def _swap_any(
 
 
 @njit(cache=True)
-def _even_pack(own: np.ndarray, pictures: _Pictures) -> None:
-    """Put the samples with pictures of a pack in an order that evens the shares, in place."""
-    places = np.flatnonzero(pictures.units[own] > 0)
-    some = own[places]
-    rank, shares, rescans = np.empty(len(some), np.int64), np.zeros(pictures.size), _RESCANS
-    _count_shares(some, pictures, rank, shares)
-    while rescans >= 0 and shares.max() > shares.mean() * (1 + _EVEN):
-        if not _swap_alike(some, pictures, rank, shares):
-            rescans = _swap_any(some, pictures, rank, shares, rescans)
+def _even_all(packs: Packs, pictures: _Pictures) -> None:
+    """Put the samples with pictures of each pack in an order that evens the shares, in place."""
+    ids, ends, shares = packs.sample_ids, packs.pack_offsets, np.zeros(pictures.size)
+    for pack in range(ends.shape[0] - 1):
+        own = ids[ends[pack] : ends[pack + 1]]
+        places = np.flatnonzero(pictures.units[own] > 0)
+        some = own[places]
+        rank, rescans = np.empty(len(some), np.int64), _RESCANS
         _count_shares(some, pictures, rank, shares)
-    own[places] = some
+        while rescans >= 0 and shares.max() > shares.mean() * (1 + _EVEN):
+            if not _swap_alike(some, pictures, rank, shares):
+                rescans = _swap_any(some, pictures, rank, shares, rescans)
+            _count_shares(some, pictures, rank, shares)
+        own[places] = some

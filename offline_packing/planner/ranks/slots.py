@@ -11,12 +11,11 @@ from numba import njit
 
 from offline_packing.planner.strategies.auto import auto
 from offline_packing.planner.strategies.composition import (
-    Composition,
     as_rows,
+    count_lengths,
     expand_composition,
     from_entries,
 )
-from offline_packing.planner.strategies.histogram import count_lengths
 from offline_packing.planner.strategies.kernels import (
     bitset_at_most,
     bitset_of,
@@ -51,30 +50,38 @@ def pack_over_ranks(
     counts = count_lengths(lengths, int(capacities[-1]))
     room = int(capacities[0])  # of a rank
     least = -(-int(counts @ np.arange(len(counts))) // room)
-    best, fewest = None, 0
+    fewest, found = None, None
     for smallest in range(len(capacities)):
-        found = _compose(counts, capacities, smallest)
-        used = -(-found[2] // ranks)
-        if best is None or used < fewest:
-            best, fewest = (smallest, *found[:2]), used
+        # Packs over more than 2**smallest ranks, by lengths; then packs over so many, by blocks.
+        left, size = counts.copy(), 1 << smallest
+        entries, patterns, num_ranks = _fill_large(left, capacities, smallest)
+        blocks = -(-np.arange(len(left)) // size)
+        in_blocks = np.bincount(blocks, left)[: int(capacities[smallest]) // size + 1]
+        rest = auto(in_blocks.astype(np.int64))
+        used = -(-(num_ranks + size * rest.num_packs) // ranks)
+        if fewest is None or used < fewest:
+            fewest, found = used, (size, from_entries(entries, patterns), rest)
         if used <= -(-int(least * _ENOUGH) // ranks):
             break
-    assert best is not None
-    return _expand(*best, lengths, counts, seed)
-
-
-def _compose(
-    counts: np.ndarray, capacities: np.ndarray, smallest: int
-) -> tuple[Composition, Composition, int]:
-    """Packs over more than 2**smallest ranks, by lengths; packs over so many, by blocks of so many
-    units; and the ranks of all."""
-    left = counts.copy()
-    entries, patterns, num_ranks = _fill_large(left, capacities, smallest)
-    size = 1 << smallest
-    blocks = -(-np.arange(len(left)) // size)
-    in_blocks = np.bincount(blocks, left)[: int(capacities[smallest]) // size + 1]
-    rest = auto(in_blocks.astype(np.int64))
-    return from_entries(entries, patterns), rest, num_ranks + size * rest.num_packs
+    assert found is not None
+    size, large, rest = found
+    starts = np.append(0, np.cumsum(counts))
+    order = np.empty(len(lengths), np.int32 if len(lengths) < 2**31 else np.int64)
+    counting_sort(lengths, starts, order)
+    if seed is not None:
+        shuffle_between(order, starts, random_state(seed))
+    in_large = large.used_counts(len(counts))
+    place = np.arange(len(order)) - np.repeat(starts[:-1], counts)
+    is_large = place < np.repeat(in_large, counts)
+    first, second = order[is_large], order[~is_large]
+    blocks = -(-lengths[second] // size)
+    block_counts = np.bincount(blocks, minlength=int(rest.lengths.max(initial=0)) + 1)
+    return join_packs(
+        [
+            expand_composition(large, lengths[first], in_large).of(first),
+            expand_composition(rest, blocks, block_counts).of(second),
+        ]
+    )
 
 
 @njit(cache=True)
@@ -139,34 +146,6 @@ def _next_block(blocks: np.ndarray, present: np.ndarray, space: int) -> int:
         if block <= 0:
             break
     return first
-
-
-def _expand(
-    smallest: int,
-    large: Composition,
-    rest: Composition,
-    lengths: np.ndarray,
-    counts: np.ndarray,
-    seed: int | None,
-) -> Packs:
-    """Give every place in the two compositions a sample."""
-    starts = np.append(0, np.cumsum(counts))
-    order = np.empty(len(lengths), np.int32 if len(lengths) < 2**31 else np.int64)
-    counting_sort(lengths, starts, order)
-    if seed is not None:
-        shuffle_between(order, starts, random_state(seed))
-    used = large.used_counts(len(counts))
-    place = np.arange(len(order)) - np.repeat(starts[:-1], counts)
-    is_large = place < np.repeat(used, counts)
-    first, second = order[is_large], order[~is_large]
-    blocks = -(-lengths[second] // (1 << smallest))
-    block_counts = np.bincount(blocks, minlength=int(rest.lengths.max(initial=0)) + 1)
-    return join_packs(
-        [
-            expand_composition(large, lengths[first], used).of(first),
-            expand_composition(rest, blocks, block_counts).of(second),
-        ]
-    )
 
 
 def fill_slots(

@@ -11,8 +11,8 @@ from typing import Any
 
 from offline_packing.planner.strategies.auto import auto
 from offline_packing.planner.strategies.budgets import pack_budgets
-from offline_packing.planner.strategies.composition import Composer
-from offline_packing.planner.strategies.histogram import best_fit_decreasing, by_histogram
+from offline_packing.planner.strategies.composition import Composer, by_histogram
+from offline_packing.planner.strategies.longest_first import best_fit_decreasing
 from offline_packing.planner.strategies.peers.hash_bucket import hash_bucket
 from offline_packing.planner.strategies.peers.placing import (
     first_fit_decreasing,

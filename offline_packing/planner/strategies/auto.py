@@ -7,12 +7,13 @@ import numpy as np
 from offline_packing.planner.strategies.composition import (
     Composition,
     join_compositions,
+    lower_bound,
     select_patterns,
 )
-from offline_packing.planner.strategies.even_fill import Budget, even_fill
-from offline_packing.planner.strategies.exact_fill import exact_fill
-from offline_packing.planner.strategies.histogram import best_fit_decreasing, lower_bound
+from offline_packing.planner.strategies.longest_first import best_fit_decreasing, exact_fill
 from offline_packing.planner.strategies.narrow_fill import (
+    Budget,
+    even_fill,
     fills_by_fitness,
     is_narrow,
     narrow_fill,
@@ -21,8 +22,8 @@ from offline_packing.planner.strategies.pattern_lp import (
     MAX_SIZES,
     pattern_lp,
     prove_bound,
+    tilted_fills,
 )
-from offline_packing.planner.strategies.tilted_sampling import tilted_fills
 
 #: packs above the bound that are not worth a further method: at most 2, or this share
 TOLERANCE = 3e-5

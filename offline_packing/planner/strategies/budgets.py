@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.histogram import lower_bound
+from offline_packing.planner.strategies.composition import lower_bound
 from offline_packing.planner.strategies.kernels import random_below, random_state
 from offline_packing.planner.strategies.strategy import Packs
 
@@ -29,7 +29,7 @@ _EVENNESS = 0.1  # weight of keeping the mix of what is left, against filling th
 _UNEVEN_ANYWAY = 0.2  # share by which a pack may differ from the mix at no cost
 
 
-class SamplePool(NamedTuple):
+class _Pool(NamedTuple):
     """Samples left to pack: two sets with removal in O(1), one list to draw from, and one list per
     cell of a grid over the sizes in the first two limits."""
 
@@ -55,27 +55,6 @@ class SamplePool(NamedTuple):
     member_place: np.ndarray
 
 
-def make_pool(sizes: np.ndarray) -> SamplePool:
-    """Start with all samples; ``sizes`` float64 (num_samples, at least 2), each in 0..1."""
-    step = np.minimum((sizes[:, :2] * _GRID).astype(np.int64), _GRID - 1)
-    cell = step[:, 0] * _GRID + step[:, 1]
-    cell_size = np.bincount(cell, minlength=_GRID * _GRID)
-    members = np.argsort(cell, kind="stable")
-    return SamplePool(
-        sizes=np.ascontiguousarray(sizes),
-        need=np.empty(sizes.shape[1]),
-        chosen=np.zeros(len(sizes), bool),
-        alive=np.arange(len(sizes)),
-        place=np.arange(len(sizes)),
-        num_alive=np.array([len(sizes)]),
-        cell=cell,
-        cell_start=np.append(0, np.cumsum(cell_size)),
-        cell_size=cell_size,
-        members=members,
-        member_place=np.argsort(members),
-    )
-
-
 @njit(cache=True)
 def _exchange_last(samples: np.ndarray, place: np.ndarray, sample: int, end: int) -> None:
     """Exchange a sample with the one at ``end``, the last of its list."""
@@ -87,7 +66,7 @@ def _exchange_last(samples: np.ndarray, place: np.ndarray, sample: int, end: int
 
 
 @njit(cache=True)
-def take_out(pool: SamplePool, sample: int) -> None:
+def _take_out(pool: _Pool, sample: int) -> None:
     """Remove a sample from the pool."""
     pool.num_alive[0] -= 1
     _exchange_last(pool.alive, pool.place, sample, pool.num_alive[0])
@@ -123,7 +102,7 @@ def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) ->
 
 
 @njit(cache=True)
-def _join(pool: SamplePool, sample: int, room: np.ndarray, pack: np.ndarray, size: int) -> int:
+def _join(pool: _Pool, sample: int, room: np.ndarray, pack: np.ndarray, size: int) -> int:
     """Put a sample into the pack of ``size`` samples; new size."""
     pack[size] = sample
     pool.chosen[sample] = True
@@ -133,7 +112,7 @@ def _join(pool: SamplePool, sample: int, room: np.ndarray, pack: np.ndarray, siz
 
 @njit(cache=True)
 def _draw_middle(
-    pool: SamplePool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
+    pool: _Pool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
 ) -> int:
     """Random samples while the room is worth more than about two and a half; new pack size."""
     num_alive = pool.num_alive[0]
@@ -154,7 +133,7 @@ def _draw_middle(
 
 
 @njit(cache=True)
-def _best_partner(pool: SamplePool, room: np.ndarray, best: float) -> tuple[int, float]:
+def _best_partner(pool: _Pool, room: np.ndarray, best: float) -> tuple[int, float]:
     """The sample that fills ``room`` with less loss than ``best``, or -1, and the loss then. Cells
     are searched from the one that would fill the room exactly towards smaller sizes."""
     # Taking arrays out of the tuple costs a reference count, so not in the loop.
@@ -188,7 +167,7 @@ def _best_partner(pool: SamplePool, room: np.ndarray, best: float) -> tuple[int,
 
 @njit(cache=True)
 def _close(
-    pool: SamplePool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
+    pool: _Pool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
 ) -> tuple[int, float]:
     """Add none, one or two samples, whichever loses least; returns the pack size and the loss."""
     sizes, chosen = pool.sizes, pool.chosen
@@ -218,7 +197,7 @@ def _close(
 
 
 @njit(cache=True)
-def _pack_pool(pool: SamplePool, seeds: np.ndarray, state: np.ndarray) -> Packs:
+def _pack_pool(pool: _Pool, seeds: np.ndarray, state: np.ndarray) -> Packs:
     """Empty the pool pack by pack, each from the first of the ``seeds`` that is left."""
     num_samples, num_limits = pool.sizes.shape
     pool.need[:] = pool.sizes.sum(axis=0)
@@ -248,7 +227,7 @@ def _pack_pool(pool: SamplePool, seeds: np.ndarray, state: np.ndarray) -> Packs:
             if least < _GOOD_ENOUGH:
                 break
         for sample in sample_ids[end : end + best_size]:
-            take_out(pool, sample)
+            _take_out(pool, sample)
             pool.need[:] -= pool.sizes[sample]
         end += best_size
         num_packs += 1
@@ -273,5 +252,22 @@ def pack_budgets(sizes: np.ndarray, limits: np.ndarray, *, seed: int = 0) -> Pac
     shares = shares[:, scarcest_first]
     if shares.shape[1] == 1:
         shares = np.repeat(shares, 2, axis=1)
+    every, step = np.arange(len(shares)), (shares[:, :2] * _GRID).astype(np.int64)
+    cell = np.minimum(step, _GRID - 1) @ [_GRID, 1]
+    cell_size = np.bincount(cell, minlength=_GRID * _GRID)
+    members = np.argsort(cell, kind="stable")
+    pool = _Pool(
+        sizes=np.ascontiguousarray(shares),
+        need=np.empty(shares.shape[1]),
+        chosen=np.zeros(len(shares), bool),
+        alive=every,
+        place=every.copy(),
+        num_alive=np.array([len(shares)]),
+        cell=cell,
+        cell_start=np.append(0, np.cumsum(cell_size)),
+        cell_size=cell_size,
+        members=members,
+        member_place=np.argsort(members),
+    )
     seeds = np.argsort(-shares.max(axis=1), kind="stable")
-    return _pack_pool(make_pool(shares), seeds, random_state(seed))
+    return _pack_pool(pool, seeds, random_state(seed))

@@ -3,9 +3,15 @@
 A *pattern* is a multiset of lengths that fills one pack; a *composition* says how many packs use
 each pattern. Lengths are integers up to ``seq_length``, so a composition is found on the histogram
 of lengths and its size hardly depends on the number of samples.
+
+A histogram is ``counts``, int64 (seq_length + 1,): ``counts[l]`` samples have length l and
+``counts[0]`` is 0.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +22,9 @@ from offline_packing.planner.strategies.kernels import (
     random_state,
     shuffle_between,
 )
-from offline_packing.planner.strategies.strategy import Packs
+from offline_packing.planner.strategies.strategy import Packs, Strategy
+
+logger = logging.getLogger(__name__)
 
 #: entries [length, repeat], or patterns [end of entries, multiplicity]
 Pairs = list[tuple[Any, Any]]
@@ -171,3 +179,64 @@ def expand_composition(
     _fill_packs(composition, ids, starts[:-1].copy(), packs)
     assert packs.pack_offsets[-1] == len(num_tokens), "the composition must use every sample once"
     return packs
+
+
+@njit(cache=True)
+def count_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
+    """Histogram int64 (seq_length + 1,) of lengths that are all in 1..seq_length. Unlike
+    ``np.bincount`` it makes no int64 copy of the lengths."""
+    counts = np.zeros(seq_length + 1, np.int64)
+    for sample in range(num_tokens.shape[0]):
+        counts[num_tokens[sample]] += 1
+    return counts
+
+
+def lower_bound(counts: np.ndarray) -> int:
+    """No packing of these lengths has fewer packs: max of L1 and L2.
+
+    L1 = ceil(tokens / seq_length). L2 (Martello and Toth, 1990) adds that samples above half of
+    the capacity never share a pack, and that what is left beside them holds only so much.
+    """
+    capacity = len(counts) - 1
+    samples_below = np.append(0, np.cumsum(counts))  # samples shorter than l
+    tokens_below = np.append(0, np.cumsum(counts * np.arange(capacity + 1)))
+    half = capacity // 2
+    # For each length ``small`` up to half: samples that share no pack with any of it, the further
+    # ones above half, and what the room beside these leaves of the tokens from small to half.
+    small = np.arange(half + 1)
+    most = capacity - small + 1
+    alone = samples_below[-1] - samples_below[most]
+    shared = samples_below[most] - samples_below[half + 1]
+    room = shared * capacity - (tokens_below[most] - tokens_below[half + 1])
+    overflow = tokens_below[half + 1] - tokens_below[small] - room
+    packs = alone + shared + np.maximum(0, -(-overflow // capacity))
+    return max(-(-int(tokens_below[-1]) // capacity), int(packs.max()))
+
+
+def by_histogram(compose: Composer, under_limits: Callable[..., Packs] | None = None) -> Strategy:
+    """The strategy of a composer, samples of equal length taken in their order; under further
+    limits ``under_limits(sizes, limits, seed=seed)``, if it can honour any."""
+
+    def pack(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
+        if under_limits is not None and len(limits) > 1:
+            return under_limits(sizes, limits, seed=seed)
+        lengths = np.ascontiguousarray(sizes[:, 0], np.int32)
+        counts = count_lengths(lengths, int(limits[0]))
+        return expand_composition(compose(counts, seed=seed), lengths, counts)
+
+    return Strategy(pack, lengths_only=under_limits is None)
+
+
+@cache
+def announce_compilation() -> None:
+    """Log, once per process, that the kernels are not in numba's cache yet, and where it is. numba
+    writes an index file per compiled function; one that is older than the source is stale."""
+    folder = Path(count_lengths.stats.cache_path)
+    compiled = [file.stat().st_mtime for file in folder.glob("composition.count_lengths-*.nbi")]
+    source = Path(__file__).stat().st_mtime
+    if not compiled or max(compiled) < source:
+        logger.info(
+            "compiling the planner; this takes 10 to 30 seconds the first time, then it is read "
+            "from %s",
+            folder,
+        )

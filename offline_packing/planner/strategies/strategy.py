@@ -78,7 +78,8 @@ class StrategyOptions(BaseModel):
 class Strategy:
     """Packs samples: every sample in exactly one pack, no pack over a limit."""
 
-    #: f(sizes, limits, *, seed), and ``options`` where it declares any; see `check_sizes`
+    #: f(sizes, limits, *, seed), and ``options`` where it declares any; ``sizes`` int64
+    #: (num_samples, num_limits), tokens first and at least 1, are within ``limits`` (num_limits,)
     function: Callable[..., Packs]
     options: type[StrategyOptions] = StrategyOptions
     #: whether it decides on the histogram of lengths, and can honour no limit but tokens
@@ -87,41 +88,12 @@ class Strategy:
     def __call__(
         self, sizes: np.ndarray, limits: np.ndarray | int, *, seed: int = 0, **options: Any
     ) -> Packs:
-        """The packs of samples of `sizes`, integers (num_samples, num_limits) or tokens alone,
-        (num_samples,). Raises ValueError for samples that no pack can hold, and for options that it
-        lacks, or values out of range."""
+        """The packs; ``sizes`` may be the tokens alone, (num_samples,). Raises ValueError for
+        options that the strategy lacks, or values out of range."""
         given = {"options": self.options(**options)} if self.options.model_fields else {}
-        limits = np.atleast_1d(limits)
-        return self.function(check_sizes(sizes, limits), limits, seed=seed, **given)
-
-
-def check_sizes(
-    sizes: np.ndarray,
-    limits: np.ndarray,
-    names: Sequence[str] = ("tokens",),
-    *,
-    first_sample: int = 0,
-) -> np.ndarray:
-    """The sizes as int64 (num_samples, num_limits): tokens first, at least 1, all within `limits`
-    (num_limits,). Raises ValueError for a wrong type or shape, and for the first sample that no
-    pack can hold; samples are counted from ``first_sample``."""
-    sizes = np.asarray(sizes)
-    sizes = sizes[:, np.newaxis] if sizes.ndim == 1 else sizes
-    if sizes.shape[1:] != limits.shape or (sizes.size and sizes.dtype.kind not in "iu"):
-        raise ValueError(
-            f"sizes must be integers of shape (num_samples, {len(limits)}), got {sizes.dtype} of "
-            f"shape {sizes.shape}"
-        )
-    least = np.arange(len(limits)) == 0
-    bad = (sizes < least) | (sizes > limits)
-    if bad.any():
-        sample, limit = np.argwhere(bad)[0]
-        name = names[limit] if limit < len(names) else f"of limit {limit}"
-        raise ValueError(
-            f"sample {first_sample + sample} has {sizes[sample, limit]} {name}, not in "
-            f"{int(least[limit])}..{limits[limit]}; set such samples aside before packing"
-        )
-    return np.ascontiguousarray(sizes, np.int64)
+        sizes = np.asarray(sizes, np.int64)
+        sizes = sizes[:, np.newaxis] if sizes.ndim == 1 else sizes
+        return self.function(sizes, np.atleast_1d(limits), seed=seed, **given)
 
 
 def group_into_packs(order: np.ndarray, pack_of: np.ndarray, num_packs: int) -> Packs:

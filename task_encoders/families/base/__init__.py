@@ -1,1 +1,1 @@
-"""Parts that all families share: an entry's type, options, the encoder, spans of media, costs."""
+"""Parts that all families share: costs, spans of media, options and encoder."""

@@ -1,12 +1,404 @@
-"""An entry of FAMILIES: a family's name, its options, what builds its encoder, its models."""
+"""What every family of models has: options, an encoder, and its entry in FAMILIES.
 
-from collections.abc import Mapping
+`measure` and `encode` go through `_layout`, so they cannot disagree; a family says what its
+template, its media and its positions are.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image as PillowImage
+from pydantic import BaseModel, ConfigDict, Field
 
 from task_encoders.families.base.cost import ModelCost, cost_of_sizes
-from task_encoders.families.base.encoder import FamilyEncoder
-from task_encoders.families.base.options import ModelOptions
+from task_encoders.families.base.spans import (
+    BlankImage,
+    Grid,
+    Medium,
+    Span,
+    TextSpans,
+    position_ids,
+    stored_parts,
+    tokens_and_weights,
+    two_tokens,
+)
+from task_encoders.field_types import Count, LocalOrRemotePath, Values
+from task_encoders.media import patches
+from task_encoders.media.image import VisionSettings, decode_image, read_image_header
+from task_encoders.media.patches import Bytes, Normalisation, frame_patches
+from task_encoders.media.video import SampledVideo, video_patches
+from task_encoders.media.video_file import MAX_VIDEO_FRAMES, VideoHeader, read_video_header
+from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
+from task_encoders.sample_encoder import EncodedSample, SampleLength
+from task_encoders.samples import SampleError, SourceSample, check_sample
+from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.text.chat_templates import ChatTemplate
+from task_encoders.text.pieces import (
+    CHATML,
+    Control,
+    Dialect,
+    Image,
+    Piece,
+    Video,
+    caption_pieces,
+    without_end,
+)
+from task_encoders.text.qwen_vocabulary import BUILTIN
+from task_encoders.text.template_proof import load_template
+from task_encoders.text.tokenizer import load_tokenizer
+
+
+def beside_lengths(default: Any) -> Any:
+    """An option that changes pixels or positions but no length. No artifact contains those, so it
+    is in no fingerprint."""
+    return Field(default, json_schema_extra={"changes_lengths": False})
+
+
+class ModelOptions(BaseModel):
+    """The `model:` section of a configuration; the same values must be used in training.
+
+    A family declares its own options, with their defaults, in a subclass, `Family.Options`;
+    `families.model_options` makes the right one.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+    #: a name in FAMILIES
+    family: str
+    #: "builtin", a checkpoint folder, or a hub name
+    processor: LocalOrRemotePath = "builtin"
+    #: an image with more pixels in its file, or a video with more than a quarter of them in a
+    #: frame, is set aside (default: Pillow's bomb threshold)
+    max_image_pixels: Count | None = None
+    #: a video with more frames in its file is set aside
+    max_video_frames: Count = MAX_VIDEO_FRAMES
+    #: which answers of a conversation carry loss, if their messages do not say otherwise
+    loss_on: Literal["all", "last"] = "all"
+    #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
+    template_options: Values = ()
+
+    def require_checkpoint(self) -> None:
+        """Refuse the built-in vocabulary, which is Qwen's."""
+        if self.processor == BUILTIN:
+            raise ValueError(
+                f"family {self.family} has no built-in vocabulary; name a checkpoint folder or a "
+                "hub name as processor"
+            )
+
+    @classmethod
+    def own(cls) -> list[str]:
+        """Names of the options that not every family has."""
+        return [name for name in cls.model_fields if name not in ModelOptions.model_fields]
+
+    @classmethod
+    def changes_lengths(cls, name: str) -> bool:
+        """Whether an option belongs into the fingerprint of what was measured."""
+        return not cls.model_fields[name].json_schema_extra
+
+    def stored(self, name: str) -> str | int:
+        """An option as a fingerprint holds it. Its declared type decides: a family's default may be
+        200 where a configuration gives 200.0, and both are the same option."""
+        value: float | str | None = getattr(self, name)
+        if type(self).model_fields[name].annotation is float:
+            return f"{value:g}"
+        assert not isinstance(value, float)
+        return 0 if value is None else value
+
+
+class FamilyEncoder(ABC):
+    """A `SampleEncoder` on a chat template and media tokens.
+
+    Captioning is the form of pretraining: media, caption, end token, no chat template; everything
+    but the media carries loss. In conversations answers and their end tokens carry loss.
+    """
+
+    #: Families with the same name here have the same lengths, by construction.
+    LENGTHS_OF: ClassVar[str]
+    #: Raised by one with every change that alters a sample's tokens: older artifacts are refused.
+    TEMPLATE_VERSION: ClassVar[int] = 1
+    #: Whether Qwen's built-in vocabulary is its own, and the tokens after the special ones there.
+    HAS_BUILTIN: ClassVar[bool] = False
+    TEXT_TOKENS: ClassVar[tuple[str, ...]] = ()
+    PAD_TOKEN: ClassVar[str]
+    #: Control tokens of media, by the names of their ids in transformers' configs.
+    MEDIA_TOKENS: ClassVar[Mapping[str, str]]
+    #: The chat template of published checkpoints, in Jinja; a checkpoint's own takes precedence.
+    #: None: the family has none, and a `render` of its own.
+    TEMPLATE: ClassVar[str | None] = None
+    #: How templates of its vocabulary write control tokens, media and answers.
+    DIALECT: ClassVar[Dialect] = CHATML
+    #: Control tokens before a caption, and the one after it.
+    CAPTION_START: ClassVar[tuple[Control, ...]] = ()
+    CAPTION_END: ClassVar[Control]
+    #: Rows of position_ids.
+    POSITION_ROWS: ClassVar[int] = 3
+    #: Options of every family on which lengths depend in this one, beside its own.
+    LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ()
+    #: Position of the text after a video, see `spans.position_ids`.
+    video_end: str = "longer_side"
+    #: How transformers' model takes images: a name in model_inputs.IMAGE_LAYOUTS.
+    IMAGE_LAYOUT: ClassVar[str] = "patches"
+    #: Whether a video's steps are pictures among the images of its row. Their patches are as wide
+    #: as an image's: `normalisation` repeats no frame.
+    VIDEOS_AS_IMAGES: ClassVar[bool] = False
+    #: Frames of an image's patches.
+    IMAGE_DEPTH: ClassVar[int] = 1
+    #: How pictures are cut into patches; a family without has its own `encode_image`.
+    vision: VisionSettings
+    template: ChatTemplate
+    #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
+    own_template: str = ""
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        vision: VisionSettings | None = None,
+        *,
+        patch_area: int | None = None,
+        normalisation: Normalisation | None = None,
+    ) -> None:
+        """`patch_area`, pixels of a patch, and `normalisation` follow from `vision` by default."""
+        if not self.HAS_BUILTIN:
+            options.require_checkpoint()
+        self.options = options
+        self.tokenizer = tokenizer = load_tokenizer(options.processor, self.TEXT_TOKENS)
+        self.pad_token_id = tokenizer.special_id(self.PAD_TOKEN)
+        if vision is not None:
+            self.vision = vision
+            patch_area = patch_area or vision.patch_size**2
+            normalisation = normalisation or patches.normalisation(vision)
+        assert patch_area is not None
+        assert normalisation is not None
+        self.max_image_pixels = pixels = options.max_image_pixels or MAX_IMAGE_PIXELS
+        # Files of media within these limits; see SampleEncoder.
+        frames = options.max_video_frames
+        self.image_header = partial(read_image_header, max_image_pixels=pixels)
+        self.video_header = partial(read_video_header, max_frame_pixels=pixels, max_frames=frames)
+        self.decode_image = partial(decode_image, max_image_pixels=pixels)
+        self._patch_area = patch_area
+        self.normalisation = normalisation
+        self.texts = TextSpans(tokenizer)
+        if self.TEMPLATE is not None:
+            given = dict(options.template_options)
+            loaded = load_template(options.processor, self.TEMPLATE, given, self.DIALECT)
+            self.template, self.own_template = loaded
+        #: See SampleEncoder.
+        self.media_token_ids: Mapping[str, int] = {
+            name: tokenizer.special_id(token) for name, token in self.MEDIA_TOKENS.items()
+        }
+
+    # Decided by a family.
+
+    def render(self, sample: SourceSample, weights: Sequence[float]) -> Iterable[Piece]:
+        """The pieces of a checked sample, media included; `weights`: each answer's in the loss.
+        Raises SampleError."""
+        if sample.task == "captioning":
+            return [*self.CAPTION_START, *caption_pieces(sample, self.CAPTION_END)]
+        return self.template.pieces(sample, weights)
+
+    @abstractmethod
+    def image_medium(self, height: int, width: int) -> Medium:
+        """Medium of an image of this size. Raises SampleError where it cannot be used."""
+
+    def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
+        """Patches (P, C·p·p) of a decoded image. Raises SampleError."""
+        medium = self.image_medium(image.height, image.width)
+        return frame_patches([image], medium.grid, self.IMAGE_DEPTH, self.vision), medium
+
+    def sample_video(self, header: VideoHeader) -> SampledVideo:
+        """Frames and grid of a video. Raises SampleError where it cannot be used, as by default."""
+        raise SampleError("bad_video", f"family {self.options.family} takes no videos")
+
+    def encode_video(self, data: bytes) -> tuple[Bytes, Medium]:
+        """Patches (Q, C·T·p·p) of a video file. Raises SampleError."""
+        if type(self).sample_video is FamilyEncoder.sample_video:
+            raise SampleError("bad_video", f"family {self.options.family} takes no videos")
+        most = self.options.max_video_frames
+        rows, sampled = video_patches(data, self.sample_video, self.vision, most)
+        return rows, Medium(sampled.grid, sampled)
+
+    @abstractmethod
+    def medium_spans(self, medium: Medium) -> Iterable[Span]:
+        """The tokens of an image or a video."""
+
+    @staticmethod
+    def blank_image(hf_config: Any) -> BlankImage:
+        """A small image for rows without one; `hf_config` is transformers', of the whole model."""
+        vision = hf_config.vision_config
+        return two_tokens(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+
+    # Common to all.
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, str | int]:
+        return {
+            "family": self.LENGTHS_OF,
+            "template": self.TEMPLATE_VERSION,
+            "tokenizer": self.tokenizer.fingerprint,
+            "max_image_pixels": self.max_image_pixels,
+            **{
+                name: self.options.stored(name)
+                for name in (*self.options.own(), *self.LENGTHS_FOLLOW)
+                if self.options.changes_lengths(name)
+            },
+            # Only where they differ from the default: fingerprints written before them stay valid.
+            **({"chat_template": self.own_template} if self.own_template else {}),
+            **({"loss_on": self.options.loss_on} if self.options.loss_on != "all" else {}),
+        }
+
+    def measure(
+        self,
+        sample: SourceSample,
+        image_sizes: Sequence[tuple[int, int]],
+        videos: Sequence[VideoHeader] = (),
+    ) -> SampleLength:
+        images = [self.image_medium(height, width) for height, width in image_sizes]
+        clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
+        of_images, of_videos = ([*map(self.medium_spans, own)] for own in (images, clips))
+        spans = self._layout(sample, of_images, of_videos)
+        num_tokens = sum([span.num_tokens for span in spans])
+        num_loss_tokens = sum([span.num_tokens for span in spans if span.weight])
+        if spans[0].weight:  # the very first token has nothing to be predicted from
+            num_loss_tokens -= 1
+        grids = tuple(medium.grid for medium in images + clips)
+        num_patches = sum([t * h * w for t, h, w in grids])
+        return SampleLength(num_tokens, num_loss_tokens, num_patches, grids)
+
+    def tokenize(self, sample: SourceSample) -> TokenizedText:
+        ids: list[int] = []
+        loss: list[int] = []
+        weights: list[float] = []
+        images = [[Span((IMAGE_ID,), 1)]] * len(sample.images)
+        videos = [[Span((VIDEO_ID,), 1)]] * len(sample.videos)
+        for span in self._layout(sample, images, videos):
+            if span.weight:
+                loss += [len(ids), len(ids) + span.num_tokens]
+                weights.append(span.weight)
+            ids += span.ids
+        return TokenizedText(ids, loss, weights if set(weights) - {1.0} else [])
+
+    def expand(
+        self,
+        text: TokenizedText,
+        image_grids: Sequence[Grid],
+        videos: Sequence[SampledVideo] = (),
+    ) -> ExpandedText:
+        images, clips = map(Medium, image_grids), (Medium(one.grid, one) for one in videos)
+        image_places: list[Place] = []
+        video_places: list[Place] = []
+        spans: list[Span] = []
+        start = 0
+        for part in stored_parts(text):
+            if isinstance(part, Span):
+                own = [part]
+            else:
+                own = [*self.medium_spans(next(images if isinstance(part, Image) else clips))]
+            num_tokens = sum(span.num_tokens for span in own)
+            if not isinstance(part, Span):
+                places = image_places if isinstance(part, Image) else video_places
+                places.append((start, num_tokens))
+            spans += own
+            start += num_tokens
+        return ExpandedText(*tokens_and_weights(spans), image_places, video_places)
+
+    def encode(
+        self,
+        sample: SourceSample,
+        images: Sequence[bytes | PillowImage.Image],
+        videos: Sequence[bytes] = (),
+        tokenized: TokenizedText | None = None,
+    ) -> EncodedSample:
+        image_rows = [
+            self.encode_image(self.decode_image(image) if isinstance(image, bytes) else image)
+            for image in images
+        ]
+        video_rows = [self.encode_video(data) for data in videos]
+        of_images = [self.medium_spans(medium) for _, medium in image_rows]
+        of_videos = [self.medium_spans(medium) for _, medium in video_rows]
+        spans = self._layout(sample, of_images, of_videos, tokenized)
+        tokens, loss_weights = tokens_and_weights(spans)
+        if self.VIDEOS_AS_IMAGES and videos:  # in the order of their tokens
+            stills, clips = iter(image_rows), iter(video_rows)
+            image_rows, video_rows = [], []
+            for part in self.parts(sample, tokenized):
+                if isinstance(part, Image):
+                    image_rows.append(next(stills))
+                elif isinstance(part, Video):
+                    rows, (grid, _) = next(clips)
+                    picture = Medium((1, *grid[1:]))
+                    image_rows += [(own, picture) for own in np.split(rows, grid[0])]
+        image_pixels, image_grids = self._stacked(image_rows, 1)
+        video_pixels, video_grids = self._stacked(video_rows, self.normalisation.repeats)
+        return EncodedSample(
+            key=sample.key,
+            tokens=tokens,
+            loss_weights=loss_weights,
+            position_ids=position_ids(spans, self.POSITION_ROWS, self.video_end),
+            image_pixels=image_pixels,
+            image_grid_thw=image_grids,
+            video_pixels=video_pixels,
+            video_grid_thw=video_grids,
+            normalisation=self.normalisation,
+            image_layout=self.IMAGE_LAYOUT,
+        )
+
+    def _stacked(
+        self, encoded: Sequence[tuple[Bytes, Medium]], depth: int
+    ) -> tuple[Bytes, npt.NDArray[np.int32]]:
+        """Patches of all media of a kind, (P, C·depth·p·p), and their grids, (N, 3)."""
+        grids = np.array([medium.grid for _, medium in encoded], dtype=np.int32).reshape(-1, 3)
+        rows = [own for own, _ in encoded]
+        if not rows:
+            rows = [np.empty((0, 3 * depth * self._patch_area), dtype=np.uint8)]
+        return rows[0] if len(rows) == 1 else np.concatenate(rows), grids
+
+    def parts(self, sample: SourceSample, stored: TokenizedText | None) -> Iterable[Piece | Span]:
+        """The texts and media of a checked sample, `stored` or rendered. Raises SampleError."""
+        if stored is not None:
+            return stored_parts(stored)
+        weights = [turn.weight for turn in sample.turns]
+        if self.options.loss_on == "last":
+            weights[:-1] = [0.0] * (len(weights) - 1)
+        if not any(weights):
+            raise SampleError("bad_record", "none of the answers that may carry loss is trained")
+        pieces = self.render(sample, weights)
+        return without_end(pieces) if sample.turns[-1].truncated else pieces
+
+    def _layout(
+        self,
+        sample: SourceSample,
+        images: Sequence[Iterable[Span]],
+        videos: Sequence[Iterable[Span]],
+        tokenized: TokenizedText | None = None,
+    ) -> list[Span]:
+        """The sample's tokens as spans, in order, with the given ones of its media in their places.
+        Raises SampleError."""
+        if len(images) != len(sample.images) or len(videos) != len(sample.videos):
+            raise ValueError(
+                f"{len(images)} images and {len(videos)} videos given for the "
+                f"{len(sample.images)} and {len(sample.videos)} of {sample}"
+            )
+        check_sample(sample)
+        of_images, of_videos = iter(images), iter(videos)
+        spans: list[Span] = []
+        for part in self.parts(sample, tokenized):
+            if isinstance(part, Image):
+                spans += next(of_images)
+            elif isinstance(part, Video):
+                spans += next(of_videos)
+            elif isinstance(part, Span):
+                spans.append(part)
+            else:
+                spans += self.texts.spans(part)
+        return spans
+
 
 #: Prefixes of tensor names in published checkpoints: model and visual; model.language_model and
 #: model.visual, as in transformers' memory; or language_model.model and vision_tower.

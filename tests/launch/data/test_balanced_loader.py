@@ -18,7 +18,6 @@ from offline_packing.planner.ranks.layout import idle_shares
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
-from tests.helpers.loader_states import check_states
 from tests.helpers.packed_runs import (
     WHOLE_VOCABULARY,
     make_config,
@@ -28,18 +27,6 @@ from tests.helpers.packed_runs import (
 from tests.helpers.rank_processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
-
-
-@pytest.mark.parametrize(("num_workers", "repeat"), [(0, True), (2, False)])
-def test_a_state_of_any_step_gives_the_rest(
-    num_workers: int, repeat: bool, folder: Path, tmp_path: Path
-) -> None:
-    config = DataConfig(path=str(folder), num_workers=num_workers, repeat=repeat, order="balanced")
-    encoder = build_task_encoder(config, read_packed_data(folder))
-    num_packs = len(PackedFolder(folder))
-    steps = None if num_workers == 0 else (0, 3, num_packs, num_packs + 1)
-    seen = check_states(config, encoder, num_packs, tmp_path, steps=steps)
-    assert sorted(seen) == sorted(pack.key for pack in PackedFolder(folder))
 
 
 def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None:

@@ -8,13 +8,9 @@ import torch
 from pydantic import ValidationError
 
 from launch.config import DataConfig
-from launch.data.micro_batches import build_task_encoder
 from launch.data.open_packs import open_as_measured
-from launch.data.packed_data import read_packed_data
-from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.settings import PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
-from tests.helpers.loader_states import check_states
 from tests.helpers.packed_runs import (
     SEQ_LENGTH,
     losses,
@@ -59,19 +55,6 @@ def test_the_losses_are_those_of_the_tars(folders: dict[str, Path], tmp_path: Pa
         found[layout] = (batches.keys, losses(tmp_path / layout))
     assert found["indexed"] == found["energon"]
     assert len(found["indexed"][1]) == 8
-
-
-@pytest.mark.parametrize(("num_workers", "repeat"), [(0, False), (0, True), (2, True)])
-def test_a_state_of_any_step_gives_the_rest(
-    folders: dict[str, Path], num_workers: int, repeat: bool, tmp_path: Path
-) -> None:
-    names = by_prefix_in(folders["indexed"], num_workers=num_workers, repeat=repeat)
-    config = DataConfig.model_validate(names)
-    encoder = build_task_encoder(config, read_packed_data(Path(config.path)))
-    num_packs = len(PackedFolder(names["data_prefix"], encoder))
-    assert num_packs > 8
-    steps = None if num_workers == 0 else (0, 3, num_packs + 1)
-    check_states(config, encoder, num_packs, tmp_path, steps=steps)
 
 
 def test_a_prefix_is_its_folder(folders: dict[str, Path]) -> None:

@@ -10,12 +10,11 @@ import pytest
 from torch import distributed
 from transformers import Qwen2VLConfig
 
-from launch.config import DataConfig, LaunchConfig
+from launch.config import DataConfig, LaunchConfig, ScheduleConfig
 from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import PackedData, check_validation, read_packed_data
-from launch.loop.ends import check_ends, check_token_ids
-from launch.loop.plan import DECAYS, learning_rate, plan_training
-from launch.loop.setup import check_alike
+from launch.loop.plan import DECAYS, TrainPlan, plan_training
+from launch.loop.setup import check_alike, check_ends, check_token_ids
 from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
@@ -317,24 +316,17 @@ def test_ranks_started_differently_stop(tmp_path: Path) -> None:
         assert message.startswith("train.seed is '3' on rank 0 and '4' on rank 1")
 
 
-def rates(decay: str, warmup: int = 4, iterations: int = 20) -> list[float]:
-    return [
-        learning_rate(
-            i,
-            iterations=iterations,
-            warmup_iterations=warmup,
-            max_rate=1.0,
-            min_rate=0.1,
-            decay=decay,
-        )
-        for i in range(iterations)
-    ]
+def rates(decay: str, warmup: int = 4, iterations: int = 20, upto: int = 20) -> list[float]:
+    plan = TrainPlan(iterations, 1, 1, warmup)
+    options = {} if decay == "constant" else {"min_learning_rate": 0.01}
+    schedule = ScheduleConfig(learning_rate=0.1, decay=decay, **options)
+    return [10 * plan.learning_rate(i, schedule) for i in range(upto)]
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_rises_over_the_warmup_and_never_leaves_its_bounds(decay: str) -> None:
     values = rates(decay)
-    assert values[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert values[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert max(values) == 1.0
     assert min(values[4:]) >= 0.1
     assert values[4:] == sorted(values[4:], reverse=True)
@@ -351,10 +343,7 @@ def test_decays_end_just_above_the_minimum() -> None:
 
 
 def test_steps_beyond_the_last_stay_at_the_minimum() -> None:
-    rate = learning_rate(
-        99, iterations=20, warmup_iterations=0, max_rate=1.0, min_rate=0.1, decay="cosine"
-    )
-    assert rate == pytest.approx(0.1)
+    assert rates("cosine", warmup=0, upto=100)[99] == pytest.approx(0.1)
 
 
 def test_checkpoint_with_other_media_tokens(tmp_path: Path) -> None:

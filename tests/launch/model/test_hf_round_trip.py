@@ -9,10 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
-from launch.model.hf_checkpoint import INDEX_FILE, SINGLE_FILE, weight_files, write_checkpoint
-from launch.model.hf_weights import gather_weights
-from launch.model.language_model import check_supported
-from launch.model.megatron_model import build_model
+from launch.model.hf_checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    gather_weights,
+    weight_files,
+    write_checkpoint,
+)
+from launch.model.megatron_model import build_model, check_supported
 from tests.helpers import tiny_checkpoints
 from tests.helpers.tiny_checkpoints import (
     all_tensors,

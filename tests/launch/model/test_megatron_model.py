@@ -99,7 +99,7 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     expected_gradients = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
     assert int((expected > 0).sum()) > 2 * 16
-    monkeypatch.setattr("launch.model.language_model.LOSS_CHUNK", 16)
+    monkeypatch.setattr("launch.model.megatron_model.LOSS_CHUNK", 16)
     found = token_losses(model, batch)
     found.sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -219,11 +219,12 @@ def test_presets_have_as_many_weights_as_the_published_models(
 ) -> None:
     """The counts are those that the checkpoints' pages on the Hugging Face hub show."""
     from launch.model.config import transformers_classes
-    from launch.model.hf_weights import published_shapes
+    from launch.model.hf_checkpoint import published_shapes
 
     config = ModelConfig.model_validate(
         {"family": family, "preset": preset}
     ).build_transformers_config()
-    shapes = published_shapes(transformers_classes(family).without_memory(config))
+    with torch.device("meta"):
+        shapes = published_shapes(transformers_classes(family).model(config))
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     assert count / 1e9 == pytest.approx(billions, abs=5e-4)

@@ -5,7 +5,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-from launch.model.language_model import rope_base, rope_frequencies
+from launch.model.megatron_model import rope_base, rope_frequencies
 
 
 def test_dynamic_angles_are_those_of_each_sample_alone() -> None:

@@ -10,12 +10,10 @@ from torch import distributed as dist
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import (
     initialize_parallel,
-    is_sharded,
 )
 from launch.model.config import ModelConfig
-from launch.model.hf_weights import gather_weights
-from launch.model.language_model import check_supported
-from launch.model.megatron_model import PackedMegatronModel, build_model
+from launch.model.hf_checkpoint import gather_weights
+from launch.model.megatron_model import PackedMegatronModel, build_model, check_supported
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,
@@ -53,7 +51,11 @@ def examine_rank(source: Path, target: Path) -> dict[str, Any]:
 
     parameters = dict(model.named_parameters())
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    replicated = [name for name, parameter in parameters.items() if not is_sharded(parameter)]
+    replicated = [
+        name
+        for name, parameter in parameters.items()
+        if not getattr(parameter, "tensor_model_parallel", False)
+    ]
     same = [equal_on_all_ranks(gradients[name]) for name in replicated]
     return {
         "weights": weights,

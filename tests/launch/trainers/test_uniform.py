@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from launch.trainers.uniform import warn_of_mixed_steps
+from launch.trainers.shared import warn_of_mixed_steps
 from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.packs.manifest import PackColumns
 

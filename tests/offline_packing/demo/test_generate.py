@@ -14,12 +14,12 @@ import pytest
 import yaml
 from PIL import Image, ImageOps
 
-from offline_packing.demo import generate, pictures
+from offline_packing.demo import generate
 from offline_packing.demo.generate import Truth, estimate_num_tokens, generate_demo_dataset
 
 NUM_SAMPLES = 400
 SEQ_LENGTH = 2048
-PHRASES = yaml.safe_load(Path(pictures.__file__).with_name("phrases.yaml").read_text("utf-8"))
+PHRASES = yaml.safe_load(Path(generate.__file__).with_name("phrases.yaml").read_text("utf-8"))
 COLORS = PHRASES["drawn"]["colors"]
 
 

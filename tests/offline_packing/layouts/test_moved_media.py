@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from offline_packing.runs.run import Run
-from offline_packing.verify.render import render_verdict
-from offline_packing.verify.verify import verify
+from offline_packing.verify.verify import render_verdict, verify
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers import formats

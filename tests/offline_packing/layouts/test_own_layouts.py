@@ -8,8 +8,7 @@ import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.layouts import LAYOUTS, Layout
-from offline_packing.layouts.shard_tasks import ShardTask
-from offline_packing.layouts.shards import ShardFragment
+from offline_packing.layouts.shards import ShardFragment, ShardTask
 from offline_packing.report.preview import preview
 from offline_packing.storage.files import hash_bytes
 from offline_packing.storage.tars import PackEntry, Part

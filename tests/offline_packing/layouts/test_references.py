@@ -155,8 +155,8 @@ def fail(*arguments: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        "layouts.references._join",
-        "layouts.references.write_atomically",
+        "layouts.base.atomic_file",
+        "layouts.base.write_atomically",
         "write.write.write_manifest",
     ],
 )

@@ -13,7 +13,7 @@ from offline_packing.index.table import key_hash
 from offline_packing.measure import identity
 from offline_packing.measure.identity import rename_repeated
 from offline_packing.measure.measure import measure
-from offline_packing.plan.make_plan import make_plan
+from offline_packing.plan.plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify

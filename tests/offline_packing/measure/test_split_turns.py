@@ -17,8 +17,7 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
-from offline_packing.verify.render import render_result
-from offline_packing.verify.verify import verify
+from offline_packing.verify.verify import render_result, verify
 from task_encoders.records.record import to_sample
 from tests.helpers.datasets import (
     WORDS,

@@ -18,7 +18,7 @@ from offline_packing.online.datasets import PackedIterableDataset
 from offline_packing.online.online_dataset import _Pass
 from offline_packing.online.prefetch import Prefetched
 from offline_packing.online.reading import Reader
-from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered
+from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered, numbers
 
 LENGTHS = np.random.default_rng(3).integers(1, 50, 41)
 
@@ -30,10 +30,6 @@ def packed(kind: Any = Indexed, lengths: Any = LENGTHS, **options: Any) -> Packe
 
 def loader_of(dataset: Any, num_workers: int = 0) -> Any:
     return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
-
-
-def numbers(packs: Any) -> list[list[int]]:
-    return [[sample["number"] for sample in pack] for pack in packs]
 
 
 class Divided(IterableDataset[Any]):

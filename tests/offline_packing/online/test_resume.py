@@ -16,7 +16,7 @@ from offline_packing.online.datasets import (
     DynamicBatches,
     PackedIterableDataset,
 )
-from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered
+from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered, numbers
 from tests.helpers.rank_processes import run_ranks
 
 LENGTHS = np.random.default_rng(3).integers(1, 50, 100)
@@ -35,10 +35,6 @@ def dynamic(kind: Any = Indexed, **options: Any) -> DynamicBatches:
 
 def constant_length(kind: Any = Indexed, **options: Any) -> ConstantLengthDataset:
     return ConstantLengthDataset(kind(numbered(LENGTHS)), seq_length=64, buffer_size=7, **options)
-
-
-def numbers(packs: Any) -> list[list[int]]:
-    return [[sample["number"] for sample in pack] for pack in packs]
 
 
 def loader_of(dataset: Any, num_workers: int = 0) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.plan.lengths import plan_lengths, write_assignment
-from offline_packing.plan.make_plan import make_plan
+from offline_packing.plan.plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from tests.helpers.command import invoke

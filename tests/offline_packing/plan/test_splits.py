@@ -16,15 +16,14 @@ from offline_packing.config.packing import parse_config
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
-from offline_packing.plan.make_plan import make_plan
-from offline_packing.plan.splits import draw_splits
+from offline_packing.plan.plan import make_plan
+from offline_packing.plan.uses import draw_splits
 from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
-from offline_packing.verify.render import render_result
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import _check_apart, verify
+from offline_packing.verify.verify import _check_apart, render_result, verify
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, plan_summary
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of
@@ -45,15 +44,27 @@ def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return records
 
 
+def jsonl(path: Path, records: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """A source of records about pictures beside the file."""
+    write_file(path, lines(records))
+    return {"format": "jsonl", "path": str(path), "task": "bmr", **options}
+
+
+def noise(seed: int, side: int = 56) -> bytes:
+    picture = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(256, size=(side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(picture, "PNG")
+    return picture.getvalue()
+
+
 def run_of(folder: Path, name: str = "out", group: str | None = None, **sections: Any) -> Run:
     """Two sources over the same pictures; in the second, these are other files."""
     for source in "ab":
         for i in range(NUM_PICTURES):
             write_file(folder / source / f"{i}.jpg", image_bytes(56, 56 + 7 * i))
-        write_file(folder / source / "r.jsonl", lines(records_of(90, ord(source))))
+    fields = {"fields": {"group": group}} if group else {}
     sources = [
-        {"format": "jsonl", "path": str(folder / one / "r.jsonl"), "task": "bmr", "name": one}
-        | ({"fields": {"group": group}} if group else {})
+        jsonl(folder / one / "r.jsonl", records_of(90, ord(one)), name=one, **fields)
         for one in "ab"
     ]
     output = {"split": SHARES, **sections.pop("output", {})}
@@ -165,32 +176,20 @@ def test_packs_of_every_kind_are_proved_by_hash(tmp_path: Path) -> None:
 
 def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> None:
     """Local pictures beside remote ones are hashed by as few bytes as those."""
-    rng = np.random.default_rng(0)
-    for i in range(24):
-        picture = io.BytesIO()
-        Image.fromarray(rng.integers(256, size=(56, 56, 3), dtype=np.uint8)).save(picture, "PNG")
-        for folder in (tmp_path / "here", tmp_path / "there"):
-            write_file(folder / f"{i}.png", picture.getvalue())
-            write_file(folder / f"{i}.json", orjson.dumps({"caption": f"{folder.name} {i}"}))
-    assert len(picture.getvalue()) > 8192
-    there = f"file://{tmp_path}/there"
-    sources = [
-        {"format": "pairs", "path": path, "task": "captioning", "name": name}
-        for name, path in {"here": str(tmp_path / "here"), "there": there}.items()
-    ]
+    assert len(noise(0)) > 8192
+    sources = []
+    for name, root in (("here", ""), ("there", "file://")):
+        for i in range(24):
+            write_file(tmp_path / name / f"{i}.png", noise(i))
+            write_file(tmp_path / name / f"{i}.json", orjson.dumps({"caption": f"{name} {i}"}))
+        path = f"{root}{tmp_path}/{name}"
+        sources.append({"format": "pairs", "path": path, "task": "captioning", "name": name})
     output = {"split": {"train": 0.5, "val": 0.5}}
     run = make_run(sources, tmp_path / "out", pack={"seq_length": 128}, output=output)
     pack_all(run)
     result = verify(run, deep=True)
     assert result.ok, result.problems
     assert result.num_images == 48
-
-
-def noise(seed: int, side: int = 56) -> bytes:
-    picture = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(256, size=(side, side, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(picture, "PNG")
-    return picture.getvalue()
 
 
 def test_outputs_packed_apart_agree(tmp_path: Path) -> None:
@@ -213,14 +212,10 @@ def test_outputs_packed_apart_agree(tmp_path: Path) -> None:
             found.append({"id": i, "image": images, **text})
         return found
 
-    write_file(root / "some.jsonl", lines(asked(range(40), with_another=True)))
-    write_file(root / "more.jsonl", lines(asked(range(20, 60), with_another=False)))
+    some = jsonl(root / "some.jsonl", asked(range(40), with_another=True))
+    more = jsonl(root / "more.jsonl", asked(range(20, 60), with_another=False))
     split = {"split": {"train": 0.6, "val": 0.4}}
     pairs = {"format": "pairs", "path": str(root / "pairs"), "task": "captioning"}
-    some, more = (
-        {"format": "jsonl", "path": str(root / f"{name}.jsonl"), "task": "bmr"}
-        for name in ("some", "more")
-    )
     model = {"family": "qwen2_5_vl", "max_pixels": 28 * 28 * 16}
     runs = [
         make_run(pairs, tmp_path / "a", output=split, pack={"seq_length": 160}),
@@ -268,11 +263,10 @@ def test_an_empty_split_is_warned_of(tmp_path: Path, first: str, pack: dict[str,
     """All samples show one picture, so that they are in one split."""
     records = [{"image": "0.jpg", "question": "?", "answer": f"{i}."} for i in range(9)]
     write_file(tmp_path / "0.jpg", image_bytes(56, 56))
-    write_file(tmp_path / "r.jsonl", lines(records))
     layout = {"layout": "references"} if "epochs" in pack else {}
     names = sorted(("train", "val"), key=lambda name: name != first)
     run = make_run(
-        {"format": "jsonl", "path": str(tmp_path / "r.jsonl"), "task": "vqa"},
+        jsonl(tmp_path / "r.jsonl", records, task="vqa"),
         tmp_path / "out",
         output={"split": dict.fromkeys(names, 0.5), **layout},
         pack={"seq_length": 128, **pack},
@@ -300,11 +294,11 @@ def test_parts_of_a_conversation_go_by_its_pictures(tmp_path: Path) -> None:
         head = [first if shown else {"from": "human", "value": "Hello."}, text]
         image = {"image": f"{i}.png"} if shown else {}
         records.append({"id": f"{i}", "conversations": [*head, *turns], **image})
-    write_file(tmp_path / "r.jsonl", lines(records))
+    source = jsonl(tmp_path / "r.jsonl", records)
     sides: list[dict[str, str]] = []
     for seq_length in (200, 400, 2048):
         run = make_run(
-            {"format": "jsonl", "path": str(tmp_path / "r.jsonl"), "task": "bmr"},
+            source,
             tmp_path / f"{seq_length}",
             output={"split": {"train": 0.5, "val": 0.5}},
             pack={"seq_length": seq_length, "on_overlong": "split_turns"},
@@ -338,9 +332,7 @@ def test_groups_follow_chains(tmp_path: Path) -> None:
         {"image": [f"{n}.jpg" for n in some], "question": "?", "answer": f"{i}."}
         for i, some in enumerate(shown)
     ]
-    write_file(tmp_path / "r.jsonl", lines(records))
-    source = {"format": "jsonl", "path": str(tmp_path / "r.jsonl"), "task": "bmr"}
-    samples = measure(make_run(source, tmp_path / "out"))
+    samples = measure(make_run(jsonl(tmp_path / "r.jsonl", records), tmp_path / "out"))
     shares = {str(i): 1 / 32 for i in range(32)}
     splits = draw_splits(samples, shares, 0)
     first = {some[0]: split for some, split in zip(shown, splits, strict=True) if len(some) == 1}

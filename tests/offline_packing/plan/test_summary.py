@@ -5,9 +5,8 @@ import pytest
 
 from offline_packing.config.sections import ReportConfig
 from offline_packing.plan.summary import render_summary
-from offline_packing.planner.cost import padded_tokens
 from offline_packing.planner.plan_packs import plan_packs
-from offline_packing.runs.figures import plan_figures, sample_figures
+from offline_packing.runs.figures import padded_tokens, plan_figures, sample_figures
 
 
 def test_padded_tokens_are_the_mean_over_orders() -> None:

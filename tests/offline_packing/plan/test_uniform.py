@@ -17,8 +17,7 @@ from launch.data.packed_data import read_packed_data
 from offline_packing.measure.measure import measure
 from offline_packing.online.ranks.pack_costs import pack_columns, pack_costs
 from offline_packing.runs.artifacts import open_plan
-from offline_packing.verify.render import render_result
-from offline_packing.verify.verify import verify
+from offline_packing.verify.verify import render_result, verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.schedule import InTurn, ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all, plan_summary

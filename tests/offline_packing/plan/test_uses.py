@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
 from offline_packing.measure.measure import measure
-from offline_packing.plan.make_plan import make_plan
+from offline_packing.plan.plan import make_plan
 from offline_packing.plan.uses import count_uses
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import open_index

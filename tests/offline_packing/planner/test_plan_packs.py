@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
-from offline_packing.config.sections import PackConfig
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.passes import PlanOptions
-from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies import STRATEGIES
 
 
@@ -63,47 +60,6 @@ def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"strategy": "bdf"}, r"strategy is 'bdf'; not a known name; choose one of.*, best_fit_de"),
-        ({"assignment": "locallity"}, "'locallity'.*; it must be 'shuffle', 'locality'"),
-        ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
-        ({"pad_multiple": 0}, "pad_multiple is 0; it must be at least 1"),
-        ({"pad_multiple": 64}, "pad_multiple 64 > seq_length 10; no sample would fit a pack"),
-        ({"assignment": "locality"}, "assignment locality needs source_order"),
-        ({"assignment": "balance"}, "assignment balance needs balance_by"),
-        ({"homogeneous": True}, "homogeneous needs groups"),
-        ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 3 samples"),
-        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot keep a limit of samples"),
-        (
-            {"assignment": "locality", "source_order": np.arange(3), "order": RankLayout(2)},
-            "order cannot keep assignment locality",
-        ),
-    ],
-)
-def test_contradicting_arguments_are_named(arguments, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan_packs(np.array([3, 4, 5]), **({"seq_length": 10} | arguments))
-
-
-def test_an_option_that_does_not_exist_is_named() -> None:
-    with pytest.raises(TypeError, match="max_sample is unknown; valid: seq_length, strategy, seed"):
-        plan_packs(np.array([3, 4, 5]), 10, max_sample=2)
-
-
-def test_options_are_said_once() -> None:
-    """Every option of a plan is a field of the configuration and an argument, and in the guide."""
-    for name, field in PlanOptions.model_fields.items():
-        assert PackConfig.model_fields[name].default == field.default
-        assert name in (plan_packs.__doc__ or "")
-    config = PackConfig(strategy="best_fit_decreasing", pad_multiple=4, homogeneous=True)
-    options = config.model_dump(include=set(PlanOptions.model_fields))
-    plan = plan_packs(np.array([3, 4, 5]), groups=np.zeros(3, int), **options)
-    assert (plan.info.strategy, plan.info.pad_multiple) == ("best_fit_decreasing", 4)
-    assert plan.info.settings["homogeneous"]
-
-
 def test_a_peer_packs_under_a_budget_what_is_not_set_aside() -> None:
     num_tokens = np.array([40, 500, 40, 40, 0, 40])
     num_images = np.array([3, 9, 1, 1, 9, 3])
@@ -143,3 +99,14 @@ print(hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest
     }
     assert len(hashes) == 1
     assert len(hashes.pop()) == 65
+
+
+def test_samples_inside_packs() -> None:
+    """In random order, and as another packer put them."""
+    lengths = np.random.default_rng(0).integers(10, 900, 2000)
+    plan, again = plan_packs(lengths, 1000), plan_packs(lengths, 1000)
+    assert np.array_equal(plan.sample_ids, again.sample_ids)
+    assert np.mean([lengths[pack].argmax() > 0 for pack in plan]) > 0.3
+    for strategy in ("first_fit_decreasing", "to_constant_volume"):
+        longest_first = plan_packs(lengths, 1000, strategy=strategy)
+        assert all((np.diff(lengths[pack]) <= 0).all() for pack in longest_first)

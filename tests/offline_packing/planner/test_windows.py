@@ -1,13 +1,15 @@
-"""Windows with carry-over: nothing lost, ages and carry limited, state restores exactly."""
+"""Windows with carry-over: nothing lost, ages and carry limited; packs that follow the source."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offline_packing import plan_packs
 from offline_packing.planner.strategies.strategy import join_packs
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from tests.helpers.pack_lists import as_lists
+from tests.helpers.sizes import caption_lengths, pack_sums, variation
 from tests.helpers.windows import window_options
 from tools.benchmarks.length_distributions import draw_lengths
 
@@ -86,3 +88,54 @@ def test_bad_input_is_refused_by_name_and_leaves_the_planner_as_it_was():
     with pytest.raises(ValueError, match=r"sample_ids has shape \(1,\)"):
         planner.push(np.array([1, 2]), np.array([5]))
     assert planner.num_waiting == 2
+
+
+def read_per_written(plan, packs_per_shard: int) -> float:
+    """Samples read in blocks of ten by all output shards, per sample written."""
+    shard = np.repeat(np.arange(plan.num_packs) // packs_per_shard, np.diff(plan.pack_offsets))
+    blocks = np.unique(np.stack([shard, plan.sample_ids // 10]), axis=1)
+    return 10 * blocks.shape[1] / len(plan.sample_ids)
+
+
+def test_locality_reads_few_source_shards_in_order() -> None:
+    tokens, _ = caption_lengths(60_000)
+    source_shard = np.arange(60_000) // 10_000
+    packs_per_shard = 500
+    plan = plan_packs(
+        tokens,
+        8192,
+        assignment="locality",
+        source_order=np.arange(60_000),
+        window_packs=packs_per_shard,
+    )
+    assert sorted(plan.sample_ids.tolist()) == list(range(60_000))
+    assert plan.num_packs <= plan.info.lower_bound + 3
+    opened = [
+        np.unique(source_shard[plan.sample_ids[plan.pack_offsets[i] : plan.pack_offsets[j]]])
+        for i, j in zip(
+            range(0, plan.num_packs, packs_per_shard),
+            [*range(packs_per_shard, plan.num_packs, packs_per_shard), plan.num_packs],
+            strict=True,
+        )
+    ]
+    # A stretch of one output shard spans two source shards at most, what is carried one more.
+    assert max(map(len, opened)) <= 3
+    assert np.mean([len(shards) for shards in opened]) <= 2.2
+    assert all(np.diff(shards).max(initial=0) <= 1 for shards in opened)
+    assert read_per_written(plan, packs_per_shard) < 1.1
+
+
+def test_locality_with_balance_stays_within_windows() -> None:
+    tokens, patches = caption_lengths(20_000)
+    arguments = {"source_order": np.arange(20_000), "window_packs": 300}
+    plain = plan_packs(tokens, 8192, assignment="locality", **arguments)
+    even = plan_packs(
+        tokens, 8192, assignment=["locality", "balance"], balance_by=patches, **arguments
+    )
+    assert even.num_packs == plain.num_packs
+    assert variation(pack_sums(even, patches)) < 0.9 * variation(pack_sums(plain, patches))
+    for start in range(0, plain.num_packs, 300):
+        stretch = slice(
+            plain.pack_offsets[start], plain.pack_offsets[min(start + 300, plain.num_packs)]
+        )
+        assert set(plain.sample_ids[stretch]) == set(even.sample_ids[stretch])

@@ -15,8 +15,7 @@ from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_file
-from offline_packing.verify.discard import discard, find_all_damage
-from offline_packing.verify.verify import verify
+from offline_packing.verify.verify import discard, find_all_damage, verify
 from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all

@@ -13,7 +13,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import Drawn, verify
-from task_encoders.families.base.encoder import FamilyEncoder
+from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SourceSample
 from tests.helpers.command import invoke

@@ -23,7 +23,6 @@ from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
@@ -31,6 +30,7 @@ from task_encoders.text.qwen_templates import (
     QWEN3_VL_TEMPLATE,
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
+from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened
 from tests.helpers.texts_and_images import KINDS, random_sample, random_text
@@ -233,6 +233,7 @@ def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Pat
     sample_frames = transformers_function("qwen3_vl", "sample_frames", "Qwen3VLVideoProcessor")
     smart_resize = transformers_function("qwen3_vl", "smart_resize")
     processor = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
+    limits = encoder.options.video_min_pixels, encoder.options.video_max_pixels
     rng = np.random.default_rng(7)
     odd = 0
     for _ in range(3000):
@@ -247,9 +248,7 @@ def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Pat
             assert max(height, width) > 190 * min(height, width)
             continue
         assert list(sampled.frames) == frames.tolist()
-        resized = smart_resize(
-            len(frames), height, width, 2, 32, encoder.video.min_pixels, encoder.video.max_pixels
-        )
+        resized = smart_resize(len(frames), height, width, 2, 32, *limits)
         assert sampled.grid == (-(-len(frames) // 2), resized[0] // 16, resized[1] // 16)
         odd += len(frames) % 2
     assert odd > 100

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +24,7 @@ from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.pieces import to_chat
-from tests.helpers.conversations import random_conversation
+from tests.helpers.conversations import TypedTokens, messages_and_tools, random_conversation
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.glm_tokenizer import CONTROL, save_glm_tokenizer
@@ -63,31 +61,16 @@ class Reference:
             image_processor(size=size), self.tokenizer, chat_template=GLM_TEMPLATE
         )
         self.processor.video_processor = SimpleNamespace(merge_size=2)
-        special = "|".join(map(re.escape, CONTROL))
-        self.special = re.compile(f"({special})")
+        self.typed = TypedTokens(self.tokenizer, CONTROL)
         self.ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in CONTROL}
 
     def arguments(self, sample: SourceSample) -> tuple[Any, Any]:
-        """Messages and tools; the template takes calls with objects."""
-        messages = to_chat(sample)
-        for message in messages:
-            for call in message.get("tool_calls", ()):
-                if isinstance(call["function"]["arguments"], str):
-                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return messages, json.loads(sample.tools) if sample.tools else None
+        return messages_and_tools(sample, as_objects=True)
 
     def text(self, sample: SourceSample, template: str = GLM_TEMPLATE) -> str:
-        """The conversation as the template writes it, with what control tokens spell in texts
-        between noncharacters, and the token that ends its last answer."""
-        messages, tools = self.arguments(sample)
-        plain = json.dumps([messages, tools], ensure_ascii=False)
-        messages, tools = json.loads(
-            self.special.sub(lambda m: f"\ue000{CONTROL.index(m[0])}\ue001", plain)
-        )
-        text = self.processor.apply_chat_template(
-            messages, tools=tools, tokenize=False, chat_template=template
-        )
-        return str(text) + ("<|observation|>" if sample.turns[-1].calls else "<|user|>")
+        """The conversation as the template writes it, and the token that ends its last answer."""
+        text = self.typed.write(*self.arguments(sample), template)
+        return f"{text}{'<|observation|>' if sample.turns[-1].calls else '<|user|>'}"
 
     def arrays(
         self, sample: SourceSample, folder: Path, videos: list[VideoHeader]
@@ -97,18 +80,15 @@ class Reference:
         pixels = self.processor.image_processor(images, return_tensors="np") if images else None
         grids = iter(() if pixels is None else pixels["image_grid_thw"])
         clips = iter(videos)
-        ids: list[int] = []
-        for i, part in enumerate(self.special.split(self.text(sample))):
-            if part == "<|image|>":
-                ids += [self.ids[part]] * (int(np.prod(next(grids))) // 4)
-            elif part == "<|video|>":
-                ids += self.tokenizer(self.video_text(next(clips)))["input_ids"]
-            elif i % 2:
-                ids.append(self.ids[part])
-            elif part:
-                part = re.sub("\ue000(\\d+)\ue001", lambda m: CONTROL[int(m[1])], part)
-                ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
-        return ids, pixels
+
+        def media(name: str) -> list[int]:
+            if name == "<|image|>":
+                return [self.ids[name]] * (int(np.prod(next(grids))) // 4)
+            if name == "<|video|>":
+                return list(self.tokenizer(self.video_text(next(clips)))["input_ids"])
+            return []
+
+        return self.typed.ids(self.text(sample), media), pixels
 
     def video_text(self, header: VideoHeader) -> str:
         """As the processor writes it in the place of <|video|>."""

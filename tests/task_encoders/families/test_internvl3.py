@@ -1,7 +1,6 @@
 """InternVL3: tiles, frames, pixels, ids and labels equal those of transformers."""
 
 import io
-import json
 import os
 import re
 import unicodedata
@@ -22,9 +21,9 @@ from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer
 from task_encoders.text.pieces import to_chat
-from tests.helpers.conversations import random_conversation
+from task_encoders.text.tokenizer import checkpoint_tokenizer
+from tests.helpers.conversations import TypedTokens, random_conversation
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import by_both
@@ -99,18 +98,14 @@ class Reference:
     def __init__(self, folder: Path, num_frames: int) -> None:
         needs_transformers("5.15", "has no replace_video_token in its processor")
         self.tokenizer = checkpoint_tokenizer(str(folder))
-        self.control = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
+        self.typed = TypedTokens(self.tokenizer, CONTROL)
         tokens = dict(zip(("start_image_token", "end_image_token"), INTERNVL, strict=False))
         self.processor = SimpleNamespace(**tokens, image_token=INTERNVL[2], image_seq_length=4)
         self.num_frames = num_frames
 
     def written(self, sample: SourceSample) -> str:
         """The template's text, with what control tokens spell in texts between noncharacters."""
-        plain = json.dumps(to_chat(sample), ensure_ascii=False)
-        hidden = self.control.sub(lambda m: f"\ue000{CONTROL.index(m[0])}\ue001", plain)
-        text = self.tokenizer.apply_chat_template(
-            json.loads(hidden), chat_template=INTERNVL_TEMPLATE, tokenize=False
-        )
+        text = self.typed.write(to_chat(sample), None, INTERNVL_TEMPLATE)
         return str(text).removesuffix("\n")
 
     def medium(self, found: re.Match[str]) -> str:
@@ -121,15 +116,7 @@ class Reference:
         return InternVLProcessor.replace_image_token(self.processor, {"num_patches": [1]}, 0)
 
     def ids(self, written: str) -> list[int]:
-        ids: list[int] = []
-        text = re.sub("<IMG_CONTEXT>|<video>", self.medium, written)
-        for i, part in enumerate(self.control.split(text)):
-            if i % 2:
-                ids.append(self.tokenizer.convert_tokens_to_ids(part))
-                continue
-            part = re.sub("\ue000(\\d+)\ue001", lambda found: CONTROL[int(found[1])], part)
-            ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
-        return ids
+        return self.typed.ids(re.sub("<IMG_CONTEXT>|<video>", self.medium, written))
 
 
 def with_videos(rng: np.random.Generator, sample: SourceSample) -> SourceSample:

@@ -1,28 +1,27 @@
 """Mistral 3: sizes, pixels, ids and labels equal those of transformers' Pixtral processor and of
 the published chat templates."""
 
-import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.mistral3 import MISTRAL, MISTRAL_TEMPLATE
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.chat_templates import ChatTemplate
-from task_encoders.text.jinja_template import JinjaTemplate
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer
-from task_encoders.text.pieces import to_chat
+from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.template_proof import write
-from tests.helpers.conversations import encoded_conversations, random_conversation
+from task_encoders.text.tokenizer import checkpoint_tokenizer
+from tests.helpers.conversations import (
+    TypedTokens,
+    encoded_conversations,
+    messages_and_tools,
+    random_conversation,
+)
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import unequal
 from tests.helpers.media_references import by_both
@@ -33,7 +32,6 @@ from tests.helpers.tiny_families import needs_family, save_tokenizer
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "150"))
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
 IMAGE, BREAK, END = 10, 12, 13
-CONTROL = re.compile("(" + "|".join(map(re.escape, sorted(SPECIAL, key=len, reverse=True))) + ")")
 PIXEL = image_bytes(28, 28)
 
 
@@ -101,46 +99,20 @@ class Reference:
         save_tekken(folder, template)
         self.tokenizer = checkpoint_tokenizer(str(folder))
         self.template = template
+        self.typed = TypedTokens(self.tokenizer, SPECIAL)
         self.encoder: Any = build_sample_encoder("mistral3", str(folder))
 
     def ids(self, sample: SourceSample) -> list[int] | None:
-        """As transformers writes it, with control tokens in texts as data; None where the template
-        refuses the conversation."""
-        tools = json.loads(sample.tools) if sample.tools else None
-        plain = json.dumps([to_chat(sample), tools], ensure_ascii=False)
-        hidden = CONTROL.sub(lambda found: f"\ue000{SPECIAL.index(found[0])}\ue001", plain)
-        messages, tools = json.loads(hidden)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self.template, tokenize=False
-            )
-        except jinja2.TemplateError:
-            return None
-        ids: list[int] = []
-        for i, part in enumerate(CONTROL.split(text)):
-            if i % 2:
-                ids.append(SPECIAL.index(part))
-                continue
-            part = re.sub("\ue000(\\d+)\ue001", lambda found: SPECIAL[int(found[1])], part)
-            ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
-        return ids
+        """As transformers writes it; None where the template refuses the conversation."""
+        text = self.typed.write(*messages_and_tools(sample), self.template)
+        return None if text is None else self.typed.ids(text)
 
     def labels(self, sample: SourceSample) -> list[int]:
-        """transformers' assistant mask; without the answers that carry no loss."""
         begin, end = "{%- elif message['role'] == 'assistant' %}", "{{- eos_token }}"
         assert self.template.count(begin) == self.template.count(end) == 1
         marked = self.template.replace(begin, f"{begin}{{%- generation %}}")
-        found = self.tokenizer.apply_chat_template(
-            to_chat(sample),
-            tools=json.loads(sample.tools) if sample.tools else None,
-            chat_template=marked.replace(end, f"{end}{{%- endgeneration %}}"),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        mask = np.append(0, found["assistant_masks"])
-        turns = np.cumsum(np.diff(mask) == 1) - 1
-        trained = np.array([turn.weight > 0 for turn in sample.turns])
-        return np.where((mask[1:] == 1) & trained[turns], found["input_ids"], IGNORE_INDEX).tolist()
+        marked = marked.replace(end, f"{end}{{%- endgeneration %}}")
+        return self.typed.labels(sample, *messages_and_tools(sample), marked)
 
 
 @pytest.fixture(scope="module", params=["mistral_v13", "mistral_v15"])

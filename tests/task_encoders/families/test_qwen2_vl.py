@@ -13,7 +13,7 @@ import transformers
 from transformers.video_utils import VideoMetadata
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.families.builtin_processor import builtin_processor, builtin_tokenizer
 from task_encoders.media.video_file import read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
@@ -193,13 +193,15 @@ def test_the_placeholder_is_text_where_there_are_no_videos(processor: Any) -> No
 
 
 def test_tokens_per_second_are_the_checkpoints(tmp_path: Path) -> None:
-    from task_encoders.families.qwen2_vl import read_tokens_per_second
+    def tokens_per_second(processor: str) -> float:
+        return build_sample_encoder("qwen2_5_vl", processor).tokens_per_second
 
-    assert read_tokens_per_second("builtin") == read_tokens_per_second(str(tmp_path)) == 2
+    builtin_tokenizer().save_pretrained(tmp_path)
+    assert tokens_per_second("builtin") == tokens_per_second(str(tmp_path)) == 2
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 4}}'
     )
-    assert read_tokens_per_second(str(tmp_path)) == 4
+    assert tokens_per_second(str(tmp_path)) == 4
 
 
 def test_captioning_is_vision_tags_caption_and_end_token(processor: Any) -> None:

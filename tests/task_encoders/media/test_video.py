@@ -26,13 +26,7 @@ from PIL import Image
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media import video_file
 from task_encoders.media.patches import normalisation
-from task_encoders.media.video import (
-    SampledVideo,
-    num_sampled_frames,
-    sample_video,
-    sampled_frames,
-    video_patches,
-)
+from task_encoders.media.video import video_patches
 from task_encoders.media.video_file import (
     MissingPyAVError,
     VideoHeader,
@@ -47,14 +41,9 @@ from task_encoders.samples import SampleError
 from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import boxes, draw_frame, make_audio, make_video, patched
 
-VISION = build_sample_encoder(max_pixels=28 * 28 * 64).vision
-DEFAULTS = model_options().video
-SMALL = dataclasses.replace(DEFAULTS, min_pixels=28 * 28, max_pixels=28 * 28 * 16)
-
-
-def small_rule(header: VideoHeader) -> SampledVideo:
-    """Frames of a small video."""
-    return sample_video(header, SMALL, VISION)
+LIMITS = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 16}
+SMALL: Any = build_sample_encoder(max_pixels=28 * 28 * 64, **LIMITS)
+VISION, small_rule = SMALL.vision, SMALL.sample_video
 
 
 def header_of(data: bytes) -> VideoHeader:
@@ -63,7 +52,8 @@ def header_of(data: bytes) -> VideoHeader:
 
 
 def by_pyav(data: bytes) -> VideoHeader:
-    return video_file._ask_pyav(io.BytesIO(data), data[:12])
+    rotation = read_mp4_header(io.BytesIO(data))[1] if video_file.is_mp4(data[:12]) else 0
+    return video_file._ask_pyav(io.BytesIO(data), data[:12], rotation)
 
 
 def num_decoded(data: bytes) -> int:
@@ -107,14 +97,14 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
     assert (header.height, header.width) == ((64, 48) if turned else (48, 64))
     assert header.rotation == options.get("rotation", 0)
     rows, (grid, *_) = video_patches(data, small_rule, VISION)
-    assert grid == sample_video(header, SMALL, VISION).grid
+    assert grid == small_rule(header).grid
     assert len(rows) == math.prod(grid)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_own_header_reader_agrees_with_libavformat(name: str) -> None:
     data = make_video(**FILES[name])
-    plain = read_mp4_header(io.BytesIO(data)) if video_file.is_mp4(data[:12]) else None
+    plain = read_mp4_header(io.BytesIO(data))[0] if video_file.is_mp4(data[:12]) else None
     theirs = by_pyav(data)
     is_plain = FILES[name].get("container", "mp4") in ("mp4", "mov") and name != "fragments"
     assert (plain is not None) == is_plain
@@ -131,7 +121,7 @@ def test_frames_outside_the_edit_list_are_not_counted() -> None:
     assert edit[1] == 28  # one edit of 12 bytes
     scale = 10240
     cut = patched(data, b"elst", 16 + 4, struct.pack(">i", 5 * scale // 10))
-    assert read_mp4_header(io.BytesIO(cut)) is None
+    assert read_mp4_header(io.BytesIO(cut))[0] is None
     assert header_of(cut).num_frames == num_decoded(cut) == 15
     short = patched(data, b"elst", 16, struct.pack(">I", 800))  # of 2,000 ms
     assert header_of(short).num_frames == num_decoded(short) < 20
@@ -169,23 +159,21 @@ def test_transformers_takes_as_many_frames() -> None:
     sample_frames = transformers_function("qwen2_vl", "sample_frames", "Qwen2VLVideoProcessor")
     processor = SimpleNamespace(num_frames=None, fps=2, temporal_patch_size=2)
     rng = np.random.default_rng(0)
-    settings = DEFAULTS
+    rules: list[Any] = [build_sample_encoder()]
+    rules.append(build_sample_encoder(video_fps=1.5, video_max_frames=32))
     compared = extra = 0
     for _ in range(3000):
         total = int(rng.integers(2, 20_000))
         fps = float(rng.choice([1, 5, 23.976, 25, 29.97, 30, 60, float(rng.uniform(0.5, 120))]))
-        rule = (
-            settings
-            if rng.random() < 0.5
-            else dataclasses.replace(settings, fps=1.5, max_frames=32)
-        )
+        rule = rules[int(rng.random() >= 0.5)]
+        options = rule.options
         metadata = SimpleNamespace(total_num_frames=total, fps=fps)
         theirs = sample_frames(
-            processor, metadata, fps=rule.fps, min_frames=rule.min_frames,
-            max_frames=rule.max_frames,
+            processor, metadata, fps=options.video_fps, min_frames=options.video_min_frames,
+            max_frames=options.video_max_frames,
         ).tolist()  # fmt: skip
-        count = num_sampled_frames(VideoHeader(total, fps, 1, 1), rule)
-        ours = sampled_frames(total, count)
+        ours = rule.sample_video(VideoHeader(total, fps, 28, 28)).frames
+        count = len(ours)
         if len(theirs) > count:  # their rounding has given one number more, after the last frame
             assert len(theirs) == count + 1
             assert theirs.pop() == total
@@ -199,7 +187,7 @@ def test_transformers_takes_as_many_frames() -> None:
 
 def test_frames_without_a_rate_are_refused() -> None:
     with pytest.raises(SampleError, match="bad_video: 7 frames without a frame rate"):
-        num_sampled_frames(VideoHeader(7, None, 8, 8), DEFAULTS)
+        small_rule(VideoHeader(7, None, 8, 8))
 
 
 def test_grids_are_those_of_transformers() -> None:
@@ -208,22 +196,25 @@ def test_grids_are_those_of_transformers() -> None:
     for _ in range(500):
         height, width = (int(n) for n in rng.integers(20, 2500, 2))
         tokens = None if rng.random() < 0.5 else int(rng.integers(100, 20_000))
-        settings = dataclasses.replace(DEFAULTS, max_tokens=tokens)
+        encoder: Any = build_sample_encoder(video_max_tokens=tokens)
         header = VideoHeader(int(rng.integers(1, 5000)), 25.0, height, width)
-        taken = num_sampled_frames(header, settings)
-        max_pixels = settings.max_pixels
+        sampled = encoder.sample_video(header)
+        taken, min_pixels = len(sampled.frames), encoder.options.video_min_pixels
+        max_pixels = encoder.options.video_max_pixels
         if tokens is not None:  # resize() with cap_pixels_per_frame
             total = int(tokens * 28 * 28 * 0.9)
-            max_pixels = max(min(max_pixels, total * 2 // taken), int(settings.min_pixels * 1.05))
-        resized = smart_resize(height, width, 28, settings.min_pixels, max_pixels)
+            max_pixels = max(min(max_pixels, total * 2 // taken), int(min_pixels * 1.05))
+        resized = smart_resize(height, width, 28, min_pixels, max_pixels)
         expected = (math.ceil(taken / 2), resized[0] // 14, resized[1] // 14)
-        assert sample_video(header, settings, VISION).grid == expected
+        assert sampled.grid == expected
 
 
-@pytest.mark.parametrize("bad", [{"min_frames": 1}, {"min_pixels": 9, "max_pixels": 8}])
+@pytest.mark.parametrize(
+    "bad", [{"video_min_frames": 1}, {"video_min_pixels": 9, "video_max_pixels": 8}]
+)
 def test_settings_that_cannot_be(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="video_"):
-        dataclasses.replace(DEFAULTS, **bad)
+    with pytest.raises(ValueError, match="must satisfy 2 <= min <= max"):
+        model_options(**bad)
 
 
 # --- patches ---------------------------------------------------------------------------------
@@ -270,7 +261,7 @@ def test_patches_are_those_of_transformers_given_the_same_frames() -> None:
     data = make_video(num_frames=25, fps=10, width=150, height=100)
     header = header_of(data)
     rows, (grid, *_) = video_patches(data, small_rule, VISION)
-    frames = decode_frames(data, header, sampled_frames(25, num_sampled_frames(header, SMALL)))
+    frames = decode_frames(data, header, small_rule(header).frames)
     size = (grid[2] * 14, grid[1] * 14)
     resized = [np.asarray(f.resize(size, Image.Resampling.BICUBIC)) for f in frames]
     table = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2).float() / 255
@@ -342,7 +333,7 @@ def test_claims_cost_no_memory() -> None:
     tracemalloc.start()
     try:
         for data in (runs, chunks, first, many):
-            assert read_mp4_header(io.BytesIO(data)) is None
+            assert read_mp4_header(io.BytesIO(data))[0] is None
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
@@ -393,7 +384,7 @@ def test_limits() -> None:
 def test_a_zero_duration_has_no_rate() -> None:
     data = patched(MP4, b"stts", 16 + 4, struct.pack(">I", 0))
     with pytest.raises(SampleError, match="bad_video"):
-        sample_video(header_of(data), SMALL, VISION)
+        small_rule(header_of(data))
 
 
 def test_frames_that_do_not_decode() -> None:
@@ -422,7 +413,7 @@ def survives(data: bytes) -> bool:
     """Return True if a file is accepted; it then encodes to its measured grid, or not at all."""
     try:
         header = read_video_header(io.BytesIO(data), max_frame_pixels=1 << 20, max_frames=2000)
-        grid = sample_video(header, SMALL, VISION).grid
+        grid = small_rule(header).grid
     except SampleError:
         return False
     vision_settings = dataclasses.replace(VISION, max_image_pixels=1 << 20)

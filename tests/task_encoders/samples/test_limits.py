@@ -4,8 +4,7 @@ import pytest
 
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.samples.limits import MAX_MARKS, MAX_WHITE_SPACE, check_cost
-from task_encoders.text.load_tokenizer import load_tokenizer
-from task_encoders.text.tokenizer import check_runs
+from task_encoders.text.tokenizer import check_runs, load_tokenizer
 
 SAMPLE = SourceSample(
     "a/17",

@@ -4,21 +4,18 @@ and what is measured is what is encoded."""
 import json
 import os
 import pickle
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.chat_templates import ChatTemplate
-from task_encoders.text.jinja_template import JinjaTemplate
+from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
@@ -28,7 +25,12 @@ from task_encoders.text.qwen_templates import (
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from task_encoders.text.template_proof import load_template, prove
 from tests.helpers.chat_templates import marked
-from tests.helpers.conversations import encoded_conversations, random_conversation
+from tests.helpers.conversations import (
+    TypedTokens,
+    encoded_conversations,
+    messages_and_tools,
+    random_conversation,
+)
 from tests.helpers.datasets import image_bytes
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
@@ -56,53 +58,18 @@ class Reference:
         self.tokenizer = tiny_tokenizer(text_tokens)
         save_with_template(self.tokenizer, self.template, folder)
         self.encoder: Any = build_sample_encoder(family, str(folder))
-        special = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
-        self.special = re.compile(f"({special})")
+        self.typed = TypedTokens(self.tokenizer, self.tokenizer.all_special_tokens)
 
     def arguments(self, sample: SourceSample) -> tuple[Any, Any]:
-        """Messages and tools; calls with objects where the template takes no text."""
-        messages = to_chat(sample)
-        calls = [call["function"] for m in messages for call in m.get("tool_calls", ())]
-        for call in calls if "<function=" in self.template else ():
-            if isinstance(call["arguments"], str):
-                call["arguments"] = json.loads(call["arguments"])
-        return messages, json.loads(sample.tools) if sample.tools else None
+        return messages_and_tools(sample, as_objects="<function=" in self.template)
 
     def ids(self, sample: SourceSample) -> list[int] | None:
-        """Tokens as transformers writes them, with control tokens in texts as data; None where
-        the template refuses the conversation."""
-        messages, tools = self.arguments(sample)
-        plain = json.dumps([messages, tools], ensure_ascii=False)
-        messages, tools = json.loads(self.special.sub(lambda m: f"\ue000{m[0][2:-2]}\ue001", plain))
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self.template, tokenize=False
-            )
-        except jinja2.TemplateError:
-            return None
-        ids: list[int] = []
-        for i, part in enumerate(self.special.split(text.rstrip())):
-            if i % 2:
-                ids.append(self.tokenizer.convert_tokens_to_ids(part))
-                continue
-            part = re.sub("\ue000(\\w+)\ue001", r"<|\1|>", part)
-            ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
-        return ids
+        """Tokens as transformers writes them; None where the template refuses the conversation."""
+        text = self.typed.write(*self.arguments(sample), self.template)
+        return None if text is None else self.typed.ids(text.rstrip())
 
     def labels(self, sample: SourceSample) -> list[int]:
-        """transformers' assistant mask; without the answers that carry no loss."""
-        messages, tools = self.arguments(sample)
-        found = self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=marked(self.template),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        mask = np.append(0, found["assistant_masks"])
-        turns = np.cumsum(np.diff(mask) == 1) - 1
-        trained = np.array([turn.weight > 0 for turn in sample.turns])
-        return np.where((mask[1:] == 1) & trained[turns], found["input_ids"], IGNORE_INDEX).tolist()
+        return self.typed.labels(sample, *self.arguments(sample), marked(self.template))
 
 
 def one_pad_per_image(encoded: Any, pad: int) -> tuple[list[int], list[int]]:

@@ -10,14 +10,18 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_tokenizer
 from task_encoders.samples import SampleError
 from task_encoders.text import tokenizer
-from task_encoders.text.load_tokenizer import checkpoint_tokenizer, load_tokenizer
 from task_encoders.text.qwen_vocabulary import (
     QWEN2_5_TEXT_TOKENS,
     QWEN_PATTERN,
     QWEN_SPECIAL_TOKENS,
     qwen_ranks,
 )
-from task_encoders.text.tokenizer import TiktokenTokenizer, TransformersTokenizer
+from task_encoders.text.tokenizer import (
+    TiktokenTokenizer,
+    TransformersTokenizer,
+    checkpoint_tokenizer,
+    load_tokenizer,
+)
 from tests.helpers.texts_and_images import random_text
 
 

@@ -23,12 +23,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from offline_packing.planner.strategies.composition import (
     Composition,
     as_rows,
+    count_lengths,
     expand_composition,
     from_entries,
     join_compositions,
     packs_within,
 )
-from offline_packing.planner.strategies.histogram import count_lengths, greedy_knapsack
 from offline_packing.planner.strategies.kernels import (
     add_samples,
     bitset_at_least,
@@ -36,6 +36,7 @@ from offline_packing.planner.strategies.kernels import (
     bitset_of,
     list_of,
 )
+from offline_packing.planner.strategies.longest_first import greedy_knapsack
 from offline_packing.planner.strategies.strategy import Packs, Strategy, StrategyOptions
 
 
@@ -243,16 +244,12 @@ class PowersOfTwoPhase(_Model):
 
     kind: Literal["powers_of_two"]
 
-    def seeds_of(self, counts: np.ndarray) -> np.ndarray:
-        """No seeds: int64 (0, 2)."""
-        return np.zeros((0, 2), np.int64)
-
-    def run(self, counts: np.ndarray) -> Composition:
-        """Packs out of ``counts``, int64 (seq_length + 1,)."""
+    def run(self, counts: np.ndarray) -> tuple[Composition, int]:
+        """Packs out of ``counts``, int64 (seq_length + 1,), and the number of seeds tried."""
         lengths = [len(counts) - 1]
         while lengths[-1] % 2 == 0:
             lengths.append(lengths[-1] // 2)
-        return from_entries(*pack_divisors(np.array(lengths[::-1], np.int64), counts))
+        return from_entries(*pack_divisors(np.array(lengths[::-1], np.int64), counts)), 0
 
 
 class SeedPhase(_Model):
@@ -272,21 +269,16 @@ class SeedPhase(_Model):
             raise ValueError(f"max_samples {self.max_samples} < min_samples {self.min_samples}")
         return self
 
-    def seeds_of(self, counts: np.ndarray) -> np.ndarray:
-        """Rows [length, number] in the order they are tried: int64 (k, 2)."""
-        chosen = select_seeds(self.seeds, counts)
+    def run(self, counts: np.ndarray) -> tuple[Composition, int]:
+        """See `PowersOfTwoPhase.run`."""
+        capacity, chosen = len(counts) - 1, select_seeds(self.seeds, counts)
         fillers = counts.copy()
         fillers[chosen] = 0
         chosen = _by_potential(chosen, fillers, self.min_samples)
-        return np.stack([chosen, counts[chosen]], axis=1)
-
-    def run(self, counts: np.ndarray) -> Composition:
-        """Packs out of ``counts``, int64 (seq_length + 1,)."""
-        capacity, seeds = len(counts) - 1, self.seeds_of(counts)
-        fillers = counts.copy()
-        fillers[seeds[:, 0]] = 0
+        seeds = np.stack([chosen, counts[chosen]], axis=1)
         limits = (self.min_samples, self.max_samples or capacity, ceil(self.min_fill * capacity))
-        return from_entries(*pack_seeds(seeds, fillers, limits, False))
+        packs = from_entries(*pack_seeds(seeds, fillers, limits, False))
+        return packs, int(seeds[:, 1].sum())
 
 
 class FinalPhase(_Model):
@@ -297,18 +289,15 @@ class FinalPhase(_Model):
     seeds_per_length: int = Field(default=10, ge=0)
     min_fill: float = Field(default=0.95, ge=0, le=1)
 
-    def seeds_of(self, counts: np.ndarray) -> np.ndarray:
-        """Rows [length, number] in the order they are tried: int64 (k, 2)."""
-        chosen = select_seeds(self.seeds, counts)[::-1]
-        return np.stack([chosen, np.minimum(counts[chosen], self.seeds_per_length)], axis=1)
-
-    def run(self, counts: np.ndarray) -> Composition:
-        """Packs out of ``counts``, int64 (seq_length + 1,)."""
-        capacity, seeds = len(counts) - 1, self.seeds_of(counts)
+    def run(self, counts: np.ndarray) -> tuple[Composition, int]:
+        """See `PowersOfTwoPhase.run`."""
+        capacity, chosen = len(counts) - 1, select_seeds(self.seeds, counts)[::-1]
+        seeds = np.stack([chosen, np.minimum(counts[chosen], self.seeds_per_length)], axis=1)
         fillers = counts.copy()
-        fillers[seeds[:, 0]] -= seeds[:, 1]
+        fillers[chosen] -= seeds[:, 1]
         limits = (1, capacity, ceil(self.min_fill * capacity))
-        return from_entries(*pack_seeds(seeds, fillers, limits, True))
+        packs = from_entries(*pack_seeds(seeds, fillers, limits, True))
+        return packs, int(seeds[:, 1].sum())
 
 
 Phase = Annotated[PowersOfTwoPhase | SeedPhase | FinalPhase, Field(discriminator="kind")]
@@ -391,10 +380,8 @@ def hash_bucket(
     for number, phase in enumerate(options.phases, 1):
         if not left.any():
             break
-        num_seeds = (
-            int(phase.seeds_of(left)[:, 1].sum()) if logger.isEnabledFor(logging.INFO) else 0
-        )
-        parts.append(phase.run(left))
+        packs, num_seeds = phase.run(left)
+        parts.append(packs)
         left -= parts[-1].used_counts(len(left))
         parameters = json.dumps(phase.model_dump(exclude_none=True))
         name = f"phase {number} of {len(options.phases)}, {parameters}"

@@ -16,7 +16,8 @@ import numpy as np
 from numba import njit
 from pydantic import Field
 
-from offline_packing.planner.strategies.histogram import by_histogram, greedy_knapsack
+from offline_packing.planner.strategies.composition import by_histogram
+from offline_packing.planner.strategies.longest_first import greedy_knapsack
 from offline_packing.planner.strategies.strategy import (
     Packs,
     Strategy,

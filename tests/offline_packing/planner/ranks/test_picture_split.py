@@ -53,18 +53,3 @@ def test_order_evens_shares_and_keeps_packs(size: int) -> None:
     slow = [slow_figures(as_lists(some), units, tower, size) for some in (packs, after)]
     assert idle == pytest.approx(slow)
     assert idle[1] < 0.7 * idle[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"units": None}, "picture_ranks needs units"),
-        ({"tower_cost": None}, "picture_ranks needs tower_cost"),
-        ({"picture_ranks": 0}, "picture_ranks is 0; it must be at least 1"),
-    ],
-)
-def test_what_is_missing_is_named(change: dict[str, object], message: str) -> None:
-    tokens, units, tower = drawn(20)
-    arguments = {"picture_ranks": 2, "units": units, "tower_cost": tower}
-    with pytest.raises(ValueError, match=message):
-        plan_packs(tokens, 1024, **(arguments | change))

@@ -3,13 +3,12 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 from offline_packing import ContextParallel, PackPlan, plan_packs
-from offline_packing.planner.ranks.layout import RankLayout, idle_in_slots, slot_offsets
+from offline_packing.planner.ranks.layout import idle_in_slots, slot_offsets
 from task_encoders.packs.pack_format import cut_multiple
 
 
@@ -176,23 +175,3 @@ def test_groups_share_no_pack() -> None:
     )
     _check(plan, num_tokens)
     assert all(len(np.unique(groups[pack])) == 1 for pack in plan)
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"strategy": "sequential"}, "context_parallel cannot keep strategy 'sequential'"),
-        (
-            {"assignment": "locality", "source_order": np.arange(9)},
-            "keep assignment locality",
-        ),
-        ({"max_samples": 4}, "cannot keep a limit of samples"),
-        ({"budgets": {"images": (np.ones(9, int), 4)}}, "cannot keep a limit of images"),
-        ({"order": RankLayout(8)}, "order cannot keep context_parallel"),
-        ({"assignment": "balance"}, "assignment balance cannot keep context_parallel"),
-        ({"mixed": True}, "cannot keep several epochs"),
-    ],
-)
-def test_what_slots_cannot_keep_is_refused(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        plan_packs(np.full(9, 8), 512, context_parallel=ContextParallel(8, 64), **given)

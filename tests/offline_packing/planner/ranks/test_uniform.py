@@ -115,8 +115,3 @@ def test_what_divides_already_stays_as_it_is() -> None:
     lengths, media = np.full(24, 100), np.array([1] * 8 + [0] * 16)
     plan = plan_packs(lengths, 100, order=RankLayout(4, 2, uniform=True), media=media)
     assert plan.info.settings["uniform"] == {"halved": 0, "repeated": 0}
-
-
-def test_media_are_needed() -> None:
-    with pytest.raises(ValueError, match=r"order.uniform needs media, an array with one entry"):
-        plan_packs(np.full(4, 10), 10, order=RankLayout(2, uniform=True))

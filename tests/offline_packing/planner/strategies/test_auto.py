@@ -8,12 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing.planner.strategies.auto import TOLERANCE, auto
-from offline_packing.planner.strategies.composition import Composition
-from offline_packing.planner.strategies.histogram import (
-    best_fit_decreasing,
-    count_lengths,
-    lower_bound,
-)
+from offline_packing.planner.strategies.composition import Composition, count_lengths, lower_bound
+from offline_packing.planner.strategies.longest_first import best_fit_decreasing
 from offline_packing.planner.strategies.pattern_lp import (
     as_integers,
     bound_of,

@@ -13,8 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing.planner.strategies.composition import Composition
-from offline_packing.planner.strategies.histogram import greedy_knapsack
+from offline_packing.planner.strategies.longest_first import greedy_knapsack
 from offline_packing.planner.strategies.peers.hash_bucket import (
     FinalPhase,
     Phase,
@@ -25,20 +24,10 @@ from offline_packing.planner.strategies.peers.hash_bucket import (
     select_seeds,
 )
 from tests.helpers.markdown import blocks
-from tests.helpers.pack_lists import as_lists
+from tests.helpers.pack_lists import as_lists, contents
 
 PAGE = (Path(__file__).parents[4] / "docs/configuration.md").read_text()
 POWERS = PowersOfTwoPhase(kind="powers_of_two")
-
-
-def contents(composition: Composition) -> list[list[int]]:
-    """Lengths in every pack, in order."""
-    packs = []
-    for j, count in enumerate(composition.multiplicity):
-        entries = slice(composition.offsets[j], composition.offsets[j + 1])
-        content = np.repeat(composition.lengths[entries], composition.repeats[entries]).tolist()
-        packs += [content] * int(count)
-    return packs
 
 
 def counts_of(lengths: list[int], capacity: int) -> np.ndarray:
@@ -135,7 +124,7 @@ def halving_lengths(draw: st.DrawFn) -> tuple[list[int], int]:
 @settings(max_examples=300, deadline=None)
 def test_powers_of_two_equal_the_round_robin_and_are_all_full(case):
     lengths, capacity = case
-    packs = contents(POWERS.run(counts_of(lengths, capacity)))
+    packs = contents(POWERS.run(counts_of(lengths, capacity))[0])
     assert [sorted(pack) for pack in packs] == powers_oracle(lengths, capacity)
     assert all(sum(pack) == capacity for pack in packs)
 
@@ -160,7 +149,7 @@ def test_seed_phases_equal_the_loop_over_seeds(case, limits, half):
     if buckets:
         seeds.sort(key=lambda seed: -potential(seed, buckets, capacity, phase.min_samples))
     expected = seeds_oracle(seeds, buckets, capacity, phase)
-    assert contents(phase.run(counts_of(lengths, capacity))) == expected
+    assert contents(phase.run(counts_of(lengths, capacity))[0]) == expected
 
 
 @given(case=lengths_and_capacity(), per_length=st.integers(0, 4))
@@ -187,7 +176,7 @@ def test_the_final_phase_reuses_failed_seeds(case, per_length):
             expected[-1].append(key)
             fillers[key] -= 1
     counts = counts_of(lengths, capacity)
-    packed = phase.run(counts)
+    packed, _ = phase.run(counts)
     rest = greedy_knapsack(counts - packed.used_counts(len(counts)))
     assert contents(packed) + contents(rest) == expected
 

@@ -14,7 +14,6 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.sources import open_source
 from offline_packing.sources.formats import tables
-from offline_packing.sources.reading import row_reader
 from offline_packing.sources.reading import rows as row_files
 from offline_packing.sources.reading.rows import ArrowBatches, RowFile
 from offline_packing.verify.verify import verify
@@ -90,7 +89,7 @@ def test_images_of_every_binary_type(
     tmp_path: Path, form: str, small_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured, packed and compared; batches that each have a dictionary of their own."""
-    monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
+    monkeypatch.setattr(row_files, "SMALL_GROUP", small_group)
     images = [image_bytes(28 * (2 + i // 8), 56) for i in range(24)]
     assert max(map(len, images)) < 4000
     table = pa.table(
@@ -330,7 +329,7 @@ def test_compressed_arrow_batches(
     tmp_path: Path, form: str, small_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unpacked one at a time, but where they share dictionaries; each once for a shard, too."""
-    monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
+    monkeypatch.setattr(row_files, "SMALL_GROUP", small_group)
     images = [image_bytes(28 * (2 + i // 8), 56) + bytes(5000) for i in range(24)]
     texts = pa.array([f"Number {i % 3}." for i in range(24)])
     captions = texts.dictionary_encode() if form == "dictionary" else texts

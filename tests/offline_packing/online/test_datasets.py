@@ -1,5 +1,9 @@
-"""Packs of PackedIterableDataset: ms-swift's, the published loop's, ours; every sample once."""
+"""The three datasets: packs of ms-swift, nanoVLM and VeOmni, and ours; every sample once, within
+every limit; what is set aside."""
 
+import json
+import os
+import runpy
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -7,25 +11,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import binpacking
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from offline_packing.errors import ConfigError, StageError
+from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.datasets import (
+    ConstantLengthDataset,
+    DynamicBatches,
     PackedDatasetWrapper,
     PackedIterableDataset,
     PackingBlock,
 )
 from offline_packing.online.online_dataset import MAX_FAILURES_IN_A_ROW
 from task_encoders.samples import SampleError
-from tests.helpers.online_samples import Indexed, Stream, lettered, numbered
+from tests.helpers.online_samples import Indexed, Stream, lettered, numbered, numbers
+
+# --- PackedIterableDataset --------------------------------------------------------------------
 
 
 def pack(lengths: Sequence[int], seq_length: int, **options: Any) -> list[list[int]]:
-    dataset = PackedIterableDataset(Indexed(numbered(lengths)), seq_length=seq_length, **options)
-    return [[sample["number"] for sample in pack] for pack in dataset]
+    return numbers(
+        PackedIterableDataset(Indexed(numbered(lengths)), seq_length=seq_length, **options)
+    )
 
 
 #: Made by `PackingDataset.create_packed_idx` of ms-swift 4.6.0, PACKING_BATCH_SIZE = 10.
@@ -251,3 +263,204 @@ def test_the_yaml_block(tmp_path: Path) -> None:
     path.write_text("model: any")
     with pytest.raises(ConfigError, match="has no block packing"):
         PackingBlock.read(path)
+
+
+# --- ConstantLengthDataset --------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[1] / "planner" / "strategies" / "nanovlm_knapsack.json"
+SEQ_LENGTH = 1024
+
+
+def samples(lengths: Any, images: Any) -> list[dict[str, Any]]:
+    return [
+        {"number": number, "length": int(length), "images": [None] * int(count)}
+        for number, (length, count) in enumerate(zip(lengths, images, strict=True))
+    ]
+
+
+def drawn(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(5, 0.8, count), 1, SEQ_LENGTH)
+    return samples(lengths, rng.integers(0, 5, count))
+
+
+def constant_length(dataset: Any, **options: Any) -> ConstantLengthDataset:
+    return ConstantLengthDataset(dataset, **{"seq_length": SEQ_LENGTH, **options})
+
+
+def test_packs_are_those_that_nanovlm_makes_of_200_random_buffers() -> None:
+    buffers = json.loads(GOLDEN.read_text())["buffers"]
+    assert len(buffers) == 200
+    for buffer in buffers:
+        dataset = constant_length(
+            Indexed(samples(buffer["lengths"], buffer["images"])),
+            seq_length=buffer["seq_length"],
+            max_images_per_pack=buffer["max_images"] or 1_000_000,
+            delta=buffer["delta"],
+        )
+        expected = sorted(sorted(pack) for pack in buffer["packs"])
+        assert sorted(sorted(pack) for pack in numbers(dataset)) == expected
+
+
+def test_packs_with_a_separator_are_those_of_nanovlm() -> None:
+    """It appends a token to each sample before it packs. Without the option many packs differ."""
+    equal = {0: 0, 1: 0}
+    buffers = json.loads(GOLDEN.read_text())["buffers"][::5]
+    buffers = [buffer for buffer in buffers if min(buffer["lengths"]) > 1]
+    for buffer in buffers:
+        expected = sorted(sorted(pack) for pack in buffer["packs"])
+        for separator in equal:
+            dataset = constant_length(
+                Indexed(samples(np.array(buffer["lengths"]) - 1, buffer["images"])),
+                seq_length=buffer["seq_length"],
+                separator_tokens=separator,
+                max_images_per_pack=buffer["max_images"] or 1_000_000,
+                delta=buffer["delta"],
+            )
+            equal[separator] += sorted(sorted(pack) for pack in numbers(dataset)) == expected
+    assert equal[1] == len(buffers) > 30
+    assert equal[0] < 0.8 * len(buffers)
+
+
+@pytest.mark.skipif("NANOVLM" not in os.environ, reason="NANOVLM=DIR names no checkout of nanoVLM")
+def test_packs_are_those_of_nanovlms_whole_dataset() -> None:
+    """A sample of max_sample_length is left out there."""
+    module = runpy.run_path(f"{os.environ['NANOVLM']}/data/advanced_datasets.py")
+    for seed in range(5):
+        given = drawn(400, seed)
+        tensors = [
+            {
+                "input_ids": torch.full((sample["length"],), sample["number"]),
+                "labels": torch.zeros(sample["length"], dtype=torch.long),
+                "attention_mask": torch.ones(sample["length"], dtype=torch.long),
+                "images": sample["images"],
+            }
+            for sample in given
+        ]
+        dataset: Any = Indexed(tensors)
+        dataset.dataset, dataset.mp_image_token_length = tensors, 64
+        dataset.tokenizer = SimpleNamespace(pad_token_id=-1)
+        options = {"max_sample_length": 900, "seq_length": SEQ_LENGTH, "num_of_sequences": 10_000}
+        theirs = module["ConstantLengthDataset"](dataset, **options)
+        expected = [sorted({*row["input_ids"].tolist()} - {-1}) for row in theirs]
+        ours = constant_length(Indexed(given), max_sample_length=899, separator_tokens=1)
+        assert sorted(map(sorted, numbers(ours))) == sorted(expected)
+
+
+def test_the_room_of_separators_is_padding_at_the_end_of_a_row() -> None:
+    given = [{"input_ids": torch.full((length,), length)} for length in (5, 6, 12, 13)]
+    options = {"seq_length": 13, "delta": 0, "yields": "rows", "separator_tokens": 1}
+    dataset = constant_length(Indexed(given), pad_token_id=99, **options)
+    found = sorted(row["input_ids"][0].tolist() for row in dataset)
+    assert [sorted(row) for row in found] == [[*[5] * 5, *[6] * 6, 99, 99], [*[12] * 12, 99]]
+    assert dataset.set_aside == {"overlong": 1}
+
+
+@pytest.mark.parametrize("strategy", ["knapsack", "auto", "first_fit_decreasing"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_sample_once_within_tokens_and_images(strategy: str, num_workers: int) -> None:
+    given = drawn(1000)
+    dataset = constant_length(Indexed(given), strategy=strategy, buffer_size=200)
+    packs = list(DataLoader(dataset, batch_size=None, num_workers=num_workers))
+    assert sorted(chain(*numbers(packs))) == list(range(1000))
+    assert max(sum(sample["length"] for sample in pack) for pack in packs) <= SEQ_LENGTH
+    images = [sum(len(sample["images"]) for sample in pack) for pack in packs]
+    assert 15 < max(images) <= 18
+
+
+def test_limits_of_a_sample_set_it_aside_and_count_it() -> None:
+    given = samples([600, 500, 501, 100, 1025, 100, 0], [0, 4, 0, 5, 0, 4, 0])
+    dataset = constant_length(Indexed(given), max_sample_length=500, max_images_per_sample=4)
+    assert sorted(chain(*numbers(dataset))) == [1, 5]
+    assert dataset.set_aside == {"overlong": 3, "over_budget": 1, "bad_record": 1}
+    assert sorted(chain(*numbers(constant_length(Indexed(given))))) == [0, 1, 2, 3, 5]
+
+
+def test_lengths_without_images_are_refused() -> None:
+    """Packs would hold more images than their budget."""
+    dataset = drawn(20)
+    with pytest.raises(ValueError, match="lengths tell of no images"):
+        constant_length(dataset, lengths=[sample["length"] for sample in dataset])
+
+
+# --- DynamicBatches ---------------------------------------------------------------------------
+
+
+def batches(*lengths: int, **options: Any) -> list[dict[str, Any]]:
+    return list(DynamicBatches(lettered(*lengths), **options))
+
+
+def dynamic(lengths: Any, **options: Any) -> list[list[int]]:
+    return numbers(DynamicBatches(Indexed(numbered(lengths)), collate=list, **options))
+
+
+def test_a_fixed_number_takes_two_and_two() -> None:
+    first, second = batches(4, 2, 3, 1, dyn_bsz=False, micro_batch_size=2, max_seq_len=4)
+    assert first["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert second["input_ids"].tolist() == [[7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pad_to_length", "options"),
+    [
+        ((4, 2, 3, 1), None, {"max_seq_len": 10}),
+        ((4, 2), 8, {"dyn_bsz": False, "micro_batch_size": 2, "max_seq_len": 4}),
+        ((3, 2, 2), 10, {"max_seq_len": 10}),
+        # True: the length follows from micro_batch_size × max_seq_len
+        ((4, 1), True, {"micro_batch_size": 2, "max_seq_len": 4}),
+        ((3, 2), True, {"dyn_bsz": False, "micro_batch_size": 2, "max_seq_len": 4}),
+    ],
+)
+def test_a_batch_is_the_collators_row(lengths, pad_to_length, options) -> None:
+    """The published examples, whose values the collator's own tests have."""
+    (row,) = batches(*lengths, **options, pad_to_length=pad_to_length or False, pad_token_id=7)
+    length = 8 if pad_to_length is True else pad_to_length
+    expected = padding_free_collator(lettered(*lengths), pad_to_length=length, pad_token_id=7)
+    assert row.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(row[name]), torch.as_tensor(value)), name
+
+
+def test_batches_are_those_of_veomni() -> None:
+    """The case of its own test, and the batches that its 0.1.12 makes of the whole of it."""
+    found = dynamic(range(1, 51), max_seq_len=32, buffer_size=10)
+    tokens = [sum(number + 1 for number in batch) for batch in found]
+    assert tokens[:5] == [28, 27, 23, 27, 31]
+    assert tokens[5:] == list(range(17, 33))  # each alone; 33 and more are set aside
+    shuffled = torch.randperm(50, generator=torch.Generator().manual_seed(42)) + 1
+    found = dynamic(shuffled.tolist(), max_seq_len=32, buffer_size=10)[:5]
+    expected = [[18, 1, 9, 4], [31], [21, 3, 2], [26, 6], [19, 7]]
+    assert [shuffled[batch].tolist() for batch in found] == expected
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    dyn_bsz=st.booleans(),
+    micro_batch_size=st.integers(1, 4),
+    buffer_size=st.integers(1, 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sample_is_in_one_batch(lengths, dyn_bsz, micro_batch_size, buffer_size) -> None:
+    options = {"dyn_bsz": dyn_bsz, "micro_batch_size": micro_batch_size, "max_seq_len": 40}
+    found = dynamic(lengths, buffer_size=buffer_size, **options)
+    assert sorted(chain(*found)) == list(range(len(lengths)))
+    if dyn_bsz:
+        totals = [sum(lengths[number] for number in batch) for batch in found]
+        assert max(totals) <= 40 * micro_batch_size
+    else:
+        assert [len(batch) for batch in found[:-1]] == [micro_batch_size] * (len(found) - 1)
+
+
+def test_overlong_samples_are_set_aside() -> None:
+    for dyn_bsz, limit in ((True, 20), (False, 10)):
+        samples = DynamicBatches(
+            lettered(3, limit + 1, limit), dyn_bsz=dyn_bsz, micro_batch_size=2, max_seq_len=10
+        )
+        rows = list(samples)
+        assert sum(row["input_ids"].shape[1] for row in rows) == 3 + limit
+        assert samples.set_aside == {"overlong": 1}
+
+
+def test_a_length_that_a_batch_may_exceed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"pad_to_length is 9, less than .* = 16"):
+        DynamicBatches([], micro_batch_size=2, max_seq_len=8, pad_to_length=9)

@@ -1,4 +1,9 @@
-"""Exact fills first: the longest sample is completed to exactly ``seq_length`` where possible."""
+"""Longest first: three methods, all on the histogram of lengths, with multiplicity.
+
+Best fit decreasing and the greedy knapsack are classics; exact fills complete the longest sample to
+exactly ``seq_length`` where possible. The cost depends on the number of different lengths, not of
+samples.
+"""
 
 import numpy as np
 from numba import njit
@@ -12,9 +17,11 @@ from offline_packing.planner.strategies.composition import (
 )
 from offline_packing.planner.strategies.kernels import (
     add_samples,
+    bitset_add,
     bitset_at_least,
     bitset_at_most,
     bitset_of,
+    bitset_remove,
     list_of,
 )
 
@@ -25,6 +32,96 @@ _MAX_STEPS_IN_ALL = 20_000_000  # about a second; later patterns take the first 
 # Columns of a search frame: what is left to fill, the length chosen last, the longest length still
 # to try at this depth, and how many were tried (-1: just entered).
 _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
+
+
+@njit(cache=True)
+def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Entries [length, repeat] and patterns [end of entries, multiplicity].
+
+    Packs with equal content are one *group*; groups of equal residual form a linked list. A group
+    is made by placing a length into the packs of another one, its parent, and ends as a pattern
+    unless all of its packs became parts of further groups.
+    """
+    capacity = counts.shape[0] - 1
+    placed = list_of((0, 0, 0))  # parent or -1, length, repeat of each group
+    packs_of, next_group = list_of(0), list_of(0)  # the next one of equal residual, or -1
+    first_group = np.full(capacity + 1, -1, np.int64)
+    residuals = np.zeros((capacity >> 6) + 1, np.uint64)
+    for length in range(capacity, 0, -1):
+        left = counts[length]
+        while left > 0:
+            residual = bitset_at_least(residuals, length)
+            group = first_group[residual] if residual >= 0 else -1
+            space = residual if residual >= 0 else capacity
+            repeat = space // length
+            packs = left // repeat
+            if group >= 0:
+                packs = min(packs, packs_of[group])
+            if packs == 0:  # too few left to fill one pack's space
+                packs = 1
+                repeat = left
+            if group >= 0:
+                packs_of[group] -= packs
+                if packs_of[group] == 0:
+                    first_group[residual] = next_group[group]
+                    if first_group[residual] < 0:
+                        bitset_remove(residuals, residual)
+            rest = space - repeat * length
+            next_group.append(first_group[rest])
+            if rest > 0:
+                bitset_add(residuals, rest)
+                first_group[rest] = len(placed)
+            placed.append((group, length, repeat))
+            packs_of.append(packs)
+            left -= packs * repeat
+    # From the last group to the first, each from its last length to its first, and all reversed.
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
+    for group in range(len(placed) - 1, -1, -1):
+        if packs_of[group] > 0:
+            patterns.append((len(entries), packs_of[group]))
+            node = np.int64(group)
+            while node >= 0:
+                entries.append(placed[node][1:])
+                node = placed[node][0]
+    rows = as_rows(patterns)[::-1]
+    rows[:, 0] = len(entries) - rows[:, 0]
+    return as_rows(entries)[::-1], rows
+
+
+def best_fit_decreasing(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """Longest first, each into the fullest pack with room: the same packs as sample by sample.
+    Equal lengths are placed together: as many as fit into the space of as many equal packs as there
+    are. ``seed`` is unused, the method is deterministic."""
+    return from_entries(*_best_fit_decreasing(counts))
+
+
+@njit(cache=True)
+def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Entries [length, repeat] and patterns [end of entries, multiplicity]."""
+    counts = counts.copy()
+    capacity = counts.shape[0] - 1
+    present = bitset_of(counts)
+    entries, patterns = list_of((0, 0)), list_of((0, 0))
+    while bitset_at_most(present, capacity) > 0:
+        start = len(entries)
+        space = capacity
+        length = bitset_at_most(present, space)
+        while length > 0:
+            entries.append((length, min(space // length, counts[length])))
+            space -= length * entries[-1][1]
+            length = bitset_at_most(present, min(space, length - 1))
+        packs = packs_within(entries, start, counts)
+        for length, repeat in entries[start:]:
+            add_samples(counts, present, length, -packs * repeat)
+        patterns.append((len(entries), packs))
+    return as_rows(entries), as_rows(patterns)
+
+
+def greedy_knapsack(counts: np.ndarray, *, seed: int = 0) -> Composition:
+    """Fill one pack after the other, each time with the longest sample that still fits. The greedy
+    knapsack of LLaMA-Factory's and nanoVLM's loaders, without their quadratic search. ``seed`` is
+    unused, the method is deterministic."""
+    return from_entries(*_greedy_knapsack(counts))
 
 
 @njit(cache=True)

@@ -1,0 +1,71 @@
+"""Parts that several integrations share: packs as a dataset, a warning where ranks would wait for
+each other forever, and resuming with the weights that were saved."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import distributed
+from torch.utils.data import Dataset
+
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
+
+logger = logging.getLogger(__name__)
+
+
+class PacksAsItems(Dataset[Any]):
+    """Packs of a folder, each as an item that a framework's own code takes further."""
+
+    def __init__(self, packs: PackedFolder, task_encoder: PackedTaskEncoder) -> None:
+        self.packs = packs
+        self.token_ids = task_encoder.encoder.media_token_ids
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+
+def warn_of_mixed_steps(packs: Any, num_ranks: int, packs_per_row: int = 1) -> None:
+    """Warn, on the first rank, if some ranks will have images at a step and others none: where they
+    share a vision tower (FSDP, ZeRO-3), some wait for the others forever.
+
+    Args:
+        packs: a `PackedFolder`, whose packs the ranks take in turn; others are not checked.
+        packs_per_row: packs that a rank takes at a time (`dealt_in_rows`).
+    """
+    if distributed.is_initialized() and distributed.get_rank():
+        return
+    columns = packs.columns() if hasattr(packs, "columns") and num_ranks > 1 else None
+    if columns is None or len(np.unique(columns.media)) < 2:
+        return
+    uniform: int = packs.uniform_ranks
+    if uniform == 0 or uniform % num_ranks:
+        remedy = f"pack with pack.order={{num_ranks: {num_ranks}, uniform: true}}"
+    elif len(packs) % (num_ranks * packs_per_row):
+        remedy = f"the last of {len(packs)} packs fill no step: let a rank take 1 at a time"
+    else:
+        return
+    logger.warning(
+        "%s has packs with and without images, which meet at a step of %d ranks; a vision tower "
+        "that these share (FSDP, ZeRO-3) hangs there: %s",
+        packs.path,
+        num_ranks,
+        remedy,
+    )
+
+
+def by_saved_names(load: Callable[..., None]) -> Callable[..., None]:
+    """`Trainer._load_from_checkpoint` for models whose weights have other names when saved, as
+    Qwen2-VL's and Qwen2.5-VL's: it would go on with the weights it began with."""
+    from transformers import PreTrainedModel
+
+    def mended(trainer: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        target = trainer.model if model is None else model
+        if trainer.is_fsdp_enabled or not isinstance(target, PreTrainedModel):
+            load(trainer, resume_from_checkpoint, model)
+        else:
+            saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
+            target.load_state_dict(saved.state_dict())
+
+    return mended

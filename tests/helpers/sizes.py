@@ -1,0 +1,43 @@
+"""Drawn lengths and limits of packs, and sums over packs."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from offline_packing import PackPlan
+
+
+@st.composite
+def limited_sizes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes (n, 1 to 3 limits), tokens first, and the limits."""
+    limits = np.array(draw(st.lists(st.integers(1, 60), min_size=1, max_size=3)))
+    row = st.tuples(*(st.integers(0, limit) for limit in limits))
+    sizes = np.array(draw(st.lists(row, max_size=60)), np.int64).reshape(-1, len(limits))
+    sizes[:, 0] = np.maximum(sizes[:, 0], 1)
+    return sizes, limits
+
+
+@st.composite
+def length_counts(draw: st.DrawFn) -> np.ndarray:
+    """Histograms of up to 200 lengths, (capacity + 1,)."""
+    capacity = draw(st.integers(1, 300))
+    largest = draw(st.integers(1, capacity))
+    smallest = draw(st.integers(1, largest))
+    lengths = draw(st.lists(st.integers(smallest, largest), max_size=200))
+    return np.bincount(np.array(lengths, np.int64), minlength=capacity + 1)
+
+
+def caption_lengths(num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images with captions, and their vision patches: four for each vision token."""
+    rng = np.random.default_rng(7)
+    tokens = np.clip(np.exp(rng.normal(6.0, 0.8, num_samples)), 16, 8192).astype(np.int64)
+    return tokens, (tokens * rng.uniform(0.3, 0.98, num_samples)).astype(np.int64) * 4
+
+
+def pack_sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
+    """Sum of the values of the samples of each pack."""
+    return np.add.reduceat(values[plan.sample_ids], plan.pack_offsets[:-1])
+
+
+def variation(values: np.ndarray) -> float:
+    """Standard deviation over the mean."""
+    return float(values.std() / values.mean())
