@@ -1,8 +1,8 @@
-"""The samples of a packed row apart, where transformers would mix them.
+"""Keep the samples of a packed row apart, where transformers would mix them.
 
 Its attention is cut where text positions restart, as long as it is causal. Where an image's tokens
-see each other (Gemma 4's sliding layers), its mask takes the images of the row's first sample for
-those of all; here the masks of such a model are made of the same parts in another order.
+see each other (Gemma 4's sliding layers), its mask takes the first sample's images for all
+samples'; here the masks of such a model are made of the same parts in another order.
 
 A gated delta net (the linear attention of Qwen3.5) is not cut: unless it is given the boundaries,
 and kernels of other packages that take them, its recurrent state and the window of its convolution
@@ -11,7 +11,7 @@ with empty states:
 
     position_ids [0 1 2 0 1 0 1 2 3] -> calls on [a a a], [b b] and [c c c c]
 
-A call costs what its tokens cost, so a row costs as much as its samples alone.
+A call's cost is that of its tokens, so a row costs the same as its samples alone.
 """
 
 import functools
@@ -37,8 +37,8 @@ def isolate_segments(model: nn.Module) -> int:
 
     Segments are those of `cu_seq_lens_q`, where it is given to the model, or begin where text
     positions restart: the places at which transformers' attention is cut. Rows without boundaries
-    are computed as before. Gradients are those of the segments alone, too, also where activations
-    are computed again.
+    are computed as before. Gradients, too, equal those of the segments alone, also with activations
+    computed again.
 
     Args:
         model: of transformers, whole; changed in place. A second call changes nothing.
@@ -49,7 +49,7 @@ def isolate_segments(model: nn.Module) -> int:
     Raises:
         ValueError: the model has layers that carry state in a way not known here, or its attention
             runs on a kernel that cannot compute it. Its forward raises it for packed rows with a
-            cache, or more than one to a batch.
+            cache, or several in a batch.
     """
     check_attention(model.config, getattr(model.config, "_attn_implementation", None) or "")
     for module in model.modules():

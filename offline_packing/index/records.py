@@ -109,7 +109,7 @@ def record_numbers(samples: Index) -> npt.NDArray[np.int64]:
     begins = [np.empty(0, bool)]
     for rows in samples.parts("key_hash", "sample_hash", "part"):
         first = pc.fill_null(pc.struct_field(rows["part"], "first"), -1).to_numpy()
-        # Parts of a record have its hashes, and are in order; those of a copy of it begin again.
+        # Parts of a record have its hashes, and are in order; parts of a copy of it begin again.
         is_same = (first[1:] > first[:-1]) & (first[:-1] >= 0)
         for name in ("key_hash", "sample_hash"):
             hashes = rows[name].to_numpy()

@@ -1,4 +1,4 @@
-"""Samples set aside: those of an index that are not planned, and why, as arrays, since they can be
+"""Samples set aside: unplanned ones of an index with their reasons, as arrays, since they can be
 almost all; and the tables of an output, read again."""
 
 import itertools
@@ -86,8 +86,7 @@ class AsideSamples:
 
 @dataclass(frozen=True, slots=True)
 class AsideGroup:
-    """Samples of one source that were set aside for one reason; `key` and `detail` are those of
-    the first."""
+    """Samples of one source that were set aside for one reason; `key` and `detail` of the first."""
 
     source: str
     reason: str
@@ -111,8 +110,8 @@ def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iter
 
 
 def group_set_aside(paths: Iterable[Path], unwritten: Iterable[pa.Table] = ()) -> list[AsideGroup]:
-    """The samples set aside, by source and reason, in the order of the tables, then of those that
-    are not written yet. Raises StageError as `read_set_aside`."""
+    """The samples set aside, by source and reason, in the order of the tables, then the ones not
+    written yet. Raises StageError as `read_set_aside`."""
     found: dict[tuple[str, str], AsideGroup] = {}
     for table in itertools.chain(read_set_aside(paths), unwritten):
         grouped = table.group_by(["source", "reason"], use_threads=False).aggregate(

@@ -34,7 +34,7 @@ _DIGITS: Final = 16
 
 
 class Diagnosis:
-    """Diagnosis of a part of a source, of which the first `num_first` records are all looked at."""
+    """Diagnosis of a part of a source; its first `num_first` records are all looked at."""
 
     def __init__(self, fields: FieldMap, tokenizer: Tokenizer, num_first: int) -> None:
         self._fields, self._control = fields, control_pattern(tokenizer)
@@ -48,8 +48,8 @@ class Diagnosis:
     def add(
         self, number: int, record: SourceRecord, sample: SourceSample, modes: Mapping[str, str]
     ) -> None:
-        """Look at a record, if its number in the part is of those that are. `modes` are Pillow's of
-        its images, by their names."""
+        """Look at a record, if its number in the part is among the chosen. `modes` are Pillow's
+        modes of its images, by their names."""
         since_first = number - self._num_first
         if since_first > 0 and since_first % ONE_IN:
             return
@@ -74,7 +74,7 @@ class Diagnosis:
 
 
 def shares_of_first(parts: Sequence[SourcePart]) -> list[int]:
-    """How many of a source's first records each part begins with; below 0: how many records are
+    """Number of a source's first records that each part begins with; below 0: number of records
     between them and the part."""
     share = NUM_FIRST // max(1, sum(part.num_records is None for part in parts))
     before = accumulate((part.num_records or 0 for part in parts), initial=0)

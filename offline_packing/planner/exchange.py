@@ -1,11 +1,11 @@
-"""Exchange of samples between packs, which stay as full as they were.
+"""Exchange of samples between packs, which stay equally full.
 
 *Balance* evens out another quantity: samples, or twos and threes, of equal tokens change places.
 
 *Copies* of a sample that is used several times do not share a pack: packs are composed as if copies
-were samples of their own, then each copy that met another one is exchanged for a sample of another
-pack, or with a second one for two. The number of exchanges is around that of different lengths. A
-copy that nothing can be exchanged for goes where there is room, or into a new pack.
+were samples of their own, then each copy that met another is exchanged for a sample of another
+pack, or together with a second sample for two. There are about as many exchanges as different
+lengths. A copy without one goes where there is room, or into a new pack.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,8 @@ def _exchange_alike(
             pack = pack_of_slot[members[place, 0]]
             other_pack = pack_of_slot[members[partner, 0]]
             apart = totals[pack] - totals[other_pack]
-            # The sum of squares falls if what moves has the sign of the difference and is smaller.
+            # The sum of squares falls if the amount moved has the sign of the difference and is
+            # smaller.
             if longer == 0 and more * (apart - more) > 0:
                 for i in range(members.shape[1]):
                     slot, other = members[place, i], members[partner, i]

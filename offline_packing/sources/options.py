@@ -129,7 +129,7 @@ def follow(value: Any, steps: tuple[str, ...]) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """One text as a list of it."""
+    """One text as a list with one item."""
     return [value] if isinstance(value, str) else value
 
 
@@ -147,7 +147,7 @@ class SourceOptions(BaseModel):
     format: str
     #: a folder or a file, here or of a storage that fsspec knows
     path: LocalOrRemotePath
-    #: what they are trained as
+    #: the task they are trained for
     task: Literal["captioning", "vqa", "bmr"]
     #: put before every key (default: of several sources, the path's last part)
     name: str | None = None

@@ -69,7 +69,7 @@ class PackCosts(NamedTuple):
         return PackCosts(cost[packs], tower[packs], kinds[packs], features[packs])
 
     def by_likeness(self, packs: Integers) -> Integers:
-        """Places of the packs, those first that cost nearly what the first one does."""
+        """Places of the packs, beginning with those of nearly the first one's cost."""
         away = np.abs(self.cost[packs] - self.cost[packs[0]])
         return np.argsort(away + np.abs(self.tower[packs] - self.tower[packs[0]]), kind="stable")
 
@@ -186,7 +186,7 @@ def _largest(
 
 @njit(cache=True)
 def _exchange_near(keys: Floats, weights: Floats, steps: Integers) -> None:
-    """Exchange a step's largest packs, in place, for those of near steps that save most time."""
+    """Exchange a step's largest packs, in place, for packs of near steps that save most time."""
     num_steps, num_ranks = steps.shape
     used = np.flatnonzero(weights)
     top, second = np.empty((2, num_steps, len(keys)))
@@ -240,8 +240,8 @@ def _find_largest(
 
 #: Steps that make up for each other.
 BLOCK: Final = 8
-#: What a step may hold of something: a part of what a block does on average, and so many standard
-#: deviations of a block at random; or as many times more, where less would cost too much.
+#: Limit of a feature in a step: a part of a block's average, plus this number of standard
+#: deviations of random blocks; multiplied by these factors if less would cost too much.
 _OF_MEAN, _OF_SPREAD, _TIMES = 0.35, 3.0, (1, 1.5, 2, 3)
 #: Packs with so much more than the mean of a step at its limit are spread.
 _RARE: Final = 1.2
@@ -250,9 +250,9 @@ _CHOICES: Final = 24
 
 
 def spread_steps(packs: PackCosts, num_ranks: int, features: Floats) -> Integers:
-    """Steps as `similar_steps` makes them, but that packs with most of a feature are in as many
-    steps as blocks can make up for, with the packs that cost least to wait for. Where the sum's
-    idle time would grow by more than `MAX_LOSS`, they are in fewer. ``features`` (num_all_packs,
+    """Steps as `similar_steps` makes them, but packs with most of a feature are spread over all
+    steps that blocks can even out, with the packs that cost least to wait for. If the sum's idle
+    time would grow by more than `MAX_LOSS`, they are in fewer steps. ``features`` (num_all_packs,
     num_features) are those of the packs of other kinds, too."""
     cost, tower = packs.cost, packs.tower
     if num_ranks == 1 or len(cost) < 2 * num_ranks:

@@ -3,9 +3,9 @@
 With two sizes per sample hardly two samples are alike, so packs are made of samples rather than of
 counts. A pack starts with the largest sample left, takes random ones while more than about two more
 are needed, and ends with the pair that fills every scarce budget best, found through a grid over
-the two scarcest; then with another one, as long as that helps. Several such tries are made per pack
-and the best is kept. Random choice leaves the mix of what is left as it was, so that the last packs
-are nearly as full as the first.
+the two scarcest; then with another pair, as long as that helps. The best of several tries per pack
+is kept. Random choice leaves the mix of the remaining samples as it was, so that the last packs are
+nearly as full as the first.
 """
 
 from typing import NamedTuple

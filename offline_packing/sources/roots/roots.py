@@ -104,9 +104,9 @@ class MediaRoot:
         return read_range(self.path(container), offset, size, whole=whole)
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
-        """(name, size, modification time in ns) of what is in a folder (b"" or b"a/b/"); None is
-        the size of a folder, and those that are links are files. What begins with a dot is left
-        out; the order is the file system's own."""
+        """(name, size, modification time in ns) of the entries of a folder (b"" or b"a/b/");
+        folders have size None, and links count as files. Names that begin with a dot are left out;
+        the order is the file system's."""
         with os.scandir(os.fsencode(self._inside) + folder) as found:
             for entry in found:
                 if entry.name[:1] == b".":
@@ -210,7 +210,7 @@ class FileRange(NamedTuple):
 
     @property
     def end(self) -> int:
-        """End of what is asked for: one byte more tells whether the file has grown."""
+        """End of the requested range: one byte more tells whether the file has grown."""
         return self.offset + self.size + self.whole
 
 
@@ -225,7 +225,7 @@ class RemoteRoot:
         self._stamps: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._open_file: tuple[str, BinaryIO] | None = None
-        #: what was read ahead
+        #: bytes that were read ahead
         self._held: dict[FileRange, bytes] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -326,14 +326,14 @@ class RemoteRoot:
         return data
 
     def read_ahead(self, ranges: Iterable[FileRange]) -> None:
-        """Read ranges for `read_range`, and hold them in place of those of the last call. Where one
-        is not there, or not whole, `read_range` reads it again and says so. Raises RemoteError."""
+        """Read ranges for `read_range`, and hold them in place of the last call's. If a range is
+        missing or not whole, `read_range` reads it again and fails. Raises RemoteError."""
         self._held = {}
         for found in in_threads(self._fetch_group, neighbors(ranges), _AT_ONCE):
             self._held.update(found)
 
     def _fetch_group(self, group: list[FileRange]) -> Mapping[FileRange, bytes]:
-        """Those of some neighbors that are whole, by one request."""
+        """Read neighboring ranges by one request; returns the whole ones."""
         container, start, end = group[0].container, group[0].offset, max(one.end for one in group)
         try:
             data = self._fetch(container, start, end)
@@ -350,9 +350,9 @@ class RemoteRoot:
         return bytes(make_request(self.path(container), "read", request))
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
-        """(name, size, 0) of what is in a folder (b"" or b"a/b/"); None is the size of a folder,
-        and storages do not agree on a modification time. What begins with a dot is left out. Raises
-        StageError if the storage does not report the size of a file."""
+        """(name, size, 0) of the entries of a folder (b"" or b"a/b/"); folders have size None, and
+        storages do not agree on a modification time. Names that begin with a dot are left out.
+        Raises StageError if the storage does not report the size of a file."""
         path = f"{self.folder}/{folder.decode()}".rstrip("/")
         for info in self._filesystem.ls(path, detail=True):
             name = info["name"].rstrip("/").rpartition("/")[2]
