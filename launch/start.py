@@ -77,7 +77,7 @@ def lonely_nodes(options: Sequence[str]) -> str:
 
 
 def _check(config: LaunchConfig) -> None:
-    """Check what can be known before any rank starts."""
+    """Check the run's settings before any rank starts."""
     from launch.data.packed_data import check_room, check_validation, read_packed_data
     from task_encoders.settings import PackingSettings
 

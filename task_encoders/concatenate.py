@@ -85,7 +85,7 @@ def concatenate(
     Args:
         pad_multiple: every sub-sample is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
-        cross_sample_attention: one segment of all, which is not what unpacked training does.
+        cross_sample_attention: one segment of all, unlike unpacked training.
         pixel_transport: "uint8" leaves the conversion of pixels to values to the device.
         map_: how to go over the samples' pixels, here or in threads.
 

@@ -264,7 +264,7 @@ def _folders(path: str | Path) -> list[tuple[Path, float]]:
 
 
 def _shards_of_blend(path: str | Path, split: str) -> set[tuple[str, str]]:
-    """(folder, shard) of all datasets; none where the metadataset has no such split."""
+    """(folder, shard) of all datasets; empty if the metadataset has no such split."""
     try:
         entries = load_datasets(path_of(path), split)
     except PackedFolderError:  # others were raised for the train split

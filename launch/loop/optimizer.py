@@ -88,7 +88,7 @@ class RankAdamW(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict` on the same rank of the same number of ranks, and the
         weights.
-        Betas, eps and weight decay remain those of this optimizer.
+        This optimizer's betas, eps and weight decay stay.
 
         Raises:
             ValueError: the state is from another model, or another number of ranks.

@@ -153,7 +153,7 @@ def build_run_model(
 
 
 def check_ends(config: LaunchConfig) -> None:
-    """Check that validation and export have what they need. Raises StageError if not."""
+    """Check that validation and export have their packs and files. Raises StageError if not."""
     if config.validation.every:
         check_validation(config.data.path)
     elif config.validation.limit is not None:

@@ -126,7 +126,7 @@ def _shows_images(config: Any) -> bool:
 def _hand_down_masks(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments, with the masks of its layers where they are of a packed row.
+    """A model's arguments; of a packed row, with the masks of its layers.
 
     transformers looks up the blocks of an image at positions within segments, as if all began
     where the row does; here segments are one more condition, on places in the row. Images see

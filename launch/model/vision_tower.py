@@ -97,7 +97,7 @@ def media_features(
     cost: ModelCost,
 ) -> list[torch.Tensor]:
     """Features of the media tokens that this rank holds: first one kind and then the other, each in
-    the order of its tokens; the last layer's, then those of the layers that feed DeepStack.
+    the order of its tokens; the last layer's, then the features of layers that feed DeepStack.
 
     Args:
         tokens: (1, S), of the whole row.

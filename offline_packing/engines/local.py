@@ -96,7 +96,7 @@ class Engine(AbstractContextManager["Engine"]):
         return list(tasks)
 
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release the engine's workers."""
 
     def __exit__(self, *error: object) -> None:
         self.close()

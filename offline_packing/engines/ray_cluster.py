@@ -150,7 +150,7 @@ class _Progress:
         self._advance(count - self._heard.pop(number))
 
     def update(self) -> None:
-        """Tell the listener what the counter answered since the last call, if it did."""
+        """Tell the listener the counter's last answer, if there is a new one."""
         if self.counter is None:
             return
         if self._answer is None:

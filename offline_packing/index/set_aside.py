@@ -40,7 +40,7 @@ class AsideSamples:
 
     @classmethod
     def merge(cls, found: Sequence["AsideSamples"]) -> "AsideSamples":
-        """All samples; one that is in several has the reason of the first."""
+        """All samples; a sample in several tables has the first one's reason."""
         if not found:
             return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), ())
         starts = np.cumsum([0, *(len(aside.texts) for aside in found)])

@@ -75,7 +75,7 @@ class IndexInfo:
     num_weighted: int = 0
     #: images and videos of samples that are longer than the bytes in their hash
     num_part_hashed: int = 0
-    #: what the sources' listings warn of
+    #: warnings of the sources' listings
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)

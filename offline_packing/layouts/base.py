@@ -207,7 +207,7 @@ class JoinedLayout(Layout):
 
     @abstractmethod
     def sizes(self, fragment: ShardFragment) -> npt.NDArray[np.int64]:
-        """(num_packs, ...) bytes of what a split's second file tells of each pack of a shard."""
+        """(num_packs, ...) bytes of each pack of a shard in a split's second file."""
 
     @abstractmethod
     def index(self, sizes: Sequence[npt.NDArray[np.int64]]) -> bytes:
@@ -251,8 +251,8 @@ class JoinedLayout(Layout):
         return self.piece(shard_name) in files or self.split_files(split)[0] in files
 
     def place(self, task: ShardTask) -> tuple[Path, int]:
-        """The file of a shard, and where the shard begins in it: its piece, or in a complete output
-        that of its split."""
+        """The file of a shard and the shard's offset in it: its piece, or in a complete output the
+        split's file."""
         piece = task.folder / self.piece(task.shard.name)
         if piece.exists():
             return piece, 0

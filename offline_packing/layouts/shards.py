@@ -38,7 +38,7 @@ from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 from task_encoders.storage.paths import REMEDY
 
-#: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
+#: Upper limit of bytes that a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
 
 
@@ -211,7 +211,7 @@ class PlannedSample:
 
     @property
     def record(self) -> Locator:
-        """Where its record lies."""
+        """Place of its record."""
         return self.json if self.part is None else self.part.json
 
     @property
@@ -226,13 +226,13 @@ PlannedPack = tuple[str, list[PlannedSample]]
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard: its samples in the order of the packs, as rows of the index, and how many each
-    pack has."""
+    """One shard: its samples in the order of the packs, as rows of the index, and the number of
+    samples of each pack."""
 
     shard: PlannedShard
     folder: Path
     fragment_path: Path
-    #: folder for copies of what has no random access
+    #: folder for copies of files without random access
     unpack_folder: Path
     samples: pa.Table
     #: (num_packs,)
@@ -285,7 +285,7 @@ class ShardTask:
                 yield key, list(islice(samples, size))
 
     def _places(self, with_media: bool, pack: PlannedPack) -> Iterator[tuple[Root, Locator]]:
-        """Where the records of a pack lie, and perhaps its media."""
+        """Places of the records of a pack, and perhaps of its media."""
         for sample in pack[1]:
             source = self.sources[sample.source_id]
             yield source.root, sample.record
@@ -301,7 +301,7 @@ class ShardTask:
             yield
 
     def read_sample(self, sample: PlannedSample) -> SourceSample:
-        """Read and parse a sample's record again. Raises StageError if it is no longer what was
+        """Read and parse a sample's record again. Raises StageError if it has changed since it was
         measured."""
         num_images = len(sample.media) - sample.num_videos
         source = self.sources[sample.source_id]

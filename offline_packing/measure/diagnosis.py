@@ -21,7 +21,7 @@ from offline_packing.sources.options import FieldMap
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer, control_pattern
 
-#: Records of a source that are all looked at; one in ONE_IN of the others is.
+#: First records of a source, all looked at; later ones once in ONE_IN.
 NUM_FIRST: Final = 4096
 ONE_IN: Final = 100
 #: Different answers that are counted at a time, and the most frequent ones that stay: one that is
@@ -88,8 +88,8 @@ def estimate(
     parts: Iterable[tuple[int, int, Mapping[str, Any]]],
 ) -> tuple[dict[str, tuple[int, str]], tuple[int, str]]:
     """Estimate for all samples from source, number of samples and `Diagnosis.notes` of each part,
-    in order: what they lack -> how many, and an example; count and beginning of the most frequent
-    answer, (0, '') if none is given twice."""
+    in order: unused part -> number of samples, and an example; count and beginning of the most
+    frequent answer, (0, '') if none is given twice."""
     counts: defaultdict[int, list[Counter[str]]] = defaultdict(lambda: [Counter(), Counter()])
     num_samples, totals = Counter[int](), Counter[str]()
     examples: dict[str, str] = {}

@@ -1,10 +1,10 @@
 """Measuring one part of a source: one part of the index, and one of the set-aside table. Media are
 not decoded: their size is read from the header.
 
-Under `pack.on_overlong: split_turns`, conversations that fit no pack are cut. A part takes as many
-turns as fit. It is rendered and measured as it will be trained, so its length is exact, however the
-chat template treats last turns, or their thoughts. A turn that answers the result of a tool stays
-with the turn that called it.
+Under `pack.on_overlong: split_turns`, conversations that fit no pack are cut. A part takes all
+turns that fit. It is rendered and measured as it will be trained, so its length is exact, however
+the chat template treats last turns, or their thoughts. A turn that answers the result of a tool
+stays with the turn that called it.
 """
 
 import itertools
@@ -245,7 +245,7 @@ _RECORDS_PER_STEP: Final = 32
 _BYTES_PER_STEP: Final = 16 << 20
 #: Characters of the name of a medium in a detail.
 _MAX_NAME: Final = 200
-#: Characters of a reason's detail that are kept: it may quote what a record holds.
+#: Characters of a reason's detail that are kept: it may quote a record.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
 _NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "split", "diagnosis")

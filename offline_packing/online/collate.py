@@ -31,7 +31,7 @@ _PER_TOKEN: Final = {
 }
 #: Fields that a sample without media may lack.
 _ZERO_BY_DEFAULT: Final = ("mm_token_type_ids", "token_type_ids")
-#: Stay a list where they are one: models take images of several sizes that way.
+#: Stay lists: models take images of several sizes that way.
 _IMAGES: Final = "images"
 #: The boundaries replace them.
 _LEFT_OUT: Final = ("attention_mask", "length", "lengths")
@@ -131,7 +131,7 @@ def _fields(sample: Any) -> dict[str, Any]:
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
-    """An array, or what can be one; its first dimension is that along which rows are joined."""
+    """An array, or a value that can be one; rows are joined along its first dimension."""
     if isinstance(value, torch.Tensor):
         return torch.atleast_1d(value)
     try:

@@ -171,7 +171,7 @@ class ConstantLengthDataset(Prefetched):
         queue_size: packs that wait for the trainer at most.
         yields: "samples": packs are lists of samples; "rows": one row of ``seq_length`` tokens by
             `padding_free_collator`, its end filled with ``pad_token_id``.
-        options: those of `OnlineDataset` except lengths: images are counted in the samples read.
+        options: of `OnlineDataset`, except lengths: images are counted in the samples read.
     """
 
     @checked

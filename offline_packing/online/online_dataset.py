@@ -71,7 +71,7 @@ class Packing:
     buffer_size: int
     #: settings that decide the packs: a state goes only with the same settings
     settings: Mapping[str, Any]
-    #: the samples of a pack -> what the dataset yields
+    #: the samples of a pack -> the item that the dataset yields
     collate: Callable[[list[Any]], Any] = list
     #: a sample and its tokens -> its tokens and its amount of each budget in a pack. Raises
     #: SampleError if it is too large by itself
@@ -83,7 +83,7 @@ class OnlineDataset(IterableDataset[Any]):
 
     Args:
         dataset: map-style, or iterable. A map-style one is split among ranks and workers by index.
-        encode: applied to a reader's own samples; what it raises sets the sample aside.
+        encode: applied to a reader's own samples; an error sets the sample aside.
         split: for an iterable dataset: False if it divides itself among ranks and workers.
         lengths: tokens of each sample of a map-style dataset, if they are known: samples are then
             read when their pack is made, and do not wait in memory or get read again on resuming.
@@ -231,8 +231,8 @@ class _Pass:
                 return self._owner.packing.collate(contents)
 
     def _check_end(self) -> None:
-        """Raise StageError at the end of an epoch without a sample that can be used; one of many
-        readers may have had only a few."""
+        """Raise StageError at the end of an epoch without a usable sample; one of many readers may
+        have had only a few."""
         had_many = self._reader.count == 1 or self._num_unusable >= MAX_FAILURES_IN_A_ROW
         if had_many and self._last_error is not None:
             raise StageError(_NONE_OF_USE.format(self._last_error)) from self._last_error
@@ -254,8 +254,8 @@ class _Pass:
         return contents
 
     def state(self) -> dict[str, Any]:
-        """O(samples that wait) for the first pack of those made at once; for the others, which
-        differ only in what is still ready, O(packs that are ready)."""
+        """O(waiting samples) for the first of several packs made at once; O(ready packs) for the
+        others, which differ only in these."""
         if self._kept_state is None:
             ready = [[s[:2] for s in pack] for pack in self._ready]
             waiting = [s[:2] for s in self._pool.waiting]

@@ -121,7 +121,7 @@ class PackingPool(Generic[Item]):
 
 @dataclass(frozen=True)
 class PlannedWindows:
-    """The planner's packs of windows; what fills none waits, as `WindowOptions` say."""
+    """The planner's packs of windows; samples that fill none wait, as `WindowOptions` say."""
 
     options: WindowOptions
 

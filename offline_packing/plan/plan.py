@@ -336,7 +336,7 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     lost = ~is_packed[aside]
     reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
     settings = dict(info.settings)
-    if "uniform" in settings:  # what was done, in all of them
+    if "uniform" in settings:  # notes of the passes, over all plans
         done = [plan.info.settings["uniform"] for plan in plans]
         settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
     info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)

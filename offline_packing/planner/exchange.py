@@ -4,7 +4,7 @@
 
 *Copies* of a sample that is used several times do not share a pack: packs are composed as if copies
 were samples of their own, then each copy that met another is exchanged for a sample of another
-pack, or together with a second sample for two. There are about as many exchanges as different
+pack, or together with a second sample for two. Exchanges are about as numerous as different
 lengths. A copy without one goes where there is room, or into a new pack.
 """
 
@@ -173,7 +173,7 @@ class _Bins(NamedTuple):
     """Packs between which samples are exchanged: their sample_ids and totals are changed."""
 
     packs: Packs
-    #: int64 (num_packs, num_limits): what each pack holds
+    #: int64 (num_packs, num_limits): amounts in each pack
     totals: np.ndarray
     sizes: np.ndarray
     limits: np.ndarray
@@ -238,7 +238,7 @@ def _swap(bins: _Bins, pack: int, other: int, place: int, partner: int) -> None:
 
 @njit(cache=True)
 def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray) -> bool:
-    """Exchange the copy at ``place`` with ``other``: one for one, or two for two drawn ones."""
+    """Exchange the copy at ``place`` for ``other``, or with a second sample for two drawn ones."""
     ids, offsets = bins.packs
     start, end = offsets[pack], offsets[pack + 1]
     first, last = offsets[other], offsets[other + 1]

@@ -286,5 +286,5 @@ def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[
     content = config.model_dump(mode="json", exclude=excluded)
     content["output"]["key_prefix"] = key_prefix
     for source in content["source"]:
-        source.pop("text_only", None)  # decides whether there is an output, not what is in it
+        source.pop("text_only", None)  # decides whether there is an output, not its content
     return content

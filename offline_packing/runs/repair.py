@@ -2,9 +2,9 @@
 files again. A file must get the recorded hash; otherwise the old one comes back.
 
 _packing/damaged/              the damaged files, in the same folders
-_packing/damaged/found.json    what was damaged or lost; while it is there, the stages ask neither
+_packing/damaged/found.json    damaged and lost files; while it is there, the stages ask neither
                                for the listing of a source nor for its times
-_packing/again/                what is made again, until its hash is compared
+_packing/again/                files made again, until their hashes are compared
 """
 
 from collections.abc import Callable, Iterable, Mapping

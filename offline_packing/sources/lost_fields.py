@@ -22,7 +22,7 @@ _MEDIA_NAME: Final = re.compile(
     r"(_?(path|file|name|url|list|bytes))*s?(_?\d+)?",
     re.IGNORECASE,
 )
-#: Names of fields with a record's identity or origin: one word there does not count as text.
+#: Fields with a record's identity or origin: a single word there does not count as text.
 _LABEL_NAME: Final = re.compile(
     r"(.*_)?(id|uuid|key|md5|url|source|dataset|subset|split|license|language|category|type)s?",
     re.IGNORECASE,

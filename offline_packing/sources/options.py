@@ -187,7 +187,7 @@ _APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight",
 class FieldOptions(SourceOptions):
     """Options of formats whose records may use other field names."""
 
-    #: where a record keeps what a sample needs: {caption: "captions[0].content"}
+    #: places of a sample's fields in a record: {caption: "captions[0].content"}
     fields: Annotated[dict[str, str], AfterValidator(_check_fields)] = {}
 
 

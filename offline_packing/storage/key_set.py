@@ -44,7 +44,7 @@ class KeySet:
         self._hashes: Hashes | None = None
 
     def save(self, hashes: Hashes) -> None:
-        """Write the file: what `sort_hashes` gave."""
+        """Write the hashes that `sort_hashes` gave."""
         with atomic_file(self._path) as file:
             np.save(file, hashes)
 

@@ -1,7 +1,7 @@
 """Files within files: a range of a file; and compressed files, read from front to back or unpacked
 once for reads at any place.
 
-A compressed file that is damaged, cut off, or unpacks to an absurd size gives what lies before
+A compressed file that is damaged, cut off, or unpacks to an absurd size gives the bytes before
 that, and then raises `DamagedStreamError`.
 """
 

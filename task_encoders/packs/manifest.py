@@ -153,7 +153,7 @@ class Manifest(_Model):
         return int(order["num_ranks"]) if order.get("uniform") else 0
 
     def room_of(self, num_ranks: int | None) -> int:
-        """Tokens that a pack may hold; over so many ranks, if packs differ in that."""
+        """Tokens that a pack over `num_ranks` (if packs differ in that) may hold."""
         if num_ranks is None or self.context_parallel is None:
             return self.seq_length
         return min(num_ranks * self.context_parallel.tokens_per_rank, self.seq_length)

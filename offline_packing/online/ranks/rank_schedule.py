@@ -12,8 +12,8 @@ language model's, after each of which ranks wait for each other. With `kinds`, t
 
 All ranks have the same number of steps. If micro batches do not divide evenly among the ranks, some
 are divided, so that each sample comes once. Only indivisible ones are repeated within an epoch:
-with n packs, or n samples that need as many steps, (ranks × steps - n) of them come twice; the same
-of each kind.
+with n packs, or n samples that each need a micro batch, (ranks × steps - n) of them come twice; the
+same of each kind.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class EpochSchedule:
     micro_batches: Packs
     #: int64 (num_steps, num_ranks): numbers of micro batches
     table: np.ndarray
-    #: float64 (num_steps, num_ranks): what they cost, and the tower's part of it
+    #: float64 (num_steps, num_ranks): cost of the micro batches, and the tower's part of it
     cost: np.ndarray
     tower_cost: np.ndarray
     #: of the next epoch: nothing
@@ -155,7 +155,7 @@ class RankSchedule:
 
     @cached_property
     def digest(self) -> str:
-        """Identifies what is scheduled, with any number of ranks."""
+        """Identifies the scheduled items, with any number of ranks."""
         found = hashlib.sha256(repr((self.budget, self.seed, _METHOD)).encode())
         for name in ("lengths", *_ARRAYS):
             array = getattr(self, name)

@@ -52,7 +52,7 @@ def pack_over_ranks(
     least = -(-int(counts @ np.arange(len(counts))) // room)
     fewest, found = None, None
     for smallest in range(len(capacities)):
-        # Packs over more than 2**smallest ranks, by lengths; then packs over so many, by blocks.
+        # Packs over more than 2**smallest ranks, by lengths; then the others, by blocks.
         left, size = counts.copy(), 1 << smallest
         entries, patterns, num_ranks = _fill_large(left, capacities, smallest)
         blocks = -(-np.arange(len(left)) // size)

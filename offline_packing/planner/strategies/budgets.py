@@ -25,7 +25,7 @@ _REACH = 6  # rings of cells searched around the ideal partner
 _PARTNERS = 12  # partners compared for one first sample
 _MISFITS = 6  # random samples in a row that do not fit before the pack is closed
 _GOOD_ENOUGH = 3e-4  # share of a pack lost at which no further try is made
-_EVENNESS = 0.1  # weight of keeping the mix of what is left, against filling this pack
+_EVENNESS = 0.1  # weight of keeping the mix of the remaining samples, against filling this pack
 _UNEVEN_ANYWAY = 0.2  # share by which a pack may differ from the mix at no cost
 
 

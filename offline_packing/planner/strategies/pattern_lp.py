@@ -435,7 +435,7 @@ def _rounded(
 
 def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
     """Histogram in units of ``granule``: int64 (seq_length // granule + 1,). A length counts as its
-    size rounded up, and at most a whole pack: what fits rounded fits."""
+    size rounded up, and at most a whole pack: a fit of rounded sizes is a fit."""
     capacity = (len(counts) - 1) // granule
     lengths = np.flatnonzero(counts)
     coarse = np.zeros(capacity + 1, np.int64)

@@ -1,4 +1,4 @@
-"""Content of a folder, to recognise its format, and for hints on what a source lacks."""
+"""Content of a folder, to recognise its format, and for hints on missing files."""
 
 import contextlib
 import itertools

@@ -228,7 +228,7 @@ def is_record(column: str) -> bool:
 
 
 def record_columns(column: str) -> tuple[list[str], list[str]]:
-    """The columns that a record or a medium with this `column` lies in; those with media."""
+    """The columns of a record or a medium with this `column`; and the columns with media."""
     if not is_record(column):
         return [column.rpartition(".")[0]], []
     named = [(c, False) if isinstance(c, str) else (c[0], True) for c in orjson.loads(column)]
@@ -539,7 +539,7 @@ def rows_at_hand(wanted: Sequence[WantedRows], folder: Path, unpack_folder: Path
 
 
 def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> list[_AtHand]:
-    """Rows of a file; none of one whose rows are used as they are."""
+    """Rows of a file; None if its rows are read in place."""
     try:
         file, _ = _reader.file(wanted.root, wanted.kind, wanted.container)
         if not any(file.group_bytes):

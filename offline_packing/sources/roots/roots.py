@@ -53,7 +53,7 @@ class MediaRoot:
 
     def locate(self, folder: str, name: str) -> str:
         """Container (path relative to the root) of the file that `name` means in `folder`. Raises
-        SampleError: path_outside_root, or missing_image for what cannot be a file name."""
+        SampleError: path_outside_root, or missing_image if it cannot be a file name."""
         check_name(name)
         if _PLAIN_NAME.fullmatch(name):  # as for most; the rest takes 5 µs
             return f"{folder}/{name}" if folder else name
@@ -156,7 +156,7 @@ class MediaRoot:
 
 
 def check_name(name: str) -> None:
-    """Raise SampleError (missing_image) for what cannot be a file name."""
+    """Raise SampleError (missing_image) for a text that cannot be a file name."""
     if not name or "\0" in name:
         raise SampleError("missing_image", f"{name[:60]!r} is no file name")
 
@@ -196,7 +196,7 @@ _SEQUENTIAL: Final = {
 _MAX_GAP: Final = 1 << 18
 #: Bytes that one request reads, unless one range has more.
 _MAX_REQUEST: Final = 4 << 20
-#: Requests at a time: botocore keeps as many connections.
+#: Requests at a time: the number of connections that botocore keeps.
 _AT_ONCE: Final = 10
 
 
