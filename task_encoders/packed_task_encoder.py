@@ -60,7 +60,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
 
     Args:
         seq_length: capacity of a pack in tokens. If a pack written by others is longer, sub-samples
-        at its end are dropped, and counted.
+            at its end are dropped, and counted.
         model: the model the packs were measured with, as manifest.json says.
         options: instead of `model`, its fields by name: family, processor ("builtin", a checkpoint
             folder or a hub name), min_pixels, max_pixels, …

@@ -148,7 +148,7 @@ def varlen_attention(
         cu_seqlens: (P + 1,) int32, from 0 to T.
         max_seqlen: length of the longest segment.
         cu_seqlens_kv, max_seqlen_kv: the same for keys and values, if a segment's queries are only
-        its last tokens.
+            its last tokens.
         scale: factor of the scores.
         causal: whether a token sees only itself and earlier tokens.
         backend: a name in KERNELS.

@@ -49,8 +49,8 @@ class PackedIterableDataset(OnlineDataset):
         strategy: "binpack" and "sequential" pack as ms-swift does; "auto", or any other name in
             STRATEGIES, with the planner of this package.
         leftovers: "carry": packs that are not full wait for the next samples: the last one, as in
-        ms-swift, or with the planner all, for 16 windows at most. "emit": every window goes out
-        whole.
+            ms-swift, or with the planner all, for 16 windows at most. "emit": every window goes out
+            whole.
         template: gets `packing = padding_free = True`, by which ms-swift's collator joins a pack.
         yields: "samples": packs are lists of samples; "rows": `padding_free_collator` of them.
         options: those of `OnlineDataset`.
@@ -161,7 +161,7 @@ class ConstantLengthDataset(Prefetched):
             or `length`, and `images` or `image_grid_thw` if it has any.
         max_sample_length: a longer sample is set aside; default: seq_length.
         separator_tokens: room of each sample besides its tokens; rows hold it only as padding at
-        their end. 1 gives nanoVLM's packs, which have a token after each sample.
+            their end. 1 gives nanoVLM's packs, which have a token after each sample.
         max_images_per_sample: a sample with more images is set aside; default: max_images_per_pack.
         buffer_size: samples packed at a time.
         strategy: "knapsack" makes all packs of a buffer evenly full and gives them all out; any
@@ -252,9 +252,9 @@ class DynamicBatches(OnlineDataset):
     Args:
         dataset: as of `PackedIterableDataset`.
         dyn_bsz: True: all samples that fit micro_batch_size × max_seq_len tokens; False: always
-        micro_batch_size samples, each of at most max_seq_len tokens.
+            micro_batch_size samples, each of at most max_seq_len tokens.
         buffer_size: samples among which a batch's are chosen, the oldest first. A batch is made
-        when the buffer is full and has enough tokens. Only for dyn_bsz.
+            when the buffer is full and has enough tokens. Only for dyn_bsz.
         pad_to_length: pad every joined row with one more segment: True: to micro_batch_size ×
             max_seq_len, or a length, so that kernels are compiled for one shape.
         pad_token_id: pads input_ids.

@@ -84,19 +84,19 @@ def plan_packs(
             the same shape.
         seq_length: tokens that a pack may hold.
         budgets: further limits per pack, name -> (integer array, limit). Not for strategies that
-        decide on the histogram of lengths: ``COMPOSERS`` but auto, and hash_bucket.
+            decide on the histogram of lengths: ``COMPOSERS`` but auto, and hash_bucket.
         groups: integer array, for example the kind of media of each sample: with ``homogeneous``,
             packs hold samples of one group only.
         cost: of training on each sample (``families.model_cost``); default: its length squared.
-        Used by ``order`` and ``context_parallel``.
+            Used by ``order`` and ``context_parallel``.
         tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases, and
             ``picture_ranks`` evens it out.
         media: 1 for samples with images, 2 with videos, 3 with both, 0 with neither; see
             ``order.uniform``.
         features: further quantities, such as tokens with loss, to be balanced over optimizer steps
-        of eight micro batches under ``order``.
+            of eight micro batches under ``order``.
         source_order: place of each sample in the source, any sortable array; for assignment
-        locality.
+            locality.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
             two, and locality takes first copies first, then all second ones, and so on.

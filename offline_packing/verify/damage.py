@@ -3,7 +3,7 @@
     _packing/index.json         hashes of index parts, set-aside parts and tables of files
     _packing/plan/stage.json    hashes of the plan's files, and of index.json
     manifest.json               hashes of shards, fragments and Energon's metadata; the content of
-    stage.json and its own
+                                stage.json and its own
 
 A bit that flips in a recorded hash shows as well: a problem names the file and what records it.
 """

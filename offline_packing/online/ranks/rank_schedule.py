@@ -89,7 +89,7 @@ class RankSchedule:
             micro batch.
         seed: decides every random choice, together with the epoch.
         tower_cost: (num_items,), the vision tower's part of `cost`; the time of both phases is then
-        minimised. The sum's idle share may grow by a hundredth for it.
+            minimised. The sum's idle share may grow by a hundredth for it.
         kinds: integers (num_items,) that do not differ within a step, as FSDP needs it: 1 with
             images, 0 without.
         features: (num_items, num_features), further quantities to balance over optimizer steps of 8
