@@ -5,7 +5,7 @@
     cu_lengths   [0 3 5 9]
     position_ids [0 1 2 0 1 0 1 2 3]      (text; media as in M-RoPE), per sub-sample
 
-A row is never padded unless asked to. `pad_multiple` pads every sub-sample inside its own segment;
+A row is never padded unless asked to. `multiple` pads every sub-sample inside its own segment;
 `pad_to_length` adds a last segment of padding, so that `cu_lengths[-1]` is always the row's length.
 
 Pixels become values here, in one pass from the bytes of all samples to the row's own memory; or,
@@ -74,7 +74,7 @@ def concatenate(
     samples: Sequence[EncodedSample],
     *,
     pad_token_id: int,
-    pad_multiple: int = 1,
+    multiple: int = 1,
     pad_to_length: int | None = None,
     cross_sample_attention: bool = False,
     pixel_transport: PixelTransport = "float32",
@@ -83,7 +83,7 @@ def concatenate(
     """Concatenate a pack's samples into one row.
 
     Args:
-        pad_multiple: every sub-sample is padded to a multiple of this many tokens.
+        multiple: every sub-sample is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
         cross_sample_attention: one segment of all, unlike unpacked training.
         pixel_transport: "uint8" leaves the conversion of pixels to values to the device.
@@ -92,14 +92,14 @@ def concatenate(
     Raises:
         ValueError: no samples, or a row longer than `pad_to_length`.
     """
-    lengths = [-(-len(sample.tokens) // pad_multiple) * pad_multiple for sample in samples]
+    lengths = [-(-len(sample.tokens) // multiple) * multiple for sample in samples]
     starts, total = place_samples(lengths, pad_to_length)
     ends = boundaries(starts[[0, -1]] if cross_sample_attention else starts, total)
     return PackedRow(
         **_texts(samples, starts, total, pad_token_id, running=cross_sample_attention),
         **_media(samples, starts, ends, pixel_transport, map_),
         cu_lengths=ends,
-        is_padded=pad_multiple > 1 or pad_to_length is not None,
+        is_padded=multiple > 1 or pad_to_length is not None,
     )
 
 

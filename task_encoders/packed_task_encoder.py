@@ -107,7 +107,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         self._rows = RowEncoder(
             encoder=self.encoder,
             seq_length=seq_length,
-            pad_multiple=pad_multiple,
+            multiple=pad_multiple,
             pad_to_seq_length=pad_to_seq_length,
             cross_sample_attention=cross_sample_attention,
             pixel_transport=pixel_transport,
@@ -273,7 +273,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             folder,
             model=self.encoder.fingerprint,
             seq_length=self.seq_length,
-            pad_multiple=1 if self._fits_padded else self.pad_multiple,
+            multiple=1 if self._fits_padded else self.pad_multiple,
         )
         self._folders.append(folder)
         if self._trainer:

@@ -114,7 +114,7 @@ class PackingSettings:
 
 
 def check_manifest(
-    folder: Any, *, model: Mapping[str, Any], seq_length: int, pad_multiple: int
+    folder: Any, *, model: Mapping[str, Any], seq_length: int, multiple: int
 ) -> None:
     """Compare the settings that a packed folder was made with to the reader's.
 
@@ -147,10 +147,10 @@ def check_manifest(
             f"{folder}: packs hold up to seq_length {manifest.seq_length} tokens > the task "
             f"encoder's seq_length {seq_length}; raise it, or pack again"
         )
-    if manifest.pad_multiple % pad_multiple:
+    if not manifest.is_padded_to(multiple):
         raise PackingSettingsError(
-            f"{folder}: packed with pad_multiple {manifest.pad_multiple}, the task encoder pads to "
-            f"multiples of {pad_multiple}; pack again with pack.pad_multiple={pad_multiple}"
+            f"{folder}: packed without room for the multiples of {multiple} to which the task "
+            f"encoder pads; pack again with pack.pad_multiple={multiple}"
         )
 
 

@@ -173,7 +173,7 @@ def check_room(path: str | Path, context_parallel: int) -> None:
     multiple = required_pad_multiple(context_parallel=context_parallel)
     for folder, _ in _folders(path):
         manifest = _read_manifest(folder)
-        if manifest.pad_multiple % multiple == 0:
+        if manifest.is_padded_to(multiple):
             continue
         head = f"parallel.context={context_parallel} pads samples to multiples of {multiple}"
         remedy = f"pack it with pack.context_parallel.size={context_parallel}"

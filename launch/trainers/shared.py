@@ -39,8 +39,8 @@ def warn_of_mixed_steps(packs: Any, num_ranks: int, packs_per_row: int = 1) -> N
     columns = packs.columns() if hasattr(packs, "columns") and num_ranks > 1 else None
     if columns is None or len(np.unique(columns.media)) < 2:
         return
-    uniform: int = packs.uniform_ranks
-    if uniform == 0 or uniform % num_ranks:
+    planned_for: int = packs.uniform_ranks
+    if planned_for == 0 or planned_for % num_ranks:
         remedy = f"pack with pack.order={{num_ranks: {num_ranks}, uniform: true}}"
     elif len(packs) % (num_ranks * packs_per_row):
         remedy = f"the last of {len(packs)} packs fill no step: let a rank take 1 at a time"

@@ -90,14 +90,15 @@ def plan_lengths(
 @click.argument("folders", nargs=-1, required=True, type=FileOrUrl(dir_okay=True, file_okay=False))
 @click.option(
     "--epochs",
+    "each_once",
     is_flag=True,
     help="Each pack exactly once per epoch, not on average: what data.repeat=false needs.",
 )
-def blend(folders: tuple[Path, ...], epochs: bool) -> None:
+def blend(folders: tuple[Path, ...], each_once: bool) -> None:
     """Print the YAML with which Energon reads several outputs as one dataset."""
     from offline_packing.upkeep import blend as blending
 
-    echo(blending.blend(folders, epochs=epochs), nl=False)
+    echo(blending.blend(folders, each_once=each_once), nl=False)
 
 
 def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:

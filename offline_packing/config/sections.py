@@ -194,6 +194,11 @@ class OutputConfig(Section):
             raise ValueError(f"shares sum to {sum(split.values()):g}; make them sum to 1")
         return split
 
+    @property
+    def holds_token_ids(self) -> bool:
+        """Whether packs are written with token ids."""
+        return self.pretokenize or LAYOUTS[self.layout].TOKEN_IDS == "always"
+
     @model_validator(mode="after")
     def _check_layout(self) -> "OutputConfig":
         if self.pretokenize and LAYOUTS[self.layout].TOKEN_IDS == "never":

@@ -64,7 +64,7 @@ class Admission(NamedTuple):
 def admit_samples(
     num_tokens: np.ndarray,
     seq_length: int,
-    pad_multiple: int = 1,
+    multiple: int = 1,
     budgets: Budgets | None = None,
     columns: Mapping[str, np.ndarray | None] | None = None,
 ) -> Admission:
@@ -93,11 +93,11 @@ def admit_samples(
         given[name] = checked_costs(given[name], name)
     names = (EMPTY, OVER_SEQ_LENGTH, *(f"over_budget:{name}" for name in budgets))
     id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
-    longest = seq_length // pad_multiple * pad_multiple
+    longest = seq_length // multiple * multiple
     within = all(array.max(initial=0) <= limit for array, limit in budgets.values())
     if within and num_tokens.min(initial=1) >= 1 and num_tokens.max(initial=1) <= longest:
         none = np.zeros(0, id_type)
-        samples = Samples(_padded(num_tokens, pad_multiple), seq_length, budgets, given)
+        samples = Samples(_padded(num_tokens, multiple), seq_length, budgets, given)
         return Admission(samples, None, none, none.astype(np.uint8), names)
     reasons = np.zeros(len(num_tokens), np.uint8)  # 0: admitted, else 1 + index of the reason
     for number, (array, limit) in reversed(list(enumerate(budgets.values()))):
@@ -107,7 +107,7 @@ def admit_samples(
     ids = np.flatnonzero(reasons == 0).astype(id_type)
     aside = np.flatnonzero(reasons).astype(id_type)
     samples = Samples(num_tokens, seq_length, budgets, given).subset(ids)
-    samples = replace(samples, lengths=_padded(samples.lengths, pad_multiple))
+    samples = replace(samples, lengths=_padded(samples.lengths, multiple))
     return Admission(samples, ids, aside, reasons[aside] - 1, names)
 
 

@@ -139,7 +139,7 @@ def iterate_tasks(
     tables = samples_of_shards(samples, COLUMNS, ids, workspace.write)
     copies = plan.copy_numbers()
     output = config.output
-    tokenizes = output.pretokenize or LAYOUTS[output.layout].TOKEN_IDS == "always"
+    tokenizes = output.holds_token_ids
     started = read_json(workspace.started)
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         yield ShardTask(

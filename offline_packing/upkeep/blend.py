@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
 
 
-def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
+def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
     """The YAML of a metadataset of these outputs; its paths are absolute.
 
     Args:
-        epochs: each pack comes exactly once per epoch (blend_epochized), not on average (blend).
+        each_once: each pack comes exactly once per epoch (blend_epochized), not on average (blend).
 
     Raises:
         StageError: an output is not complete, or they were packed for another model or another
@@ -66,15 +66,15 @@ def blend(folders: Sequence[Path], *, epochs: bool = False) -> str:
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
         weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
         blended = [
-            {"path": _place(root, layout), **({"repetitions": 1} if epochs else {"weight": n})}
+            {"path": _place(root, layout), **({"repetitions": 1} if each_once else {"weight": n})}
             for root, n in weights.items()
             if n
         ]
         if blended:
-            splits[split] = {"blend_epochized" if epochs else "blend": blended}
+            splits[split] = {"blend_epochized" if each_once else "blend": blended}
     head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
     about = "# Weights are numbers of packs: each pack comes once per epoch, on average.\n"
-    if epochs:
+    if each_once:
         about = "# Each pack comes as often per epoch as repetitions say.\n"
     return about + yaml.safe_dump(head, sort_keys=False)
 

@@ -102,7 +102,7 @@ class VerifyTask:
 
     shard: ShardTask
     expected: ShardLine
-    pad_multiple: int
+    multiple: int
     #: ranks of a slot, if packs go over 1, 2, 4 … of them
     slots: ContextParallel | None
     model: ModelOptions
@@ -252,7 +252,7 @@ def _pack_problems(
     lengths = [sample.num_tokens for sample in samples]
     if list(pack.num_tokens or ()) != lengths:
         yield "meta.num_tokens is not what was measured"
-    multiple, room, cp_size = task.pad_multiple, task.shard.seq_length, samples[0].cp_size
+    multiple, room, cp_size = task.multiple, task.shard.seq_length, samples[0].cp_size
     if pack.cp_size != cp_size:
         yield f"goes over {pack.cp_size} ranks, not the planned {cp_size}"
     if cp_size is not None and task.slots is not None:

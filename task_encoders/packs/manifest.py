@@ -158,6 +158,10 @@ class Manifest(_Model):
             return self.seq_length
         return min(num_ranks * self.context_parallel.tokens_per_rank, self.seq_length)
 
+    def is_padded_to(self, multiple: int) -> bool:
+        """Whether packs have room for samples that are padded to a multiple."""
+        return self.pad_multiple % multiple == 0
+
     def epoch_sizes(self, split: str = "train") -> tuple[int, ...]:
         """Packs of each epoch, which follow each other, where each has packs of its own; otherwise
         all packs of the split."""

@@ -67,13 +67,13 @@ class PackedSubSample:
     num_tokens: int
 
 
-def cut_multiple(cp_size: int, pad_multiple: int = 1) -> int:
+def cut_multiple(cp_size: int, multiple: int = 1) -> int:
     """Divisor of every sub-sample's padded length in a pack over `cp_size` ranks.
 
     Each is cut into 2 * cp_size chunks, and what a rank gets is itself a multiple of
-    `pad_multiple` (tensor ranks under sequence parallelism; 16 for FP8).
+    `multiple` (tensor ranks under sequence parallelism; 16 for FP8).
     """
-    return cp_size * math.lcm(2, pad_multiple)
+    return cp_size * math.lcm(2, multiple)
 
 
 def pack_key(index: int, prefix: str = "") -> str:

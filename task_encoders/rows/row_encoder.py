@@ -35,7 +35,7 @@ class RowEncoder:
 
     encoder: SampleEncoder
     seq_length: int
-    pad_multiple: int
+    multiple: int
     pad_to_seq_length: bool
     cross_sample_attention: bool
     pixel_transport: PixelTransport
@@ -43,16 +43,16 @@ class RowEncoder:
     check_lengths: bool
 
     def __post_init__(self) -> None:
-        if self.pad_multiple > self.seq_length:
+        if self.multiple > self.seq_length:
             raise ValueError(
-                f"pad_multiple is {self.pad_multiple}; it must be at most seq_length "
+                f"pad_multiple is {self.multiple}; it must be at most seq_length "
                 f"{self.seq_length}, or no sample fits a pack"
             )
-        if self.pad_to_seq_length and self.seq_length % self.pad_multiple:
+        if self.pad_to_seq_length and self.seq_length % self.multiple:
             raise ValueError(
                 f"pad_to_seq_length: seq_length {self.seq_length} is not a multiple of "
-                f"pad_multiple {self.pad_multiple}; set "
-                f"{self.seq_length // self.pad_multiple * self.pad_multiple}"
+                f"pad_multiple {self.multiple}; set "
+                f"{self.seq_length // self.multiple * self.multiple}"
             )
 
     def encode(
@@ -67,7 +67,7 @@ class RowEncoder:
         """
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
         each = self._in_threads(sub_samples, pool) if pool else map(self._encode_one, sub_samples)
-        multiple = self.pad_multiple if num_ranks is None else self._cut_multiple(num_ranks)
+        multiple = self.multiple if num_ranks is None else self._cut_multiple(num_ranks)
         encoded: list[EncodedSample] = []
         dropped: list[str] = []
         room = self.seq_length
@@ -88,7 +88,7 @@ class RowEncoder:
         row = concatenate(
             encoded,
             pad_token_id=self.encoder.pad_token_id,
-            pad_multiple=multiple,
+            multiple=multiple,
             pad_to_length=self.seq_length if self.pad_to_seq_length else None,
             cross_sample_attention=self.cross_sample_attention,
             pixel_transport=self.pixel_transport,
@@ -103,7 +103,7 @@ class RowEncoder:
                 "pad_to_seq_length would pad packs over 1, 2, 4 … ranks to the longest of them; "
                 "leave it out"
             )
-        return cut_multiple(num_ranks, self.pad_multiple)
+        return cut_multiple(num_ranks, self.multiple)
 
     def _in_threads(
         self, sub_samples: Sequence[SubSample], pool: ThreadPoolExecutor

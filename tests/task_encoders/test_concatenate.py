@@ -95,7 +95,7 @@ def test_padding_a_row_to_a_length(
 
 
 def test_padding_each_sub_sample() -> None:
-    packed = row(3, 4, 5, pad_multiple=4)
+    packed = row(3, 4, 5, multiple=4)
     assert packed.cu_lengths.tolist() == [0, 4, 8, 16]
     assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, *range(8)]
     assert logical_cu_seqlens(packed.cu_lengths, packed.attn_mask).tolist() == [0, 3, 7, 12]
@@ -141,11 +141,11 @@ def test_packed_seq_params_of_plain_and_padded_rows() -> None:
     assert plain.cu_seqlens_q.tolist() == [0, 3, 5, 9]
     assert plain.cu_seqlens_q_padded is None
     assert plain.max_seqlen_q == 4
-    padded = to_packed_seq_params(as_batch(row(3, 6, pad_multiple=4, pad_to_length=16)))
+    padded = to_packed_seq_params(as_batch(row(3, 6, multiple=4, pad_to_length=16)))
     assert padded.cu_seqlens_q.tolist() == [0, 3, 9, 13]  # the tail stays a segment
     assert padded.cu_seqlens_q_padded.tolist() == [0, 4, 12, 16]
     assert padded.max_seqlen_q == 8
-    needs_none = to_packed_seq_params(as_batch(merge_rows([row(4, 8, pad_multiple=4)])))
+    needs_none = to_packed_seq_params(as_batch(merge_rows([row(4, 8, multiple=4)])))
     assert needs_none.cu_seqlens_q_padded.tolist() == needs_none.cu_seqlens_q.tolist()
 
 

@@ -66,11 +66,11 @@ def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray
     return tuple(np.concatenate(column)[folder.order] for column in columns)
 
 
-def longest_pack(root: Path, pad_multiple: int) -> int:
+def longest_pack(root: Path, multiple: int) -> int:
     """Tokens of the longest pack of an output if every sample is padded to a multiple. Raises
     StageError as `pack_costs`."""
     samples, plan = _artifacts(root, read_manifest(root))
-    padded = -(-samples.array("num_tokens")[plan.sample_ids] // pad_multiple) * pad_multiple
+    padded = -(-samples.array("num_tokens")[plan.sample_ids] // multiple) * multiple
     return int(np.add.reduceat(padded, plan.pack_offsets[:-1], dtype=np.int64).max())
 
 

@@ -100,7 +100,7 @@ class ContextParallel:
         """Ranks that a pack may go over, ascending."""
         return [1 << power for power in range(self.ranks.bit_length())]
 
-    def check(self, seq_length: int, pad_multiple: int) -> None:
+    def check(self, seq_length: int, multiple: int) -> None:
         """Raise ValueError for a longest pack that the ranks cannot hold or cut."""
         if seq_length > self.ranks * self.tokens_per_rank:
             raise ValueError(
@@ -108,8 +108,8 @@ class ContextParallel:
                 "rank, the longest pack under context_parallel; lower it, or raise these"
             )
         for name, value, multiple in (
-            ("tokens_per_rank", self.tokens_per_rank, cut_multiple(1, pad_multiple)),
-            ("seq_length", seq_length, cut_multiple(self.ranks, pad_multiple)),
+            ("tokens_per_rank", self.tokens_per_rank, cut_multiple(1, multiple)),
+            ("seq_length", seq_length, cut_multiple(self.ranks, multiple)),
         ):
             if value % multiple:
                 raise ValueError(

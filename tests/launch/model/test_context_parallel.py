@@ -90,7 +90,7 @@ def compute(
         config = ModelConfig.model_validate({"family": family, "checkpoint": checkpoint})
         model = build_model(config, device=device)
         samples = row_samples(reference, row)
-        batch = packed_batch(samples, pad_multiple=2 * context if context > 1 else 1)
+        batch = packed_batch(samples, multiple=2 * context if context > 1 else 1)
         labels = shift_labels(batch.labels)
         labelled = labels[0] != IGNORE_INDEX
         with torch.no_grad():

@@ -168,7 +168,7 @@ def test_padding_changes_no_logits(checkpoints: Path) -> None:
     model = build_model(ModelConfig(checkpoint=checkpoint), device=device).eval()
     samples = row_samples(reference, "mixed")
     plain = packed_batch(samples)
-    padded = packed_batch(samples, pad_multiple=8, pad_to_length=256)
+    padded = packed_batch(samples, multiple=8, pad_to_length=256)
     assert padded.attn_mask.sum() > 40
     with torch.no_grad():
         expected = forward(model, plain, None)[0]

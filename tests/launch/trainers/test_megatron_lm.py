@@ -37,7 +37,7 @@ from tests.helpers.tiny_checkpoints import (
 def example_batches() -> list[PackedBatch]:
     reference = transformers_model("qwen2_vl", tied=False)
     return [
-        packed_batch(row_samples(reference, row), pad_multiple=pad)
+        packed_batch(row_samples(reference, row), multiple=pad)
         for row, pad in zip(ROWS, (1, 4, 1, 1, 1, 4), strict=True)
     ]
 

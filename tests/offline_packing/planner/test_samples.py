@@ -24,7 +24,7 @@ def test_reasons_are_aligned_and_ordered() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64])
 def test_any_integer_type_is_accepted_and_lengths_are_padded(dtype) -> None:
-    result = admit_samples(np.array([1, 8, 9, 100], dtype), 100, pad_multiple=8)
+    result = admit_samples(np.array([1, 8, 9, 100], dtype), 100, multiple=8)
     # 100 pads to 104 > 100, so it cannot be packed at this multiple.
     assert result.samples.lengths.tolist() == [8, 8, 16]
     assert result.samples.lengths.dtype == np.int32

@@ -106,7 +106,7 @@ def test_what_is_no_output(outputs: list[Path], tmp_path: Path) -> None:
 
 def test_a_blend_of_epochs_is_read_once(outputs: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "blend.yaml"
-    path.write_text(blend(outputs, epochs=True))
+    path.write_text(blend(outputs, each_once=True))
     splits = yaml.safe_load(path.read_text())["splits"]
     assert [entry["repetitions"] for entry in splits["train"]["blend_epochized"]] == [1, 1]
     read = get_packed_loader(read_from(path, repeat=False))

@@ -83,7 +83,7 @@ class CountingEncoder:
 def row_encoder(num_threads: int, encoder: Any = None, **options: Any) -> RowEncoder:
     settings: dict[str, Any] = {
         "seq_length": 4096,
-        "pad_multiple": 1,
+        "multiple": 1,
         "pad_to_seq_length": False,
         "cross_sample_attention": False,
         "pixel_transport": "uint8",

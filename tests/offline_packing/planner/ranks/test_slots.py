@@ -16,17 +16,17 @@ def test_ranks_are_a_power_of_two_and_hold_the_longest_pack() -> None:
     ranks = ContextParallel(8, 100)
     assert ranks.sizes == [1, 2, 4, 8]
     assert ranks.capacities(640).tolist() == [100, 200, 400, 640]
-    ranks.check(800, pad_multiple=1)
+    ranks.check(800, multiple=1)
     with pytest.raises(ValueError, match=r"ranks is 6; .*power of two"):
         ContextParallel(6, 100)
     with pytest.raises(ValueError, match="tokens_per_rank is 0"):
         ContextParallel(8, 0)
     with pytest.raises(ValueError, match=r"seq_length 816 > 8 ranks x 100 tokens per rank"):
-        ranks.check(816, pad_multiple=1)
+        ranks.check(816, multiple=1)
     with pytest.raises(ValueError, match=r"seq_length 790 is not a multiple of 16, .*; take 784"):
-        ranks.check(790, pad_multiple=1)
+        ranks.check(790, multiple=1)
     with pytest.raises(ValueError, match=r"tokens_per_rank 100 is not a multiple of 6, .* take 96"):
-        ranks.check(480, pad_multiple=3)
+        ranks.check(480, multiple=3)
 
 
 def _heavy(num_samples: int, seed: int, longest: int) -> np.ndarray:
