@@ -76,7 +76,7 @@ class DataConfig(_Config):
     @model_validator(mode="before")
     @classmethod
     def _find_folder(cls, given: Any) -> Any:
-        """`path` is the folder of the prefix, which holds the manifest; or what leads to one."""
+        """`path` is the folder of the prefix, which holds the manifest, or leads to one."""
         if not isinstance(given, Mapping):
             return given
         prefix = given.get("data_prefix") or find_prefix(str(given.get("path")))
@@ -214,7 +214,7 @@ class MetricsConfig(_Config):
 
 
 class OutputConfig(_Config):
-    """Folder of the results: metrics.jsonl, checkpoints/, hf/, and what trackers keep."""
+    """Folder of the results: metrics.jsonl, checkpoints/, hf/, and files of trackers."""
 
     #: the folder for checkpoints, metrics and exports
     path: Path

@@ -59,8 +59,7 @@ class MicroBatches(Protocol):
 
     def restore(self, state: Any) -> None:
         """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
-        what these left of the epoch is dealt among the present ones. Only before the first
-        `next`."""
+        the rest of the epoch is dealt among the present ranks. Only before the first `next`."""
 
     def close(self) -> None:
         """Stop reading. `next` must not be called afterwards."""

@@ -62,7 +62,7 @@ class StepCounts:
         cost: ModelCost,
         group: distributed.ProcessGroup | None,
     ) -> None:
-        """Count one micro batch.
+        """Count a micro batch.
 
         Args:
             loss: the sum of its losses, or of this rank's part of it.

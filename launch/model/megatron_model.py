@@ -98,8 +98,7 @@ def transformer_config(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TransformerConfig:
-    """megatron-core's config of a text model with these tensors, without what needs a CUDA
-    device."""
+    """megatron-core's config of a text model with these tensors, without options that need CUDA."""
     return TransformerConfig(
         num_layers=text_config.num_hidden_layers,
         hidden_size=text_config.hidden_size,
@@ -177,7 +176,7 @@ def _summed(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def check_supported(text_config: Any, tensor_parallel: int) -> None:
-    """Refuse a config that would train a model other than the one it describes."""
+    """Refuse a config that would train another model than it describes."""
     divided = {
         "num_attention_heads": text_config.num_attention_heads,
         "num_key_value_heads": text_config.num_key_value_heads,

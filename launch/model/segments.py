@@ -105,7 +105,7 @@ def check_positions(config: Any, seq_length: int) -> None:
 
 
 def why_no_flash(config: Any) -> str:
-    """The reason why flash attention cannot compute a model's; empty where it can."""
+    """The reason why flash attention cannot compute a model's attention; empty if it can."""
     if _shows_images(config):
         return "has no mask in which an image's tokens see each other"
     text = config.get_text_config()
@@ -173,7 +173,7 @@ def _hand_down_segments(
 
 
 def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
-    """Boundaries of a row's segments; None where there are none."""
+    """Boundaries of a row's segments, if there are any."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     boundaries = kwargs.get("cu_seq_lens_q")

@@ -153,7 +153,7 @@ def _check_precision(args: TrainingArguments, given: Mapping[str, Any]) -> None:
 
 
 class PackedTrainer(TrainsPacks, Trainer):
-    """Trainer on packs. In training, logits are made where there are labels, and nowhere else."""
+    """Trainer on packs. In training, logits are made only where there are labels."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """See Trainer. Custom losses, liger's kernel and metrics need the whole row."""

@@ -51,7 +51,7 @@ _LISTENER: Final[ContextVar[Advance | None]] = ContextVar("listener", default=No
 
 
 def advance(count: int = 1) -> None:
-    """Report progress of a task; does nothing where nobody listens."""
+    """Report progress of a task, if there is a listener."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(count)

@@ -71,7 +71,7 @@ def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
 
 def most_shown(samples: Index) -> tuple[int, str]:
     """The number of samples that show the most frequent image or video, and the key of the first of
-    them; (0, "") where no two samples show one."""
+    them; (0, "") if no two samples share one."""
     found = [np.empty(0, np.uint64)]
     for part in samples.parts("media_hash"):
         media = part["media_hash"].combine_chunks()
@@ -152,8 +152,8 @@ def records_of(rows: pa.Table) -> pa.Table:
 
 
 def count_packed(samples: Index, packed: SampleIds) -> tuple[int, int]:
-    """The number of records in some samples; and how often one of them, or turns of one that is
-    cut, are in one more sample, which nothing should be."""
+    """The number of records in some samples; and how often a record, or turns of a cut one, are in
+    a further sample, which is a fault."""
     packed = np.unique(packed)
     hashes = samples.array("key_hash")[packed]
     turns = [np.empty((2, 0), np.int64)]

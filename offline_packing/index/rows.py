@@ -163,7 +163,7 @@ def _pick(
     samples_in_memory: int,
 ) -> Iterator[tuple[int, pa.Table]]:
     """(group, some of its samples), ascending: of neighboring parts that fit in memory together;
-    parts without any of the ids are not read. `none` is such a table without samples."""
+    parts without any of the ids are not read. `none` is an empty table of this kind."""
     first, end, held = 0, 0, list[pa.Table]()
 
     def give() -> Iterator[tuple[int, pa.Table]]:

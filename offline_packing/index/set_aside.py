@@ -96,7 +96,7 @@ class AsideGroup:
 
 
 def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iterator[pa.Table]:
-    """Rows of SET_ASIDE_SCHEMA, some at a time; of these reasons only, where any are named. Raises
+    """Rows of SET_ASIDE_SCHEMA, some at a time; only with these reasons, if any are named. Raises
     StageError if a table is gone or damaged."""
     wanted = pa.array(sorted(reasons), pa.string())
     for path in paths:

@@ -108,7 +108,7 @@ class IndexInfo:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each thing that is probably a mistake, as what samples go without."""
+        """A line for each probable mistake, such as unused parts of samples."""
         lines = list(self.source_warnings)
         for what, (count, example) in sorted(self.lost.items()):
             such = f", such as {example}" if example else ""
@@ -225,8 +225,8 @@ def table_writer(
 
 
 def rewrite_part(path: Path, change: Callable[[pa.Table, slice], pa.Table]) -> None:
-    """Replace a part of the index by what `change` makes of its rows: it gets some of them, and
-    their places in the part."""
+    """Replace a part of the index by the rows that `change` returns: it gets some rows, and their
+    places in the part."""
     with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
         begin = 0
         for number in range(part.num_row_groups):

@@ -195,15 +195,15 @@ class Layout(ABC):
 
 
 class JoinedLayout(Layout):
-    """The packs of a split in one file. Its shards are files of their own, pieces, until all are
-    written and joined; then they are stretches of that file: the manifest says how many bytes each
-    has, and its fragment where each pack lies."""
+    """The packs of a split in one file. Its shards are separate files, pieces, until all are
+    written and joined into it. The manifest then has the bytes of each shard, and its fragment the
+    place of each pack."""
 
     PIECE: ClassVar[str]
 
     @abstractmethod
     def split_files(self, split: str) -> tuple[str, str]:
-        """Names of a split's file, and of that which says where its packs lie."""
+        """Names of a split's file, and of the file with the places of its packs."""
 
     @abstractmethod
     def sizes(self, fragment: ShardFragment) -> npt.NDArray[np.int64]:

@@ -82,8 +82,8 @@ def lay_out_shards(
     shards_per_folder: int | None = None,
 ) -> list[PlannedShard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
-    max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,) is what each pack
-    takes in a tar, or more."""
+    max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,): bytes of each pack
+    in a tar, at least."""
     shards: list[PlannedShard] = []
     for split, packs in splits.items():
         cuts = list(packs[::packs_per_shard]) or [packs.start]
@@ -176,7 +176,7 @@ class ShardFragment:
 
     @classmethod
     def is_whole(cls, path: Path, content_hash: str) -> bool:
-        """Whether a fragment is the one that a manifest recorded."""
+        """Whether a fragment is as a manifest recorded it."""
         try:
             return cls.load(path).content_hash == content_hash
         except StageError:
@@ -265,8 +265,8 @@ class ShardTask:
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
     def packs(self, *, with_media: bool = True) -> Iterator[PlannedPack]:
-        """Key and samples of each pack; the task advances by one when it asks for the next. What is
-        remote of them is read ahead; of their media only `with_media`."""
+        """Key and samples of each pack; the task advances by one when it asks for the next. Remote
+        records are read ahead, and media if `with_media`."""
         packs = self._planned()
         if any(source.beside_remote for source in self.sources):
             packs = read_ahead(packs, partial(self._places, with_media))

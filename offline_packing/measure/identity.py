@@ -87,7 +87,7 @@ def _rename_part(
     path: Path, renamed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint64]
 ) -> None:
     """Replace a part of the index by one with other keys in some rows. `hashes` (num_rows,) are the
-    rows' key_hash; a row with another one is already renamed."""
+    rows' key_hash; a row with another hash is already renamed."""
 
     def rename(rows: pa.Table, places: slice) -> pa.Table:
         pending = renamed[places] & (rows["key_hash"].to_numpy() == hashes[places])
@@ -128,8 +128,8 @@ def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
 
 @dataclass
 class NewRecords:
-    """A part's records that no output of source.skip holds, each with its number in the part; then,
-    how many others there were."""
+    """A part's records that no output of source.skip holds, each with its number in the part; then
+    the number of the others."""
 
     source: Source
     part: SourcePart
@@ -253,8 +253,8 @@ HASHED_BYTES: Final = 1 << 14
 
 
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
-    """xxh3_64 of what a sample is trained on: its texts, and its media by their names, or by their
-    bytes where these are in the record itself."""
+    """xxh3_64 of a sample's trained content: its texts, and its media by their names, or by their
+    bytes if these are in the record itself."""
     names = (sample.images, sample.videos)
     turns = [{"prompt": t.prompt, "answer": t.answer, **t.details} for t in sample.turns]
     tools = [sample.tools] if sample.tools else []

@@ -217,8 +217,8 @@ class Conversation:
         return self._part(cut._replace(end=end))
 
     def _context(self, first: int) -> int:
-        """The first exchange that is shown in front of an exchange: as much as is asked for and
-        fits with it, the latest ones; without any, it need not fit."""
+        """The first exchange shown in front of an exchange: the latest ones, up to the configured
+        number, that fit with it; without any, it need not fit."""
         earlier = range(max(0, first - self.options.context_turns), first)
         return earlier.start + bisect_left(
             earlier, True, key=lambda begin: self._is_fit(_Cut(begin, first, first + 1))

@@ -169,7 +169,7 @@ def _positions(
     given: Sequence[torch.Tensor | None], lengths: Sequence[int], padding: int
 ) -> torch.Tensor:
     """(3, 1, S) if any sample has M-RoPE's rows, (3, n) or with a row before them (4, n); without
-    any of them (1, 1, S), which count for nothing."""
+    any of them (1, 1, S), which is ignored."""
     rows = []
     for positions, length in zip(given, lengths, strict=True):
         shape = () if positions is None else tuple(positions.shape)

@@ -128,8 +128,8 @@ class PackingBlock(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> "PackingBlock":
-        """The block of a file, whatever else the file holds. Raises ConfigError if there is none,
-        or a field of it is unknown or has a bad value."""
+        """The block of a file, which may hold other blocks. Raises ConfigError if there is none, or
+        a field of it is unknown or has a bad value."""
         content = parse_yaml(Path(path).read_text("utf-8"), f"config {str(path)!r}")
         if not isinstance(content, Mapping) or not isinstance(content.get("packing"), Mapping):
             raise ConfigError(

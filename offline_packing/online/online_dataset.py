@@ -157,7 +157,7 @@ class OnlineDataset(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next pass where `state` was taken. Raises StageError, when the pass
-        begins, if the settings or the readers are others."""
+        begins, if the settings or the readers differ."""
         self._saved = state
         # Loaders load when they begin; an epoch set before that is the trainer's word.
         self.set_epoch(max(int(self._epoch), state["epoch"]))
@@ -332,7 +332,7 @@ class _Pass:
             self._add_unusable(number, error)
 
     def _read(self, number: int, load: Load, known_length: int | None = None) -> Sample:
-        """Load and encode a sample. Raises SampleError for one that cannot be used."""
+        """Load and encode a sample. Raises SampleError if it cannot be used."""
         encode = self._owner.encode
         self._failures_in_a_row += 1
         try:

@@ -178,8 +178,8 @@ class MatchedWindows:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Dynamic batches: waits for ``buffer_size`` items and ``seq_length`` tokens, then takes from
-    the oldest on whatever still fits. The rule of VeOmni's `DynamicBatchingSizeDataset`."""
+    """Dynamic batches: waits for ``buffer_size`` items and ``seq_length`` tokens, then takes all
+    that fit, from the oldest on. The rule of VeOmni's `DynamicBatchingSizeDataset`."""
 
     seq_length: int
     buffer_size: int

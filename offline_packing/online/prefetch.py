@@ -87,7 +87,7 @@ class Prefetched(IterableDataset[Any]):
         """Runs in the producer thread."""
 
         def put(*produced: Any) -> bool:
-            """Put it as soon as there is room; False if nobody waits for it anymore."""
+            """Put it as soon as there is room; False if the consumer is gone."""
             while not stop.is_set():
                 with suppress(Full):
                     queue.put(produced, timeout=_PATIENCE)

@@ -344,8 +344,8 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
 
 
 def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
-    """Keyword arguments of `plan_packs` beside lengths. `kept` (num_kept,) are the
-    samples that are planned, one that is used twice appears twice; the arrays are theirs."""
+    """Keyword arguments of `plan_packs` beside lengths. `kept` (num_kept,) are the planned samples,
+    twice if used twice; the arrays are theirs."""
 
     def column(name: str) -> npt.NDArray[Any]:
         return samples.array(name)[kept]

@@ -36,7 +36,7 @@ def _exchange_alike(
     totals: np.ndarray,
     state: np.ndarray,
 ) -> None:
-    """Offer every group of slots a random partner of its class; swap if it evens their packs out.
+    """Offer every group of slots a random partner of its class; swap if that evens their packs out.
     ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
     groups of equal token sums start. A sum that an earlier swap changed is not a partner."""
     for number in range(class_starts.shape[0] - 1):

@@ -230,10 +230,10 @@ def _in_units(lengths: np.ndarray, request: PlanRequest) -> tuple[np.ndarray, np
 def _compose_apart(
     samples: Samples, request: PlanRequest, copy_of: np.ndarray, num_parts: int
 ) -> Packs:
-    """Packs of parts between which copies are dealt out, and of what fills no pack in its part.
-    Composers put equal lengths, and so copies, into the same packs; exchanging these afterwards
-    costs packs where a length is rare. A part holds no copies unless there are more of a sample
-    than parts."""
+    """Packs of parts between which copies are dealt out, and of samples that fill no pack in their
+    part. Composers put equal lengths, and so copies, into the same packs; exchanging these
+    afterwards costs packs where a length is rare. A part holds no copies unless there are more of a
+    sample than parts."""
 
     def compose(ids: np.ndarray) -> Packs:
         return _compose_part(samples.subset(ids), request)[0].of(ids)

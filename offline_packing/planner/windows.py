@@ -35,8 +35,8 @@ _FULL = 0.995  # share of seq_length at which a window does not hold a pack back
 
 def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
     """Exact fills of the few hundred to few thousand samples of a window, the fullest first, and in
-    them the oldest of a length. Narrow and broad distributions have a method each; where it leaves
-    more than 2% of the tokens in unfilled packs, the other one is tried too."""
+    them the oldest of a length. Narrow and broad distributions have a method each; if it leaves
+    more than 2% of the tokens in unfilled packs, the other method is tried too."""
     lengths = np.ascontiguousarray(lengths, np.int32)
     counts = count_lengths(lengths, seq_length)
 

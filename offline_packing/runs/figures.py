@@ -100,9 +100,9 @@ def sample_figures(num_samples: int, set_aside: Mapping[str, int]) -> Figures:
 def plan_figures(
     compared: ReportConfig, lengths: npt.NDArray[np.integer], plan: PackPlan
 ) -> Figures:
-    """Figures of a plan that need no more than the tokens (num_packed,) of each use of a sample, at
-    least one. `saving` is that of packing, against batches of samples padded to their longest:
-    tokens, shares of padding, and steps of an epoch."""
+    """Figures of a plan that need only the tokens (num_packed,) of each use of a sample, at least
+    one. `saving` is that of packing, against batches of samples padded to their longest: tokens,
+    shares of padding, and steps of an epoch."""
     info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
     of_length = np.zeros(seq_length + 1, np.int64)

@@ -65,7 +65,7 @@ _APART: Final[Mapping[str, Any]] = {
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """The manifest of an output that is complete; or None. Raises DamagedError if it is not what
+    """The manifest of an output that is complete; or None. Raises DamagedError if it is not as it
     was written."""
     path = root / stored.NAME
     try:

@@ -20,7 +20,7 @@ _FOUND: Final = "found.json"
 
 
 def is_repairing(workspace: Workspace) -> bool:
-    """Whether `verify --discard` found something, and not all of it is there again."""
+    """Whether `verify --discard` found damaged files that are not all made again."""
     return (workspace.damaged / _FOUND).exists()
 
 
@@ -63,8 +63,8 @@ def put_back(workspace: Workspace, paths: Iterable[Path] | None = None) -> None:
 
 
 def accept(workspace: Workspace, recorded: Mapping[Path, str], why: Callable[[], str]) -> None:
-    """Move files that were made again to their places, in this order. Raises StageError, which says
-    why, where they do not have the hash that is recorded for them; the old ones come back."""
+    """Move files that were made again to their places, in this order. Raises StageError, with the
+    reason, if they do not have their recorded hash; the old ones come back."""
     wrong = []
     for path, expected in recorded.items():
         made = workspace.again / str(path.relative_to(workspace.root))

@@ -390,8 +390,8 @@ def _even_order(features: Floats, units: Floats, rng: np.random.Generator) -> In
 
 @njit(cache=True)
 def _even_out(order: Integers, features: Floats, block: int, tries: int, state: Integers) -> None:
-    """Exchange steps of two blocks, in place, where the squares of their sums fall. Steps after the
-    last whole block are exchanged with others, but count for nothing."""
+    """Exchange steps of two blocks, in place, if the squares of their sums fall. Steps after the
+    last whole block are exchanged, too, but not counted."""
     whole, width = len(order) // block * block, features.shape[1]
     sums = np.zeros((len(order) // block + 1, width))
     for place in range(whole):

@@ -131,7 +131,7 @@ def _take(
 
 @njit(cache=True)
 def _next_block(blocks: np.ndarray, present: np.ndarray, space: int) -> int:
-    """The largest block for a space, or one that a second fills it up with; 0 if none fits."""
+    """The largest block for a space, or one that fills it up with a second; 0 if none fits."""
     first = bitset_at_most(present, min(space, blocks.shape[0] - 1))
     if first <= 0 or first == space:
         return max(first, 0)

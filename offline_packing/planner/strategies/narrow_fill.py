@@ -275,7 +275,7 @@ def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 
 def is_narrow(counts: np.ndarray) -> bool:
-    """Whether these lengths are what narrow fills are made for: deviation below half the mean."""
+    """Whether these lengths suit narrow fills: deviation below half the mean."""
     lengths = np.arange(len(counts), dtype=np.float64)
     samples, tokens, squares = counts.sum(), counts @ lengths, counts @ lengths**2
     # variance < (mean / 2) ** 2, times the squared number of samples

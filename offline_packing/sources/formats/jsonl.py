@@ -90,7 +90,7 @@ class JsonlSource(Source):
         return lambda block: np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
 
     def _check_beginning(self, head: bytes) -> None:
-        """Raise DamagedStreamError where a file that begins so is of another form."""
+        """Raise DamagedStreamError if a file with this beginning is of another form."""
         odd, even = head[1::2].strip(b"\0"), head[::2].strip(b"\0")
         if head.startswith(_UTF16) or (len(head) > 3 and bool(odd) != bool(even)):
             raise DamagedStreamError("it is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
@@ -266,7 +266,7 @@ def _buffered(content: BinaryIO) -> io.BufferedIOBase:
 def _blocks(
     head: bytes, read: Callable[[int], bytes], size: int, left: int | None = None
 ) -> Iterator[bytes]:
-    """The head of a file and what follows it, at most `left` bytes, in blocks of at most `size`."""
+    """The head of a file and at most `left` bytes after it, in blocks of at most `size`."""
     for start in range(0, len(head), size):
         yield head[start : start + size]
     while block := read(size if left is None else min(size, left)):
@@ -427,7 +427,7 @@ class TsvSource(JsonlSource):
             raise DamagedStreamError(self._problem)
 
     def _columns(self, line: bytes) -> list[str]:
-        """The names in a heading. Raises DamagedStreamError where it does not serve as one."""
+        """The names in a heading. Raises DamagedStreamError if it cannot be one."""
         try:
             columns = self._cells(line.removeprefix(_BOM))
         except SampleError as error:
