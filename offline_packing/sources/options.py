@@ -111,7 +111,7 @@ class FieldMap:
         return kept | {name: value for name, value in found.items() if value is not None}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
-        """'source.fields.images=picture' of each place that gave nothing to what `apply` made."""
+        """'source.fields.images=picture' for each place that gave `apply` no value."""
         absent = self._steps.keys() - content.keys() if self._steps else ()
         return [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
 

@@ -130,7 +130,7 @@ def read_each(
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, if it is there, with all that is in it."""
+    """Remove a folder with its content, if it exists."""
     remote = as_remote(folder)
     if remote is None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -60,8 +60,8 @@ class TarMember:
 
 
 class TarReader:
-    """Goes through a tar once. A file that can seek is read by its headers; of any other, what
-    `read` does not ask for is skipped."""
+    """Goes through a tar once. A seekable file is read by its headers; in any other file, content
+    that `read` does not ask for is skipped."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -235,8 +235,8 @@ class TarShardWriter:
 
 
 def _header(name: str, size: int) -> bytes:
-    """A ustar header without time, owner or permissions of its own: 2 µs, tarfile takes 33,
-    which is left the names and sizes that packs do not have."""
+    """A ustar header without time, owner or permissions of its own: 2 µs where tarfile takes 33;
+    tarfile writes names and sizes that packs do not have."""
     encoded = name.encode()
     if len(encoded) > 100 or size >= 8**11:
         info = tarfile.TarInfo(name)

@@ -319,7 +319,7 @@ def render_result(
 
 
 def render_verdict(result: VerifyResult) -> str:
-    """Number of problems, and what helps."""
+    """Number of problems, and the remedy."""
     others = result.num_problems - result.num_repairable - result.num_in_source
     again = "pack again with another output.path or output.overwrite=true"
     remedies = [

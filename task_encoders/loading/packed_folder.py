@@ -173,8 +173,8 @@ class PackedFolder:
         return self.collate([self[number] for number in numbers])
 
     def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
-        """The same for packs that are read: a DataLoader's `collate_fn`. `dropped` names a pack of
-        which nothing can be used.
+        """The same for packs already read: a DataLoader's `collate_fn`. `dropped` names packs
+        without a usable sub-sample.
 
         Raises:
             SampleError: no pack has a usable sub-sample.

@@ -324,7 +324,7 @@ class ScheduledLoader:
         self._state |= {"epoch": self._state["epoch"] + 1, "step": 0, "earlier": begun}
 
     def close(self) -> None:
-        """End the workers; another iteration would start new ones."""
+        """End the workers; another iteration would start new workers."""
         workers = self._loader._iterator  # torch has no public name for it
         if workers is not None:
             workers._shutdown_workers()  # type: ignore[attr-defined]

@@ -93,8 +93,8 @@ def nothing_found(path: str, wanted: str) -> StageError:
 
 
 def describe_others(path: str, wanted: str) -> str:
-    """The files at a path and below that another format reads than the one whose files, '*.jsonl',
-    were wanted: '2 *.tar here: source.format=webdataset'. Empty: none, or the path is remote."""
+    """Hint at files at a path and below that another format than the wanted one reads: '2 *.tar
+    here: source.format=webdataset'. Empty: none, or the path is remote."""
     if is_url(path):
         return ""
     longest = (

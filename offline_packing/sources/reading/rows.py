@@ -165,7 +165,7 @@ def holds_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_pictures(kind: pa.DataType) -> bool:
-    """Whether a column holds {bytes, path}, or lists of it, which can be no text."""
+    """Whether a column holds {bytes, path}, or lists of it, which cannot be text."""
     value_type = getattr(kind, "value_type", None)
     if value_type is not None:
         return holds_pictures(value_type)
@@ -251,7 +251,7 @@ def record_json(
 
 
 def _as_text(value: Any) -> str:
-    """Convert what JSON lacks: dates and decimals; and bytes, as older writers store text."""
+    """Convert types that JSON lacks: dates and decimals; and bytes, as older writers store text."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 

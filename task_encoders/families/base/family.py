@@ -408,7 +408,7 @@ TensorNames = Literal["plain", "nested", "llava"]
 def language_sizes(
     hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **others: Any
 ) -> dict[str, Any]:
-    """A text config of transformers: the sizes that each has, and others."""
+    """A text config of transformers: the sizes that all have, and others."""
     return {
         "hidden_size": hidden,
         "intermediate_size": ffn,
