@@ -203,8 +203,6 @@ def build_loader(
     num_ranks = num_ranks or parallel_state.get_data_parallel_world_size()
     folder = PackedFolder(config.data_prefix or config.path, task_encoder, split=split)
     repeat = config.repeat and split == "train"
-    if not repeat and split == "train":
-        folder.epoch_sizes = [len(folder)]  # the run ends after a pass over all packs
     options: dict[str, Any] = {
         "limit": limit,
         "num_workers": config.num_workers,

@@ -39,7 +39,7 @@ from task_encoders.packs.manifest import (
     read_manifest,
     written_again,
 )
-from task_encoders.packs.pack import Pack, PackFormatError
+from task_encoders.packs.pack import MovedMediumError, Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import SampleError
 from task_encoders.settings import refuse_slots
@@ -210,7 +210,12 @@ class PackedFolder:
                 f"the token ids of pack {pack.key!r} were made with other settings than the task "
                 "encoder has (tokenizer, template or limits of images); give it the same"
             )
-        row = self._task_encoder.encode_pack(Pack(*pack[:3]), **notes)
+        try:
+            row = self._task_encoder.encode_pack(Pack(*pack[:3]), **notes)
+        except PackFormatError as error:
+            if pack.tokens is not None or isinstance(error, MovedMediumError):
+                raise
+            raise SampleError("bad_record", str(error)) from error  # as Energon's loader goes on
         if pack.tokens is not None:
             _check_token_ids(pack.tokens, row)
         return row

@@ -124,9 +124,11 @@ class InTurn:
 
     @classmethod
     def of(cls, folder: "PackedFolder", *args: Any, **options: Any) -> "InTurn":
-        """The packs of a folder in its order, with any other arguments."""
+        """The packs of a folder in its order, with any other arguments. Without `repeat`, a pass is
+        all epochs."""
+        sizes = folder.epoch_sizes if options.get("repeat", True) else [len(folder)]
         steps = {"keeps_steps": folder.step_ranks > 0, "uniform_ranks": folder.uniform_ranks}
-        return cls(folder.epoch_sizes, *args, **(steps | options))
+        return cls(sizes, *args, **(steps | options))
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> _Turns:
         """See `Schedule`."""

@@ -107,15 +107,14 @@ class ContextParallel:
                 f"seq_length {seq_length} > {self.ranks} ranks x {self.tokens_per_rank} tokens per "
                 "rank, the longest pack under context_parallel; lower it, or raise these"
             )
-        for name, value, multiple in (
+        for name, value, unit in (
             ("tokens_per_rank", self.tokens_per_rank, cut_multiple(1, multiple)),
             ("seq_length", seq_length, cut_multiple(self.ranks, multiple)),
         ):
-            if value % multiple:
+            if value % unit:
                 raise ValueError(
-                    f"{name} {value} is not a multiple of {multiple}, which context_parallel needs "
-                    f"to cut packs for up to {self.ranks} ranks; take "
-                    f"{max(value // multiple, 1) * multiple}"
+                    f"{name} {value} is not a multiple of {unit}, which context_parallel needs to "
+                    f"cut packs for up to {self.ranks} ranks; take {max(value // unit, 1) * unit}"
                 )
 
     def capacities(self, seq_length: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Micro batches of a rank, and their state at every step."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from launch.config import DataConfig
 from launch.data.micro_batches import LoaderBatches
 from launch.loop.parallel import initialize_parallel
+from offline_packing.errors import StageError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
-from tests.helpers.legacy_packs import text_folder
+from tests.helpers.legacy_packs import DATASET_YAML, text_folder, write_folder
 from tests.helpers.loader_states import check_states
 
 NUM_PACKS = 7
@@ -28,6 +30,29 @@ def test_a_state_of_any_step_gives_the_rest(num_workers: int, repeat: bool, tmp_
     encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
     config = DataConfig(path=str(folder), num_workers=num_workers, repeat=repeat)
     check_states(config, encoder, NUM_PACKS, tmp_path)
+
+
+def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that ranks keep in step; many in a row end the run."""
+    good = {"images": [[]], "prompt": [["Say it."]], "captions": [["It."]]}
+    bad = {**good, "captions": [["It.", "Again."]]}
+    for name, kinds in (("some", "gbg"), ("all", "b")):
+        records = [{"g": good, "b": bad}[kind] for kind in kinds]
+        packs = {f"{i:02d}": {"json": json.dumps(r).encode()} for i, r in enumerate(records)}
+        write_folder(tmp_path / name, [packs], DATASET_YAML)
+    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+    config = DataConfig(path=str(tmp_path / "some"), num_workers=0, repeat=False)
+    batches = LoaderBatches(config, encoder, initialize_parallel())
+    rows = [row for row in iter(batches.next, None) if row is not None]
+    assert [row.num_tokens for row in rows] == [PACK, 0, PACK]
+    assert [float(row.loss_mask.sum()) > 0 for row in rows] == [True, False, True]
+    assert "left out, in pack 01 or before: 01: bad_record" in caplog.text
+    config = DataConfig(path=str(tmp_path / "all"), num_workers=0)
+    batches = LoaderBatches(config, encoder, initialize_parallel())
+    with pytest.raises(StageError, match="of 100 rows in a row can be used: 00: bad_record"):
+        list(iter(batches.next, None))
 
 
 #: Tokens of a pack of `text_folder`.
