@@ -47,7 +47,7 @@ class CsvSource(Source):
             offset += size
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        """A line as a record; the names of its fields are those of the JSON forms."""
+        """A line as a record; its fields have the names of the JSON forms."""
         try:
             (row,) = csv.reader([data.decode()])
         except (UnicodeDecodeError, csv.Error, ValueError) as error:

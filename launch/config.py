@@ -1,7 +1,7 @@
 """The configuration of a training run: one YAML file, with overrides `a.b=value`.
 
 Every model is frozen and refuses unknown keys. Relative paths are relative to the current folder.
-What the packs determine (seq_length, pixel limits, tokenizer) is read from their manifest.
+Settings that packs determine (seq_length, pixel limits, tokenizer) are read from their manifest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +76,7 @@ class DataConfig(_Config):
     @model_validator(mode="before")
     @classmethod
     def _find_folder(cls, given: Any) -> Any:
-        """`path` is the folder of the prefix, which holds the manifest; or what leads to one."""
+        """`path` is the folder of the prefix, which holds the manifest, or leads to one."""
         if not isinstance(given, Mapping):
             return given
         prefix = given.get("data_prefix") or find_prefix(str(given.get("path")))
@@ -179,7 +179,7 @@ class ParallelConfig(_Config):
 
 
 class CheckpointConfig(_Config):
-    """Times of checkpoints, and number of those kept."""
+    """Times of checkpoints, and the number that is kept."""
 
     #: steps between checkpoints; 0: only at the end, and on SIGTERM
     every: NonNegative = 500
@@ -214,7 +214,7 @@ class MetricsConfig(_Config):
 
 
 class OutputConfig(_Config):
-    """Folder of the results: metrics.jsonl, checkpoints/, hf/, and what trackers keep."""
+    """Folder of the results: metrics.jsonl, checkpoints/, hf/, and files of trackers."""
 
     #: the folder for checkpoints, metrics and exports
     path: Path

@@ -20,7 +20,7 @@ from launch import train_transformers
 from launch.config import LaunchConfig, load_config
 from launch.train import cli, failing_in_one_line, start_logging
 
-#: What a rank may run: a command, and what reads its configuration.
+#: Commands that a rank may run, each with the function that reads its configuration.
 _COMMANDS: Final[dict[str, Any]] = {
     "launch.train": (cli, load_config),
     "launch.train_transformers": (train_transformers.main, train_transformers.load_config),
@@ -77,7 +77,7 @@ def lonely_nodes(options: Sequence[str]) -> str:
 
 
 def _check(config: LaunchConfig) -> None:
-    """Check what can be known before any rank starts."""
+    """Check the run's settings before any rank starts."""
     from launch.data.packed_data import check_room, check_validation, read_packed_data
     from task_encoders.settings import PackingSettings
 

@@ -93,8 +93,8 @@ def _compute_capability() -> int:
 
 @contextmanager
 def failing_in_one_line(*, debug: bool) -> Iterator[None]:
-    """End the process on an error, the first of which is a package's unsupported version. An error
-    that all ranks of a node have is printed by one."""
+    """End the process on an error; unsupported versions of packages are checked first. If all ranks
+    of a node have the same error, one prints it."""
     try:
         require_supported(*SUPPORTED)
         yield

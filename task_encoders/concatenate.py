@@ -85,7 +85,7 @@ def concatenate(
     Args:
         multiple: every sub-sample is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
-        cross_sample_attention: one segment of all, which is not what unpacked training does.
+        cross_sample_attention: one segment of all, unlike unpacked training.
         pixel_transport: "uint8" leaves the conversion of pixels to values to the device.
         map_: how to go over the samples' pixels, here or in threads.
 
@@ -166,8 +166,8 @@ def _media(
     pixel_transport: PixelTransport,
     map_: Map,
 ) -> dict[str, Any]:
-    """Pixels and grids of images and videos, the normalisation that is still to be applied, if any,
-    and how many of the samples' media are in each segment; in one of padding, none."""
+    """Pixels and grids of images and videos, the normalisation still to be applied, if any, and the
+    number of media in each segment; 0 in padding."""
     own = [(len(s.image_grid_thw), len(s.video_grid_thw)) for s in samples]
     counts = np.zeros((len(cu_lengths) - 1, 2), np.int32)
     np.add.at(counts, np.searchsorted(cu_lengths.numpy(), starts[:-1], "right") - 1, own)

@@ -60,7 +60,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
 
     Args:
         seq_length: capacity of a pack in tokens. If a pack written by others is longer, sub-samples
-        at its end are dropped, and counted.
+            at its end are dropped, and counted.
         model: the model the packs were measured with, as manifest.json says.
         options: instead of `model`, its fields by name: family, processor ("builtin", a checkpoint
             folder or a hub name), min_pixels, max_pixels, …
@@ -133,8 +133,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         return self.encode_row(sample, self.sub_samples(sample))
 
     def sub_samples(self, sample: Sample) -> list[SubSample]:
-        """Sub-samples of a sample. Raises PackFormatError; and FatalSampleError, also where a pack
-        is not of the generation of its folder as that was opened, which its subflavors say."""
+        """Sub-samples of a sample. Raises PackFormatError; and FatalSampleError, also if a pack is
+        of another generation than its folder was when opened, by its subflavors."""
         if isinstance(sample, CrudeRecord) and is_pack(
             sample.parts.get(JSON_PART), packed=self.settings.packed
         ):
@@ -280,8 +280,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             check_trainer(folder, self._trainer)
 
     def check_trainer(self, trainer: str) -> None:
-        """Refuse what this trainer does not know: packs in slots, and loss weights other than 0 and
-        1, also in rows. Raises PackingSettingsError if a folder checked so far has them."""
+        """Refuse packs that this trainer cannot train: in slots, or with loss weights other than 0
+        and 1, also in rows. Raises PackingSettingsError if a folder checked so far has them."""
         self._trainer = trainer
         for folder in self._folders:
             check_trainer(folder, trainer)

@@ -98,7 +98,7 @@ def flip(data: bytes, rng: random.Random) -> bytes:
 
 
 def as_bytes(content: dict[str, Any] | bytes) -> bytes:
-    """JSON, or what stands in its place."""
+    """JSON, or the bytes that replace it."""
     return content if isinstance(content, bytes) else json.dumps(content).encode()
 
 
@@ -179,7 +179,7 @@ def write_table(path: Path, columns: dict[str, Any], **options: Any) -> Options:
 
 
 def as_columns(records: list[Record]) -> dict[str, Any]:
-    """Columns of one type each: what is not a text is written as JSON."""
+    """Columns of one type each: values other than text are written as JSON."""
 
     def text(value: Any) -> bytes:
         return value.encode(errors="replace") if isinstance(value, str) else as_bytes(value)
@@ -285,7 +285,7 @@ def large_cells(megabytes: int, number: int) -> list[list[bytes]]:
 
 
 def repeated(number: int) -> pa.Array:
-    """A row with one value of 1 MiB many times, of which a dictionary has one."""
+    """A row that repeats one value of 1 MiB, which its dictionary holds once."""
     places, entry = pa.array([0] * number, pa.int32()), picture() + bytes(1 << 20)
     values = pa.DictionaryArray.from_arrays(places, pa.array([entry]))
     return pa.ListArray.from_arrays(pa.array([0, number], pa.int32()), values)
@@ -332,7 +332,7 @@ def attack(name: str, write: Callable[[Path], Options], expected: int | None, ro
     """Run one case by the command that people use; whether it keeps its bounds."""
     data, output, path = root / "data", root / "out", root / "run.yaml"
     data.mkdir()
-    # In a process of its own: a process's memory counts for those that it starts.
+    # In a process of its own: a process's peak memory is inherited by processes that it starts.
     writer = multiprocessing.get_context("fork").Process(
         target=lambda: path.write_text(json.dumps(write(data)))
     )

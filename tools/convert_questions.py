@@ -9,13 +9,13 @@ FORMAT is any source format of `offline-packing`. A pair has one image and one c
                                             dialogue  a.jpg a.json with two turns
 
 In a dialogue the image costs its tokens once, and later questions see the earlier answers. Images
-are the same if all their bytes are, wherever they lie: in files of several names, in rows of a
-table. Records stay apart if their system messages or tools differ, if they have thoughts, of which
-templates show only those of the last answers, or ask nothing. A record whose question and answer
-are lists asks several questions too. One with messages is a conversation, whose later turns may
-refer to earlier ones: copies keep it whole. Samples without an image are written unchanged, those
-with several are left out and listed. --max-turns and --max-tokens, counted as they will be trained,
-keep dialogues from outgrowing a sequence.
+are the same if all their bytes are, in files of any name or rows of a table. Records stay apart if
+their system messages or tools differ, if they have thoughts (templates show only thoughts of the
+last answers), or if they ask nothing. A record whose question and answer are lists asks several
+questions too. A record with messages is a conversation, whose later turns may refer to earlier
+ones: copies keep it whole. Samples without an image are written unchanged, samples with several are
+left out and listed. --max-turns and --max-tokens, counted as in training, keep dialogues from
+outgrowing a sequence.
 """
 
 import argparse

@@ -108,13 +108,13 @@ def kill_after(process: int, seconds: float) -> bool:
 
 
 def content(output: Path) -> dict[str, str]:
-    """Hash of every file but the lock; of the sqlite index, of its rows."""
+    """Hash of every file but the lock; for the sqlite index, of its rows."""
     paths = [path for path in output.rglob("*") if not path.is_dir() and path.name != "lock"]
     return hash_files({str(path.relative_to(output)): path.read_bytes() for path in paths})
 
 
 def hash_files(files: dict[str, bytes]) -> dict[str, str]:
-    """The hashes of files; of a database, of its rows."""
+    """The hashes of files; for a database, of its rows."""
     return {name: _hash(name, data) for name, data in sorted(files.items())}
 
 

@@ -4,9 +4,9 @@
 
 As kill_test.py, but the output is s3:// on a server of moto, whose uploads have many parts and take
 some time. A kill ends a process group, or with workers every other time one worker. In the end a
-run has a tenth of its requests failed, and some are denied all writes after the first few: they
-have to end with an error. Whatever has a name must at any moment be an object of an undisturbed
-local run; after a complete run, all must be there, and nothing of unfinished uploads.
+tenth of a run's requests fail, and other runs are denied all writes after the first few: they must
+end with an error. Every named object must at any moment equal one of an undisturbed local run;
+after a complete run, all must be there, and no unfinished upload.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _BUCKET = "packed"
 
 @dataclass
 class Trials:
-    """What all runs share."""
+    """Settings that all runs share."""
 
     store: ObjectStore
     source: Path

@@ -46,7 +46,7 @@ _MARKED: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n).*?(<!-- end -->)", re
 
 @cache
 def meanings(model: type[BaseModel]) -> Mapping[str, str]:
-    """The `#:` comments of a model's fields, and of those that it inherits."""
+    """The `#:` comments of a model's fields, inherited ones included."""
     found: dict[str, str] = {}
     for one in reversed(model.__mro__):
         if not issubclass(one, BaseModel) or one is BaseModel:

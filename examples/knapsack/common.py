@@ -93,7 +93,7 @@ def batches_of(samples: Sequence[EncodedSample], collate: Collate) -> list[Batch
 
 
 def padding_share(batches: Iterable[Batch]) -> float:
-    """Positions that hold no token, of all positions of the batches."""
+    """Share of the batches' positions that hold no token."""
     tokens, positions = 0, 0
     for batch in batches:
         tokens += int(batch["attention_masks"].sum())
@@ -133,7 +133,7 @@ def draw_batch(axes: Axes, batch: Batch, title: str) -> None:
 def save_picture(
     draw: Callable[..., None], file: Path, columns: int = 1, height: float = 3
 ) -> None:
-    """Let `draw` fill so many axes side by side, and write the picture."""
+    """Let `draw` fill `columns` axes side by side, and write the picture."""
     figure, axes = plt.subplots(1, columns, figsize=(6 + 4 * (columns - 1), height), squeeze=False)
     draw(*axes[0])
     figure.tight_layout()

@@ -4,8 +4,8 @@
         --tokenizer_path=tokenizer.model --output_dir=out/packed_seq_12288_336_v1 --conv_template=v1
 
 It writes OUTPUT_DIR/pack.yaml, the tokenizer as a folder, and runs three verbs of offline-packing
-on that file, which any other verb takes as well. Run it again after a kill. What its flags become
-is in docs/coming_from_neva.md.
+on that file, which any other verb takes as well. Run it again after a kill. Its flags are explained
+in docs/coming_from_neva.md.
 """
 
 import json
@@ -105,8 +105,8 @@ def configuration(
     seed: int,
     hparams_file: Path | None,
 ) -> dict[str, Any]:
-    """The configuration of offline-packing that the flags mean, except for the tokenizer. Raises
-    click.ClickException for what is not supported."""
+    """The configuration of offline-packing for these flags, without the tokenizer. Raises
+    click.ClickException for unsupported values."""
     if image_folder is not None and image_folder.endswith(".tar"):
         raise click.ClickException(f"--image_folder {image_folder} is a tar; unpack it")
     try:
@@ -147,7 +147,7 @@ def check_folder(output_dir: Path) -> None:
 
 
 def save_configuration(config: Mapping[str, Any], path: Path) -> None:
-    """Write pack.yaml. Raises click.ClickException if that of complete packs has other settings."""
+    """Write pack.yaml. Raises click.ClickException if complete packs have other settings."""
     if path.exists() and path.with_name("manifest.json").exists():
         before = yaml.safe_load(path.read_text())
         fields = {
@@ -170,7 +170,7 @@ def absolute(path: str) -> str:
 
 def vision_options(encoder: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
     """Options of llava_1_5 for a vision encoder, by its config.json or its name, and NeVA's YAML.
-    Raises click.ClickException for what is not supported."""
+    Raises click.ClickException for unsupported values."""
     for field, value in _SUPPORTED.items():
         if (given := follow(hparams, field, value)) != value:
             raise click.ClickException(
@@ -275,7 +275,7 @@ def convert_sentencepiece(path: str) -> Any:
 
 
 def how_to_train(output_dir: Path, side: int) -> str:
-    """The figures of the packs, and what training is given."""
+    """The figures of the packs, and the arguments of training."""
     counts = json.loads((output_dir / "manifest.json").read_text())["counts"]
     packs = sum(counts["packs"].values())
     per_pack = counts["packed"] / packs

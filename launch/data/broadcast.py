@@ -19,7 +19,7 @@ _OTHERS: Final = [
 
 
 def group_of_size(size: int) -> distributed.ProcessGroup | None:
-    """The ranks that share packs over so many, of which this is one; None: it has its own."""
+    """The group of `size` ranks that share this rank's packs; None: it has its own packs."""
     if size == 1:
         return None
     group: distributed.ProcessGroup = parallel_state.get_hybrid_data_context_parallel_groups(
@@ -43,12 +43,12 @@ def broadcast_batch(
     """The batch of one rank of a group, on this rank's device, pixels as values; None for None.
 
     Two messages: shapes and everything that is not a tensor, then one buffer with all tensors.
-    Pixels that travel as bytes are still bytes in it.
-    (Megatron-LM's own `broadcast_data` sends one dtype at a time, and only on CUDA devices.)
+    Pixels may travel as bytes. (Megatron-LM's own `broadcast_data` sends one dtype at a time, and
+    only on CUDA devices.)
 
     Args:
-        batch: None on the other ranks, and on the reader when there are no more.
-        reader: the rank in the group that has it.
+        batch: None on the other ranks, and on the reader when there are no more batches.
+        reader: the rank in the group that has the batch.
     """
     if batch is not None:
         batch = on_device(batch, device)

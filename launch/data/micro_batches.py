@@ -59,8 +59,7 @@ class MicroBatches(Protocol):
 
     def restore(self, state: Any) -> None:
         """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
-        what these left of the epoch is dealt among the present ones. Only before the first
-        `next`."""
+        the rest of the epoch is dealt among the present ranks. Only before the first `next`."""
 
     def close(self) -> None:
         """Stop reading. `next` must not be called afterwards."""
@@ -224,7 +223,7 @@ def build_loader(
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
-    """A row; one of padding where nothing of its packs can be used, so that ranks keep in step."""
+    """A row; one of padding if its packs have no usable sub-sample, so that ranks keep in step."""
     try:
         return folder.collate(packs)
     except SampleError as error:
@@ -269,8 +268,8 @@ def _balanced(
 
 
 def _features(folder: PackedFolder, columns: PackColumns) -> np.ndarray | None:
-    """Kinds of media, and outputs of a blend, of which optimizer steps are to have equal numbers of
-    packs: (num_packs, num_features); None where all packs are alike."""
+    """Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers:
+    (num_packs, num_features); None if all packs are alike."""
     roots = list(dict.fromkeys(shard.root for shard in folder.shards))
     outputs = [roots.index(shard.root) for shard in folder.shards]
     output = np.repeat(outputs, [shard.num_packs for shard in folder.shards])[folder.order]

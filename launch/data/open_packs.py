@@ -31,13 +31,13 @@ def open_as_measured(
     """The packs at a path of a `PackedFolder`, with the task encoder that their manifest describes.
 
     Args:
-        trainer: its name; its loss takes no weights but 0 and 1.
-        processor: the model's folder or hub name, instead of the one that measured them. Its family
-            may be another, if that has the same lengths: positions are its own.
+        trainer: the name of a trainer whose loss takes only weights 0 and 1.
+        processor: the model's folder or hub name, instead of the one that measured the packs.
+            Another family with the same lengths may be given; positions are then its own.
 
     Raises:
-        PackedFolderError: there is no such split, or nothing in it.
-        PackingSettingsError: the environment or the processor contradict the packs, or these have
+        PackedFolderError: there is no such split, or it is empty.
+        PackingSettingsError: the environment or the processor contradict the packs, or packs have
             other weights.
     """
     family = family_of_processor(processor) if processor else None

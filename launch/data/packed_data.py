@@ -2,7 +2,7 @@
 
 The steps of an epoch and the batch size follow from them. The unit of a recipe is the sample; with
 n samples per pack, a step of G samples takes G / n packs. This preserves the recipe: on average,
-each step sees as many tokens and samples as without packing.
+each step sees the same number of tokens and samples as without packing.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class PackedData:
     """A packed folder, or a blend of several, as its manifests describe it."""
 
-    #: packs and samples in the train split; in a blend, of all its datasets
+    #: packs and samples in the train split; in a blend, in all its datasets
     num_packs: int
     num_samples: int
     #: samples per pack as drawn: in a blend, weighted by each dataset's share of the packs
@@ -69,10 +69,10 @@ class PackedData:
 
 
 def read_packed_data(path: str | Path) -> PackedData:
-    """Read the manifest of a folder, or those of a metadataset YAML, here or at a URL.
+    """Read the manifest of a folder, or the manifests of a metadataset YAML, here or at a URL.
 
     Raises:
-        StageError: a folder has no manifest, or those of a blend were measured differently.
+        StageError: a folder has no manifest, or datasets of a blend were measured differently.
     """
     folders = _folders(path)
     _warn_of_twice(path, [folder for folder, _ in folders])
@@ -236,8 +236,8 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _folders(path: str | Path) -> list[tuple[Path, float]]:
-    """(folder, weight per pack): the folder itself, or those of a metadataset, as Energon resolves
-    it. Raises StageError."""
+    """(folder, weight per pack): the folder itself, or the folders of a metadataset, as Energon
+    resolves it. Raises StageError."""
     check_exists(folder := path_of(path))
     if folder.is_dir():
         return [(folder, 1.0)]
@@ -264,7 +264,7 @@ def _folders(path: str | Path) -> list[tuple[Path, float]]:
 
 
 def _shards_of_blend(path: str | Path, split: str) -> set[tuple[str, str]]:
-    """(folder, shard) of all datasets; none where the metadataset has no such split."""
+    """(folder, shard) of all datasets; empty if the metadataset has no such split."""
     try:
         entries = load_datasets(path_of(path), split)
     except PackedFolderError:  # others were raised for the train split

@@ -59,7 +59,7 @@ class SlotShares(Dataset[Share]):
 
 
 def check_slots(config: LaunchConfig, data: PackedData) -> None:
-    """Check that a run asks nothing of packs in slots that they cannot give. Raises StageError."""
+    """Check a run's options against packs in slots. Raises StageError if they contradict them."""
     if data.slots is None:
         return
     for section, name in (

@@ -9,7 +9,7 @@
 
 A folder takes its name when all ranks have written and synced their files. They hold tensors,
 numbers and text, and are read with torch's weights_only loader, which runs no code. A checkpoint
-with a file that is gone, or not what was written, is not used: the newest whole one is.
+with a missing or changed file is not used, but the newest whole one.
 
 A resumed run must share its settings with the one that wrote the checkpoint: every field of the
 configuration is compared but those in `_FREE`, so that a new field is guarded until someone decides
@@ -102,8 +102,8 @@ class CheckpointFolder:
     def save(
         self, iteration: int, model_state: Mapping[str, Any], rank_state: Mapping[str, Any]
     ) -> Path:
-        """Write a checkpoint, and remove the oldest ones and those found damaged. A collective.
-        Raises DiskFullError."""
+        """Write a checkpoint, and remove the oldest and damaged ones. A collective. Raises
+        DiskFullError."""
         final = self.folder / f"iter_{iteration:08d}"
         temporary = final.with_name(f"{final.name}.tmp")
         if self._rank == 0:
@@ -119,8 +119,8 @@ class CheckpointFolder:
         generators = {"system": to_plain(SystemRng.save_state()), "cuda": cuda}
         state = {**rank_state, "generators": generators}
         written.append(_save_tensors(temporary / _rank_file(self._rank), state))
-        # Each rank hashes what it wrote: it has it in memory still, and elsewhere on a network file
-        # system files can be seen late.
+        # Each rank hashes its own files: their content is still in memory, and on a network file
+        # system other ranks may see them late.
         hashes = _gather({path.name: hash_file(path) for path in written})
         if self._rank == 0:
             files = {name: found for of_rank in hashes for name, found in of_rank.items()}
@@ -178,8 +178,8 @@ class CheckpointFolder:
         return self._whole
 
     def _find_damage(self, path: Path) -> list[str]:
-        """The files of a checkpoint that are not what was written, and in which way; each rank
-        reads some of them. A collective. Raises StageError, see `_read_state`."""
+        """Damaged files of a checkpoint, each with its fault; each rank reads some of the files. A
+        collective. Raises StageError, see `_read_state`."""
         own = []
         try:
             files = _read_state(path)["files"]
@@ -200,8 +200,8 @@ class CheckpointFolder:
             A line for each accepted field that differs.
 
         Raises:
-            StageError: it was written by another version, or by a run with other settings than
-                those of rank 0.
+            StageError: it was written by another version, or by a run with other settings than rank
+                0's.
         """
         content = _read_state(path)
         shared = [self._record]  # paths may differ between nodes
@@ -291,8 +291,8 @@ def _load_tensors(path: Path, *, mmap: bool) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-#: Fields, or whole sections, that do not change what is trained. The content of the packs is
-#: compared instead of their paths.
+#: Fields, or whole sections, that do not change training. The content of the packs is compared
+#: instead of their paths.
 _FREE: Final = (
     "checkpoint",
     "data.data_prefix",

@@ -1,7 +1,7 @@
 """The loss of a training step: per-token losses to one number, however the step is divided.
 
 The sum and its denominator are kept apart until the end of a step, so that neither the number of
-ranks nor that of micro batches changes the weight of a token:
+ranks nor of micro batches changes the weight of a token:
 
     loss = Σ weight · token loss / Σ denominator        both over all ranks and micro batches
 

@@ -43,8 +43,8 @@ class StepCounts:
         #: loss, denominator, labelled tokens, and `row_flops`
         self._losses = torch.zeros(6, dtype=torch.float64, device=device)
         self._tokens = self._samples = self._packs = self._parts = 0
-        #: operations of the tower on each context parallel rank; and, summed over rows, those of
-        #: the row's busiest rank times the number of ranks
+        #: operations of the tower on each context parallel rank; and, summed over rows, of the
+        #: row's busiest rank times the number of ranks
         self._tower = np.zeros(context_parallel + 1)
         #: tower, language model and sum of this rank in each micro batch
         self._flops = torch.zeros(micro_batches, 3, dtype=torch.float64, device=device)
@@ -62,7 +62,7 @@ class StepCounts:
         cost: ModelCost,
         group: distributed.ProcessGroup | None,
     ) -> None:
-        """Count one micro batch.
+        """Count a micro batch.
 
         Args:
             loss: the sum of its losses, or of this rank's part of it.
@@ -158,11 +158,11 @@ class StepTotals:
     language_flops: float
     #: with the logits of all tokens, as plans count it
     planned_language_flops: float
-    #: the tower's on each context parallel rank; and, summed over rows, those of the row's busiest
-    #: rank times the number of ranks
+    #: the tower's on each context parallel rank; and, summed over rows, the busiest rank's times
+    #: the number of ranks
     tower_shares: tuple[float, ...]
     tower_rounds: float
-    #: data parallel ranks, times those that share rows
+    #: data parallel ranks, times the ranks that share a row
     ranks: int
     #: tower, language model and sum: of the rank with most in each micro batch, added up
     slowest_flops: Sequence[float]
@@ -385,7 +385,7 @@ class MetricsLog:
             tracker.log(dict(metrics), step=iteration)
 
     def close(self) -> None:
-        """Let trackers write what is pending."""
+        """Let trackers write pending figures."""
         for tracker in self._trackers:
             tracker.finish()
 

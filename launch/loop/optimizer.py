@@ -57,10 +57,10 @@ class RankAdamW(ABC):
 
     @torch.no_grad()
     def step(self, *, learning_rate: float, denominator: float, max_norm: float | None) -> float:
-        """Update the weights from the accumulated sums, and clear those.
+        """Update the weights from the accumulated sums, and clear the sums.
 
         Args:
-            denominator: what the summed gradients are divided by.
+            denominator: the divisor of the summed gradients.
             max_norm: gradients with a larger norm are scaled down to it; None leaves them.
 
         Returns:
@@ -88,10 +88,10 @@ class RankAdamW(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict` on the same rank of the same number of ranks, and the
         weights.
-        Betas, eps and weight decay remain those of this optimizer.
+        This optimizer's betas, eps and weight decay stay.
 
         Raises:
-            ValueError: the state is of another model, or of another number of ranks.
+            ValueError: the state is from another model, or another number of ranks.
         """
         ours = [tuple(master.shape) for master in self.masters]
         theirs = [tuple(master.shape) for master in state["masters"]]

@@ -44,7 +44,7 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     """Train as the configuration says, and write the trained model in Hugging Face's format.
 
     Args:
-        accept_mismatch: fields that may differ from those of the checkpoint to resume from.
+        accept_mismatch: fields that may differ from the checkpoint to resume from.
 
     Returns:
         The exit status: 0, or 128 and the number of the signal that stopped the run.
@@ -153,7 +153,7 @@ def build_run_model(
 
 
 def check_ends(config: LaunchConfig) -> None:
-    """Check that validation and export have what they need. Raises StageError if not."""
+    """Check that validation and export have their packs and files. Raises StageError if not."""
     if config.validation.every:
         check_validation(config.data.path)
     elif config.validation.limit is not None:
@@ -192,7 +192,7 @@ def check_ends(config: LaunchConfig) -> None:
 
 
 def check_token_ids(model: ModelConfig, encoded_with: Mapping[str, int]) -> None:
-    """Check that a model's token ids of media are those of the packs, and within its vocabulary.
+    """Check that a model's token ids of media equal the packs', and are within its vocabulary.
     Raises StageError."""
     place, size = "model.text", model.text.get("vocab_size")
     if model.checkpoint is not None:

@@ -84,7 +84,7 @@ class Trainer:
             optimizer.
         train_data: this rank's packs.
         checkpoints: where to save.
-        tokens_per_rank: room for a pack in tokens, on each rank where packs differ in these.
+        tokens_per_rank: room for a pack in tokens; on each rank, if packs differ in their ranks.
         validation_data: packs of the val split.
     """
 

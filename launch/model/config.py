@@ -204,7 +204,7 @@ class LoraOptions(BaseModel):
     rank: Count = 16
     #: adapters are scaled by alpha / rank
     alpha: Count = 32
-    #: above a half, adapters would miss most of what they are to learn from
+    #: above a half, adapters would miss most of their input
     dropout: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=0.5)] = 0.0
     #: matrices of the language model that get one, by the last part of their names, such as q_proj;
     #: without it all

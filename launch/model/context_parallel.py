@@ -1,4 +1,4 @@
-"""One row over the ranks of a context parallel group, each of which holds a part of its tokens.
+"""One row over the ranks of a context parallel group; each rank holds a part of its tokens.
 
 Every segment is cut into 2·n chunks for n ranks, of which rank r holds r and 2n - 1 - r ("zigzag",
 as in Megatron-LM), so that causal attention takes all ranks equally long:
@@ -8,8 +8,8 @@ as in Megatron-LM), so that causal attention takes all ranks equally long:
     rank 1 holds           a a  |    b b b b
 
 Every layer gathers the keys and values of the whole row, as in Llama 3
-(https://arxiv.org/abs/2407.21783, section 3.3.2). The attention is then one call of an ordinary
-kernel in which each chunk is a segment, and its keys are those of its sample up to its own end.
+(https://arxiv.org/abs/2407.21783, section 3.3.2). Attention is then one call of an ordinary kernel:
+each chunk is a segment, whose keys are its sample's up to the chunk's end.
 
 The group is an argument of the row (`PackedSeqParams.cp_group`): rows may differ in it.
 """
@@ -160,8 +160,8 @@ def hand_over(
     collective.
 
     Args:
-        features: those numbered from bounds[rank] to bounds[rank + 1], computed here.
-        bounds: (n + 1,) which of all N each rank computed.
+        features: numbers bounds[rank] to bounds[rank + 1], computed here.
+        bounds: (n + 1,) of the features of each rank, N in all.
         receivers: (N,) the rank that needs each.
     """
     size, rank = distributed.get_world_size(part.cp_group), distributed.get_rank(part.cp_group)

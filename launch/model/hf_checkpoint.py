@@ -4,10 +4,9 @@ config.json  generation_config.json  tokenizer.json …  preprocessor_config.jso
 model.safetensors                                       or
 model-00001-of-00002.safetensors …  model.safetensors.index.json
 
-Names are those of Qwen2-VL's published checkpoints (`model.layers.0…`, `visual.…`,
-`lm_head.weight`), or as they would be there. Every Hugging Face tensor is cut along one dimension
-or not at all over tensor parallel ranks, so that a rank reads only its own slice, and gathering is
-a concatenation:
+Names are as in Qwen2-VL's published checkpoints (`model.layers.0…`, `visual.…`, `lm_head.weight`).
+Every Hugging Face tensor is cut along one dimension or not at all over tensor parallel ranks, so
+that a rank reads only its own slice, and gathering is a concatenation:
 
     mcore parameter   Hugging Face tensors   cut along   put together
     linear_qkv        q_proj k_proj v_proj   0           per group: its query heads, key, value
@@ -131,7 +130,7 @@ def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]
 def load_weights(
     model: torch.nn.Module, hf_config: Any, source: "RandomWeights | CheckpointReader"
 ) -> None:
-    """Fill this rank's parameters, and mark those that tensor parallel ranks share.
+    """Fill this rank's parameters, and mark the ones that tensor parallel ranks share.
 
     Raises:
         ValueError: a tensor of the source has another shape than the model.
@@ -217,7 +216,7 @@ class RandomWeights:
         return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-#: Names of other checkpoints, of transformers in memory, and of a tower in a model here -> those of
+#: Names in other checkpoints, in transformers' memory, and of a tower in our model -> names in
 #: Qwen2-VL's checkpoints, which are used here.
 _RENAMED: Final = {
     "language_model.model.": "model.",
@@ -456,8 +455,8 @@ def _write_config(folder: Path, hf_config: Any, dtype: torch.dtype, like: Path |
 
 
 def write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
-    """Tokenizer, image processor and generation settings, where there are any; those of the folder
-    `like`, or the built-in ones."""
+    """Tokenizer, image processor and generation settings, if any: the folder `like`'s, or the
+    built-in ones."""
     if like is not None and like.is_dir():
         for name in COMPANION_FILES:
             if (like / name).is_file():

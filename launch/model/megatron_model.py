@@ -98,8 +98,7 @@ def transformer_config(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TransformerConfig:
-    """megatron-core's config of a text model with these tensors, without what needs a CUDA
-    device."""
+    """megatron-core's config of a text model with these tensors, without options that need CUDA."""
     return TransformerConfig(
         num_layers=text_config.num_hidden_layers,
         hidden_size=text_config.hidden_size,
@@ -143,7 +142,7 @@ def build_language_model(
         recompute: whether layers run again in the backward pass instead of keeping activations.
 
     Raises:
-        ValueError: the config asks for something that is not built here.
+        ValueError: the config needs parts that are not built here.
     """
     text_config = hf_config.text_config
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -177,7 +176,7 @@ def _summed(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def check_supported(text_config: Any, tensor_parallel: int) -> None:
-    """Refuse a config that would train a model other than the one it describes."""
+    """Refuse a config that would train another model than it describes."""
     divided = {
         "num_attention_heads": text_config.num_attention_heads,
         "num_key_value_heads": text_config.num_key_value_heads,
@@ -417,9 +416,9 @@ class PackedMegatronModel(torch.nn.Module):
         part: RowPart | None,
         *media: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(S, 1, H) of this rank's tokens: word embeddings, with features in the places of image
-        and video tokens; and what is added in these places after the first layers. `media`: patches
-        and grids of images, and of videos."""
+        """(S, 1, H) of this rank's tokens: word embeddings, with features in the places of media
+        tokens; and features added there after the first layers. `media`: patches and grids of
+        images, and of videos."""
         own = tokens if part is None else tokens[:, part.own]
         embeddings = self.language_model.embedding(input_ids=own, position_ids=None)
         config = self.hf_config
@@ -455,7 +454,7 @@ class PackedMegatronModel(torch.nn.Module):
 def _put_features(
     embeddings: torch.Tensor, tokens: torch.Tensor, token_ids: Sequence[int], features: torch.Tensor
 ) -> torch.Tensor:
-    """Put features in the places of their tokens: those of the first id, then of the next."""
+    """Put features in the places of their tokens: of the first id, then of the next."""
     masks = [tokens[0] == token_id for token_id in token_ids]
     parts = features.split([int(mask.sum()) for mask in masks])
     for mask, part in zip(masks, parts, strict=True):

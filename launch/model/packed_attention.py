@@ -147,10 +147,10 @@ def varlen_attention(
         key, value: (T, G, D), G divides H.
         cu_seqlens: (P + 1,) int32, from 0 to T.
         max_seqlen: length of the longest segment.
-        cu_seqlens_kv, max_seqlen_kv: those of keys and values, where a segment's queries are its
-            last tokens only.
+        cu_seqlens_kv, max_seqlen_kv: the same for keys and values, if a segment's queries are only
+            its last tokens.
         scale: factor of the scores.
-        causal: whether a token sees only itself and those before it.
+        causal: whether a token sees only itself and earlier tokens.
         backend: a name in KERNELS.
 
     Returns:

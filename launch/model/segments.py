@@ -1,8 +1,8 @@
-"""The samples of a packed row apart, where transformers would mix them.
+"""Keep the samples of a packed row apart, where transformers would mix them.
 
 Its attention is cut where text positions restart, as long as it is causal. Where an image's tokens
-see each other (Gemma 4's sliding layers), its mask takes the images of the row's first sample for
-those of all; here the masks of such a model are made of the same parts in another order.
+see each other (Gemma 4's sliding layers), its mask takes the first sample's images for all
+samples'; here the masks of such a model are made of the same parts in another order.
 
 A gated delta net (the linear attention of Qwen3.5) is not cut: unless it is given the boundaries,
 and kernels of other packages that take them, its recurrent state and the window of its convolution
@@ -11,7 +11,7 @@ with empty states:
 
     position_ids [0 1 2 0 1 0 1 2 3] -> calls on [a a a], [b b] and [c c c c]
 
-A call costs what its tokens cost, so a row costs as much as its samples alone.
+A call's cost is that of its tokens, so a row costs the same as its samples alone.
 """
 
 import functools
@@ -37,8 +37,8 @@ def isolate_segments(model: nn.Module) -> int:
 
     Segments are those of `cu_seq_lens_q`, where it is given to the model, or begin where text
     positions restart: the places at which transformers' attention is cut. Rows without boundaries
-    are computed as before. Gradients are those of the segments alone, too, also where activations
-    are computed again.
+    are computed as before. Gradients, too, equal those of the segments alone, also with activations
+    computed again.
 
     Args:
         model: of transformers, whole; changed in place. A second call changes nothing.
@@ -49,7 +49,7 @@ def isolate_segments(model: nn.Module) -> int:
     Raises:
         ValueError: the model has layers that carry state in a way not known here, or its attention
             runs on a kernel that cannot compute it. Its forward raises it for packed rows with a
-            cache, or more than one to a batch.
+            cache, or several in a batch.
     """
     check_attention(model.config, getattr(model.config, "_attn_implementation", None) or "")
     for module in model.modules():
@@ -105,7 +105,7 @@ def check_positions(config: Any, seq_length: int) -> None:
 
 
 def why_no_flash(config: Any) -> str:
-    """The reason why flash attention cannot compute a model's; empty where it can."""
+    """The reason why flash attention cannot compute a model's attention; empty if it can."""
     if _shows_images(config):
         return "has no mask in which an image's tokens see each other"
     text = config.get_text_config()
@@ -126,7 +126,7 @@ def _shows_images(config: Any) -> bool:
 def _hand_down_masks(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments, with the masks of its layers where they are of a packed row.
+    """A model's arguments; of a packed row, with the masks of its layers.
 
     transformers looks up the blocks of an image at positions within segments, as if all began
     where the row does; here segments are one more condition, on places in the row. Images see
@@ -173,7 +173,7 @@ def _hand_down_segments(
 
 
 def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
-    """Boundaries of a row's segments; None where there are none."""
+    """Boundaries of a row's segments, if there are any."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     boundaries = kwargs.get("cu_seq_lens_q")

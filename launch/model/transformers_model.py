@@ -1,8 +1,8 @@
 """A model of transformers, of any family, for packed rows: the interface of `PackedMegatronModel`.
 
 Weights are kept in float32 and computed with in `model.dtype`, by autocast: bfloat16 weights near
-.02 are 1e-4 apart, so that a step of 1e-5 would change nothing. Those under adapters, which are not
-trained, are kept in `model.dtype`.
+.02 are 1e-4 apart, so that a step of 1e-5 would change nothing. Untrained weights under adapters
+are kept in `model.dtype`.
 """
 
 from collections.abc import Callable, Mapping
@@ -149,9 +149,9 @@ def build_transformers_model(
     """The whole model, the same on all ranks.
 
     Args:
-        config: what to build.
-        device: where.
-        seed: of random weights, those of adapters too.
+        config: the model to build.
+        device: for its weights.
+        seed: of random weights, including adapters'.
         tokenizer: folder whose tokenizer the packs were measured with, for a random model.
         packs: see `ModelConfig.random_config`.
 

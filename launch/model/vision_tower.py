@@ -97,11 +97,11 @@ def media_features(
     cost: ModelCost,
 ) -> list[torch.Tensor]:
     """Features of the media tokens that this rank holds: first one kind and then the other, each in
-    the order of its tokens; the last layer's, then those of the layers that feed DeepStack.
+    the order of its tokens; the last layer's, then the features of layers that feed DeepStack.
 
     Args:
         tokens: (1, S), of the whole row.
-        media: the kinds that are there, each with the patches of the whole row.
+        media: the kinds present, each with the patches of the whole row.
         part: this rank's part of the row; None: it holds all of it. Otherwise a collective.
 
     Raises:
@@ -139,7 +139,7 @@ def _check_count(tokens: torch.Tensor, medium: Medium, expected: int) -> None:
 
 def _run(tower: Any, patches: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
     if not len(patches):
-        # This rank has no frame. What it hands over is empty, but takes part in the backward pass.
+        # This rank has no frame. Its features are empty, but take part in the backward pass.
         config = tower.config
         width = getattr(config, "out_hidden_size", None) or config.hidden_size
         count = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
@@ -173,7 +173,7 @@ def share_frames(flops: npt.NDArray[np.float64], size: int) -> list[int]:
 
 
 def _fill(done: npt.NDArray[np.float64], limit: float, size: int) -> list[int]:
-    """Bounds of shares that each take as many frames as `limit` allows."""
+    """Bounds of shares that each take all frames that `limit` allows."""
     bounds = [0]
     for _ in range(size):
         bounds.append(int(np.searchsorted(done, done[bounds[-1]] + limit, "right")) - 1)

@@ -1,1 +1,1 @@
-"""Integrations with other training frameworks: one file each, imported only where that is."""
+"""Integrations with other training frameworks: one file each, imported only with its framework."""

@@ -88,8 +88,8 @@ _automodels_own = VlmDataloaderConfig.build
 
 
 def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
-    """AutoModel's loader over packs; anything else goes AutoModel's way. Raises ValueError where a
-    recipe asks for what packs do not do."""
+    """AutoModel's loader over packs; anything else goes AutoModel's way. Raises ValueError if a
+    recipe has options that packs do not support."""
     packs, packing = config.dataset_config, config.packing
     if not isinstance(packs, PacksConfig):
         return _automodels_own(config, **options)

@@ -51,7 +51,7 @@ def is_packed(name: str) -> bool:
 
 
 def prepare(model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any) -> None:
-    """Set what packs need; check the rest.
+    """Set options that packs need; check the others.
 
     Raises:
         ValueError: packs are mixed with other datasets, would not be trained on, or would be

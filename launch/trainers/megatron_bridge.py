@@ -47,7 +47,7 @@ def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
 
     Returns:
         tokens, labels (shifted), loss_mask and position_ids (1, S), the boundaries (P + 1,) int32,
-        those of padded samples only if there is padding, max_seqlen_q/kv () int32 on the host.
+        boundaries of padded samples only if there is padding, max_seqlen_q/kv () int32 on the host.
         Positions count from the start of each sample; the models find M-RoPE's three themselves.
     """
     row = to_transformers_kwargs(batch)
@@ -190,7 +190,7 @@ def _needed(recipe: Any) -> dict[str, tuple[Any, str]]:
 
 
 def on_packs(recipe: Any, path: str | Path) -> Any:
-    """One of Bridge's recipes (a ConfigContainer), changed to what packs need. Overrides follow."""
+    """One of Bridge's recipes (a ConfigContainer), changed for packs. Overrides follow."""
     recipe.dataset = PacksConfig(path=str(path))
     recipe.dataset.recipe = recipe  # not a field: Bridge writes those to its checkpoints
     for name, (value, _) in _needed(recipe).items():

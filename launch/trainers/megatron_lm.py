@@ -69,7 +69,7 @@ class DataIterator:
 def build_dataloaders(
     args: Any, task_encoder: Any, restore_from: str | Path | None = None
 ) -> tuple[DataIterator | None, list[DataIterator] | None, None]:
-    """Train and validation data on the ranks that read, in the order packs were written in.
+    """Train and validation data on the ranks that read, in the order of the written packs.
 
     Args:
         args: Megatron-LM's, of which `data_path`, `micro_batch_size`, `num_workers` and

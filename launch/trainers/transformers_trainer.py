@@ -5,17 +5,17 @@
 Load the model with `dtype=torch.float32, attn_implementation="flash_attention_2"` and set `bf16`:
 attention is then computed in autocast's dtype, without the mask of S × S that sdpa makes of a row.
 
-Takes care of what would go wrong silently:
+Prevents silent faults:
 
 - three M-RoPE rows as position_ids, or a cache: attention crosses samples; `to_transformers_kwargs`
 - Trainer shuffles; here rank r of W trains packs r, r + W, r + 2·W, ..., in the order written
 - Trainer's own collator pads and stacks; k packs are one longer row instead
 - torch's DataParallel slices along the first dimension, which of position_ids is not the batch
 - a pack without images leaves the vision tower without gradients, for which DDP would wait
-- under FSDP and ZeRO-3 ranks with images would wait for those without: warned of, unless packed
+- under FSDP and ZeRO-3 ranks with images would wait for ranks without: warned of, unless packed
   with `pack.order.uniform`, whose steps are kept
 - recurrent layers carry their state across samples (`isolate_segments`)
-- resuming goes on with the weights it began with, where names differ when saved (Qwen2-VL, 2.5-VL)
+- resuming goes on with the initial weights if names differ when saved (Qwen2-VL, 2.5-VL)
 
 Resuming skips the packs that are done unread.
 """
@@ -153,10 +153,10 @@ def _check_precision(args: TrainingArguments, given: Mapping[str, Any]) -> None:
 
 
 class PackedTrainer(TrainsPacks, Trainer):
-    """Trainer on packs. In training, logits are made where there are labels, and nowhere else."""
+    """Trainer on packs. In training, logits are made only where there are labels."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """See Trainer. A loss of one's own, liger's kernel and metrics need the whole row."""
+        """See Trainer. Custom losses, liger's kernel and metrics need the whole row."""
         is_own = self.compute_loss_func is not None or self.args.use_liger_kernel
         if model.training and not is_own:
             inputs = where_labelled(inputs)

@@ -108,12 +108,12 @@ class Verb(click.Command):
 
 
 def echo(text: object, *, nl: bool = True) -> None:
-    """Print a text in which names and ids of the data may stand."""
+    """Print a text that may contain names and ids of the data."""
     click.echo(show_controls(str(text)), nl=nl)
 
 
 class _Formatter(logging.Formatter):
-    """Messages in which names and ids of the data may stand."""
+    """Messages that may contain names and ids of the data."""
 
     def format(self, record: logging.LogRecord) -> str:
         return show_controls(super().format(record))

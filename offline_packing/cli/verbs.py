@@ -1,4 +1,4 @@
-"""The verbs: what each stage says on stdout. A verb imports what it needs when it runs.
+"""The verbs: the output of each stage on stdout. A verb imports its stage when it runs.
 
 A verb's docstring is its help text, and `dry_run` says what it would do.
 """

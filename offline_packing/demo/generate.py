@@ -145,8 +145,8 @@ def _tell_scene(
 
 
 def draw_chart(rng: Random, say: Language, size: tuple[int, int]) -> Picture:
-    """Whole numbers, no two equal, as bars or as a line with every value printed. (width, height)
-    in pixels are bent to what can be read."""
+    """Distinct whole numbers, as bars or as a line with every value printed. (width, height) in
+    pixels are changed until it can be read."""
     width = max(size[0], 200)
     height = min(max(size[1], 150, width // 3), 2 * width)
     kind, title = rng.choice(["bar", "line"]), rng.choice(_DRAWN["titles"])

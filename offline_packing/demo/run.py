@@ -80,8 +80,8 @@ class TaskResult:
 
 
 def main(folder: Path, *, num_samples: int, seed: int) -> None:
-    """Run the demo in `folder`; what an earlier run completed is not repeated. Raises StageError if
-    a stage failed, or a figure misses what the demo promises."""
+    """Run the demo in `folder`; completed stages are not repeated. Raises StageError if a stage
+    failed, or a figure misses its target."""
     require_supported("megatron-energon", "transformers")
     progress = sys.stderr.isatty()
     generate_demo_dataset(folder / "data", seed=seed, num_samples=num_samples, progress=progress)

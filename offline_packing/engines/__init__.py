@@ -1,4 +1,4 @@
-"""Engines: what runs a stage's tasks. A new one is a file here and a line in ENGINES."""
+"""Engines run a stage's tasks. A new one is a file here and a line in ENGINES."""
 
 from offline_packing.engines.local import Engine, LocalEngine
 from offline_packing.engines.ray_cluster import RayEngine

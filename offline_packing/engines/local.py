@@ -51,7 +51,7 @@ _LISTENER: Final[ContextVar[Advance | None]] = ContextVar("listener", default=No
 
 
 def advance(count: int = 1) -> None:
-    """Report progress of a task; does nothing where nobody listens."""
+    """Report progress of a task, if there is a listener."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(count)
@@ -96,7 +96,7 @@ class Engine(AbstractContextManager["Engine"]):
         return list(tasks)
 
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release the engine's workers."""
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -68,8 +68,8 @@ class ClusterWatch:
             raise lost(NODE_DIED)
 
     def num_slots(self, needs: Mapping[str, float]) -> int:
-        """Number of tasks that fit on the nodes at the same time, where each needs so much of these
-        resources (`CPU`, `memory` in bytes, ...)."""
+        """Number of tasks that fit on the nodes at the same time, given the resources of each
+        (`CPU`, `memory` in bytes, ...)."""
         num_slots = sum(
             int(min(one["Resources"].get(name, 0) / need for name, need in needs.items()))
             for one in self._nodes
@@ -150,7 +150,7 @@ class _Progress:
         self._advance(count - self._heard.pop(number))
 
     def update(self) -> None:
-        """Tell the listener what the counter answered since the last call, if it did."""
+        """Tell the listener the counter's last answer, if there is a new one."""
         if self.counter is None:
             return
         if self._answer is None:
@@ -252,8 +252,8 @@ class RayEngine(Engine):
             raise StageError(f"Ray could not run a task: {text}; run again") from error
 
     def _connected(self) -> tuple[Any, ClusterWatch]:
-        """The module, connected to a cluster, and what watches that. Raises StageError if there is
-        none."""
+        """The module, connected to a cluster, and the cluster's watcher. Raises StageError if there
+        is no cluster."""
         if self._watch is not None:
             return self._ray, self._watch
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}

@@ -29,7 +29,7 @@ _LIKE_CHANNELS: Final = frozenset((1, 3))
 class Trait(IntFlag):
     """Properties of a sample that some layout cannot store: the index column `traits`. Measuring
     records it for a layout with `Layout.NEEDS_TRAITS`, since only then is the sample's text at
-    hand; the layout names what it cannot store in `Layout.admit`, and planning sets such samples
+    hand; `Layout.admit` names traits that the layout cannot store, and planning sets such samples
     aside. Stored: a flag's value never changes its meaning."""
 
     #: a conversation's system message is not the chat template's default one

@@ -71,7 +71,7 @@ def shared_contents(samples: Index) -> Iterator[tuple[slice, Rows, Hashes]]:
 
 def most_shown(samples: Index) -> tuple[int, str]:
     """The number of samples that show the most frequent image or video, and the key of the first of
-    them; (0, "") where no two samples show one."""
+    them; (0, "") if no two samples share one."""
     found = [np.empty(0, np.uint64)]
     for part in samples.parts("media_hash"):
         media = part["media_hash"].combine_chunks()
@@ -109,7 +109,7 @@ def record_numbers(samples: Index) -> npt.NDArray[np.int64]:
     begins = [np.empty(0, bool)]
     for rows in samples.parts("key_hash", "sample_hash", "part"):
         first = pc.fill_null(pc.struct_field(rows["part"], "first"), -1).to_numpy()
-        # Parts of a record have its hashes, and are in order; those of a copy of it begin again.
+        # Parts of a record have its hashes, and are in order; parts of a copy of it begin again.
         is_same = (first[1:] > first[:-1]) & (first[:-1] >= 0)
         for name in ("key_hash", "sample_hash"):
             hashes = rows[name].to_numpy()
@@ -152,8 +152,8 @@ def records_of(rows: pa.Table) -> pa.Table:
 
 
 def count_packed(samples: Index, packed: SampleIds) -> tuple[int, int]:
-    """The number of records in some samples; and how often one of them, or turns of one that is
-    cut, are in one more sample, which nothing should be."""
+    """The number of records in some samples; and how often a record, or turns of a cut one, are in
+    a further sample, which is a fault."""
     packed = np.unique(packed)
     hashes = samples.array("key_hash")[packed]
     turns = [np.empty((2, 0), np.int64)]

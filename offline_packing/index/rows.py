@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Samples held in memory at a time: some 50 MB of index.
 SAMPLES_IN_MEMORY: Final = 1 << 17
-#: Groups, each of which holds a scratch file open.
+#: Number of groups; each holds a scratch file open.
 _MAX_GROUPS: Final = 256
 _MAX_INT32: Final = 2**31 - 1
 
@@ -163,7 +163,7 @@ def _pick(
     samples_in_memory: int,
 ) -> Iterator[tuple[int, pa.Table]]:
     """(group, some of its samples), ascending: of neighboring parts that fit in memory together;
-    parts without any of the ids are not read. `none` is such a table without samples."""
+    parts without any of the ids are not read. `none` is an empty table of this kind."""
     first, end, held = 0, 0, list[pa.Table]()
 
     def give() -> Iterator[tuple[int, pa.Table]]:
@@ -246,7 +246,7 @@ def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
 
 
 def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackColumns:
-    """The columns of a plan whose ids are those of the index. The plan has one pack at least."""
+    """The columns of a plan with ids of the index. The plan has at least one pack."""
     flops, media = sample_flops(samples, cost), media_of_samples(samples.array)
     ids, starts = packs.sample_ids, packs.pack_offsets[:-1]
     tower, language = (np.add.reduceat(some[ids], starts, dtype=np.float64) for some in flops)

@@ -1,4 +1,4 @@
-"""Samples set aside: those of an index that are not planned, and why, as arrays, since they can be
+"""Samples set aside: unplanned ones of an index with their reasons, as arrays, since they can be
 almost all; and the tables of an output, read again."""
 
 import itertools
@@ -40,7 +40,7 @@ class AsideSamples:
 
     @classmethod
     def merge(cls, found: Sequence["AsideSamples"]) -> "AsideSamples":
-        """All samples; one that is in several has the reason of the first."""
+        """All samples; a sample in several tables has the first one's reason."""
         if not found:
             return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), ())
         starts = np.cumsum([0, *(len(aside.texts) for aside in found)])
@@ -86,8 +86,7 @@ class AsideSamples:
 
 @dataclass(frozen=True, slots=True)
 class AsideGroup:
-    """Samples of one source that were set aside for one reason; `key` and `detail` are those of
-    the first."""
+    """Samples of one source that were set aside for one reason; `key` and `detail` of the first."""
 
     source: str
     reason: str
@@ -97,7 +96,7 @@ class AsideGroup:
 
 
 def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iterator[pa.Table]:
-    """Rows of SET_ASIDE_SCHEMA, some at a time; of these reasons only, where any are named. Raises
+    """Rows of SET_ASIDE_SCHEMA, some at a time; only with these reasons, if any are named. Raises
     StageError if a table is gone or damaged."""
     wanted = pa.array(sorted(reasons), pa.string())
     for path in paths:
@@ -111,8 +110,8 @@ def read_set_aside(paths: Iterable[Path], reasons: Collection[str] = ()) -> Iter
 
 
 def group_set_aside(paths: Iterable[Path], unwritten: Iterable[pa.Table] = ()) -> list[AsideGroup]:
-    """The samples set aside, by source and reason, in the order of the tables, then of those that
-    are not written yet. Raises StageError as `read_set_aside`."""
+    """The samples set aside, by source and reason, in the order of the tables, then the ones not
+    written yet. Raises StageError as `read_set_aside`."""
     found: dict[tuple[str, str], AsideGroup] = {}
     for table in itertools.chain(read_set_aside(paths), unwritten):
         grouped = table.group_by(["source", "reason"], use_threads=False).aggregate(

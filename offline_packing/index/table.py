@@ -59,11 +59,11 @@ class IndexInfo:
     set_aside: dict[str, int]
     #: image files that no sample uses
     num_unused_images: int = 0
-    #: what samples go without, such as a field with media -> about how many (measure/diagnosis.py),
-    #: and one of them with what it holds
+    #: unused parts of samples, such as a field with media -> the estimated number of samples
+    #: (measure/diagnosis.py), and an example with its content
     lost: dict[str, tuple[int, str]] = field(default_factory=dict)
-    #: how many samples have the same content, and an example: `copies` of earlier ones, those that
-    #: show the image or video that most show (`media`), about those with the most frequent answer
+    #: numbers of samples with the same content, and an example: `copies` of earlier ones, samples
+    #: with the most frequent image or video (`media`), an estimate for the most frequent answer
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
     num_tokens: int = 0
@@ -73,9 +73,9 @@ class IndexInfo:
     num_skipped: int = 0
     #: samples with loss weights other than 0 and 1
     num_weighted: int = 0
-    #: images and videos of samples of whose bytes only the first count for their hash
+    #: images and videos of samples that are longer than the bytes in their hash
     num_part_hashed: int = 0
-    #: what the sources' listings warn of
+    #: warnings of the sources' listings
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class IndexInfo:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each thing that is probably a mistake, as what samples go without."""
+        """A line for each probable mistake, such as unused parts of samples."""
         lines = list(self.source_warnings)
         for what, (count, example) in sorted(self.lost.items()):
             such = f", such as {example}" if example else ""
@@ -166,11 +166,11 @@ _PART_FIELDS: Final = [
 INDEX_SCHEMA: Final = pa.schema(
     [
         pa.field("key", pa.large_string()),
-        # xxh3_64 of "source_id/key"; of a part of a conversation, of its record's key
+        # xxh3_64 of "source_id/key"; for a part of a conversation, of its record's key
         pa.field("key_hash", pa.uint64()),
         # 0 where the key is an identity, see measure/identity.py
         pa.field("content_hash", pa.uint64()),
-        # of its texts and media; of a part of a conversation, those of its record
+        # of its texts and media; for a part of a conversation, of its record's
         pa.field("sample_hash", pa.uint64()),
         pa.field("source_id", pa.int32()),
         pa.field("task", pa.string()),
@@ -225,8 +225,8 @@ def table_writer(
 
 
 def rewrite_part(path: Path, change: Callable[[pa.Table, slice], pa.Table]) -> None:
-    """Replace a part of the index by what `change` makes of its rows: it gets some of them, and
-    their places in the part."""
+    """Replace a part of the index by the rows that `change` returns: it gets some rows, and their
+    places in the part."""
     with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
         begin = 0
         for number in range(part.num_row_groups):
@@ -277,7 +277,7 @@ class Index:
         path, rows = self.paths[number], self.info.part_rows[number]
         expected = self.info.hashes.get(path.parent.name, {}).get(path.name)
         try:
-            # Of a part in object storage a copy, since stages ask for column after column.
+            # Copy a part in object storage, since stages ask for column after column.
             with open_table(path if expected is None else kept_copy(path, expected)) as file:
                 # Without threads: handing a part to them takes longer than reading it.
                 table = file.read(list(columns), use_threads=False)

@@ -34,7 +34,7 @@ def media_roots(sources: Sequence[SourceOptions]) -> Iterator[tuple[str, str]]:
 
 
 def aux_datasets(sources: Sequence[SourceOptions]) -> dict[str, str]:
-    """The same as Energon's auxiliary datasets; tars that it cannot read are none."""
+    """The same as Energon's auxiliary datasets, without tars that it cannot read."""
     found = {}
     for name, address in media_roots(sources):
         if name.startswith("files"):

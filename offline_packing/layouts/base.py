@@ -195,19 +195,19 @@ class Layout(ABC):
 
 
 class JoinedLayout(Layout):
-    """The packs of a split in one file. Its shards are files of their own, pieces, until all are
-    written and joined; then they are stretches of that file: the manifest says how many bytes each
-    has, and its fragment where each pack lies."""
+    """The packs of a split in one file. Its shards are separate files, pieces, until all are
+    written and joined into it. The manifest then has the bytes of each shard, and its fragment the
+    place of each pack."""
 
     PIECE: ClassVar[str]
 
     @abstractmethod
     def split_files(self, split: str) -> tuple[str, str]:
-        """Names of a split's file, and of that which says where its packs lie."""
+        """Names of a split's file, and of the file with the places of its packs."""
 
     @abstractmethod
     def sizes(self, fragment: ShardFragment) -> npt.NDArray[np.int64]:
-        """(num_packs, ...) bytes of what a split's second file tells of each pack of a shard."""
+        """(num_packs, ...) bytes of each pack of a shard in a split's second file."""
 
     @abstractmethod
     def index(self, sizes: Sequence[npt.NDArray[np.int64]]) -> bytes:
@@ -251,8 +251,8 @@ class JoinedLayout(Layout):
         return self.piece(shard_name) in files or self.split_files(split)[0] in files
 
     def place(self, task: ShardTask) -> tuple[Path, int]:
-        """The file of a shard, and where the shard begins in it: its piece, or in a complete output
-        that of its split."""
+        """The file of a shard and the shard's offset in it: its piece, or in a complete output the
+        split's file."""
         piece = task.folder / self.piece(task.shard.name)
         if piece.exists():
             return piece, 0

@@ -146,7 +146,7 @@ def write_energon_metadata(
 
 
 def subflavors_of(task: str, generation: str) -> dict[str, str]:
-    """Return what readers compare with each pack: Energon gives it to every sample of a dataset."""
+    """Return subflavors, which Energon gives to every sample and readers compare with each pack."""
     return {"offline_packing": task, **({"generation": generation} if generation else {})}
 
 

@@ -76,7 +76,7 @@ class IndexedLayout(JoinedLayout):
         return to_json(dict(media_roots(sources)))
 
     def admit(self, samples: Index) -> Admission:
-        """All; raises StageError where media do not lie in a file that could be named."""
+        """All samples; raises StageError if media are not in a file that packs can refer to."""
         for part in samples.parts("media"):
             media = part["media"].combine_chunks().flatten()
             is_kept = pc.is_in(media.field("kind"), pa.array(["file", "bytes"]))

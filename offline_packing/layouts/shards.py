@@ -38,7 +38,7 @@ from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.samples import SourceSample
 from task_encoders.storage.paths import REMEDY
 
-#: Upper limit of what a member's name and a sample's part of the pack's JSON add to the text.
+#: Upper limit of bytes that a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
 
 
@@ -82,8 +82,8 @@ def lay_out_shards(
     shards_per_folder: int | None = None,
 ) -> list[PlannedShard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
-    max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,) is what each pack
-    takes in a tar, or more."""
+    max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,): bytes of each pack
+    in a tar, at least."""
     shards: list[PlannedShard] = []
     for split, packs in splits.items():
         cuts = list(packs[::packs_per_shard]) or [packs.start]
@@ -176,7 +176,7 @@ class ShardFragment:
 
     @classmethod
     def is_whole(cls, path: Path, content_hash: str) -> bool:
-        """Whether a fragment is the one that a manifest recorded."""
+        """Whether a fragment is as a manifest recorded it."""
         try:
             return cls.load(path).content_hash == content_hash
         except StageError:
@@ -211,7 +211,7 @@ class PlannedSample:
 
     @property
     def record(self) -> Locator:
-        """Where its record lies."""
+        """Place of its record."""
         return self.json if self.part is None else self.part.json
 
     @property
@@ -226,13 +226,13 @@ PlannedPack = tuple[str, list[PlannedSample]]
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard: its samples in the order of the packs, as rows of the index, and how many each
-    pack has."""
+    """One shard: its samples in the order of the packs, as rows of the index, and the number of
+    samples of each pack."""
 
     shard: PlannedShard
     folder: Path
     fragment_path: Path
-    #: folder for copies of what has no random access
+    #: folder for copies of files without random access
     unpack_folder: Path
     samples: pa.Table
     #: (num_packs,)
@@ -265,8 +265,8 @@ class ShardTask:
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
     def packs(self, *, with_media: bool = True) -> Iterator[PlannedPack]:
-        """Key and samples of each pack; the task advances by one when it asks for the next. What is
-        remote of them is read ahead; of their media only `with_media`."""
+        """Key and samples of each pack; the task advances by one when it asks for the next. Remote
+        records are read ahead, and media if `with_media`."""
         packs = self._planned()
         if any(source.beside_remote for source in self.sources):
             packs = read_ahead(packs, partial(self._places, with_media))
@@ -285,7 +285,7 @@ class ShardTask:
                 yield key, list(islice(samples, size))
 
     def _places(self, with_media: bool, pack: PlannedPack) -> Iterator[tuple[Root, Locator]]:
-        """Where the records of a pack lie, and perhaps its media."""
+        """Places of the records of a pack, and perhaps of its media."""
         for sample in pack[1]:
             source = self.sources[sample.source_id]
             yield source.root, sample.record
@@ -301,7 +301,7 @@ class ShardTask:
             yield
 
     def read_sample(self, sample: PlannedSample) -> SourceSample:
-        """Read and parse a sample's record again. Raises StageError if it is no longer what was
+        """Read and parse a sample's record again. Raises StageError if it has changed since it was
         measured."""
         num_images = len(sample.media) - sample.num_videos
         source = self.sources[sample.source_id]

@@ -21,7 +21,7 @@ from offline_packing.sources.options import FieldMap
 from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer, control_pattern
 
-#: Records of a source that are all looked at; one in ONE_IN of the others is.
+#: First records of a source, all looked at; later ones once in ONE_IN.
 NUM_FIRST: Final = 4096
 ONE_IN: Final = 100
 #: Different answers that are counted at a time, and the most frequent ones that stay: one that is
@@ -34,7 +34,7 @@ _DIGITS: Final = 16
 
 
 class Diagnosis:
-    """Diagnosis of a part of a source, of which the first `num_first` records are all looked at."""
+    """Diagnosis of a part of a source; its first `num_first` records are all looked at."""
 
     def __init__(self, fields: FieldMap, tokenizer: Tokenizer, num_first: int) -> None:
         self._fields, self._control = fields, control_pattern(tokenizer)
@@ -48,8 +48,8 @@ class Diagnosis:
     def add(
         self, number: int, record: SourceRecord, sample: SourceSample, modes: Mapping[str, str]
     ) -> None:
-        """Look at a record, if its number in the part is of those that are. `modes` are Pillow's of
-        its images, by their names."""
+        """Look at a record, if its number in the part is among the chosen. `modes` are Pillow's
+        modes of its images, by their names."""
         since_first = number - self._num_first
         if since_first > 0 and since_first % ONE_IN:
             return
@@ -74,7 +74,7 @@ class Diagnosis:
 
 
 def shares_of_first(parts: Sequence[SourcePart]) -> list[int]:
-    """How many of a source's first records each part begins with; below 0: how many records are
+    """Number of a source's first records that each part begins with; below 0: number of records
     between them and the part."""
     share = NUM_FIRST // max(1, sum(part.num_records is None for part in parts))
     before = accumulate((part.num_records or 0 for part in parts), initial=0)
@@ -88,8 +88,8 @@ def estimate(
     parts: Iterable[tuple[int, int, Mapping[str, Any]]],
 ) -> tuple[dict[str, tuple[int, str]], tuple[int, str]]:
     """Estimate for all samples from source, number of samples and `Diagnosis.notes` of each part,
-    in order: what they lack -> how many, and an example; count and beginning of the most frequent
-    answer, (0, '') if none is given twice."""
+    in order: unused part -> number of samples, and an example; count and beginning of the most
+    frequent answer, (0, '') if none is given twice."""
     counts: defaultdict[int, list[Counter[str]]] = defaultdict(lambda: [Counter(), Counter()])
     num_samples, totals = Counter[int](), Counter[str]()
     examples: dict[str, str] = {}

@@ -3,15 +3,15 @@
 A record's own `id` (JSON, JSONL, tables) says where it came from, not which sample it is:
 LLaVA-Instruct gives several conversations of an image one `id`. Of the samples that share one, the
 first keeps it, and every other one whose content differs gets a key that follows from its content
-alone, so that keys do not depend on how many share an id, on parts or on workers:
+alone, so that keys do not depend on the number that share an id, on parts or on workers:
 
     {"id": "33471", ...: "What is it?"}     33471
     {"id": "33471", ...: "Which colour?"}   33471@5d0c0a1be0a6a2f7
     {"id": "33471", ...: "What is it?"}     33471, and is set aside as a duplicate
 
-`source.skip` leaves out what other outputs hold, whatever model they were packed for, before it is
-read or tokenized. A sample is known by its key, and where records share an id by its content. A key
-as the source gives it has no prefix; a prefix depends on how many sources a configuration has:
+`source.skip` leaves out samples that other outputs hold, whatever their model, before they are read
+or tokenized. A sample is known by its key, and where records share an id by its content. A key as
+the source gives it has no prefix; a prefix depends on how many sources a configuration has:
 
     out/packed, of one source          000017           the same sample: both are '000017' of
     out/more, of data and others       data/000017      the folder 'data'
@@ -59,7 +59,7 @@ def rename_repeated(samples: Index) -> int:
     which each part of a conversation counts.
 
     Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
-    first record of an id is never renamed, and what was renamed shares no id any more.
+    first record of an id is never renamed, and renamed records share no id any more.
     """
     contents = samples.array("content_hash")
     if not contents.any():
@@ -87,7 +87,7 @@ def _rename_part(
     path: Path, renamed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint64]
 ) -> None:
     """Replace a part of the index by one with other keys in some rows. `hashes` (num_rows,) are the
-    rows' key_hash; a row with another one is already renamed."""
+    rows' key_hash; a row with another hash is already renamed."""
 
     def rename(rows: pa.Table, places: slice) -> pa.Table:
         pending = renamed[places] & (rows["key_hash"].to_numpy() == hashes[places])
@@ -128,8 +128,8 @@ def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
 
 @dataclass
 class NewRecords:
-    """A part's records that no output of source.skip holds, each with its number in the part; then,
-    how many others there were."""
+    """A part's records that no output of source.skip holds, each with its number in the part; then
+    the number of the others."""
 
     source: Source
     part: SourcePart
@@ -194,7 +194,7 @@ def _collect(config: SourceOptions, prefix: str) -> Hashes:
         paths = [(sources[i]["path"], own) for i, own in prefixes.items()]
         for table in read_set_aside(aside_while_measuring(workspace, info)):
             aside += [hash_keys(keys.to_pylist()) for keys, _ in _own_keys(table, "source", paths)]
-    # If records share an id, one that was set aside says nothing about the others.
+    # If records share an id, a record that was set aside tells nothing about the others.
     lost, known = sort_hashes(aside), sort_hashes(shared)
     return sort_hashes([*packed, lost[~np.isin(lost, known, assume_unique=True)]])
 
@@ -248,13 +248,13 @@ def _own_keys(
             yield pc.utf8_slice_codeunits(own["key"], len(prefix)), own
 
 
-#: Bytes of a medium that are hashed: those that the first request to remote storage brings.
+#: Bytes of a medium that are hashed: the first request to remote storage brings them.
 HASHED_BYTES: Final = 1 << 14
 
 
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
-    """xxh3_64 of what a sample is trained on: its texts, and its media by their names, or by their
-    bytes where these are in the record itself."""
+    """xxh3_64 of a sample's trained content: its texts, and its media by their names, or by their
+    bytes if these are in the record itself."""
     names = (sample.images, sample.videos)
     turns = [{"prompt": t.prompt, "answer": t.answer, **t.details} for t in sample.turns]
     tools = [sample.tools] if sample.tools else []

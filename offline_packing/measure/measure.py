@@ -141,8 +141,8 @@ def _recorded(workspace: Workspace, info: IndexInfo) -> dict[Path, str]:
 
 
 def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
-    """Measure again what is lost, and accept it if it is what was recorded: of index.json by the
-    plan, of the others by index.json. Raises StageError where it is not."""
+    """Measure lost files again, and accept them if they have the recorded hash: index.json by the
+    plan, the others by index.json. Raises StageError otherwise."""
     workspace = run.workspace
     if run.engine.IS_SHARED:
         raise StageError(f"{lost[0]} is missing; run measure with engine.name=local")
@@ -194,7 +194,7 @@ def _measure_again(run: Run, lost: Sequence[Path], *, keeps: bool) -> IndexInfo:
 
 
 def _describe_change(run: Run) -> str:
-    """What changed in the sources since they were measured, as far as it shows in their files."""
+    """Changes of the sources since they were measured, as far as their files show."""
     sources = open_sources(run.config)
     fields = [f"source.{i}.listing" for i in range(len(sources))]
     changes = [explain_listing(run.workspace.files, sources, name) for name in fields]
@@ -245,8 +245,8 @@ def _complete(
 
 
 def _count_copies(samples: Index) -> tuple[int, str]:
-    """How many records repeat the texts and media of an earlier one, by their hashes, and the key
-    of the first. Those with the key of an earlier one are set aside, and not counted."""
+    """Number of records that repeat the texts and media of an earlier one, by their hashes, and the
+    key of the first. Records with an earlier one's key are set aside, and not counted."""
     firsts = np.flatnonzero(np.diff(record_numbers(samples), prepend=-1))
     others = np.setdiff1d(firsts, find_duplicates(samples), assume_unique=True)
     hashes = samples.array("sample_hash")[others]

@@ -1,10 +1,10 @@
 """Measuring one part of a source: one part of the index, and one of the set-aside table. Media are
 not decoded: their size is read from the header.
 
-Under `pack.on_overlong: split_turns`, conversations that fit no pack are cut. A part takes as many
-turns as fit. It is rendered and measured as it will be trained, so its length is exact, whatever
-the chat template makes of turns that come last, or of their thoughts. A turn that answers the
-result of a tool stays with the turn that called it.
+Under `pack.on_overlong: split_turns`, conversations that fit no pack are cut. A part takes all
+turns that fit. It is rendered and measured as it will be trained, so its length is exact, however
+the chat template treats last turns, or their thoughts. A turn that answers the result of a tool
+stays with the turn that called it.
 """
 
 import itertools
@@ -62,7 +62,7 @@ from task_encoders.samples import (
 
 @dataclass(frozen=True)
 class Cutting:
-    """What a sample may have, and how longer conversations are cut."""
+    """Limits of a sample, and how longer conversations are cut."""
 
     options: SplitTurnsConfig
     #: of a pack: tokens, and whatever else it is limited in
@@ -106,7 +106,7 @@ class Part(NamedTuple):
 
 
 class Conversation:
-    """One conversation, in exchanges: a turn, and those that answer its calls of tools."""
+    """One conversation, in exchanges: a turn, and the turns that answer its calls of tools."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class Conversation:
         options: SplitTurnsConfig,
         limits: Mapping[str, int],
     ) -> None:
-        """`sizes` (height, width) and `videos` are those of the sample's images and videos,
-        `limits` are tokens and whatever else a pack is limited in."""
+        """`sizes` (height, width) and `videos` of the sample's media; `limits` on tokens and other
+        quantities of a pack."""
         self.encoder, self.sample, self.record = encoder, sample, record
         self.sizes, self.videos, self.options, self.limits = sizes, videos, options, limits
         turns = place_media(self.sample)
@@ -217,8 +217,8 @@ class Conversation:
         return self._part(cut._replace(end=end))
 
     def _context(self, first: int) -> int:
-        """The first exchange that is shown in front of an exchange: as much as is asked for and
-        fits with it, the latest ones; without any, it need not fit."""
+        """The first exchange shown in front of an exchange: the latest ones, up to the configured
+        number, that fit with it; without any, it need not fit."""
         earlier = range(max(0, first - self.options.context_turns), first)
         return earlier.start + bisect_left(
             earlier, True, key=lambda begin: self._is_fit(_Cut(begin, first, first + 1))
@@ -231,7 +231,7 @@ def _answers_a_tool(turn: Turn) -> bool:
 
 
 def _counts(exchanges: Sequence[Sequence[Turn]], placeholder: str) -> list[int]:
-    """How often a placeholder stands before each exchange, and in all."""
+    """Number of a placeholder's occurrences before each exchange, and in all."""
     return [0, *accumulate(count_placeholders(own, placeholder) for own in exchanges)]
 
 
@@ -245,7 +245,7 @@ _RECORDS_PER_STEP: Final = 32
 _BYTES_PER_STEP: Final = 16 << 20
 #: Characters of the name of a medium in a detail.
 _MAX_NAME: Final = 200
-#: Characters of a reason's detail that are kept: it may quote what a record holds.
+#: Characters of a reason's detail that are kept: it may quote a record.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
 _NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "split", "diagnosis")
@@ -300,7 +300,7 @@ class PartResult:
 
     @property
     def num_records(self) -> int:
-        """Records of both tables, and those that were left out."""
+        """Records of both tables, and records that were left out."""
         return self.num_measured + self.set_aside.total() + self.num_skipped
 
 
@@ -388,7 +388,7 @@ class Measuring:
         part of one; in order. Records come with their number in the part.
 
         Raises:
-            StageError: an error that is not caused by the sample.
+            StageError: an error that the sample did not cause.
         """
         for group in self._groups(records):
             for step in (self._read_sample, self._read_headers, self._measure, self._make_rows):
@@ -521,7 +521,7 @@ class Measuring:
         at: Locator,
         kept: Sequence[int],
     ) -> Row:
-        """What a sample has for itself of a row: a record, or a part with some of its media."""
+        """A sample's own fields of a row: of a record, or of a part with some of its media."""
         media = [found.media[i] for i in kept]
         traits = None
         if self.task.with_traits:

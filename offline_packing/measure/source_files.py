@@ -1,5 +1,5 @@
-"""The files of the sources: which were measured, so that a message can name those that changed
-since; and which pictures no sample uses.
+"""The files of the sources: measured ones, so that a message can name later changes; and pictures
+that no sample uses.
 
 _packing/files/source-00000.parquet    container, size, modified: one row per file, as listed
 """

@@ -31,7 +31,7 @@ _PER_TOKEN: Final = {
 }
 #: Fields that a sample without media may lack.
 _ZERO_BY_DEFAULT: Final = ("mm_token_type_ids", "token_type_ids")
-#: Stay a list where they are one: models take images of several sizes that way.
+#: Stay lists: models take images of several sizes that way.
 _IMAGES: Final = "images"
 #: The boundaries replace them.
 _LEFT_OUT: Final = ("attention_mask", "length", "lengths")
@@ -62,7 +62,7 @@ def padding_free_collator(
     """One row of S tokens of all samples, as the arguments of transformers' models.
 
     Args:
-        samples: mappings with `input_ids` (n,), and what else the model takes: `labels` (not
+        samples: mappings with `input_ids` (n,), and other arguments of the model: `labels` (not
             shifted; default, if no sample has any: input_ids), M-RoPE's `position_ids` (3, n),
             `pixel_values` and grids (joined along their first dimension), ...; or `EncodedSample`;
             or packs: lists of these. Lists of numbers, or of arrays of one shape, are arrays, and
@@ -70,8 +70,8 @@ def padding_free_collator(
         pad_to_length: a last segment of padding fills the joined row up to this length.
 
     Returns:
-        input_ids, labels (1, S); position_ids (1, S), or (4, 1, S) with M-RoPE, where each sample
-        begins at 0 again; cu_seq_lens_q/k (P + 1,), max_length_q/k; use_cache; the other fields.
+        input_ids, labels (1, S); position_ids (1, S), or (4, 1, S) with M-RoPE, which begin at 0
+        again in each sample; cu_seq_lens_q/k (P + 1,), max_length_q/k; use_cache; the other fields.
 
     Raises:
         ValueError: there is no sample, one has no tokens or lacks a field that others have, a
@@ -101,7 +101,7 @@ def padding_free_collator(
 
 
 def _fields(sample: Any) -> dict[str, Any]:
-    """A sample's arrays, and its images if they are a list; what has a value per token as (n,)."""
+    """A sample's arrays, and its images if a list; fields with a value per token as (n,)."""
     if isinstance(sample, EncodedSample):
         sample = _encoded_fields(sample)
     given = sample.get("input_ids")
@@ -131,7 +131,7 @@ def _fields(sample: Any) -> dict[str, Any]:
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
-    """An array, or what can be one; its first dimension is that along which rows are joined."""
+    """An array, or a value that can be one; rows are joined along its first dimension."""
     if isinstance(value, torch.Tensor):
         return torch.atleast_1d(value)
     try:
@@ -169,7 +169,7 @@ def _positions(
     given: Sequence[torch.Tensor | None], lengths: Sequence[int], padding: int
 ) -> torch.Tensor:
     """(3, 1, S) if any sample has M-RoPE's rows, (3, n) or with a row before them (4, n); without
-    any of them (1, 1, S), which count for nothing."""
+    any of them (1, 1, S), which is ignored."""
     rows = []
     for positions, length in zip(given, lengths, strict=True):
         shape = () if positions is None else tuple(positions.shape)

@@ -5,10 +5,10 @@
     DynamicBatches(samples, max_seq_len=8192)
 
 The packs of the first equal those of ms-swift for the strategies `binpack` and `sequential`; `auto`
-fills packs better. The second is the data pipeline of nanoVLM: samples that alone are too long or
-have too many images are left out, a buffer of the others is packed by a balanced knapsack, and a
-thread does so ahead of the trainer. The third has VeOmni's two modes: a budget gives all ranks
-steps of similar length; a fixed number of samples makes epochs and steps countable beforehand.
+fills packs better. The second is the data pipeline of nanoVLM: samples that are too long or have
+too many images are left out, and a thread packs buffers of the others by a balanced knapsack ahead
+of the trainer. The third has VeOmni's two modes: a budget gives all ranks steps of similar length;
+a fixed number of samples makes epochs and steps countable beforehand.
 
     lengths 4, 2, 3, 1 and a budget of 10   [A B C D | E F | G H I | J]
     dyn_bsz=False, micro_batch_size=2       [A B C D | E F], [G H I | J]
@@ -33,7 +33,7 @@ from offline_packing.storage.yaml_file import parse_yaml, validate
 from task_encoders.field_types import Count, NonNegative, checked, one_of
 from task_encoders.samples import SampleError
 
-#: ms-swift's names and ours; what is not among them is a name in STRATEGIES.
+#: ms-swift's names and ours; any other name is looked up in STRATEGIES.
 _AS_MS_SWIFT: Final = {"binpack": "to_constant_volume", "sequential": "sequential"}
 Leftovers = Literal["carry", "emit"]
 Yields = Literal["samples", "rows"]
@@ -41,16 +41,16 @@ Yields = Literal["samples", "rows"]
 
 class PackedIterableDataset(OnlineDataset):
     """Packs of at most `seq_length` tokens, made from `buffer_size` usable samples at a time
-    (ms-swift's window counts raw samples, also those that it cannot use).
+    (ms-swift's window counts raw samples, including unusable ones).
 
     Args:
         dataset: map-style or iterable; an item is a mapping with `input_ids` or `length`, or an
             `EncodedSample`. Items are read when their turn comes.
         strategy: "binpack" and "sequential" pack as ms-swift does; "auto", or any other name in
             STRATEGIES, with the planner of this package.
-        leftovers: "carry": what fills no pack waits for the next samples: the last pack, as in
-            ms-swift, or with the planner all packs that are not full, for 16 windows at most.
-            "emit": every window goes out whole, whatever the fill.
+        leftovers: "carry": packs that are not full wait for the next samples: the last one, as in
+            ms-swift, or with the planner all, for 16 windows at most. "emit": every window goes out
+            whole.
         template: gets `packing = padding_free = True`, by which ms-swift's collator joins a pack.
         yields: "samples": packs are lists of samples; "rows": `padding_free_collator` of them.
         options: those of `OnlineDataset`.
@@ -128,8 +128,8 @@ class PackingBlock(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> "PackingBlock":
-        """The block of a file, whatever else the file holds. Raises ConfigError if there is none,
-        or a field of it is unknown or has a bad value."""
+        """The block of a file, which may hold other blocks. Raises ConfigError if there is none, or
+        a field of it is unknown or has a bad value."""
         content = parse_yaml(Path(path).read_text("utf-8"), f"config {str(path)!r}")
         if not isinstance(content, Mapping) or not isinstance(content.get("packing"), Mapping):
             raise ConfigError(
@@ -160,18 +160,18 @@ class ConstantLengthDataset(Prefetched):
         dataset: map-style or iterable; an item is an `EncodedSample`, or a mapping with `input_ids`
             or `length`, and `images` or `image_grid_thw` if it has any.
         max_sample_length: a longer sample is set aside; default: seq_length.
-        separator_tokens: room that each sample takes beside its tokens, in no row but for padding
-            at its end: 1 gives nanoVLM's packs, which have a token after each sample.
-        max_images_per_sample: likewise one with more images; default: max_images_per_pack.
+        separator_tokens: room of each sample besides its tokens; rows hold it only as padding at
+            their end. 1 gives nanoVLM's packs, which have a token after each sample.
+        max_images_per_sample: a sample with more images is set aside; default: max_images_per_pack.
         buffer_size: samples packed at a time.
         strategy: "knapsack" makes all packs of a buffer evenly full and gives them all out; any
-            other that takes budgets fills packs up, and what fills none waits for the next buffer.
-            "auto" pads least.
-        delta: packs that the knapsack makes beyond those that the tokens need.
+            other that takes budgets fills packs up, and samples that fill none wait for the next
+            buffer. "auto" pads least.
+        delta: packs that the knapsack makes beyond the number that the tokens need.
         queue_size: packs that wait for the trainer at most.
         yields: "samples": packs are lists of samples; "rows": one row of ``seq_length`` tokens by
             `padding_free_collator`, its end filled with ``pad_token_id``.
-        options: those of `OnlineDataset` except lengths: images are counted in the samples read.
+        options: of `OnlineDataset`, except lengths: images are counted in the samples read.
     """
 
     @checked
@@ -233,7 +233,7 @@ class ConstantLengthDataset(Prefetched):
 def _measure(
     sample: Any, num_tokens: int, *, alone: tuple[int, int], separator_tokens: int
 ) -> tuple[int, Mapping[str, int]]:
-    """Tokens and images of a sample in a pack; `alone`: those that it may have by itself."""
+    """Tokens and images of a sample in a pack; `alone`: its limits by itself."""
     fields = sample if isinstance(sample, Mapping) else {"image_grid_thw": sample.image_grid_thw}
     found = (fields.get(name) for name in ("image_grid_thw", "images"))
     num_images = next((len(images) for images in found if images is not None), 0)
@@ -251,14 +251,14 @@ class DynamicBatches(OnlineDataset):
 
     Args:
         dataset: as of `PackedIterableDataset`.
-        dyn_bsz: True: as many samples as fit micro_batch_size × max_seq_len tokens; False: always
+        dyn_bsz: True: all samples that fit micro_batch_size × max_seq_len tokens; False: always
             micro_batch_size samples, each of at most max_seq_len tokens.
-        buffer_size: samples among which those of a batch are looked for, the oldest first. A batch
-            is made when there are as many, and tokens enough for it. Only for dyn_bsz.
+        buffer_size: samples among which a batch's are chosen, the oldest first. A batch is made
+            when the buffer is full and has enough tokens. Only for dyn_bsz.
         pad_to_length: pad every joined row with one more segment: True: to micro_batch_size ×
             max_seq_len, or a length, so that kernels are compiled for one shape.
-        pad_token_id: what input_ids are padded with.
-        collate: instead of `padding_free_collator`; `pad_to_length` is then its own business.
+        pad_token_id: pads input_ids.
+        collate: instead of `padding_free_collator`; it must then obey `pad_to_length` itself.
         options: those of `OnlineDataset`.
     """
 

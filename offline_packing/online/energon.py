@@ -79,7 +79,7 @@ class OnlineTaskEncoder(PackedTaskEncoder):
     ) -> SavableDataset[PackedRowSample]:
         """Energon's hook."""
         if isinstance(dataset, RepeatDataset) and dataset.repeats is None:
-            # Packs repeat, not samples: so those left over come out at the end of each epoch.
+            # Packs repeat, not samples: so samples left over come out at the end of each epoch.
             packs = OnlinePacks(dataset.dataset, self, worker_config=worker_config)
             return RepeatDataset(packs, worker_config=worker_config)
         return OnlinePacks(dataset, self, worker_config=worker_config)
@@ -101,14 +101,14 @@ def get_online_train_dataset(
     """Energon's `get_train_dataset`, packed while training; give it to `get_packed_loader`.
 
     Energon shuffles runs of 100 samples; here each window's packs are shuffled. In an epoch every
-    sample comes once; those left over at its end make packs less full. A blend by weights has no
+    sample comes once; samples left over at its end make packs less full. A blend by weights has no
     epochs: there they wait for others, 16 windows at most.
 
     Args:
         path: a folder prepared for Energon, or a metadataset YAML.
         buffer: samples that each worker takes in before it plans again.
         strategy, seed: of the planner; the seed is also that of the order of a window's packs.
-        budgets: what a pack holds at most beside tokens: vision_patches, images, videos.
+        budgets: limits of a pack besides tokens: vision_patches, images, videos.
         kwargs: any other argument of `megatron.energon.get_train_dataset`; the others are those of
             `get_packed_train_dataset`.
 

@@ -1,10 +1,10 @@
-"""Packing inside a PyTorch loader: the dataset behind `PackedIterableDataset`,
-`ConstantLengthDataset` and `DynamicBatches`.
+"""Packing inside a PyTorch loader: the base of `PackedIterableDataset`, `ConstantLengthDataset` and
+`DynamicBatches`.
 
-Each reader (a loader process of a rank) packs its own part of the samples. A sample that cannot be
-used is set aside with its reason, logged and counted; how many may be is bounded, so that a run
-whose data do not fit its settings ends with an error instead of searching forever. The state that
-torchdata's StatefulDataLoader saves names samples by number; their contents are read again.
+Each reader (a loader process of a rank) packs its own part of the samples. An unusable sample is
+set aside with its reason, logged and counted; their number is bounded, so that a run whose data do
+not fit its settings ends with an error. The state that torchdata's StatefulDataLoader saves names
+samples by number; their contents are read again.
 """
 
 import logging
@@ -71,10 +71,10 @@ class Packing:
     buffer_size: int
     #: settings that decide the packs: a state goes only with the same settings
     settings: Mapping[str, Any]
-    #: the samples of a pack -> what the dataset yields
+    #: the samples of a pack -> the item that the dataset yields
     collate: Callable[[list[Any]], Any] = list
-    #: a sample and its tokens -> what it takes of a pack: tokens, and an amount of each budget.
-    #: Raises SampleError for one that is too large by itself
+    #: a sample and its tokens -> its tokens and its amount of each budget in a pack. Raises
+    #: SampleError if it is too large by itself
     measure: Callable[[Any, int], tuple[int, Mapping[str, int]]] | None = None
 
 
@@ -83,15 +83,15 @@ class OnlineDataset(IterableDataset[Any]):
 
     Args:
         dataset: map-style, or iterable. A map-style one is split among ranks and workers by index.
-        encode: applied to a reader's own samples; what it raises sets the sample aside.
-        split: for an iterable dataset: False if it gives each rank and worker its own part itself.
+        encode: applied to a reader's own samples; an error sets the sample aside.
+        split: for an iterable dataset: False if it divides itself among ranks and workers.
         lengths: tokens of each sample of a map-style dataset, if they are known: samples are then
-            read when their pack is made, and none wait in memory or are read again on resuming.
+            read when their pack is made, and do not wait in memory or get read again on resuming.
         shuffle: read a map-style dataset in an order of `seed` and the epoch (see `set_epoch`).
         repeat: begin the next epoch at the end of one, without end. Ranks make unequal numbers of
-            packs of an epoch; this way each takes as many steps as the trainer counts.
-        rank, world_size: default: those of torch.distributed when the loader starts. 0 and 1 where
-            one loader's packs are dealt to all ranks, as by accelerate and ms-swift.
+            packs of an epoch; with `repeat` each takes the steps that the trainer counts.
+        rank, world_size: default: those of torch.distributed when the loader starts. 0 and 1 if one
+            loader's packs are dealt to all ranks, as by accelerate and ms-swift.
     """
 
     @checked
@@ -127,8 +127,8 @@ class OnlineDataset(IterableDataset[Any]):
         self._ranks = check_ranks(rank, world_size)
         self._pass: _Pass | None = None
         self._saved: Mapping[str, Any] | None = None
-        # In shared memory: the trainer sees what its workers count, by worker and reason; workers
-        # that live longer than an epoch see the next one.
+        # In shared memory: the trainer sees its workers' counts, by worker and reason; workers that
+        # live longer than an epoch see the next one.
         counts = torch.zeros(_COUNTED_WORKERS, len(REASONS), dtype=torch.int64)
         self._counts = counts.share_memory_()
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -157,7 +157,7 @@ class OnlineDataset(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next pass where `state` was taken. Raises StageError, when the pass
-        begins, if the settings or the readers are others."""
+        begins, if the settings or the readers differ."""
         self._saved = state
         # Loaders load when they begin; an epoch set before that is the trainer's word.
         self.set_epoch(max(int(self._epoch), state["epoch"]))
@@ -177,8 +177,8 @@ class _Pass:
         self._reader = reader
         if reader.world_size > 1 and reader.index == 0 and not (owner.repeat or saved):
             logger.warning(_UNEQUAL, reader.world_size)
-        #: samples that this reader set aside, by reason; those that could not be read since the
-        #: last that could; those of this pass; and the reason of the last of them
+        #: samples that this reader set aside, by reason; unreadable ones since the last readable
+        #: one; in this pass; and the reason of the last
         self._set_aside = owner._counts[reader.worker % _COUNTED_WORKERS]
         self._failures_in_a_row = self._num_unusable = 0
         self._last_error: SampleError | None = None
@@ -208,7 +208,7 @@ class _Pass:
                 owner.dataset, self._reader, split=owner.split, mark_every=every
             )
         self._pool = PackingPool[Sample](owner.packing.strategy)
-        #: samples of this epoch that were packed; of those with known lengths, that were given out
+        #: samples of this epoch that were packed; with known lengths, that were given out
         self._num_packed = 0
         self._ended = False
         self._kept_state: dict[str, Any] | None = None
@@ -231,8 +231,8 @@ class _Pass:
                 return self._owner.packing.collate(contents)
 
     def _check_end(self) -> None:
-        """Raise StageError at the end of an epoch without a sample that can be used; one of many
-        readers may have had only a few."""
+        """Raise StageError at the end of an epoch without a usable sample; one of many readers may
+        have had only a few."""
         had_many = self._reader.count == 1 or self._num_unusable >= MAX_FAILURES_IN_A_ROW
         if had_many and self._last_error is not None:
             raise StageError(_NONE_OF_USE.format(self._last_error)) from self._last_error
@@ -241,7 +241,7 @@ class _Pass:
             raise StageError(f"{place} has no sample to repeat; take fewer workers")
 
     def _contents(self, pack: list[Sample]) -> list[Any]:
-        """The samples of a pack, except those that turn out to be unusable when they are read."""
+        """The samples of a pack, without those that prove unusable when they are read."""
         if self._owner.lengths is None:
             return [sample.content for sample in pack]
         contents = []
@@ -254,8 +254,8 @@ class _Pass:
         return contents
 
     def state(self) -> dict[str, Any]:
-        """O(samples that wait) for the first pack of those made at once; for the others, which
-        differ only in what is still ready, O(packs that are ready)."""
+        """O(waiting samples) for the first of several packs made at once; O(ready packs) for the
+        others, which differ only in these."""
         if self._kept_state is None:
             ready = [[s[:2] for s in pack] for pack in self._ready]
             waiting = [s[:2] for s in self._pool.waiting]
@@ -295,7 +295,7 @@ class _Pass:
         self._pool.restore(saved["pool"], waiting)
 
     def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> Sample:
-        """Raises StageError if the sample is not what it was."""
+        """Raises StageError if the sample has changed."""
         if self._owner.lengths is not None:
             return Sample(number, num_tokens, loads[number])
         try:
@@ -332,7 +332,7 @@ class _Pass:
             self._add_unusable(number, error)
 
     def _read(self, number: int, load: Load, known_length: int | None = None) -> Sample:
-        """Load and encode a sample. Raises SampleError for one that cannot be used."""
+        """Load and encode a sample. Raises SampleError if it cannot be used."""
         encode = self._owner.encode
         self._failures_in_a_row += 1
         try:

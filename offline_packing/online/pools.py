@@ -1,7 +1,7 @@
-"""The pool of items that wait for a pack while a stream is packed: the core of online packing.
+"""The pool of items that wait for a pack while a stream is packed.
 
-What packs they make is a strategy: `WindowOptions` of the planner of this package, or a rule of
-another framework, where a run must give the same packs as there.
+A strategy makes the packs: `WindowOptions` of this package's planner, or a rule of another
+framework, to give the same packs as there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ NO_AMOUNTS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Strategy(Protocol):
-    """Which packs the waiting items make, and when. Keeps nothing itself."""
+    """The packs of the waiting items, and when to make them. Stateless."""
 
     @property
     def seq_length(self) -> int:
@@ -36,8 +36,7 @@ class Strategy(Protocol):
         """Further amounts that a pack holds."""
 
     def is_due(self, num_added: int, num_waiting: int, num_tokens: int) -> bool:
-        """Whether to pack now: after so many items of the stream, of which some wait, with so many
-        tokens together."""
+        """Whether to pack now, given the items read so far, the waiting ones, and their tokens."""
 
     def pack(self, sizes: Sizes, num_added: int, *, last: bool) -> Packed:
         """Pack the waiting items, all of them if the stream has ended."""
@@ -122,7 +121,7 @@ class PackingPool(Generic[Item]):
 
 @dataclass(frozen=True)
 class PlannedWindows:
-    """The planner's packs of windows; what fills none waits, as `WindowOptions` say."""
+    """The planner's packs of windows; samples that fill none wait, as `WindowOptions` say."""
 
     options: WindowOptions
 
@@ -153,10 +152,10 @@ class PlannedWindows:
 
 @dataclass(frozen=True)
 class MatchedWindows:
-    """Packs ``window`` items at a time with what was left of the window before.
+    """Packs ``window`` items at a time with the items left of the window before.
 
-    ``holds_last``: the last pack of a window waits and takes part in the next one, as in ms-swift;
-    otherwise nothing is carried over, as in a loop that empties its buffer.
+    ``holds_last``: the last pack of a window joins the next window, as in ms-swift; otherwise no
+    item is carried over, as in a loop that empties its buffer.
     """
 
     seq_length: int
@@ -179,8 +178,8 @@ class MatchedWindows:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Dynamic batches: waits for ``buffer_size`` items and ``seq_length`` tokens, then takes from
-    the oldest on whatever still fits. The rule of VeOmni's `DynamicBatchingSizeDataset`."""
+    """Dynamic batches: waits for ``buffer_size`` items and ``seq_length`` tokens, then takes all
+    that fit, from the oldest on. The rule of VeOmni's `DynamicBatchingSizeDataset`."""
 
     seq_length: int
     buffer_size: int

@@ -25,8 +25,8 @@ class Prefetched(IterableDataset[Any]):
     ends with the pass, when the trainer drops or closes the iterator, and when the dataset raises:
     the error is raised where the trainer takes the next item.
 
-    The state is that of the last item taken; what waits in the queue is produced again. A dataset
-    without a state is read from its beginning up to there.
+    The state is that of the last item taken; items in the queue are produced again. A dataset
+    without a state is read again from its beginning.
     """
 
     @checked
@@ -35,7 +35,7 @@ class Prefetched(IterableDataset[Any]):
         self.dataset = dataset
         self.queue_size = queue_size
         self._state: Mapping[str, Any] | None = None
-        #: items that the next pass leaves out, of a dataset without a state
+        #: items that the next pass skips, if the dataset has no state
         self._skipped = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -87,7 +87,7 @@ class Prefetched(IterableDataset[Any]):
         """Runs in the producer thread."""
 
         def put(*produced: Any) -> bool:
-            """Put it as soon as there is room; False if nobody waits for it anymore."""
+            """Put it as soon as there is room; False if the consumer is gone."""
             while not stop.is_set():
                 with suppress(Full):
                     queue.put(produced, timeout=_PATIENCE)

@@ -103,8 +103,8 @@ class IndexedSamples:
 
 
 class StreamedSamples:
-    """The same of an iterable dataset. One with `state_dict` is read on from a mark, made every
-    `mark_every` samples; another one from its beginning.
+    """The same for an iterable dataset. With `state_dict` it is read on from a mark, made every
+    `mark_every` samples; otherwise from its beginning.
 
     Args:
         split: every reader sees all samples and keeps its own; otherwise the dataset itself gives
@@ -187,7 +187,7 @@ class StreamedSamples:
 @contextmanager
 def _as_only_worker() -> Iterator[None]:
     """A dataset that divides itself among a loader's workers (Hugging Face's streams do so unasked)
-    gives all samples here: a reader that keeps its own of a part would lose the others'."""
+    gives all samples here: a reader that keeps only its share of a part would lose the rest."""
     info = torch_worker._worker_info  # torch has no public way to set it
     torch_worker._worker_info = None
     try:

@@ -47,7 +47,7 @@ _LINE: Final = r"^(?P<key>.+)[\t:]\s*(?P<num_tokens>\d+)\s*$"
 
 
 class LengthsConfig(BaseModel):
-    """A configuration of which `pack` and `report` are read; a whole one will do."""
+    """A configuration with `pack` and `report`; other sections are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -121,7 +121,7 @@ def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
     """A Parquet file with a row per use of a sample, in the order of the packs: the columns of
     `samples`, among them key and at the end num_tokens, and before the last pack, position in the
     pack, and cp_size (the pack's ranks) if packs differ in that. Rows at the end, without a pack,
-    are what was set aside."""
+    are samples set aside."""
     samples = samples.combine_chunks()
     is_aside = np.ones(len(samples), bool)
     is_aside[plan.sample_ids] = False

@@ -64,13 +64,13 @@ from task_encoders.families import model_cost
 logger = logging.getLogger(__name__)
 
 _OTHER_PLAN: Final = "the settings, or the version of offline-packing, give another plan"
-#: Sources whose shares of the tokens optimizer steps are to have alike.
+#: Sources whose shares of tokens are balanced over optimizer steps.
 _MOST_SOURCES: Final = 8
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan over the ids of the index, and what it leaves out."""
+    """A plan over the ids of the index, and the samples it leaves out."""
 
     packs: PackPlan
     set_aside: AsideSamples
@@ -143,9 +143,9 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
 def _restore_lost(
     run: Run, samples: Index, found: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Plan again where files of a plan are missing, and accept those of the recorded hash; returns
-    its stage.json, which itself is accepted if it is of the plan of the shards. Raises StageError
-    where the plan comes out differently."""
+    """Plan again if files of a plan are missing, and accept files with the recorded hash; returns
+    its stage.json, which is accepted if the shards have its plan. Raises StageError if the plan
+    comes out differently."""
     workspace, manifest = run.workspace, read_manifest(run.workspace.root)
     expected = (read_json(workspace.started) or {}).get("plan")
     if manifest is not None:
@@ -336,7 +336,7 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     lost = ~is_packed[aside]
     reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
     settings = dict(info.settings)
-    if "uniform" in settings:  # what was done, in all of them
+    if "uniform" in settings:  # notes of the passes, over all plans
         done = [plan.info.settings["uniform"] for plan in plans]
         settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
     info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
@@ -344,8 +344,8 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
 
 
 def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
-    """Keyword arguments of `plan_packs` beside lengths. `kept` (num_kept,) are the
-    samples that are planned, one that is used twice appears twice; the arrays are theirs."""
+    """Keyword arguments of `plan_packs` beside lengths. `kept` (num_kept,) are the planned samples,
+    twice if used twice; the arrays are theirs."""
 
     def column(name: str) -> npt.NDArray[Any]:
         return samples.array(name)[kept]

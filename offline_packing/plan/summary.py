@@ -10,7 +10,7 @@ _BAR_WIDTH = 40
 
 
 def render_summary(found: Figures) -> str:
-    """The figures as text, one per line: those of `run_figures`, or those of `sample_figures` and
+    """The figures as text, one per line: from `run_figures`, or from `sample_figures` and
     `plan_figures` alone."""
     aside = sorted((entry["reason"], entry["samples"]) for entry in found["set_aside"])
     rows = [
@@ -106,8 +106,8 @@ def _rank_rows(found: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _source_table(found: Figures) -> list[str]:
-    """One line per source: different samples, uses per sample in the mean, and of all uses the
-    tokens, their share of those of all sources, and the bytes of records and media."""
+    """One line per source: distinct samples, mean uses per sample, and over all uses the tokens,
+    their share of all sources' tokens, and the bytes of records and media."""
     width = max(24, *(len(source["name"]) + 2 for source in found["sources"]))
     head = f"{'samples':>12} {'times used':>11} {'tokens':>16} {'share':>7} {'bytes':>18}"
     form = "{used:>12,} {times_used:>11.2f} {tokens:>16,} {share_of_tokens:>7.1%} {bytes:>18,}"

@@ -12,8 +12,8 @@ in [0, 1), and the number the split in whose share it lies:
 
     {train: 0.9, val: 0.1}    .37 -> train    .93 -> val
 
-Nothing else decides: outputs packed apart, of other sources, models or lengths, agree on every
-group, and on every picture of samples that show one.
+So outputs of other sources, models or lengths agree on every group, and on every picture of samples
+with one picture.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
-"""Exchange of samples between packs, which stay as full as they were.
+"""Exchange of samples between packs, which stay equally full.
 
 *Balance* evens out another quantity: samples, or twos and threes, of equal tokens change places.
 
 *Copies* of a sample that is used several times do not share a pack: packs are composed as if copies
-were samples of their own, then each copy that met another one is exchanged for a sample of another
-pack, or with a second one for two. The number of exchanges is around that of different lengths. A
-copy that nothing can be exchanged for goes where there is room, or into a new pack.
+were samples of their own, then each copy that met another is exchanged for a sample of another
+pack, or together with a second sample for two. Exchanges are about as numerous as different
+lengths. A copy without one goes where there is room, or into a new pack.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def _exchange_alike(
     totals: np.ndarray,
     state: np.ndarray,
 ) -> None:
-    """Offer every group of slots a random partner of its class; swap if it evens their packs out.
+    """Offer every group of slots a random partner of its class; swap if that evens their packs out.
     ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
     groups of equal token sums start. A sum that an earlier swap changed is not a partner."""
     for number in range(class_starts.shape[0] - 1):
@@ -55,7 +55,8 @@ def _exchange_alike(
             pack = pack_of_slot[members[place, 0]]
             other_pack = pack_of_slot[members[partner, 0]]
             apart = totals[pack] - totals[other_pack]
-            # The sum of squares falls if what moves has the sign of the difference and is smaller.
+            # The sum of squares falls if the amount moved has the sign of the difference and is
+            # smaller.
             if longer == 0 and more * (apart - more) > 0:
                 for i in range(members.shape[1]):
                     slot, other = members[place, i], members[partner, i]
@@ -172,7 +173,7 @@ class _Bins(NamedTuple):
     """Packs between which samples are exchanged: their sample_ids and totals are changed."""
 
     packs: Packs
-    #: int64 (num_packs, num_limits): what each pack holds
+    #: int64 (num_packs, num_limits): amounts in each pack
     totals: np.ndarray
     sizes: np.ndarray
     limits: np.ndarray
@@ -237,7 +238,7 @@ def _swap(bins: _Bins, pack: int, other: int, place: int, partner: int) -> None:
 
 @njit(cache=True)
 def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray) -> bool:
-    """Exchange the copy at ``place`` with ``other``: one for one, or two for two drawn ones."""
+    """Exchange the copy at ``place`` for ``other``, or with a second sample for two drawn ones."""
     ids, offsets = bins.packs
     start, end = offsets[pack], offsets[pack + 1]
     first, last = offsets[other], offsets[other + 1]

@@ -108,7 +108,7 @@ class PlanRequest:
     mixed: bool = False
 
     def passes(self) -> list[Pass]:
-        """The passes in order. Raises ValueError where one breaks what an earlier one promises."""
+        """The passes in order. Raises ValueError if one breaks the promise of an earlier one."""
         found: list[Pass] = []
         for new in self._asked():
             for earlier in found:

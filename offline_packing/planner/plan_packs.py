@@ -83,19 +83,19 @@ def plan_packs(
         num_tokens: integer array (num_samples,), tokens of each sample. All further arrays have
             the same shape.
         seq_length: tokens that a pack may hold.
-        budgets: further limits per pack, name -> (integer array, limit). Any strategy but those
-            that decide on the histogram of lengths: ``COMPOSERS`` but auto, and hash_bucket.
+        budgets: further limits per pack, name -> (integer array, limit). Not for strategies that
+            decide on the histogram of lengths: ``COMPOSERS`` but auto, and hash_bucket.
         groups: integer array, for example the kind of media of each sample: with ``homogeneous``,
             packs hold samples of one group only.
-        cost: what training on each sample costs (``families.model_cost``); default: its length
-            squared. Used by ``order`` and ``context_parallel``.
+        cost: of training on each sample (``families.model_cost``); default: its length squared.
+            Used by ``order`` and ``context_parallel``.
         tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases, and
             ``picture_ranks`` evens it out.
         media: 1 for samples with images, 2 with videos, 3 with both, 0 with neither; see
             ``order.uniform``.
-        features: further quantities, such as tokens with loss, of which optimizer steps of eight
-            micro batches are to have nearly the same under ``order``.
-        source_order: where each sample stands in the source, any sortable array; for assignment
+        features: further quantities, such as tokens with loss, to be balanced over optimizer steps
+            of eight micro batches under ``order``.
+        source_order: place of each sample in the source, any sortable array; for assignment
             locality.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
@@ -105,9 +105,9 @@ def plan_packs(
         context_parallel: packs go over 1, 2, 4 … ranks, in slots of all ranks with nearly equal
             cost; ``seq_length`` is the longest pack. Each sample counts as its length rounded up to
             ``cut_multiple`` of its pack's ranks. The lower bound is one of slots.
-        picture_ranks: context-parallel ranks that each pack goes over; its samples stand so that a
-            split of its pictures by their number gives these even tower work. Needs ``units`` and
-            ``tower_cost``.
+        picture_ranks: context-parallel ranks that each pack goes over; its samples are ordered so
+            that a split of its pictures by number gives the ranks even tower work. Needs ``units``
+            and ``tower_cost``.
         units: images, and steps of videos' grids, of each sample.
         window_packs: packs that locality composes at a time; best the packs of a shard.
         mixed: compose random lengths, so that hardly two samples of a pack share one again under
@@ -230,10 +230,10 @@ def _in_units(lengths: np.ndarray, request: PlanRequest) -> tuple[np.ndarray, np
 def _compose_apart(
     samples: Samples, request: PlanRequest, copy_of: np.ndarray, num_parts: int
 ) -> Packs:
-    """Packs of parts between which copies are dealt out, and of what fills no pack in its part.
-    Composers put equal lengths, and so copies, into the same packs; exchanging these afterwards
-    costs packs where a length is rare. A part holds no copies unless there are more of a sample
-    than parts."""
+    """Packs of parts between which copies are dealt out, and of samples that fill no pack in their
+    part. Composers put equal lengths, and so copies, into the same packs; exchanging these
+    afterwards costs packs where a length is rare. A part holds no copies unless there are more of a
+    sample than parts."""
 
     def compose(ids: np.ndarray) -> Packs:
         return _compose_part(samples.subset(ids), request)[0].of(ids)
@@ -287,7 +287,7 @@ def _lower_bound(samples: Samples) -> int:
 
 
 def _make_uniform(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
-    """As many packs of each kind as divide among the ranks."""
+    """Make the number of packs of each kind divide among the ranks."""
     if request.order is None or not draft.packs.num_packs:
         return draft
     media = samples.columns["media"]

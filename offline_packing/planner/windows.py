@@ -35,8 +35,8 @@ _FULL = 0.995  # share of seq_length at which a window does not hold a pack back
 
 def pack_window(lengths: np.ndarray, seq_length: int, *, seed: int) -> Packs:
     """Exact fills of the few hundred to few thousand samples of a window, the fullest first, and in
-    them the oldest of a length. Narrow and broad distributions have a method each; where it leaves
-    more than 2% of the tokens in unfilled packs, the other one is tried too."""
+    them the oldest of a length. Narrow and broad distributions have a method each; if it leaves
+    more than 2% of the tokens in unfilled packs, the other method is tried too."""
     lengths = np.ascontiguousarray(lengths, np.int32)
     counts = count_lengths(lengths, seq_length)
 
@@ -56,10 +56,10 @@ def pack_in_order(
 ) -> Packs:
     """Pack the samples in the given order, exactly ``window_packs`` packs at a time.
 
-    A window composes packs of slightly more samples than it needs and leaves those of the emptiest
-    packs to the next window, which must use them: so each run of ``window_packs`` packs, which may
-    be one output shard, reads one stretch of ``order`` and a few samples before it. Inside a
-    window the packs are shuffled.
+    A window composes packs of slightly more samples than it needs and leaves the samples of the
+    emptiest packs to the next window, which must use them: so each run of ``window_packs`` packs,
+    which may be one output shard, reads one stretch of ``order`` and a few samples before it.
+    Inside a window the packs are shuffled.
     """
     ends = np.cumsum(lengths[order], dtype=np.int64)  # tokens up to and with each sample
     wanted = seq_length * (window_packs + max(_MIN_SPARE_PACKS, round(_SPARE * window_packs)))
@@ -120,7 +120,7 @@ class WindowOptions:
 
 
 class WindowPlanner:
-    """Packs a stream of lengths; what comes out does not depend on how the stream was cut.
+    """Packs a stream of lengths; the packs do not depend on how the stream was cut.
 
     ::
 
@@ -205,7 +205,7 @@ class WindowPlanner:
         return planner
 
     def _run_window(self, *, last: bool = False) -> Packs:
-        """Compose packs of the pool and give out those that are ready, all if it is the last."""
+        """Compose packs of the pool and give out the ready ones, all if it is the last."""
         options = self.options
         if self.num_waiting == 0:
             return join_packs([])

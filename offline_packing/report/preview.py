@@ -57,7 +57,7 @@ class PackPreview:
     over: str
     cu_lengths: tuple[int, ...]
     sub_samples: tuple[SubSamplePreview, ...]
-    #: "key: reason: detail" of what the task encoder leaves out
+    #: "key: reason: detail" of sub-samples that the task encoder leaves out
     dropped: tuple[str, ...]
 
     @property

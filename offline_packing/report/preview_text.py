@@ -86,7 +86,7 @@ def _table(pack: PackPreview) -> Iterator[str]:
 
 
 def _span(span: Span, full: bool, max_characters: int) -> Iterator[str]:
-    """The text of a span, with how many tokens it has and whether they are trained."""
+    """The text of a span, with its number of tokens and whether they are trained."""
     text = safe("".join(piece.text for piece in span.pieces))
     if not full and len(text) > max_characters:
         half = max_characters // 2

@@ -43,8 +43,8 @@ Examples = defaultdict[str, list[dict[str, str]]]
 
 
 def report(run: Run) -> str:
-    """Write the report; returns what became of the samples, in one line. Raises StageError if not
-    even the index is complete, or a stage was made with other settings."""
+    """Write the report; returns the numbers of packed and other samples in one line. Raises
+    StageError if not even the index is complete, or a stage was made with other settings."""
     document = _document(run)
     folder = run.workspace.report
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,8 @@ def report_status(workspace: Workspace) -> str | None:
 
 
 def _document(run: Run) -> Figures:
-    """The content of report.json, from which the page is drawn. Equal stages give equal bytes. What
-    needs a plan is null without one, what needs shards is null without a manifest."""
+    """The content of report.json, from which the page is drawn. Equal stages give equal bytes.
+    Figures of a plan are null without one, figures of shards without a manifest."""
     config, workspace = run.config, run.workspace
     manifest, samples = read_manifest(workspace.root), open_index(run)
     stored = open_plan(run) if workspace.plan_info.exists() else None

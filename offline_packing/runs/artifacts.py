@@ -225,7 +225,7 @@ def check_layout(run: Run, plan_hash: str, found: Fingerprint | None = None) -> 
 
 
 def config_fingerprint(config: PackingConfig) -> Fingerprint:
-    """The part of what the index depends on that the configuration alone determines."""
+    """The part of the index's fingerprint that the configuration alone determines."""
     fields: dict[str, str | int] = {
         f"model.{name}": value for name, value in open_encoder(config.model).fingerprint.items()
     }

@@ -100,9 +100,9 @@ def sample_figures(num_samples: int, set_aside: Mapping[str, int]) -> Figures:
 def plan_figures(
     compared: ReportConfig, lengths: npt.NDArray[np.integer], plan: PackPlan
 ) -> Figures:
-    """Figures of a plan that need no more than the tokens (num_packed,) of each use of a sample, at
-    least one. `saving` is that of packing, against batches of samples padded to their longest:
-    tokens, shares of padding, and steps of an epoch."""
+    """Figures of a plan that need only the tokens (num_packed,) of each use of a sample, at least
+    one. `saving` is that of packing, against batches of samples padded to their longest: tokens,
+    shares of padding, and steps of an epoch."""
     info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
     of_length = np.zeros(seq_length + 1, np.int64)
@@ -259,8 +259,8 @@ Flags = npt.NDArray[np.bool_]
 
 
 def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> list[str]:
-    """A line each: what samples go without, what all have in common, and, of a plan, what stands in
-    several splits. Reads the index part by part."""
+    """Return warnings, a line each: on the samples and their sources, and with a plan on media that
+    stand in several splits. Reads the index part by part."""
     lines, total = samples.info.warnings, samples.info.num_samples
     several = 0
     if config.task == "vqa":
@@ -344,8 +344,8 @@ def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
 
 
 def _shared(samples: Index, own: Flags, others: Flags) -> list[tuple[int, int]]:
-    """Count the different media, and samples, of some samples that stand in the others, and all of
-    them: of media, then of samples. Only those of the first samples are held."""
+    """Return (shared, total) counts of distinct media, then of distinct samples, between two sets.
+    Only the hashes of `own` are held."""
     counts = []
     for column in ("media_hash", "sample_hash"):
         hashes = functools.partial(hashes_of, samples, column)

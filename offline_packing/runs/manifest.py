@@ -65,7 +65,7 @@ _APART: Final[Mapping[str, Any]] = {
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """The manifest of an output that is complete; or None. Raises DamagedError if it is not what
+    """The manifest of an output that is complete; or None. Raises DamagedError if it is not as it
     was written."""
     path = root / stored.NAME
     try:
@@ -286,5 +286,5 @@ def stored_config(config: PackingConfig, key_prefix: str | None = None) -> dict[
     content = config.model_dump(mode="json", exclude=excluded)
     content["output"]["key_prefix"] = key_prefix
     for source in content["source"]:
-        source.pop("text_only", None)  # decides whether there is an output, not what is in it
+        source.pop("text_only", None)  # decides whether there is an output, not its content
     return content

@@ -2,9 +2,9 @@
 files again. A file must get the recorded hash; otherwise the old one comes back.
 
 _packing/damaged/              the damaged files, in the same folders
-_packing/damaged/found.json    what was damaged or lost; while it is there, the stages ask neither
+_packing/damaged/found.json    damaged and lost files; while it is there, the stages ask neither
                                for the listing of a source nor for its times
-_packing/again/                what is made again, until its hash is compared
+_packing/again/                files made again, until their hashes are compared
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ _FOUND: Final = "found.json"
 
 
 def is_repairing(workspace: Workspace) -> bool:
-    """Whether `verify --discard` found something, and not all of it is there again."""
+    """Whether `verify --discard` found damaged files that are not all made again."""
     return (workspace.damaged / _FOUND).exists()
 
 
@@ -63,8 +63,8 @@ def put_back(workspace: Workspace, paths: Iterable[Path] | None = None) -> None:
 
 
 def accept(workspace: Workspace, recorded: Mapping[Path, str], why: Callable[[], str]) -> None:
-    """Move files that were made again to their places, in this order. Raises StageError, which says
-    why, where they do not have the hash that is recorded for them; the old ones come back."""
+    """Move files that were made again to their places, in this order. Raises StageError, with the
+    reason, if they do not have their recorded hash; the old ones come back."""
     wrong = []
     for path, expected in recorded.items():
         made = workspace.again / str(path.relative_to(workspace.root))

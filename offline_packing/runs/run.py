@@ -1,5 +1,5 @@
 """One run, as passed to every stage, with the sources and the encoder that it names, and where the
-artifacts of its output are. The output folder itself is what a trainer is given.
+artifacts of its output are. Trainers are given the output folder itself.
 
 OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
 OUT/_packing/index/, set_aside/, files/, index.json         measure
@@ -91,7 +91,7 @@ class Workspace:
         self.plan_info = self.plan / "stage.json"
         #: folder of one fragment per finished shard
         self.write = self.packing / "write"
-        #: what the shards depend on beside index and source; there when the first is written
+        #: fingerprint of the shards besides index and source; written before the first shard
         self.started = self.write / "started.json"
         self.report = self.packing / "report"
         #: folder of copies of files without random access: compressed files, and large row groups.

@@ -148,8 +148,8 @@ def _hint(config: PackingConfig, group: AsideGroup) -> str | None:
 def list_set_aside(
     run: Run, *, reasons: Collection[str] = (), as_csv: bool = False
 ) -> Iterator[str]:
-    """Lines of key, source, reason and detail, many at a time: what `measure` set aside, then what
-    `plan` did, for all reasons or these only. CSV has a header and is quoted as RFC 4180 has it;
+    """Lines of key, source, reason and detail, many at a time: samples that `measure` set aside,
+    then `plan`, for all reasons or these only. CSV has a header and is quoted as RFC 4180 has it;
     otherwise there are tabs. Raises StageError: nothing is measured yet, or a table is damaged."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)

@@ -81,7 +81,7 @@ def parse_options(content: Any) -> Any:
     """A source's section of the configuration, as the options of its format. Raises
     ValidationError (pydantic's) if a field is unknown or has a bad value."""
     if not isinstance(content, Mapping) or not isinstance(content.get("format"), str):
-        return content  # the configuration says what is wrong
+        return content  # the configuration reports the error
     try:
         options = source_class(content["format"]).Options
     except ConfigError as error:

@@ -40,7 +40,7 @@ from task_encoders.samples import SampleError, SourceSample, place_media
 from task_encoders.samples.limits import check_cost
 from task_encoders.storage.paths import is_url
 
-#: Characters of what is said about damage.
+#: Characters of a description of damage.
 _MAX_DETAIL: Final = 400
 
 
@@ -106,8 +106,8 @@ class Source(ABC):
 
     #: the options of the format
     Options: ClassVar[type[SourceOptions]] = FieldOptions
-    #: endings of the files that are read in a folder (none: all), in lower case; and of those that
-    #: would be, were they not compressed in a way that is not read
+    #: endings of the files that are read in a folder (none: all), in lower case; and of files that
+    #: are not read because of their compression
     ENDINGS: ClassVar[tuple[str, ...]] = ()
     UNREAD: ClassVar[tuple[str, ...]] = ()
 
@@ -183,9 +183,10 @@ class Source(ABC):
     def cut_files(
         self, cut: Callable[[str], tuple[Sequence[SourcePart], str]]
     ) -> tuple[SourcePart, ...]:
-        """The parts of all files, in order. `cut` gives those of one file and, where none of its
-        records can be used, why (or ""); `records` then yields each record, or else the file, as
-        `damaged`. One such file costs its own records; raises StageError if every file is one."""
+        """The parts of all files, in order. `cut` gives the parts of one file and, if none of its
+        records can be used, the reason (or ""); `records` then yields each record, or else the
+        file, as `damaged`. Other files are not affected; raises StageError if every file is
+        damaged."""
         parts, problems, names = list[SourcePart](), list[str](), [name for name, _ in self.files()]
         for container in names:
             own, problem = cut(container)
@@ -319,11 +320,10 @@ class ConversationPart:
 
     key: str
     json: Locator
-    #: of each image and then video of the record, its place among those of the sample; -1: it is
-    #: not shown
+    #: of each image and then video of the record, its place among the sample's; -1: it is not shown
     media: tuple[int, ...]
     num_videos: int
-    #: the first turn that is shown; those before `first` carry no loss
+    #: the first turn that is shown; turns before `first` carry no loss
     begin: int
     first: int
     end: int

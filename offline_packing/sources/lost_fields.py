@@ -13,7 +13,7 @@ from task_encoders.records.questions import PROMPT_FIELDS
 from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS, texts_read
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError, SourceSample
 
-#: Part of every line on media without a sample: where there are such, no picture at all is no wish.
+#: Part of every line on unused media: with one, a source without any picture is a mistake.
 UNUSED_MEDIA: Final = "holds media that no sample uses"
 _UNUSED_TEXT: Final = "holds text that no sample uses"
 #: Names that fields with media have: image_2, img_path, video_url, frames.
@@ -22,7 +22,7 @@ _MEDIA_NAME: Final = re.compile(
     r"(_?(path|file|name|url|list|bytes))*s?(_?\d+)?",
     re.IGNORECASE,
 )
-#: Names of fields that say which record it is, or where it came from: one word there is no text.
+#: Fields with a record's identity or origin: a single word there does not count as text.
 _LABEL_NAME: Final = re.compile(
     r"(.*_)?(id|uuid|key|md5|url|source|dataset|subset|split|license|language|category|type)s?",
     re.IGNORECASE,
@@ -44,7 +44,7 @@ _CLIPPED: Final = {
     "F": "images of floats are clipped to 0 … 255, as in transformers: values up to 1 become black",
 }
 
-#: (what it is, counted over all samples; an example)
+#: (description, counted over all samples; an example)
 Lost = tuple[str, str]
 
 
@@ -143,7 +143,7 @@ def _holds_media(name: str, value: Any, used: set[str]) -> bool:
         return True
     named = [text for text in texts if _is_media_name(text)]
     if named:
-        # Where samples have media, an address is where they once came from.
+        # If samples have media, an address is only their origin.
         fresh = [text for text in named if not (used and "://" in text)]
         return not used.issuperset(map(_base_name, fresh))
     return not used and _MEDIA_NAME.fullmatch(name) is not None
@@ -160,7 +160,7 @@ def _lost_text(name: str, value: Any, used: set[str]) -> str | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a field: of a list, of its objects, of an object."""
+    """The texts in a field, also in a list, in its objects, or in an object."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

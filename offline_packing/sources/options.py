@@ -111,7 +111,7 @@ class FieldMap:
         return kept | {name: value for name, value in found.items() if value is not None}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
-        """'source.fields.images=picture' of each place that gave nothing to what `apply` made."""
+        """'source.fields.images=picture' for each place that gave `apply` no value."""
         absent = self._steps.keys() - content.keys() if self._steps else ()
         return [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
 
@@ -129,7 +129,7 @@ def follow(value: Any, steps: tuple[str, ...]) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """One text as a list of it."""
+    """One text as a list with one item."""
     return [value] if isinstance(value, str) else value
 
 
@@ -147,7 +147,7 @@ class SourceOptions(BaseModel):
     format: str
     #: a folder or a file, here or of a storage that fsspec knows
     path: LocalOrRemotePath
-    #: what they are trained as
+    #: the task they are trained for
     task: Literal["captioning", "vqa", "bmr"]
     #: put before every key (default: of several sources, the path's last part)
     name: str | None = None
@@ -187,7 +187,7 @@ _APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight",
 class FieldOptions(SourceOptions):
     """Options of formats whose records may use other field names."""
 
-    #: where a record keeps what a sample needs: {caption: "captions[0].content"}
+    #: places of a sample's fields in a record: {caption: "captions[0].content"}
     fields: Annotated[dict[str, str], AfterValidator(_check_fields)] = {}
 
 

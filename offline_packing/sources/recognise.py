@@ -19,7 +19,7 @@ from task_encoders.samples import SampleError, SourceSample
 
 @dataclass(frozen=True)
 class Example:
-    """A record: its sample, or why there is none, and those of its media that are not found."""
+    """A record: its sample, or the reason why there is none, and its missing media."""
 
     key: str
     sample: SourceSample | None
@@ -28,7 +28,7 @@ class Example:
     missing: Mapping[str, str] = field(default_factory=dict)
     #: fields of the record that are not used
     unread: tuple[str, ...] = ()
-    #: what of it should be, see lost_fields.py
+    #: unused parts that should be used, see lost_fields.py
     lost: tuple[str, ...] = ()
 
 

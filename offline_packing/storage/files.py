@@ -37,9 +37,9 @@ def is_remote(path: Path) -> bool:
 
 
 def scratch_folder(folder: Path) -> Path:
-    """A local folder for what belongs to a folder of an output: itself, or one in `private_folder`,
-    the same for all processes. Those of folders in `_packing` lie in that of `_packing`, and are
-    removed with it."""
+    """A local folder for files of an output's folder: itself, or one in `private_folder`, the same
+    for all processes. Folders in `_packing` get one inside `_packing`'s, and are removed with
+    it."""
     if not is_remote(folder):
         return folder
     output, _, below = f"{folder}/".rpartition("/_packing/")
@@ -130,7 +130,7 @@ def read_each(
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, if it is there, with all that is in it."""
+    """Remove a folder with its content, if it exists."""
     remote = as_remote(folder)
     if remote is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -229,7 +229,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_json(path: Path, remedy: str = REMEDY) -> Any:
     """Content of one of our JSON files, without its seal; None: it is not there. Raises
-    DamagedError, with the remedy: no object, or not what was written."""
+    DamagedError, with the remedy: not a JSON object, or not as it was written."""
     try:
         content = orjson.loads(path.read_bytes())
         if not isinstance(content, dict):
@@ -294,8 +294,8 @@ def move_file(path: Path, target: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed runs left half-written in a folder; what is being written stays. Objects
-    are never half-written."""
+    """Remove half-written files of killed runs from a folder; files being written stay. Objects are
+    never half-written."""
     if is_remote(folder):
         return
     for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):

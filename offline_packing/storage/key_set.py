@@ -1,4 +1,4 @@
-"""A set of keys on disk, for as many as a dataset has samples.
+"""A set of keys on disk, for all samples of a dataset.
 
 A key is kept as its xxh3_128: 16 bytes, sorted, in a file that all processes map into memory. 10⁸
 keys are 1.6 GB; that one of 10⁸ further keys has the hash of another one, and would be taken for
@@ -44,7 +44,7 @@ class KeySet:
         self._hashes: Hashes | None = None
 
     def save(self, hashes: Hashes) -> None:
-        """Write the file: what `sort_hashes` gave."""
+        """Write the hashes that `sort_hashes` gave."""
         with atomic_file(self._path) as file:
             np.save(file, hashes)
 

@@ -26,7 +26,7 @@ def machine_memory() -> int:
 
 
 def _limits(own: str, folder: str, name: str) -> list[int]:
-    """Limits of a control group and of those around it."""
+    """Limits of a control group and of the groups around it."""
     found = []
     for group in (Path(own), *Path(own).parents):
         with contextlib.suppress(OSError):  # a container does not see those around it

@@ -1,7 +1,7 @@
-"""Files within files: a range of one, and what is compressed, read from front to back or unpacked
-once to be read at any place.
+"""Files within files: a range of a file; and compressed files, read from front to back or unpacked
+once for reads at any place.
 
-A compressed file that is damaged, cut off, or unpacks to an absurd size gives what lies before
+A compressed file that is damaged, cut off, or unpacks to an absurd size gives the bytes before
 that, and then raises `DamagedStreamError`.
 """
 
@@ -69,7 +69,7 @@ class _UnpackedStream(io.RawIOBase):
         self._stream: Any = pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)
         self._packed_size = packed_size
         self._unpacked = 0
-        #: what is left of the block that was unpacked last
+        #: the rest of the block that was unpacked last
         self._block = memoryview(b"")
 
     def readable(self) -> bool:

@@ -1,5 +1,5 @@
 """Shards that are tars, written so that the same packs give the same bytes; and the members of any
-tar, from their headers alone: nothing of a tar is ever extracted.
+tar, from their headers alone: a tar is never extracted.
 
 train-000000.tar        one WebDataset sample per pack
 train-000000.tar.idx    uint64 little-endian: offset of each pack's first header, and the end
@@ -35,7 +35,7 @@ _MAX_EXTENSION_BYTES: Final = 1 << 20
 _SKIP: Final = 1 << 20
 _HEADER: Final = "a header"
 _END: Final = bytes(2 * _BLOCK)
-#: Bytes after which those written so far are sent to the disk.
+#: Bytes after which finished ones are sent to the disk.
 _WRITEBACK_BYTES: Final = 8 << 20
 
 #: Fields of a header that are the same in all: uid and gid, mtime, and what follows the checksum.
@@ -50,7 +50,7 @@ _MEMBER: Final = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One member: where its header begins, where its content lies, and whether it is a file."""
+    """One member: the places of its header and content, and whether it is a file."""
 
     name: str
     header_offset: int
@@ -60,8 +60,8 @@ class TarMember:
 
 
 class TarReader:
-    """Goes through a tar once. A file that can seek is read by its headers; of any other, what
-    `read` does not ask for is skipped."""
+    """Goes through a tar once. A seekable file is read by its headers; in any other file, content
+    that `read` does not ask for is skipped."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -166,7 +166,7 @@ def _name(header: bytes) -> bytes:
 
 
 def _pax_fields(data: bytes) -> dict[bytes, bytes]:
-    """'20 path=a/b.jpg\\n...' -> {b'path': b'a/b.jpg'}; what is malformed ends the reading."""
+    """'20 path=a/b.jpg\\n...' -> {b'path': b'a/b.jpg'}; a malformed record ends the reading."""
     fields: dict[bytes, bytes] = {}
     while data:
         length, _, _ = data.partition(b" ")
@@ -235,8 +235,8 @@ class TarShardWriter:
 
 
 def _header(name: str, size: int) -> bytes:
-    """A ustar header without time, owner or permissions of its own: 2 µs, tarfile takes 33,
-    which is left the names and sizes that packs do not have."""
+    """A ustar header without time, owner or permissions of its own: 2 µs where tarfile takes 33;
+    tarfile writes names and sizes that packs do not have."""
     encoded = name.encode()
     if len(encoded) > 100 or size >= 8**11:
         info = tarfile.TarInfo(name)
@@ -271,8 +271,8 @@ def scan_tar(path: Path) -> Iterator[PackEntry]:
 
 
 def read_pack(path: Path, key: str) -> tuple[PackEntry, bytes]:
-    """A pack of a tar whose packs' keys count up, without reading those before it: its bytes, and
-    where they hold what. Raises StageError as `scan_tar`, or if it is not there."""
+    """A pack of a tar whose packs' keys count up, without reading earlier packs: its bytes, and the
+    places of its members. Raises StageError as `scan_tar`, or if the pack is missing."""
     with _damage_named(path):
         first = tarfile.TarInfo.frombuf(read_range(path, 0, _BLOCK), "utf-8", "surrogateescape")
         place = index_of_key(key) - index_of_key(first.name.partition(".")[0])

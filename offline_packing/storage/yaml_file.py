@@ -43,7 +43,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Parse a document. Raises ConfigError, with `name` for what it was."""
+    """Parse a document. Raises ConfigError, which names it by `name`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ConfigError, ValueError, TypeError, RecursionError) as error:

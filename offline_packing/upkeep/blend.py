@@ -121,7 +121,7 @@ def _warn_of_shared_media(outputs: Mapping[Path, Manifest]) -> None:
 
 
 def _media_hashes(root: Path, manifest: Manifest) -> dict[str, Callable[[], Iterator[Hashes]]]:
-    """Per split, what reads the hashes of its media part by part."""
+    """Per split, a function that reads the hashes of its media part by part."""
     workspace = Workspace(root)
     info, stage = IndexInfo.load(workspace.index_info), read_json(workspace.plan_info)
     if info is None or stage is None or hash_plan(stage) != manifest.plan:

@@ -49,7 +49,7 @@ def pack(
         overrides: "key.sub=value", for a YAML file.
         deep: also compare the packs with the source, and encode every sample again.
         progress: show progress bars on stderr.
-        accept_mismatch: fields that may differ from those of an earlier, unfinished run.
+        accept_mismatch: fields that may differ from an earlier, unfinished run.
 
     Raises:
         ConfigError: a field is unknown or has a bad value.

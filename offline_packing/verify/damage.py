@@ -3,7 +3,7 @@
     _packing/index.json         hashes of index parts, set-aside parts and tables of files
     _packing/plan/stage.json    hashes of the plan's files, and of index.json
     manifest.json               hashes of shards, fragments and Energon's metadata; the content of
-    stage.json and its own
+                                stage.json and its own
 
 A bit that flips in a recorded hash shows as well: a problem names the file and what records it.
 """
@@ -81,8 +81,8 @@ def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
 
 
 def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
-    """Damage to index and plan, and to what says which layout the shards were written in; the
-    shards' fragments are checked with the shards. Without a manifest, only to index and plan."""
+    """Damage to index and plan, and to the record of the shards' layout; the shards' fragments are
+    checked with the shards. Without a manifest, only to index and plan."""
     at = run.workspace
     plan, plan_damage = _read_plan_info(run, manifest)
     index, index_damage = _read_index_info(run, plan)

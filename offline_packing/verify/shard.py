@@ -157,7 +157,7 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
 
 
 def _spans(lines: Sequence[ShardLine]) -> Iterator[tuple[ShardLine, tuple[int, int]]]:
-    """Each line, and where the shard would begin in a file of all of its split, and its size."""
+    """Each line, the shard's offset in a file of its whole split, and its size."""
     ends: Counter[str] = Counter()
     for line in lines:
         yield line, (ends[line.split], line.bytes)
@@ -179,7 +179,7 @@ def verify_shard(task: VerifyTask) -> VerifyResult:
 
 
 def verify_hashes(task: VerifyTask) -> VerifyResult:
-    """Compare the bytes of a shard with their hash, whatever they are."""
+    """Compare the bytes of a shard with their hash, without reading their content."""
     report = VerifyResult(num_packs=task.expected.packs, num_samples=task.expected.samples)
     for problem in find_damage(task):
         report.problem(str(problem), repairable=True)

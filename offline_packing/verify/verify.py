@@ -4,10 +4,10 @@ files       every artifact there, with the hash it was written with, see damage.
 shards      the same; .tar.idx
 packs       the planned keys, within seq_length
 samples     each one in exactly one pack or set aside, with its measured length
-deep        same turns and media bytes as the source; re-encoded from the pack's own bytes, as many
-            tokens as measured
+deep        same turns and media bytes as the source; the measured number of tokens when encoded
+            from the pack's own bytes
 
-`verify --discard` moves every file away that is not what was written, and nothing else.
+`verify --discard` moves away every file that is not as it was written, and nothing else.
 """
 
 import itertools
@@ -126,7 +126,7 @@ def _verify_shards(
     drawn: Drawn | None,
     total: VerifyResult,
 ) -> None:
-    """Compare the shards, or a part of what they hold, with index and plan, which are whole."""
+    """Compare the shards, or a part of their packs, with index and plan, which are whole."""
     samples, stored = open_index(run), open_plan(run)
     check_layout(run, stored.hash)
     is_whole = not hash_only and drawn is None
@@ -319,7 +319,7 @@ def render_result(
 
 
 def render_verdict(result: VerifyResult) -> str:
-    """Number of problems, and what helps."""
+    """Number of problems, and the remedy."""
     others = result.num_problems - result.num_repairable - result.num_in_source
     again = "pack again with another output.path or output.overwrite=true"
     remedies = [
@@ -337,7 +337,7 @@ def render_verdict(result: VerifyResult) -> str:
 
 def discard(run: Run, *, dry_run: bool = False) -> str:
     """Move damaged files of an output, complete or not, to `_packing/damaged`; returns lines that
-    name them. Hashes stay where they are recorded, so that the stages know what to make again."""
+    name them. Recorded hashes stay, so that the stages know the files to make again."""
     found = find_all_damage(run)
     if not found:
         return "nothing is damaged"
@@ -370,7 +370,7 @@ def find_all_damage(run: Run) -> list[Damage]:
 
 
 def _read_fragments(run: Run, found: list[Damage]) -> list[ShardLine]:
-    """Lines of the shards, as their fragments describe them; adds damaged ones to what is found."""
+    """Lines of the shards, as their fragments describe them; adds damaged ones to `found`."""
     lines = []
     for path in sorted(run.workspace.write.rglob("*-??????.json")):
         try:

@@ -173,11 +173,11 @@ class PackedFolder:
         return self.collate([self[number] for number in numbers])
 
     def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
-        """The same for packs that are read: a DataLoader's `collate_fn`. `dropped` names a pack of
-        which nothing can be used.
+        """The same for packs already read: a DataLoader's `collate_fn`. `dropped` names packs
+        without a usable sub-sample.
 
         Raises:
-            SampleError: nothing of any pack can be used.
+            SampleError: no pack has a usable sub-sample.
             PackingSettingsError: the packs go over several ranks in slots, see `SlotRows`.
         """
         rows, dropped = [], []
@@ -257,7 +257,7 @@ def _open_again(
 
 
 def _epoch_sizes(shards: Sequence[ShardRange], num_packs: int, split: str) -> list[int]:
-    """Packs of each epoch of the only dataset; of several, one epoch has all."""
+    """Packs of each epoch if there is one dataset; several datasets have one epoch."""
     roots = {shard.root for shard in shards}
     manifest = read_manifest(roots.pop()) if len(roots) == 1 else None
     sizes = manifest.epoch_sizes(split) if manifest else ()

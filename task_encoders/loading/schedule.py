@@ -58,7 +58,7 @@ class Schedule(Protocol):
 
     @property
     def digest(self) -> str:
-        """Identifies what is scheduled, with any number of ranks."""
+        """Identifies the scheduled items, with any number of ranks."""
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> Epoch:
         """The steps that are left of an epoch after `earlier` stretches of it."""
@@ -176,9 +176,9 @@ def dealt_in_rows(num_packs: int, num_ranks: int, packs_per_row: int) -> Numbers
 class RankSampler:
     """One rank's rows, each a list of items: a `batch_sampler` of torch's DataLoader.
 
-    Iterating yields what is left of the present epoch, and moves on to the next. The state is that
-    of the next row to be asked for. Loader processes ask ahead of what they deliver; with them,
-    take the state of `ScheduledLoader`.
+    Iterating yields the rest of the present epoch, and moves on to the next. The state is that of
+    the next row to be asked for. Loader processes ask ahead of what they deliver; with them, take
+    the state of `ScheduledLoader`.
 
     Args:
         limit: rows of an epoch at most.
@@ -315,7 +315,7 @@ class ScheduledLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # The sampler runs ahead, since workers ask for what they will deliver later.
+        # The sampler runs ahead, since workers ask for rows that they will deliver later.
         self._sampler.load_state_dict(self._state)
         begun = [list(stretch) for stretch in self._sampler.begun]
         with starting_workers(self._loader.num_workers):
@@ -326,7 +326,7 @@ class ScheduledLoader:
         self._state |= {"epoch": self._state["epoch"] + 1, "step": 0, "earlier": begun}
 
     def close(self) -> None:
-        """End the workers; another iteration would start new ones."""
+        """End the workers; another iteration would start new workers."""
         workers = self._loader._iterator  # torch has no public name for it
         if workers is not None:
             workers._shutdown_workers()  # type: ignore[attr-defined]

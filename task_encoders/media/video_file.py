@@ -201,8 +201,7 @@ def _count_frames(container: Any, stream: Any, max_frames: int) -> int:
         for packet in container.demux(stream):
             num_packets += 1
             if packet.size and not packet.is_discard:
-                # Of these codecs only VP8 puts hidden frames in packets of their own (RFC 6386,
-                # §9.1).
+                # Only VP8 puts hidden frames into packets of their own (RFC 6386, §9.1).
                 num_frames += codec != "vp8" or bool(memoryview(packet)[0] & 0x10)
             if num_frames > max_frames or num_packets > _PACKETS_PER_FRAME * max_frames:
                 break

@@ -153,7 +153,7 @@ class Manifest(_Model):
         return int(order["num_ranks"]) if order.get("uniform") else 0
 
     def room_of(self, num_ranks: int | None) -> int:
-        """Tokens that a pack may hold; over so many ranks, if packs differ in that."""
+        """Tokens that a pack over `num_ranks` (if packs differ in that) may hold."""
         if num_ranks is None or self.context_parallel is None:
             return self.seq_length
         return min(num_ranks * self.context_parallel.tokens_per_rank, self.seq_length)
@@ -163,12 +163,12 @@ class Manifest(_Model):
         return self.pad_multiple % multiple == 0
 
     def epoch_sizes(self, split: str = "train") -> tuple[int, ...]:
-        """Packs of each epoch, which follow each other, where each has packs of its own; otherwise
+        """Packs of each epoch, one epoch after another, if epochs have separate packs; otherwise
         all packs of the split."""
         return self.epochs.get(split) or (self.counts.packs.get(split, 0),)
 
     def of_an_epoch(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
-        """Amount in one epoch; the mean, rounded up, where each has packs of its own."""
+        """Amount in one epoch; the mean, rounded up, if epochs have separate packs."""
         total: int = sum(getattr(shard, what) for shard in self.shards if shard.split == split)
         return -(-total // len(self.epoch_sizes(split)))
 

@@ -233,7 +233,7 @@ def find_damage(
 
 
 def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, str]:
-    """The member that each image name in a pack's JSON means; names that mean none are left out.
+    """The member for each image name in a pack's JSON; names without a member are left out.
 
     A name is a member's, possibly with the pack's key in front. Some converters leave in the JSON
     the paths that the images came from: where a flat pack names no member at all, its i-th name
@@ -310,7 +310,7 @@ def _restore_sub_sample(
 
 
 class MovedMediumError(PackFormatError):
-    """A medium that cannot be read, or is not the one that was packed."""
+    """A medium that cannot be read, or has changed since it was packed."""
 
     @classmethod
     def gone(cls, path: str, why: object) -> "MovedMediumError":

@@ -51,7 +51,7 @@ class ExpandedText(NamedTuple):
 def labels_of(
     tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.int64]:
-    """(S,) each token where it has a weight, and IGNORE_INDEX where it has none."""
+    """(S,) each token that has a weight, and IGNORE_INDEX for the others."""
     return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
 
 

@@ -61,7 +61,7 @@ _MEDIA_TYPES: Final[Mapping[str, str]] = {
 
 @dataclass(slots=True)
 class Dialogue:
-    """System text, turns, and the media that content lists name; None is one that has no name."""
+    """System text, turns, and the media that content lists name; None: it has no name."""
 
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -255,7 +255,7 @@ def _text(role: str, content: Any, found: Dialogue) -> str:
 
 
 def _part(role: str, part: Any, found: Dialogue) -> str:
-    """The text of one part of a content list; of a medium, what marks its place."""
+    """The text of one part of a content list; for a medium, its placeholder."""
     if not isinstance(part, dict):
         raise SampleError("bad_record", f"a part of a message is {kind_of(part)}, not an object")
     fields = [name for name, value in part.items() if value is not None]

@@ -59,7 +59,7 @@ class RowEncoder:
         self, sub_samples: Sequence[SubSample], num_ranks: int | None = None
     ) -> tuple[PackedRow, list[str], list[str]]:
         """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of
-        each of the others. `num_ranks`: those that the pack goes over, if packs differ in that.
+        each unusable one. `num_ranks`: ranks that the pack goes over, if packs differ in that.
 
         Raises:
             SampleError: none can be used.
@@ -97,7 +97,7 @@ class RowEncoder:
         return row, [one.key for one in encoded], dropped
 
     def _cut_multiple(self, num_ranks: int) -> int:
-        """Divisor of sub-samples' padded lengths in a pack over so many ranks."""
+        """Divisor of sub-samples' padded lengths in a pack over `num_ranks`."""
         if self.pad_to_seq_length:
             raise FatalSampleError(
                 "pad_to_seq_length would pad packs over 1, 2, 4 … ranks to the longest of them; "

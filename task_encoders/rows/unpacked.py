@@ -74,7 +74,7 @@ def is_pack(record: Any, *, packed: bool) -> bool:
 
 
 def unpacked_sub_sample(sample: Sample) -> SubSample:
-    """The one sub-sample that a sample is.
+    """The only sub-sample of an unpacked sample.
 
     Raises:
         FatalSampleError: its media are decoded already.
@@ -135,7 +135,7 @@ def _of_parts(parts: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Media]:
 
 
 def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
-    """The media that are meant by the names, all images or all videos."""
+    """The media with these names, all images or all videos."""
     if not names:
         return ()
     of_kind = [part for part in media if is_video_name(part) == is_video_name(names[0])]

@@ -85,8 +85,8 @@ class JinjaTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`variables`: what else the template may refer to, such as `bos_token`. `options`: what it
-        is also given, if it reads them.
+        """`variables`: other names that the template may refer to, such as `bos_token`. `options`:
+        variables that it must read.
 
         Raises:
             ValueError: it is not valid Jinja, or does not read one of the options.

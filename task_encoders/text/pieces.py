@@ -112,14 +112,14 @@ def to_chat(sample: SourceSample) -> list[dict[str, Any]]:
 
 
 class Dialect:
-    """How the templates of a vocabulary write what is not text.
+    """How the templates of a vocabulary write control tokens, answers and media.
 
     Args:
         controls: a regular expression of control tokens.
         answers: one of answers; its only group is an answer's own part, with its end token.
         media: spelling of the place of an image and, where there are any, of a video.
-        endings: follow the very last answer where templates leave it open: one without calls, and
-            one with calls.
+        endings: text after the very last answer where templates leave it open, without calls and
+            with calls.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Dialect:
         return next(text for text, medium in self.media.items() if type(medium) is type(piece))
 
 
-#: Of Qwen's vocabularies.
+#: Qwen's vocabularies.
 CHATML: Final = Dialect(
     r"<\|\w+\|>",
     r"<\|im_start\|>assistant\n((?:(?!<\|im_start\|>).)*?<\|im_end\|>)",
@@ -160,7 +160,7 @@ CHATML: Final = Dialect(
     },
 )
 
-# Noncharacters, of which chat_templates uses others: for those that control tokens begin with.
+# Noncharacters (chat_templates uses others) that stand for the first characters of control tokens.
 _HIDDEN: Final = str.maketrans("<[", "\ufdd2\ufdd3")
 #: Undoes `hide` in what a template wrote.
 SHOWN: Final = str.maketrans("\ufdd2\ufdd3", "<[")

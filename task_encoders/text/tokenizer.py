@@ -269,7 +269,7 @@ def checkpoint_tokenizer(processor: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        # Where mistral-common is installed, Mistral's would otherwise be a class that is not fast.
+        # With mistral-common installed, Mistral's tokenizer would otherwise not be fast.
         options = {"trust_remote_code": False, "mistral_format": False}
         tokenizer = AutoTokenizer.from_pretrained(processor, **options)
     except (OSError, ValueError) as error:

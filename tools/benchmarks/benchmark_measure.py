@@ -4,21 +4,21 @@
                                                  [--videos 4]
 
 JSON Lines of questions with answers, and pairs of a JPEG (0.75 to 3 megapixels) and a question,
-with 1.2 kB of text each. Of both, the first 4,096 records of a source and the others after
-them are timed apart, on one core, in one run:
+with 1.2 kB of text each. The first 4,096 records of each source and its later records are timed
+apart, on one core, in one run:
 
     floor          only JSON with orjson, text with tiktoken, image headers with Pillow
-    measure        what `offline-packing measure` does, from files to a part of the index
+    measure        `offline-packing measure`, from files to a part of the index
 
-The least of some rounds counts. Times are processor times: other work on the machine counts only
-where it takes the processor's cache. To compare with another commit, run this file with PYTHONPATH
-set to its work tree, in turns.
+The least of all rounds counts. Times are processor times: other work matters only as it takes the
+processor's cache. To compare with another commit, run this file with PYTHONPATH set to its work
+tree, in turns.
 
 With --videos N, also N H.264 clips of 10 s at 640x360 and N WebM ones:
 
     header         frames, rate and size, as `measure` reads them
     libavformat    the same from PyAV, packets counted
-    decode         the frames for training, as patches: what a length costs without a header
+    decode         the frames for training, as patches: the cost of a length without a header
 """
 
 import argparse
@@ -101,7 +101,7 @@ def floor_of_pairs(folder: Path, first: int, end: int) -> None:
 
 
 def floor_of_texts(folder: Path, first: int, end: int) -> None:
-    """The same of records in one file, of which lines before the first are split off only."""
+    """The same for records in one file; lines before the first are only split off."""
     encode = encode_alone()
     with open(folder / "texts.jsonl", "rb") as file:
         for line in itertools.islice(file, first, end):
@@ -166,7 +166,7 @@ def benchmark_videos(count: int) -> None:
 def benchmark_floor(
     label: str, tasks: Sequence[MeasureTask], floor: Callable[[int, int], None], rounds: int
 ) -> None:
-    """Print what measuring costs against the floor, of the first records and of the others."""
+    """Print the cost of measuring against the floor, for the first records and for later ones."""
     ends = np.cumsum([0, *(task.part.num_records or 0 for task in tasks)]).tolist()
     for task, first, end, which in zip(tasks, ends, ends[1:], ("first", "others"), strict=False):
         times = []

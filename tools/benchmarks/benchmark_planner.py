@@ -159,7 +159,7 @@ def streaming(samples: int, seq_length: int, distributions: Sequence[str], windo
 
 
 def _stream(distribution: str, samples: int, options: WindowOptions) -> dict[str, Any]:
-    """One row: a whole stream, with what is pending at its end; CPU time of a warm run."""
+    """One row: a whole stream, with its pending samples at the end; CPU time of a warm run."""
     lengths = draw_lengths(distribution, samples)
     lengths = lengths[lengths <= options.seq_length]
     warm = WindowPlanner(options)

@@ -4,7 +4,7 @@
     python tools/benchmarks/benchmark_ranks.py uniform    steps that mix packs with and without
 
 Samples have the SFT length distribution, costs are those of Qwen2-VL-7B with the tower scaled to
-22% of the operations. Time that communication takes is in none of these figures.
+22% of the operations. No figure includes communication.
 """
 
 import time

@@ -2,14 +2,14 @@
 
     python tools/benchmarks/fills_of_packers.py SOURCES [--captions]
 
-SOURCES holds their repositories, each under the name in `packer_sources.PACKERS`; those that are
-missing are left out. AutoModel's needs `datasets`, ms-swift's `binpacking`; LLaVA-OneVision-2's is
+SOURCES holds their repositories, each under the name in `packer_sources.PACKERS`; missing ones are
+left out. AutoModel's packer needs `datasets`, ms-swift's `binpacking`; LLaVA-OneVision-2's is
 quadratic without `sortedcontainers`. Each runs in a process of its own.
 
-The samples are drawn after the totals that FineVision's authors give: 24 million samples, 17
-million images, 90 million turns, 10 billion answer tokens. Texts are excerpts of Python's own
-reference (`pydoc_data.topics`), so that characters and tokens are in a real proportion; a third of
-the images are scanned pages (1,754 by 1,240 pixels), the others COCO's 480 by 640.
+The samples are drawn after the totals given by FineVision's authors: 24 million samples, 17 million
+images, 90 million turns, 10 billion answer tokens. Texts are excerpts of Python's own reference
+(`pydoc_data.topics`), so that characters and tokens are in a real proportion; a third of the images
+are scanned pages (1,754 by 1,240 pixels), the others COCO's 480 by 640.
 """
 
 import contextlib
@@ -83,8 +83,8 @@ def draw_mixture(count: int, seed: int = 0) -> Samples:
 
 
 def run_packer(name: str, sources: Path, samples: Samples) -> dict[str, Any]:
-    """One line of the table: after a few samples, for which the packer imports and compiles, once
-    for time and once for memory (without that of ms-swift's own process)."""
+    """One line of the table: after a warm-up on a few samples, once for time and once for memory
+    (without ms-swift's own process)."""
     _pack(name, sources, Samples(*(column[:300] for column in samples)))
     others = set(active_children())
     started = os.times()
@@ -113,7 +113,7 @@ def run_packer(name: str, sources: Path, samples: Samples) -> dict[str, Any]:
 
 
 def _pack(name: str, sources: Path, samples: Samples) -> Rows:
-    """Run a packer in a folder of its own, without what it prints."""
+    """Run a packer in a folder of its own, with its output suppressed."""
     packer = PACKERS[name]
     source = (sources / packer.folder).resolve()
     with (

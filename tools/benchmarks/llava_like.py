@@ -4,7 +4,7 @@
     python examples/neva/preprocess_dataset.py --data_path=out/llava/llava.json …
 
 One to four rounds of words; texts are log-normal, with some 200 tokens in the middle and 900 in one
-of a hundred. Images are squares of noise: their size decides the tokens, their content nothing.
+of a hundred. Images are squares of noise: only their size decides the tokens.
 """
 
 import io

@@ -23,7 +23,7 @@ from offline_packing import plan_packs
 from task_encoders.families.builtin_processor import builtin_processor
 
 SEQ_LENGTH = 8192
-#: Limits of images in pixels, of AutoModel's recipe for neat packing.
+#: Limits of images in pixels in AutoModel's recipe for neat packing.
 LIMITS = {"min_pixels": 256 * 28 * 28, "max_pixels": 1280 * 28 * 28}
 BUFFER = 16
 
@@ -56,7 +56,7 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
 
 
 def stand_in(name: str, **content: Any) -> None:
-    """An empty module of that name, and of those around it that are not there."""
+    """An empty module of that name, and of missing packages around it."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
@@ -146,7 +146,7 @@ class _Sized(torch.utils.data.Dataset[Any]):
 
 
 def automodel(source: Path, samples: Samples, scratch: Path) -> Rows:
-    """As the recipes for Qwen: lengths from characters, 500 per image, packs planned to 90%."""
+    """As in the recipes for Qwen: lengths from characters, 500 per image, packs planned to 90%."""
     return _automodel(source, samples, known=False, packing_ratio=0.9)
 
 
@@ -156,8 +156,8 @@ def automodel_known(source: Path, samples: Samples, scratch: Path) -> Rows:
 
 
 def megatron_bridge(source: Path, samples: Samples, scratch: Path) -> Rows:
-    """What its Qwen-VL task encoder calls for each buffer of Energon's; 16 as in its example. A
-    longer sample raises there and is skipped."""
+    """The function that its Qwen-VL task encoder calls per buffer of Energon's; 16 as in its
+    example. A longer sample raises there and is skipped."""
     stand_in("megatron.bridge.utils.safe_pickle", safe_load_npy=None)
     module = load_file(source / "src/megatron/bridge/data/packing/algorithms.py")
     fits = _shuffled(samples)

@@ -2,7 +2,7 @@
 
     python tools/benchmarks/packing_picture.py [docs/images/packing.png]
 
-Shows the first sequences of each; the figures are those of all.
+Shows the first sequences of each mode; the figures count all.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
 Each takes lengths as a list and returns packs as lists of sample indices. A project that is not
 installed is named as missing; nothing is installed from here. A project whose method sees only some
-samples at a time has two rows: the method on all of them, and what the project does.
+samples at a time has two rows: the method on all of them, and the project's own use of it.
 
 Checked against the sources at these commits: ms-swift 3602360, TRL f2cd577, LLaMA-Factory ff6d4d1,
 LightBinPack 0e19c12, binpacking 0eadddd.

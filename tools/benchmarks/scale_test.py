@@ -4,9 +4,9 @@
     python tools/benchmarks/scale_test.py --lengths 100_000_000
 
 Records are dialogues, half of them about one of 1,000 black pictures. Prints wall and processor
-seconds, peak memory of the driver and of a worker, and files; then what is read again for another
-seq_length, another mixture, and a tenth of new data beside the old (source.skip). With --lengths, a
-Parquet file of names and lengths.
+seconds, peak memory of the driver and of a worker, and files; then the same for another seq_length,
+another mixture, and a tenth of new data beside the old (source.skip). With --lengths, a Parquet
+file of names and lengths.
 """
 
 import argparse
@@ -82,8 +82,8 @@ def make_records(folder: Path, first: int, count: int) -> None:
 
 
 def run_stage(name: str, *arguments: str) -> float:
-    """Run the command, print what it takes, and return its processor seconds. A driver's peak is
-    that of its process; a worker's the largest of its descendants."""
+    """Run the command, print its cost, and return its processor seconds. A driver's peak is that of
+    its process; a worker's the largest of its descendants."""
     before, start = os.times(), time.perf_counter()
     command = [sys.executable, "-m", "offline_packing", *arguments, "--quiet"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -116,7 +116,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def run_records(folder: Path, count: int, workers: int) -> None:
-    """All stages of generated records, and those of changes to them."""
+    """Run all stages on generated records, and after changes to them."""
     data, config = folder / "data", folder / "pack.yaml"
     make_records(data, 0, count)
     source = {"format": "jsonl", "path": str(data), "task": "bmr"}

@@ -155,7 +155,7 @@ def build_loader(
     buffer_size: int,
     indexed: Path | None = None,
 ) -> Iterable[PackedBatch]:
-    """One pass over the samples in a mode of MODES, or of packs as token ids (`indexed`)."""
+    """One pass over the samples in a mode of MODES, or over packs as token ids (`indexed`)."""
     manifest = require_manifest(packed)
     model = model_options(**manifest.config["model"])
     options: dict[str, Any] = {"model": model}

@@ -1,4 +1,4 @@
-"""Samples to micro batches under a budget of tokens, as many for each rank."""
+"""Samples to micro batches under a budget of tokens, the same number for each rank."""
 
 import heapq
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def _divide(
 
 
 def _split(packs: Packs, lengths: np.ndarray, cost: np.ndarray, budget: int, count: int) -> Packs:
-    """Micro batches of the same samples, `count` more of them if there are as many samples: the
-    costliest of several samples becomes two of similar cost, again and again."""
+    """Micro batches of the same samples, up to `count` more: the costliest of several samples
+    becomes two of similar cost, again and again."""
     offsets = packs.pack_offsets
     several = np.flatnonzero(np.diff(offsets) > 1)
     costs = np.add.reduceat(cost[packs.sample_ids], offsets[:-1])[several]

@@ -25,22 +25,22 @@ def pack_costs(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Tokens and cost of each pack, (num_packs,) each, in the folder's order.
 
-    They come from index and plan of the output (`_packing/`), of each one of a blend; no shard is
-    read.
+    They come from index and plan of the output (`_packing/`), or of each output of a blend; no
+    shard is read.
 
     Args:
-        model: default: the one that the packs were measured for.
+        model: default: the model that the packs were measured for.
 
     Raises:
-        StageError: a folder has no index and plan, or those of other shards.
+        StageError: a folder has no index and plan, or they belong to other shards.
     """
     tokens, _, tower, language = _planned(folder, model)
     return tokens.astype(np.int64), tower + language
 
 
 def pack_columns(folder: PackedFolder, model: ModelCost | None = None) -> PackColumns:
-    """Media, and operations of tower and language model, of each pack, in the folder's order: as
-    its manifests record them; without that, or of another model, from index and plan. Raises
+    """Media, and operations of tower and language model, of each pack, in the folder's order: from
+    its manifests, or, if they lack them or for another model, from index and plan. Raises
     StageError as `pack_costs`."""
     recorded = folder.columns() if model is None else None
     return recorded or PackColumns(*_planned(folder, model)[1:])

@@ -1,4 +1,4 @@
-"""Schedule of which rank trains on what at which step, made before training begins.
+"""Schedule of the items of each rank at each step, made before training begins.
 
 Items are packs of a written folder, or samples. Micro batches of similar cost are trained at the
 same step, so that no rank waits for another:
@@ -10,10 +10,10 @@ same step, so that no rank waits for another:
 With `tower_cost`, micro batches of a step are alike in both phases, the vision tower's and the
 language model's, after each of which ranks wait for each other. With `kinds`, they are of one kind.
 
-All ranks have the same number of steps. Where micro batches do not divide evenly among the ranks,
-some are divided, so that each sample comes once. Repeated within an epoch is only what cannot be
-divided: with n packs, or n samples that need as many steps, (ranks × steps - n) of them come twice;
-the same of each kind.
+All ranks have the same number of steps. If micro batches do not divide evenly among the ranks, some
+are divided, so that each sample comes once. Only indivisible ones are repeated within an epoch:
+with n packs, or n samples that each need a micro batch, (ranks × steps - n) of them come twice; the
+same of each kind.
 """
 
 import hashlib
@@ -44,13 +44,13 @@ _ARRAYS: Final = ("cost", "tower_cost", "kinds", "features")
 
 @dataclass(frozen=True)
 class EpochSchedule:
-    """One epoch, or what was left of it when the number of ranks changed."""
+    """One epoch, or the rest of it when the number of ranks changed."""
 
     #: items of each micro batch
     micro_batches: Packs
     #: int64 (num_steps, num_ranks): numbers of micro batches
     table: np.ndarray
-    #: float64 (num_steps, num_ranks): what they cost, and the tower's part of it
+    #: float64 (num_steps, num_ranks): cost of the micro batches, and the tower's part of it
     cost: np.ndarray
     tower_cost: np.ndarray
     #: of the next epoch: nothing
@@ -77,7 +77,7 @@ class EpochSchedule:
 
 
 class RankSchedule:
-    """The steps of all epochs, from nothing but its arguments: any process computes the same.
+    """The steps of all epochs, a function of its arguments: any process computes the same.
 
     Args:
         lengths: integers (num_items,), tokens of each pack or sample.
@@ -85,15 +85,15 @@ class RankSchedule:
             See `task_encoders.families.model_cost` for samples, `pack_costs` for packs.
         num_ranks: data parallel ranks. Workers of their loaders change nothing.
         budget: tokens of a micro batch, made of several items that are regrouped in each epoch;
-            items that do not fit are in `set_aside_ids`. None: each item is a micro batch, as packs
-            are.
+            items that do not fit are in `set_aside_ids`. None: each item, such as a pack, is a
+            micro batch.
         seed: decides every random choice, together with the epoch.
-        tower_cost: (num_items,), the vision tower's part of `cost`; minimised is then the time of
-            both phases. The sum's idle share may grow by a hundredth for it.
+        tower_cost: (num_items,), the vision tower's part of `cost`; the time of both phases is then
+            minimised. The sum's idle share may grow by a hundredth for it.
         kinds: integers (num_items,) that do not differ within a step, as FSDP needs it: 1 with
             images, 0 without.
-        features: (num_items, num_features), further quantities that optimizer steps of 8 micro
-            batches are to have alike: tokens with loss, each source's tokens.
+        features: (num_items, num_features), further quantities to balance over optimizer steps of 8
+            micro batches: tokens with loss, each source's tokens.
 
     Raises:
         ValueError: an argument is out of range, or there is nothing to schedule.
@@ -155,7 +155,7 @@ class RankSchedule:
 
     @cached_property
     def digest(self) -> str:
-        """Identifies what is scheduled, with any number of ranks."""
+        """Identifies the scheduled items, with any number of ranks."""
         found = hashlib.sha256(repr((self.budget, self.seed, _METHOD)).encode())
         for name in ("lengths", *_ARRAYS):
             array = getattr(self, name)
@@ -164,11 +164,11 @@ class RankSchedule:
         return found.hexdigest()[:16]
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> EpochSchedule:
-        """The steps of an epoch: O(n log n) for n items, and with a budget what planning takes.
+        """The steps of an epoch: O(n log n) for n items, with a budget plus the time of planning.
 
         Args:
-            earlier: what was trained of this epoch, in turn, with other numbers of ranks; the rest
-                is scheduled for the present number.
+            earlier: stretches of this epoch that other numbers of ranks trained; the rest is
+                scheduled for the present number.
         """
         left = self._ids
         for stretch, (num_ranks, steps) in enumerate(earlier):

@@ -7,8 +7,8 @@ its packs are alike in both:
     tower, language of 4 packs      (1, 8) (3, 7) (1, 7) (3, 8)      2 ranks
     sorted by the sum               (1, 7) (1, 8) | (3, 7) (3, 8)    time 1 + 8 + 3 + 8
 
-So the steps themselves differ: what one optimizer step learns from would vary more than with packs
-at random. Steps that follow each other are therefore chosen to make up for each other, in blocks of
+So the steps themselves differ: the data of optimizer steps would vary more than with packs at
+random. Steps that follow each other are therefore chosen to make up for each other, in blocks of
 eight; and packs of a kind of their own, as of nothing but short texts, are spread over more steps:
 
     32 ranks, 42 blocks of 8 steps, 160 packs of texts      5 steps of 32, or 10 of 16 and 16 others
@@ -36,7 +36,7 @@ _CUTS, _NEAR, _ROUNDS = 16, 8, 4
 
 
 class PackCosts(NamedTuple):
-    """What packs cost and hold, a row per pack."""
+    """Costs and contents of packs, a row per pack."""
 
     #: (num_packs,): tower and language model
     cost: Floats
@@ -44,7 +44,7 @@ class PackCosts(NamedTuple):
     tower: Floats
     #: (num_packs,): the packs of a step are of one kind
     kinds: npt.NDArray[np.integer]
-    #: (num_packs, num_features): what successive steps are to have alike in sum
+    #: (num_packs, num_features): quantities whose sums are balanced over successive steps
     features: Floats
 
     @classmethod
@@ -64,12 +64,12 @@ class PackCosts(NamedTuple):
         )
 
     def rows(self, packs: Integers) -> "PackCosts":
-        """Those of some packs."""
+        """The rows of some packs."""
         cost, tower, kinds, features = self
         return PackCosts(cost[packs], tower[packs], kinds[packs], features[packs])
 
     def by_likeness(self, packs: Integers) -> Integers:
-        """Places of the packs, those first that cost nearly what the first one does."""
+        """Places of the packs, beginning with those of nearly the first one's cost."""
         away = np.abs(self.cost[packs] - self.cost[packs[0]])
         return np.argsort(away + np.abs(self.tower[packs] - self.tower[packs[0]]), kind="stable")
 
@@ -186,7 +186,7 @@ def _largest(
 
 @njit(cache=True)
 def _exchange_near(keys: Floats, weights: Floats, steps: Integers) -> None:
-    """Exchange a step's largest packs, in place, for those of near steps that save most time."""
+    """Exchange a step's largest packs, in place, for packs of near steps that save most time."""
     num_steps, num_ranks = steps.shape
     used = np.flatnonzero(weights)
     top, second = np.empty((2, num_steps, len(keys)))
@@ -240,20 +240,20 @@ def _find_largest(
 
 #: Steps that make up for each other.
 BLOCK: Final = 8
-#: What a step may hold of something: a part of what a block does on average, and so many standard
-#: deviations of a block at random; or as many times more, where less would cost too much.
+#: Limit of a feature in a step: a part of a block's average, plus this number of standard
+#: deviations of random blocks; multiplied by these factors if less would cost too much.
 _OF_MEAN, _OF_SPREAD, _TIMES = 0.35, 3.0, (1, 1.5, 2, 3)
-#: Packs with so much more than the mean of a step at its limit are spread.
+#: Packs with more than this multiple of the mean of a step at its limit are spread.
 _RARE: Final = 1.2
 #: Numbers of packs, from which companions are chosen.
 _CHOICES: Final = 24
 
 
 def spread_steps(packs: PackCosts, num_ranks: int, features: Floats) -> Integers:
-    """Steps as `similar_steps` makes them, but that packs with most of a feature are in as many
-    steps as blocks can make up for, with the packs that cost least to wait for. Where the sum's
-    idle time would grow by more than `MAX_LOSS`, they are in fewer. ``features`` (num_all_packs,
-    num_features) are those of the packs of other kinds, too."""
+    """Steps as `similar_steps` makes them, but packs with most of a feature are spread over all
+    steps that blocks can even out, with the packs that cost least to wait for. If the sum's idle
+    time would grow by more than `MAX_LOSS`, they are in fewer steps. ``features`` (num_all_packs,
+    num_features) include packs of other kinds."""
     cost, tower = packs.cost, packs.tower
     if num_ranks == 1 or len(cost) < 2 * num_ranks:
         return similar_steps(cost, tower, num_ranks)
@@ -319,7 +319,7 @@ _TRIES_PER_STEP, _MOST_TRIES = 400, 4_000_000
 
 def deal_steps(packs: PackCosts, num_ranks: int, rng: np.random.Generator) -> Integers:
     """Pack numbers, (num_steps, num_ranks): each once, and the fewest repeated that fill all steps.
-    `rng` decides the steps' order, who trains what in a step, and what is repeated."""
+    `rng` decides the steps' order, the ranks within a step, and the repeated packs."""
     tables = [np.empty((0, num_ranks), np.int64)]
     for kind in np.unique(packs.kinds):
         own = rng.permutation(np.flatnonzero(packs.kinds == kind))  # equal ones meet at random
@@ -390,8 +390,8 @@ def _even_order(features: Floats, units: Floats, rng: np.random.Generator) -> In
 
 @njit(cache=True)
 def _even_out(order: Integers, features: Floats, block: int, tries: int, state: Integers) -> None:
-    """Exchange steps of two blocks, in place, where the squares of their sums fall. Steps after the
-    last whole block are exchanged with others, but count for nothing."""
+    """Exchange steps of two blocks, in place, if the squares of their sums fall. Steps after the
+    last whole block are exchanged, too, but not counted."""
     whole, width = len(order) // block * block, features.shape[1]
     sums = np.zeros((len(order) // block + 1, width))
     for place in range(whole):

@@ -64,8 +64,8 @@ class _Pictures(NamedTuple):
 
 @njit(cache=True)
 def _measure(packs: Packs, pictures: _Pictures) -> tuple[float, float, int]:
-    """Operations; those of the slowest ranks, times all; packs with a picture larger than an even
-    share."""
+    """Operations; the slowest ranks' times the number of ranks; packs with a picture larger than an
+    even share."""
     ids, ends, shares = packs.sample_ids, packs.pack_offsets, np.zeros(pictures.size)
     spent, taken, num_unequal = 0.0, 0.0, 0
     for pack in range(ends.shape[0] - 1):

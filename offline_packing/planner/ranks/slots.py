@@ -52,7 +52,7 @@ def pack_over_ranks(
     least = -(-int(counts @ np.arange(len(counts))) // room)
     fewest, found = None, None
     for smallest in range(len(capacities)):
-        # Packs over more than 2**smallest ranks, by lengths; then packs over so many, by blocks.
+        # Packs over more than 2**smallest ranks, by lengths; then the others, by blocks.
         left, size = counts.copy(), 1 << smallest
         entries, patterns, num_ranks = _fill_large(left, capacities, smallest)
         blocks = -(-np.arange(len(left)) // size)
@@ -131,7 +131,7 @@ def _take(
 
 @njit(cache=True)
 def _next_block(blocks: np.ndarray, present: np.ndarray, space: int) -> int:
-    """The largest block for a space, or one that a second fills it up with; 0 if none fits."""
+    """The largest block for a space, or one that fills it up with a second; 0 if none fits."""
     first = bitset_at_most(present, min(space, blocks.shape[0] - 1))
     if first <= 0 or first == space:
         return max(first, 0)
@@ -161,8 +161,7 @@ def fill_slots(
     Args:
         lengths: int32 (num_samples,), in units.
         cost: float64 (num_samples,); a pack over cp ranks costs each of them its cp-th part.
-        capacities: int64 (num_sizes,), units of a pack over 1, 2, 4 … ranks; the last are those of
-            a slot.
+        capacities: int64 (num_sizes,), units of a pack over 1, 2, 4 … ranks; the last is a slot's.
         seed: of the order of slots; None: the costliest first.
 
     Returns:
@@ -193,8 +192,8 @@ def _fewest_ranks(packs: Packs, lengths: np.ndarray, capacities: np.ndarray) -> 
 
 
 def _pair_up(cost: np.ndarray, powers: np.ndarray, num_sizes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs that fill slots, one slot after the other, the costliest first; and those left over.
-    ``cost`` (num_packs,) per rank."""
+    """Packs that fill slots, one slot after the other, the costliest first; and the packs left
+    over. ``cost`` (num_packs,) per rank."""
     num_packs = len(cost)
     pairs, nodes, left = [np.zeros((0, 2), np.int64)], np.zeros(0, np.int64), []
     for power in range(num_sizes):
@@ -228,7 +227,7 @@ def _widen(
     capacities: np.ndarray,
 ) -> tuple[Packs, np.ndarray]:
     """Packs of an incomplete slot that take all ranks, and the power of two of each one's ranks:
-    again and again the costliest per rank goes over twice as many, or becomes two packs."""
+    again and again the costliest per rank goes over twice the ranks, or becomes two packs."""
     if not packs.num_packs:
         return packs, powers
     parts = np.split(packs.sample_ids, packs.pack_offsets[1:-1])

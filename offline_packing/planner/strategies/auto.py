@@ -28,14 +28,14 @@ from offline_packing.planner.strategies.pattern_lp import (
 #: packs above the bound that are not worth a further method: at most 2, or this share
 TOLERANCE = 3e-5
 #: the same for the linear program, whose rounding leaves more packs the more lengths there are: at
-#: most this share, or one for so many lengths
+#: most this share, or one per this number of lengths
 PROGRAM_TOLERANCE = 2e-4
 _LENGTHS_PER_PACK = 100
 _START_PATTERNS = 2000  # of a plan, for its proof
 
 
 def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Random exact fills of narrow distributions, what is left by exact fills longest first."""
+    """Random exact fills of narrow distributions, the rest by exact fills longest first."""
     drawn, left = tilted_fills(counts, seed=seed)
     return join_compositions([drawn, exact_fill(left)])
 
@@ -45,9 +45,9 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
     Broad distributions end after the first or second method, in milliseconds. Where exact fills
     are few, prices prove a bound. Narrow distributions, such as captions after a fixed number of
-    vision tokens, are then filled evenly, often into as few packs as the bound. What is left takes
-    the linear program, after random exact fills where there are very many different lengths. A few
-    packs above a proved bound are not worth it: its rounding leaves as many.
+    vision tokens, are then filled evenly, often into as few packs as the bound. Otherwise the
+    linear program follows, after random exact fills if there are very many different lengths. It is
+    not run for a few packs above a proved bound: its rounding leaves the same number.
     """
     bound = lower_bound(counts)
     best = longest_first = best_fit_decreasing(counts)
@@ -72,8 +72,8 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 
 def _evenly(counts: np.ndarray, bound: int, best: Composition, seed: int) -> Composition:
-    """Even packs if fewer than the best are found: as many as the bound, or, where the best is far
-    from it, few more; all attempts share a budget."""
+    """Even packs, if fewer than the best are found: the bound's number, or a few more if the best
+    is far from it; all attempts share a budget."""
     tolerated = _tolerated(bound, int(np.count_nonzero(counts)))
     above, budget = 0, Budget()
     while bound + above < best.num_packs and (above == 0 or best.num_packs > tolerated):
@@ -94,7 +94,7 @@ def _tolerated(bound: int, num_lengths: int = 0) -> int:
 
 
 def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Make as many packs as ``auto``, but of randomly mixed lengths where that is possible. Longest
+    """Make the number of packs that ``auto`` makes, of randomly mixed lengths if possible. Longest
     first puts alike samples together; a random mix leaves far more freedom to even out another
     quantity by exchanging samples of equal length. Takes up to some seconds."""
     plain = auto(counts, seed=seed)

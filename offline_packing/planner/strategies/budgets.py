@@ -3,9 +3,9 @@
 With two sizes per sample hardly two samples are alike, so packs are made of samples rather than of
 counts. A pack starts with the largest sample left, takes random ones while more than about two more
 are needed, and ends with the pair that fills every scarce budget best, found through a grid over
-the two scarcest; then with another one, as long as that helps. Several such tries are made per pack
-and the best is kept. Random choice leaves the mix of what is left as it was, so that the last packs
-are nearly as full as the first.
+the two scarcest; then with another pair, as long as that helps. The best of several tries per pack
+is kept. Random choice leaves the mix of the remaining samples as it was, so that the last packs are
+nearly as full as the first.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ _REACH = 6  # rings of cells searched around the ideal partner
 _PARTNERS = 12  # partners compared for one first sample
 _MISFITS = 6  # random samples in a row that do not fit before the pack is closed
 _GOOD_ENOUGH = 3e-4  # share of a pack lost at which no further try is made
-_EVENNESS = 0.1  # weight of keeping the mix of what is left, against filling this pack
+_EVENNESS = 0.1  # weight of keeping the mix of the remaining samples, against filling this pack
 _UNEVEN_ANYWAY = 0.2  # share by which a pack may differ from the mix at no cost
 
 

@@ -194,8 +194,8 @@ def count_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
 def lower_bound(counts: np.ndarray) -> int:
     """No packing of these lengths has fewer packs: max of L1 and L2.
 
-    L1 = ceil(tokens / seq_length). L2 (Martello and Toth, 1990) adds that samples above half of
-    the capacity never share a pack, and that what is left beside them holds only so much.
+    L1 = ceil(tokens / seq_length). L2 (Martello and Toth, 1990) adds that samples above half of the
+    capacity never share a pack, and that the room beside them is limited.
     """
     capacity = len(counts) - 1
     samples_below = np.append(0, np.cumsum(counts))  # samples shorter than l

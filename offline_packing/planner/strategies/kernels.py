@@ -75,7 +75,7 @@ def bitset_at_most(words: np.ndarray, value: int) -> int:
 
 @njit(cache=True)
 def add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: int) -> None:
-    """Add samples (a negative number: take them) to ``counts``, of which ``present`` is the set."""
+    """Add samples (a negative number: take them) to ``counts``; ``present``: the set of lengths."""
     counts[length] += number
     if counts[length] > 0:
         bitset_add(present, length)

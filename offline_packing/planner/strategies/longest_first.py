@@ -29,8 +29,8 @@ _BRANCHES = 24  # lengths tried at each depth of the search
 _MAX_STEPS = 4000  # search steps for one pattern
 _MAX_STEPS_IN_ALL = 20_000_000  # about a second; later patterns take the first fill they find
 
-# Columns of a search frame: what is left to fill, the length chosen last, the longest length still
-# to try at this depth, and how many were tried (-1: just entered).
+# Columns of a search frame: the room left, the length chosen last, the longest length still to try
+# at this depth, and how many were tried (-1: just entered).
 _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
 
 
@@ -90,8 +90,8 @@ def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def best_fit_decreasing(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Longest first, each into the fullest pack with room: the same packs as sample by sample.
-    Equal lengths are placed together: as many as fit into the space of as many equal packs as there
-    are. ``seed`` is unused, the method is deterministic."""
+    Equal lengths are placed in bulk into packs with equal room. ``seed`` is unused, the method is
+    deterministic."""
     return from_entries(*_best_fit_decreasing(counts))
 
 

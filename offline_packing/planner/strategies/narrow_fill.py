@@ -9,8 +9,8 @@ that fill neither. So the samples are divided first: a range of lengths whose me
 seq_length / (k + 1) for the packs of k + 1, and the rest, whose mean is then seq_length / k. In
 either part random samples nearly fill a pack, and the last two are looked up to end exactly.
 
-Where even the shortest samples are too long for so many packs of k + 1, no packing is full: as many
-of the shortest as k + 1 of them fill a pack do so, and the packs of k have room to spare.
+If even the shortest samples are too long for this number of packs of k + 1, no packing is full: the
+shortest fill packs of k + 1 as long as they can, and the packs of k have room to spare.
 
 *Even*: packs of a given number, for moderate spread. Multiway number partitioning: deal the
 samples longest first to the packs with the fewest tokens (Graham, 1969), then exchange samples
@@ -186,14 +186,14 @@ class _Parts(NamedTuple):
     #: int64 (seq_length + 1,) each: samples of each length
     smaller: np.ndarray
     larger: np.ndarray
-    #: whether packs of both parts can be full; else only those of the second
+    #: whether packs of both parts can be full; else only packs of the second
     is_full: bool
 
 
 def _divide(counts: np.ndarray) -> _Parts:
     """Split ``counts`` into parts for packs of k and of k + 1 samples. The second part is a range
-    of the sorted samples: as many as its packs need, and placed such that they sum to the capacity
-    of these packs, or just below."""
+    of the sorted samples: the number that its packs need, with a sum at the capacity of these
+    packs, or just below."""
     capacity = len(counts) - 1
     samples_below = np.append(0, np.cumsum(counts))  # samples shorter than l
     tokens_below = np.append(0, np.cumsum(counts * np.arange(len(counts))))
@@ -275,7 +275,7 @@ def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 
 def is_narrow(counts: np.ndarray) -> bool:
-    """Whether these lengths are what narrow fills are made for: deviation below half the mean."""
+    """Whether these lengths suit narrow fills: deviation below half the mean."""
     lengths = np.arange(len(counts), dtype=np.float64)
     samples, tokens, squares = counts.sum(), counts @ lengths, counts @ lengths**2
     # variance < (mean / 2) ** 2, times the squared number of samples
@@ -289,7 +289,7 @@ def fills_by_fitness(counts: np.ndarray) -> tuple[Composer, Composer]:
 
 def even_packs(part: np.ndarray, samples_per_pack: int) -> np.ndarray:
     """Even packs of at most ``samples_per_pack`` samples. Very long ones are put beside the very
-    shortest, as many as it takes. Returns the packs of at most seq_length tokens, as lengths, int64
+    shortest, until they fit. Returns the packs of at most seq_length tokens, as lengths, int64
     (num_packs, samples_per_pack), with 0 for none. ``part`` int64 (seq_length + 1,)."""
     lengths = np.repeat(np.arange(len(part)), part)[::-1]
     best = np.zeros((0, samples_per_pack), np.int64)
@@ -340,10 +340,10 @@ class Budget:
 def even_fill(
     counts: np.ndarray, num_packs: int, *, seed: int = 0, budget: Budget | None = None
 ) -> Composition | None:
-    """Pack all samples into ``num_packs`` packs; None if that is not found, or they are too many
-    for what is left of the budget, from which the attempt is taken.
+    """Pack all samples into ``num_packs`` packs; None if no such packing is found, or they are too
+    many for the rest of the budget, from which the attempt is taken.
 
-    ``counts`` int64 (seq_length + 1,). Each pack is a pattern of its own.
+    ``counts`` int64 (seq_length + 1,). Each pack is a separate pattern.
     """
     budget = budget or Budget()
     # Lengths 0 stand for places without a sample, so that a sample can also move alone.
@@ -366,8 +366,8 @@ def even_fill(
 def _exchange_sorted(
     packs: np.ndarray, tokens: np.ndarray, capacity: int, order: np.ndarray
 ) -> int:
-    """One exchange of each pack above the capacity, the fullest with the emptiest, and so on; how
-    many there were. ``order``: packs by ascending tokens."""
+    """One exchange of each pack above the capacity, the fullest with the emptiest, and so on;
+    returns their number. ``order``: packs by ascending tokens."""
     for pair in range(order.shape[0] // 2):
         if tokens[order[-1 - pair]] <= capacity:
             return pair
@@ -383,7 +383,7 @@ def _exchange_random(
     whether that succeeded. ``packs`` int32 (num_packs, places) and ``tokens`` int64 (num_packs,)
     are changed in place."""
     num_packs = packs.shape[0]
-    # Those that no longer are above or below the capacity go when they are drawn.
+    # Packs that are no longer above or below the capacity are dropped when drawn.
     above = [pack for pack in range(num_packs) if tokens[pack] > capacity]
     below = [pack for pack in range(num_packs) if tokens[pack] < capacity]
     is_listed = tokens < capacity
@@ -402,7 +402,7 @@ def _exchange_random(
             above[place] = above[-1]
             above.pop()
             continue
-        # To hand the excess on to a full pack also helps: others fit that one.
+        # Passing the excess to a full pack also helps: others fit that pack.
         other = -1 if tries % 4 == 0 else _draw_below(tokens, capacity, below, is_listed, state)
         if other < 0:
             other = random_below(state, num_packs)
@@ -419,7 +419,7 @@ def _exchange_random(
 def _draw_below(
     tokens: np.ndarray, capacity: int, below: list[int], is_listed: np.ndarray, state: np.ndarray
 ) -> int:
-    """A random pack below the capacity, or -1. Takes those that no longer are out of the list."""
+    """A random pack below the capacity, or -1. Removes packs that no longer are from the list."""
     while len(below) > 0:
         place = random_below(state, len(below))
         pack = below[place]

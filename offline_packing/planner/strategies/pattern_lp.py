@@ -3,9 +3,9 @@
 *Random fills*, for narrow distributions: where all samples have similar lengths (a fixed number of
 vision tokens plus a short text), longest first wastes the same few per cent in every pack. Here a
 pack of k samples is drawn as a *bridge*: at every step the distribution is tilted, P(l) ~ counts[l]
-* exp(theta * l), so that its mean is what the pack still needs per sample, and the last two lengths
-are chosen to end exactly on ``seq_length``. Long and short samples are thereby used up at the rate
-at which they occur.
+* exp(theta * l), so that its mean is the length that the pack still needs per sample, and the last
+two lengths are chosen to end exactly on ``seq_length``. Long and short samples are thereby used up
+at the rate at which they occur.
 
 *The program* minimises the number of packs x_j >= 0 over patterns j such that every length is
 covered: the cutting-stock program of Gilmore and Gomory (1961). Patterns come from random fills and
@@ -212,10 +212,10 @@ _MAX_CELLS = 30_000_000  # capacity times different lengths in a knapsack, about
 def prove_bound(counts: np.ndarray, patterns: Composition) -> tuple[int, Composition]:
     """A lower bound of the number of packs, and patterns found on the way.
 
-    ``counts`` int64 (seq_length + 1,); ``patterns`` contain every length, those of a good plan save
-    rounds. Prices are piecewise linear in the length, so that the program has few rows; this costs
-    about 1e-5 of the bound. Lengths are rounded down where a knapsack over all would take long,
-    since what fits then still fits; no patterns are returned in this case.
+    ``counts`` int64 (seq_length + 1,); ``patterns`` contain every length; patterns of a good plan
+    save rounds. Prices are piecewise linear in the length, so that the program has few rows; this
+    costs about 1e-5 of the bound. Lengths are rounded down if a knapsack over all would take long,
+    since every packing still fits then; no patterns are returned in this case.
     """
     from scipy.sparse import hstack
 
@@ -395,7 +395,7 @@ def pattern_lp(
 
 
 def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composition:
-    """Start patterns; those of best-fit-decreasing make sure that every length is covered."""
+    """Start patterns; patterns of best-fit-decreasing make sure that every length is covered."""
     scale = max(1, int(counts.sum()) // _SEED_SAMPLES)
     sample = np.zeros_like(counts)
     sample[sizes] = np.maximum(1, counts[sizes] // scale)
@@ -435,7 +435,7 @@ def _rounded(
 
 def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
     """Histogram in units of ``granule``: int64 (seq_length // granule + 1,). A length counts as its
-    size rounded up, and at most a whole pack: what fits rounded fits."""
+    size rounded up, and at most a whole pack: a fit of rounded sizes is a fit."""
     capacity = (len(counts) - 1) // granule
     lengths = np.flatnonzero(counts)
     coarse = np.zeros(capacity + 1, np.int64)

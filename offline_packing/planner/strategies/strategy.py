@@ -68,8 +68,8 @@ def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
 
 
 class StrategyOptions(BaseModel):
-    """Options of a strategy beside sizes, limits and seed: by itself none. Every field has
-    a default and a description, which is what help and guide say of it."""
+    """Options of a strategy beside sizes, limits and seed: by itself none. Every field has a
+    default, and a description for help and guide."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

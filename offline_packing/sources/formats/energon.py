@@ -5,9 +5,9 @@
     .nv-meta/split.yaml     which tars belong to which split: {train: ["a-{00..07}.tar"]}, and what
                             is excluded: exclude: [a-03.tar, "a-04.tar/0017"]
 
-Of a VQA sample's answers the one with the largest weight is taken, the first where there are none.
-A crude dataset, whose meaning is in the trainer's own code, is read as plain WebDataset. A
-`sample_loader` is code as well, and is not run.
+A VQA sample gives its answer with the largest weight, without weights the first. A crude dataset,
+whose meaning is in the trainer's own code, is read as plain WebDataset. A `sample_loader` is code
+as well, and is not run.
 """
 
 import logging
@@ -34,7 +34,7 @@ from task_encoders.samples.limits import MAX_JSON_BYTES
 
 logger = logging.getLogger(__name__)
 
-#: Fields of Energon's sample types, and what they are in a record.
+#: Fields of Energon's sample types, and their names in a record.
 _SAMPLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
     "CaptioningSample": {"caption": "caption"},
     "VQASample": {"context": "question", "answers": "answers", "answer_weights": "weights"},
@@ -72,7 +72,7 @@ class EnergonSource(WebDatasetSource):
         if description.get("__class__") != _CRUDE:
             self._set_places(description)
         splits = self._read_yaml("split.yaml")
-        #: what is left out of all splits: tars, and samples as TAR/KEY
+        #: exclusions from all splits: tars, and samples as TAR/KEY
         self._excluded = frozenset(self._expand("exclude", splits.get("exclude") or []))
         self._split = options.split or "train"
         self._names = self._split_names(splits.get("split_parts"))

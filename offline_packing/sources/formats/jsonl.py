@@ -9,9 +9,9 @@ Blank lines are not records.
     image,question,answer                   the heading: names as those of a JSON record's fields,
     images/17.jpg,"How many, in all?",Two   or named by `source.fields`
 
-A cell that begins as a JSON list or object is read as one in the columns that may hold it, such as
-`images` and `messages`; an empty cell is a field that the record lacks. CSV cells with a comma, a
-quote or a line break are quoted; in TSV a line is a row and quotes are characters like others.
+In columns such as `images` and `messages`, a cell that begins as a JSON list or object is read as
+one; an empty cell is a missing field. CSV cells with a comma, a quote or a line break are quoted;
+in TSV a line is a row and quotes are characters like others.
 """
 
 import csv
@@ -72,8 +72,8 @@ def endings(suffix: str, codecs: Iterable[str] = _CODECS) -> tuple[str, ...]:
 
 class JsonlSource(Source):
     """One record per line. A part is (container, begin, end, first number): a byte range, the last
-    one of a file with no end; of a compressed file, which can only be read from its beginning, the
-    whole."""
+    one of a file without an end; a compressed file, which can only be read from its beginning, is
+    one part."""
 
     Options = FileOptions
     ENDINGS = endings(".jsonl")
@@ -90,7 +90,7 @@ class JsonlSource(Source):
         return lambda block: np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
 
     def _check_beginning(self, head: bytes) -> None:
-        """Raise DamagedStreamError where a file that begins so is of another form."""
+        """Raise DamagedStreamError if a file with this beginning is of another form."""
         odd, even = head[1::2].strip(b"\0"), head[::2].strip(b"\0")
         if head.startswith(_UTF16) or (len(head) > 3 and bool(odd) != bool(even)):
             raise DamagedStreamError("it is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
@@ -98,8 +98,8 @@ class JsonlSource(Source):
             raise DamagedStreamError(r"its lines end in CR; convert it: tr '\r' '\n'")
 
     def _damage(self, cutter: Any, start: int, left: bytes | None) -> tuple[str, bool]:
-        """Why a file that its cutter went through is not whole ("": it is), and whether what is
-        `left` from `start` on, after the last record's end, is a record. None: too long to hold."""
+        """Why a cut file is not whole ("": it is), and whether the bytes `left` from `start` on,
+        after the last record's end, are a record. None: too long to hold."""
         return "", True
 
     def scan(self, samples_per_part: int) -> Scan:
@@ -116,8 +116,8 @@ class JsonlSource(Source):
     def _cut(
         self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
     ) -> tuple[list[SourcePart], str]:
-        """The parts of a file, see `cut_files`. What is read, of a compressed file nothing else, is
-        handed to `content`."""
+        """The parts of a file, see `cut_files`. Bytes that are read (of a compressed file only
+        these) are handed to `content`."""
         whole = SourcePart((container, 0, None, 1), None)
         #: (offset, lines or elements before it) at which parts begin
         cuts, num_records, num_lines, offset, is_open = [(0, 0)], 0, 0, 0, False
@@ -205,9 +205,9 @@ class JsonlSource(Source):
         self, container: str, begin: int, end: int | None
     ) -> Iterator[tuple[int, int, bytes | None, int]]:
         """Number from 0 and offset of each record between two offsets of a file (no end: that of
-        the file), its bytes (None if there are too many), their number. What is left at the end
-        comes as a record; blank ones, of which a small file may unpack to millions, need not come.
-        Raises DamagedStreamError after the last one where the file is not whole."""
+        the file), its bytes (None if there are too many), their number. The rest at the end counts
+        as a record; blank ones may be left out, since a small file may unpack to millions. Raises
+        DamagedStreamError after the last one if the file is not whole."""
         cutter = self._cutter(begin)
         held, start, position, number, is_blank = list[bytes](), begin, begin, 0, True
         packed = self.open_container(container, sequential=True)
@@ -266,7 +266,7 @@ def _buffered(content: BinaryIO) -> io.BufferedIOBase:
 def _blocks(
     head: bytes, read: Callable[[int], bytes], size: int, left: int | None = None
 ) -> Iterator[bytes]:
-    """The head of a file and what follows it, at most `left` bytes, in blocks of at most `size`."""
+    """The head of a file and at most `left` bytes after it, in blocks of at most `size`."""
     for start in range(0, len(head), size):
         yield head[start : start + size]
     while block := read(size if left is None else min(size, left)):
@@ -427,7 +427,7 @@ class TsvSource(JsonlSource):
             raise DamagedStreamError(self._problem)
 
     def _columns(self, line: bytes) -> list[str]:
-        """The names in a heading. Raises DamagedStreamError where it does not serve as one."""
+        """The names in a heading. Raises DamagedStreamError if it cannot be one."""
         try:
             columns = self._cells(line.removeprefix(_BOM))
         except SampleError as error:
@@ -497,8 +497,8 @@ class CsvSource(TsvSource):
 
 
 class _RowCutter:
-    """Finds the line breaks outside quotes: those with an even number of quotes before them, since
-    a quote in a quoted cell is doubled."""
+    """Finds line breaks outside quotes, with an even number of quotes before them, since a quote in
+    a quoted cell is doubled."""
 
     def __init__(self) -> None:
         #: whether the last block ends in a quoted cell

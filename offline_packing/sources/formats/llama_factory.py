@@ -6,8 +6,8 @@
                             "user_tag": "user", "assistant_tag": "assistant"}}}
 
 The path is that file or its folder, `dataset` the name of the entry. The data are read from files
-beside it (.json, .jsonl, .parquet, .txt); those on a hub, and preference data, are refused. So is
-what would change which samples there are: a `split` other than train, and `num_samples`, which
+beside it (.json, .jsonl, .parquet, .txt); data on a hub, and preference data, are refused. So are
+options that change the set of samples: a `split` other than train, and `num_samples`, which
 LLaMA-Factory draws afresh in every run. Records with audio are set aside.
 """
 

@@ -3,9 +3,9 @@
     packed/train-000000.tar: ps_00000000.img000.jpg  ps_00000000.json   as written here or by others
     raw_packing_data/        ps_00000000.img000.jpg  ps_00000000.json   the same as files
 
-Keys are those that the samples had before they were packed; in packs that do not say,
-`SHARD/PACK/NUMBER`. All shards of a folder are read, whatever their split. The JSON of a pack that
-is files may also name images by their path, from its own folder or `image_root` on.
+Samples keep the keys they had before packing; packs without keys give `SHARD/PACK/NUMBER`. All
+shards of a folder are read, whatever their split. The JSON of a pack that is files may also name
+images by their path, from its own folder or `image_root` on.
 """
 
 import functools

@@ -42,9 +42,9 @@ _Stem = tuple[bytes, list[bytes], int]
 
 
 class PairsSource(Source):
-    """One JSON file per sample, media beside it. A part is PackedKeys: of both, stem by stem."""
+    """One JSON file per sample, media beside it. A part is PackedKeys of both, stem by stem."""
 
-    #: suffix of a record, in lower case; those of media are MEDIA_EXTENSIONS, others are not read
+    #: suffix of a record, in lower case; media have MEDIA_EXTENSIONS, other files are not read
     RECORD: ClassVar[bytes] = b"json"
 
     def scan(self, samples_per_part: int) -> Scan:
@@ -118,7 +118,7 @@ class PairsSource(Source):
         return SourceRecord(key, Locator("file", container, 0, len(data)), content, paired)
 
     def _drop_known(self, known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
-        """The keys of a folder's files except those of known records, and how many those are."""
+        """The keys of a folder's files except known records, and the number of known records."""
         records = [_stem(key) for key in keys if key.lower().endswith(DOT + self.RECORD)]
         found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
         dropped = set(itertools.compress(records, found))
@@ -159,7 +159,7 @@ def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart
 
 
 def _by_stem(keys: Sequence[bytes], record: bytes) -> Iterator[tuple[list[bytes], int]]:
-    """Keys in order -> those of each stem that are records or media, and how many are records."""
+    """Keys in order -> the records and media of each stem, and the number of records."""
     parted = (key.partition(DOT) for key in keys)
     for _, group in itertools.groupby(parted, itemgetter(0)):
         found = {key: suffix for key in group if (suffix := key[2].lower()) in {record, *_MEDIA}}

@@ -97,7 +97,7 @@ class TableSource(Source):
     def _values(
         self, rows: RowFile, groups: range, columns: Sequence[str], media: Sequence[str]
     ) -> Iterator[Mapping[str, Any] | SampleError]:
-        """Each row of some groups; of those above the machine's memory, the error. Groups below it
+        """Each row of some groups; for groups above the machine's memory, the error. Smaller groups
         are read a page at a time; a page that is larger than a task's share ends the file."""
         limit = machine_memory()
         for group in groups:

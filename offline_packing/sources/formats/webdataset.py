@@ -65,7 +65,7 @@ class TarSample:
     key: str = ""
     members: dict[str, TarMember] = field(default_factory=dict)
     data: dict[str, bytes] = field(default_factory=dict)
-    #: bytes of all content that is to be read on the way, also where it is too much to be kept
+    #: bytes of all content read on the way, even if it is too much to keep
     to_keep: int = 0
     #: why this sample is not whole, or, without members, why nothing follows in the tar
     damage: DamagedStreamError | None = None

@@ -1,4 +1,4 @@
-"""Content of a folder, to recognise its format, and for hints on what a source lacks."""
+"""Content of a folder, to recognise its format, and for hints on missing files."""
 
 import contextlib
 import itertools
@@ -93,8 +93,8 @@ def nothing_found(path: str, wanted: str) -> StageError:
 
 
 def describe_others(path: str, wanted: str) -> str:
-    """The files at a path and below that another format reads than the one whose files, '*.jsonl',
-    were wanted: '2 *.tar here: source.format=webdataset'. Empty: none, or the path is remote."""
+    """Hint at files at a path and below that another format than the wanted one reads: '2 *.tar
+    here: source.format=webdataset'. Empty: none, or the path is remote."""
     if is_url(path):
         return ""
     longest = (
@@ -136,8 +136,8 @@ def _root_in(folder: str, name: str) -> str | None:
 
 
 def file_names(path: Path) -> list[str]:
-    """Names of the files at a path and below it, relative to it, at most as many as are looked at;
-    of a file its own. Hidden ones, and those that a run keeps for itself, are left out."""
+    """Names of the files at a path and below it, relative to it, up to a limit; for a file its own
+    name. Hidden files, and a run's own, are left out."""
     return [path.name] if path.is_file() else list(itertools.islice(_walk(path), _MAX_NAMES))
 
 
@@ -177,5 +177,5 @@ def holds_packs(path: Path, tar: str) -> bool:
 
 
 def is_pack_name(name: str) -> bool:
-    """Whether a file is named as those of packs are: 'ps_00000000.img000.jpg'."""
+    """Whether a file is named like a pack's: 'ps_00000000.img000.jpg'."""
     return _PACK_NAME.match(name.rpartition("/")[2]) is not None

@@ -113,8 +113,8 @@ def to_json(sample: SourceSample) -> bytes:
     return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
 
 
-#: Bytes and places of the items that are taken at a time, beside those of the last one. The more
-#: they are, the closer to each other they lie.
+#: Bytes and places of the items that are taken at a time, besides the last item. The larger, the
+#: closer to each other they lie.
 _MAX_BYTES: Final = 32 << 20
 _MAX_PLACES: Final = 1 << 13
 

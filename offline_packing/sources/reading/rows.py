@@ -1,12 +1,11 @@
-"""Rows of Parquet and Arrow files, in order and in any order: text as records, images as their
-bytes.
+"""Rows of Parquet and Arrow files, in their order or any other: text as records, images as bytes.
 
-A record's `column` lists the columns that it is made of, those of images and videos in brackets:
-`["id","caption",["image"]]`. A medium's is where in the row it lies: "images.2" is the third of a
-list, "image.0" one that is not a list.
+A record's `column` lists the columns that it is made of, with columns of media in brackets:
+`["id","caption",["image"]]`. A medium's `column` is its place in the row: "images.2" is the third
+of a list, "image.0" a value that is not a list.
 
-A row of an Arrow file is where it is. A Parquet row group can only be decoded from its beginning, a
-compressed Arrow batch as a whole: whoever reads many rows says so first (`rows_at_hand`), and has
+A row of an Arrow file is read in place. A Parquet row group can only be decoded from its beginning,
+a compressed Arrow batch as a whole: readers of many rows announce them (`rows_at_hand`), and get
 them in one of two ways:
 
     groups that are small, or much of which is wanted     decoded once, in the order of the file;
@@ -96,8 +95,8 @@ class RowFile:
     def batches(self, groups: range, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The rows of some groups in order, a few megabytes at a time.
 
-        Memory does not depend on the size of a row group, but on that of its pages: one of each
-        column is decoded at a time.
+        Memory depends on the size of pages, not of row groups: a page of each column is decoded at
+        a time.
         """
         if self._parquet is not None:
             for group in groups:  # of several at once, Arrow refuses lists of dictionaries
@@ -118,7 +117,7 @@ class RowFile:
                     self.release()
 
     def release(self) -> None:
-        """Release the memory of what was read from a mapped file; it is read again if needed."""
+        """Release the memory of pages read from a mapped file; they are read again if needed."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -138,7 +137,7 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def value_bytes(batch: pa.RecordBatch) -> int:
-    """Bytes of a batch's values; those that share memory, as of a dictionary, each for itself."""
+    """Bytes of a batch's values; values that share memory, as in a dictionary, count each."""
     return int(as_plain(batch).nbytes)
 
 
@@ -166,7 +165,7 @@ def holds_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_pictures(kind: pa.DataType) -> bool:
-    """Whether a column holds {bytes, path}, or lists of it, which can be no text."""
+    """Whether a column holds {bytes, path}, or lists of it, which cannot be text."""
     value_type = getattr(kind, "value_type", None)
     if value_type is not None:
         return holds_pictures(value_type)
@@ -174,8 +173,8 @@ def holds_pictures(kind: pa.DataType) -> bool:
 
 
 def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same values without dictionaries, of which an Arrow file has one for all batches, and
-    without views, of which Arrow cannot take single rows."""
+    """The same values without dictionaries (an Arrow file has one for all batches) and without
+    views (Arrow cannot take single rows of them)."""
     schema = pa.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
     return batch if schema == batch.schema else batch.cast(schema)
 
@@ -229,7 +228,7 @@ def is_record(column: str) -> bool:
 
 
 def record_columns(column: str) -> tuple[list[str], list[str]]:
-    """The columns that a record or a medium with this `column` lies in; those with media."""
+    """The columns of a record or a medium with this `column`; and the columns with media."""
     if not is_record(column):
         return [column.rpartition(".")[0]], []
     named = [(c, False) if isinstance(c, str) else (c[0], True) for c in orjson.loads(column)]
@@ -252,12 +251,12 @@ def record_json(
 
 
 def _as_text(value: Any) -> str:
-    """Convert what JSON lacks: dates and decimals; and bytes, as older writers store text."""
+    """Convert types that JSON lacks: dates and decimals; and bytes, as older writers store text."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
 def write_arrow(target: BinaryIO, batches: Iterable[pa.RecordBatch]) -> None:
-    """Write an Arrow file; its schema is that of the first batch, and without one there is none."""
+    """Write an Arrow file with the first batch's schema; without a batch, write no file."""
     writer = None
     for batch in batches:
         writer = writer or pa.ipc.new_file(target, batch.schema)
@@ -269,7 +268,7 @@ def write_arrow(target: BinaryIO, batches: Iterable[pa.RecordBatch]) -> None:
 
 #: Beginning of a file that is a stream with a footer.
 _FILE_MAGIC: Final = b"ARROW1\0\0"
-#: Rows of a batch; a damaged number would be as many samples that are set aside.
+#: Rows of a batch; each row of a damaged number would be a sample set aside.
 MAX_BATCH_ROWS: Final = 1 << 24
 
 #: End of a stream: a continuation mark, and a message of length 0.
@@ -311,8 +310,8 @@ class ArrowBatches:
         self.unpacked = [num_bytes for _, num_bytes in sizes]
 
     def _check(self, message: pa.Message, num_rows: int, num_bytes: int) -> None:
-        """Raise pa.ArrowException or OSError where a batch cannot have as many rows as it claims:
-        each would be set aside."""
+        """Raise pa.ArrowException or OSError if a batch cannot have the rows it claims: each would
+        be set aside."""
         if not 0 <= num_rows <= MAX_BATCH_ROWS:
             problem = f"a batch claims {num_rows:,} rows, at most {MAX_BATCH_ROWS:,} are read"
             raise pa.ArrowInvalid(f"{problem}; write smaller ones")
@@ -320,7 +319,7 @@ class ArrowBatches:
             pa.ipc.read_record_batch(message, self.schema)  # copies nothing
 
     def read(self, number: int) -> pa.RecordBatch:
-        """One batch; what is not compressed stays where it is in the file."""
+        """One batch; uncompressed buffers stay in the mapped file."""
         found = self._batches[number]
         if isinstance(found, pa.RecordBatch):
             return found
@@ -420,7 +419,7 @@ class _Copy:
         return pa.Table.from_batches([batch]).select(list(columns))
 
     def release(self) -> None:
-        """Release the memory of what was read."""
+        """Release the memory of rows that were read."""
         self._mapped.madvise(mmap.MADV_DONTNEED)
 
 
@@ -448,7 +447,7 @@ class _RowReader:
         self._files: dict[tuple[str, str], RowFile] = {}
         self._groups: dict[tuple[str, str, int, str], pa.Table] = {}
         self._bytes_read = 0
-        #: that are open, by what they are copies of
+        #: open copies, by their originals
         self.copies: dict[str, _Copy] = {}
         #: by path; a file may belong to several sources
         self.at_hand: dict[str, list[_AtHand]] = {}
@@ -481,7 +480,7 @@ class _RowReader:
         return _cached(self._files, key, lambda: RowFile.open(root.open(container), kind)), key[1]
 
     def count(self, num_bytes: int) -> None:
-        """Note what was read: from time to time the memory of mapped files is released."""
+        """Count bytes read: from time to time the memory of mapped files is released."""
         self._bytes_read += num_bytes
         if self._bytes_read < _RELEASE_BYTES:
             return
@@ -540,7 +539,7 @@ def rows_at_hand(wanted: Sequence[WantedRows], folder: Path, unpack_folder: Path
 
 
 def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> list[_AtHand]:
-    """Rows of a file; none of one whose rows are used as they are."""
+    """Rows of a file; None if its rows are read in place."""
     try:
         file, _ = _reader.file(wanted.root, wanted.kind, wanted.container)
         if not any(file.group_bytes):

@@ -1,8 +1,8 @@
 """The files of a folder and all below it, folder after folder, as arrays.
 
-10⁷ names are 1.5 GB as Python objects and 0.5 GB in one buffer; only those of one folder are held
-at a time. Files come in the order of their stem, then of their suffix; folders in the order of
-their names, after the files next to them.
+10⁷ names are 1.5 GB as Python objects and 0.5 GB in one buffer; only one folder's names are held at
+a time. Files come in the order of their stem, then of their suffix; folders in the order of their
+names, after the files next to them.
 """
 
 import bisect
@@ -86,7 +86,7 @@ class _Names:
 
 
 def list_files(root: Root, folder: bytes = b"") -> Iterator[Files]:
-    """Yield all files; those of a large folder in several pieces."""
+    """Yield all files; a large folder in several pieces."""
     folders: list[bytes] = []
     names = _Names()
     found = root.list_folder(folder)

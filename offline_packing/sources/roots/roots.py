@@ -53,7 +53,7 @@ class MediaRoot:
 
     def locate(self, folder: str, name: str) -> str:
         """Container (path relative to the root) of the file that `name` means in `folder`. Raises
-        SampleError: path_outside_root, or missing_image for what cannot be a file name."""
+        SampleError: path_outside_root, or missing_image if it cannot be a file name."""
         check_name(name)
         if _PLAIN_NAME.fullmatch(name):  # as for most; the rest takes 5 µs
             return f"{folder}/{name}" if folder else name
@@ -104,9 +104,9 @@ class MediaRoot:
         return read_range(self.path(container), offset, size, whole=whole)
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
-        """(name, size, modification time in ns) of what is in a folder (b"" or b"a/b/"); None is
-        the size of a folder, and those that are links are files. What begins with a dot is left
-        out; the order is the file system's own."""
+        """(name, size, modification time in ns) of the entries of a folder (b"" or b"a/b/");
+        folders have size None, and links count as files. Names that begin with a dot are left out;
+        the order is the file system's."""
         with os.scandir(os.fsencode(self._inside) + folder) as found:
             for entry in found:
                 if entry.name[:1] == b".":
@@ -156,7 +156,7 @@ class MediaRoot:
 
 
 def check_name(name: str) -> None:
-    """Raise SampleError (missing_image) for what cannot be a file name."""
+    """Raise SampleError (missing_image) for a text that cannot be a file name."""
     if not name or "\0" in name:
         raise SampleError("missing_image", f"{name[:60]!r} is no file name")
 
@@ -196,7 +196,7 @@ _SEQUENTIAL: Final = {
 _MAX_GAP: Final = 1 << 18
 #: Bytes that one request reads, unless one range has more.
 _MAX_REQUEST: Final = 4 << 20
-#: Requests at a time: botocore keeps as many connections.
+#: Requests at a time: the number of connections that botocore keeps.
 _AT_ONCE: Final = 10
 
 
@@ -210,7 +210,7 @@ class FileRange(NamedTuple):
 
     @property
     def end(self) -> int:
-        """End of what is asked for: one byte more tells whether the file has grown."""
+        """End of the requested range: one byte more tells whether the file has grown."""
         return self.offset + self.size + self.whole
 
 
@@ -225,7 +225,7 @@ class RemoteRoot:
         self._stamps: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._open_file: tuple[str, BinaryIO] | None = None
-        #: what was read ahead
+        #: bytes that were read ahead
         self._held: dict[FileRange, bytes] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -326,14 +326,14 @@ class RemoteRoot:
         return data
 
     def read_ahead(self, ranges: Iterable[FileRange]) -> None:
-        """Read ranges for `read_range`, and hold them in place of those of the last call. Where one
-        is not there, or not whole, `read_range` reads it again and says so. Raises RemoteError."""
+        """Read ranges for `read_range`, and hold them in place of the last call's. If a range is
+        missing or not whole, `read_range` reads it again and fails. Raises RemoteError."""
         self._held = {}
         for found in in_threads(self._fetch_group, neighbors(ranges), _AT_ONCE):
             self._held.update(found)
 
     def _fetch_group(self, group: list[FileRange]) -> Mapping[FileRange, bytes]:
-        """Those of some neighbors that are whole, by one request."""
+        """Read neighboring ranges by one request; returns the whole ones."""
         container, start, end = group[0].container, group[0].offset, max(one.end for one in group)
         try:
             data = self._fetch(container, start, end)
@@ -350,9 +350,9 @@ class RemoteRoot:
         return bytes(make_request(self.path(container), "read", request))
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
-        """(name, size, 0) of what is in a folder (b"" or b"a/b/"); None is the size of a folder,
-        and storages do not agree on a modification time. What begins with a dot is left out. Raises
-        StageError if the storage does not report the size of a file."""
+        """(name, size, 0) of the entries of a folder (b"" or b"a/b/"); folders have size None, and
+        storages do not agree on a modification time. Names that begin with a dot are left out.
+        Raises StageError if the storage does not report the size of a file."""
         path = f"{self.folder}/{folder.decode()}".rstrip("/")
         for info in self._filesystem.ls(path, detail=True):
             name = info["name"].rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""What every family of models has: options, an encoder, and its entry in FAMILIES.
+"""The parts of every model family: options, an encoder, and its entry in FAMILIES.
 
 `measure` and `encode` go through `_layout`, so they cannot disagree; a family says what its
 template, its media and its positions are.
@@ -54,8 +54,8 @@ from task_encoders.text.tokenizer import load_tokenizer
 
 
 def beside_lengths(default: Any) -> Any:
-    """An option that changes pixels or positions but no length. No artifact contains those, so it
-    is in no fingerprint."""
+    """An option that changes pixels or positions but no length. No artifact contains pixels or
+    positions, so it is not in the fingerprint."""
     return Field(default, json_schema_extra={"changes_lengths": False})
 
 
@@ -99,7 +99,7 @@ class ModelOptions(BaseModel):
 
     @classmethod
     def changes_lengths(cls, name: str) -> bool:
-        """Whether an option belongs into the fingerprint of what was measured."""
+        """Whether an option belongs in the fingerprint of what was measured."""
         return not cls.model_fields[name].json_schema_extra
 
     def stored(self, name: str) -> str | int:
@@ -150,7 +150,7 @@ class FamilyEncoder(ABC):
     VIDEOS_AS_IMAGES: ClassVar[bool] = False
     #: Frames of an image's patches.
     IMAGE_DEPTH: ClassVar[int] = 1
-    #: How pictures are cut into patches; a family without has its own `encode_image`.
+    #: How pictures are cut into patches; a family without it has its own `encode_image`.
     vision: VisionSettings
     template: ChatTemplate
     #: Fingerprint of a checkpoint's chat template, if it writes something else than the family's.
@@ -230,7 +230,7 @@ class FamilyEncoder(ABC):
 
     @staticmethod
     def blank_image(hf_config: Any) -> BlankImage:
-        """A small image for rows without one; `hf_config` is transformers', of the whole model."""
+        """A small image for rows without one; `hf_config` is the whole model's, of transformers."""
         vision = hf_config.vision_config
         return two_tokens(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
 
@@ -408,7 +408,7 @@ TensorNames = Literal["plain", "nested", "llava"]
 def language_sizes(
     hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **others: Any
 ) -> dict[str, Any]:
-    """A text config of transformers: the sizes that each has, and others."""
+    """A text config of transformers: the sizes that all have, and others."""
     return {
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -447,7 +447,7 @@ class Family:
     cost: ModelCost
     #: what transformers' classes of its model begin with; None: it has none
     transformers_name: str | None
-    #: what the config.json of its checkpoints calls it, where that is not its own name
+    #: its name in the config.json of checkpoints, if that is not its own
     other_names: tuple[str, ...] = ()
     #: transformers' class of its processor, where several families have one model type
     processor: str = ""

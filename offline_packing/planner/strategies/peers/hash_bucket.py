@@ -2,11 +2,11 @@
 
 Samples wait in one bucket per length, and phases take packs out of the buckets one after the other:
 lengths that halve the sequence first, then packs around seeds with rules and limits chosen for the
-data, at last whatever is left. The original pops single samples from numpy arrays under a lock, in
+data, at last all that are left. The original pops single samples from numpy arrays under a lock, in
 an order that depends on its threads; here the phases run on the histogram of lengths, in one fixed
 order, and only the choice among samples of equal length is random.
 
-As the original's tracker does, each phase says what it made, with its parameters in a form that a
+Like the original's tracker, each phase logs its packs, with its parameters in a form that a
 configuration takes.
 """
 
@@ -360,8 +360,8 @@ def hash_bucket(
 ) -> Packs:
     """Pack in phases, each of which takes full packs out of the buckets of equal length.
 
-    ``options.phases`` lists what is done, in a configuration as plain mappings; whatever the last
-    one leaves is packed by a greedy knapsack, so nothing is left over. A line for each phase is
+    ``options.phases`` lists the phases, in a configuration as plain mappings; samples that the last
+    one leaves are packed by a greedy knapsack, so none is left over. A line for each phase is
     logged::
 
         - {kind: powers_of_two}

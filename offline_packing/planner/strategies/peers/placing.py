@@ -4,9 +4,9 @@ all limits: the first of them, the fullest, or the lightest.
 First-fit-decreasing, first fit shuffled in chunks and shuffle-and-pack are the three algorithms of
 NeMo's sequence packing for NeVA, whose first fit scans all open packs for every sample. Here packs
 are the leaves of a tree. A node holds, for each limit, the least that a pack below it uses, and the
-lowest score of these packs; so a search passes by whatever has no room, or is no better than what
-it has found. It looks at about log n nodes per sample; at more where a second limit is scarce, and
-never at more than a scan of all packs does twice.
+lowest score of these packs; so a search skips nodes without room, or no better than the best so
+far. It looks at about log n nodes per sample; at more where a second limit is scarce, and at most
+at twice the nodes of a scan of all packs.
 """
 
 from functools import partial
@@ -45,8 +45,8 @@ def _has_room(used: np.ndarray, size: np.ndarray, limits: np.ndarray) -> bool:
 
 @njit(cache=True, nogil=True)
 def _best_leaf(tree: np.ndarray, size: np.ndarray, limits: np.ndarray, stack: np.ndarray) -> int:
-    """The leaf of lowest score among those with room, of which there must be one. ``stack`` has
-    space for a node of each level."""
+    """The leaf of lowest score among the leaves with room; there must be one. ``stack`` has space
+    for a node of each level."""
     score = limits.shape[0]
     best = 0
     least = _NOT_OPEN
@@ -79,8 +79,8 @@ def place_samples(
     ``num_open`` packs are open from the beginning and may stay empty.
     """
     num_samples, score = sizes.shape
-    # A pack is opened when no other has room, so that any two together are over some limit: there
-    # are at most twice as many as the shares of all limits add up to.
+    # A pack is opened when no other has room, so that any two together are over some limit: their
+    # number is at most twice the sum of the shares of all limits.
     most_packs = num_open + min(num_samples, 2 + int(2 * (sizes.sum(axis=0) / limits).sum()))
     num_leaves = 1
     height = 3
@@ -222,9 +222,9 @@ def knapsack(
     """Longest sample first, each into the lightest pack with room for it, within every budget.
 
     The balanced greedy knapsack of nanoVLM's loader: it starts with ``num_packs`` empty packs
-    (default: as few as the tokens need) plus ``extra_packs``, fills them evenly, opens a further
-    one where no pack has room, drops those that stay empty, and returns the packs in a seeded
-    random order. nanoVLM's loader sets ``extra_packs=5``, its ``delta``, and a budget of 18 images.
+    (default: the fewest that the tokens need) plus ``extra_packs``, fills them evenly, opens a
+    further one if no pack has room, drops empty ones, and returns the packs in a seeded random
+    order. nanoVLM's loader sets ``extra_packs=5``, its ``delta``, and a budget of 18 images.
     """
     num_packs = options.num_packs
     if num_packs is None:
