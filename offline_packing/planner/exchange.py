@@ -101,25 +101,20 @@ def balance_packs(
     slots = np.arange(len(sample_ids))[:, None]
     exchange(slots, _SWEEPS)
     rng = np.random.default_rng(seed)
+    pack_starts = packs.pack_offsets[pack_of_slot][:, None]
+    pack_sizes = np.diff(packs.pack_offsets)[pack_of_slot][:, None]
     for _ in range(_GROUP_ROUNDS):
         before = totals.std()
         for size in (2, 3):
-            exchange(_random_groups(packs, size, rng), _GROUP_SWEEPS)
+            # each slot and random others of its pack, where all differ
+            drawn = (rng.random((len(slots), size - 1)) * pack_sizes).astype(np.int64)
+            groups = np.concatenate([slots, pack_starts + drawn], axis=1)
+            different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
+            exchange(groups[different], _GROUP_SWEEPS)
         exchange(slots, _GROUP_SWEEPS)
         if totals.std() > _WORTH * before:
             break
     return Packs(sample_ids, packs.pack_offsets)
-
-
-def _random_groups(packs: Packs, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Groups of each slot and ``size - 1`` random others of its pack: int64 (num_groups, size)."""
-    slots = np.arange(len(packs.sample_ids))[:, None]
-    pack_of_slot = packs.pack_of_slot()[:, None]
-    pack_sizes = np.diff(packs.pack_offsets)[pack_of_slot]
-    drawn = (rng.random((len(slots), size - 1)) * pack_sizes).astype(np.int64)
-    groups = np.concatenate([slots, packs.pack_offsets[pack_of_slot] + drawn], axis=1)
-    different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
-    return groups[different]
 
 
 @njit(cache=True)

@@ -168,7 +168,10 @@ def fill_slots(
         The packs, and the ranks of each: int32 (num_packs,).
     """
     num_sizes = len(capacities)
-    powers = _fewest_ranks(packs, lengths, capacities)
+    powers = np.full(packs.num_packs, num_sizes - 1)  # of the fewest ranks that hold each pack
+    for power in range(num_sizes - 2, -1, -1):
+        padded = -(-lengths.astype(np.int64) >> power) << power
+        powers[packs.sums(padded) <= capacities[power]] = power
     totals = np.add.reduceat(cost[packs.sample_ids], packs.pack_offsets[:-1])
     order, left = _pair_up(totals / (1 << powers), powers, num_sizes)
     last, widened = _widen(reorder_packs(packs, left), powers[left], lengths, cost, capacities)
@@ -180,15 +183,6 @@ def fill_slots(
         turn = np.random.default_rng([seed, _SLOT_STREAM]).permutation(turn)
     order = np.lexsort((-powers, turn[slots]))
     return reorder_packs(packs, order), (1 << powers[order]).astype(np.int32)
-
-
-def _fewest_ranks(packs: Packs, lengths: np.ndarray, capacities: np.ndarray) -> np.ndarray:
-    """Power of two of the fewest ranks that hold each pack, int64 (num_packs,)."""
-    powers = np.full(packs.num_packs, len(capacities) - 1)
-    for power in range(len(capacities) - 2, -1, -1):
-        padded = -(-lengths.astype(np.int64) >> power) << power
-        powers[packs.sums(padded) <= capacities[power]] = power
-    return powers
 
 
 def _pair_up(cost: np.ndarray, powers: np.ndarray, num_sizes: int) -> tuple[np.ndarray, np.ndarray]:

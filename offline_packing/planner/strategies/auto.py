@@ -1,6 +1,7 @@
 """The default strategy: tries further methods only while the packs are far from the bound."""
 
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from offline_packing.planner.strategies.composition import (
 )
 from offline_packing.planner.strategies.longest_first import best_fit_decreasing, exact_fill
 from offline_packing.planner.strategies.narrow_fill import (
-    Budget,
+    WORK,
     even_fill,
     fills_by_fitness,
     is_narrow,
@@ -32,6 +33,7 @@ TOLERANCE = 3e-5
 PROGRAM_TOLERANCE = 2e-4
 _LENGTHS_PER_PACK = 100
 _START_PATTERNS = 2000  # of a plan, for its proof
+_fewest = partial(min, key=attrgetter("num_packs"))
 
 
 def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
@@ -53,9 +55,9 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     best = longest_first = best_fit_decreasing(counts)
     first, second = fills_by_fitness(counts)  # where exact fills do worse, they also search long
     if best.num_packs > bound:
-        best = _better(best, first(counts, seed=seed))
+        best = _fewest(best, first(counts, seed=seed))
     if best.num_packs > _tolerated(bound):
-        best = _better(best, second(counts, seed=seed))
+        best = _fewest(best, second(counts, seed=seed))
     if best.num_packs > _tolerated(bound):
         step = 1 + len(best.multiplicity) // _START_PATTERNS
         some = select_patterns(best, np.arange(0, len(best.multiplicity), step))
@@ -65,9 +67,9 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
         best = _evenly(counts, bound, best, seed)
     num_lengths = int(np.count_nonzero(counts))
     if best.num_packs > _tolerated(bound, num_lengths) and num_lengths > MAX_SIZES:
-        best = _better(best, tilted_sampling(counts, seed=seed))  # the program is not exact there
+        best = _fewest(best, tilted_sampling(counts, seed=seed))  # the program is not exact there
     if best.num_packs > _tolerated(bound, num_lengths):
-        best = _better(best, pattern_lp(counts, seed=seed, proof=proof))
+        best = _fewest(best, pattern_lp(counts, seed=seed, proof=proof))
     return best._replace(lower_bound=bound)
 
 
@@ -75,16 +77,13 @@ def _evenly(counts: np.ndarray, bound: int, best: Composition, seed: int) -> Com
     """Even packs, if fewer than the best are found: the bound's number, or a few more if the best
     is far from it; all attempts share a budget."""
     tolerated = _tolerated(bound, int(np.count_nonzero(counts)))
-    above, budget = 0, Budget()
+    above, work = 0, WORK
     while bound + above < best.num_packs and (above == 0 or best.num_packs > tolerated):
-        if found := even_fill(counts, bound + above, seed=seed, budget=budget):
+        found, work = even_fill(counts, bound + above, seed=seed, work=work)
+        if found:
             return found
         above = max(1, 2 * above)
     return best
-
-
-def _better(best: Composition, other: Composition) -> Composition:
-    return other if other.num_packs < best.num_packs else best
 
 
 def _tolerated(bound: int, num_lengths: int = 0) -> int:
@@ -98,19 +97,13 @@ def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:
     first puts alike samples together; a random mix leaves far more freedom to even out another
     quantity by exchanging samples of equal length. Takes up to some seconds."""
     plain = auto(counts, seed=seed)
-    for method in (
-        partial(_drawn_then_auto, rest=30),
-        partial(_drawn_then_auto, rest=4),
-        narrow_fill,
-    ):
-        composition = method(counts, seed=seed)
+    for rest in (30, 4, None):
+        if rest is None:
+            composition = narrow_fill(counts, seed=seed)
+        else:  # random exact fills of all but one rest-th of the tokens
+            stop_packs = max(30, lower_bound(counts) // rest)
+            drawn, left = tilted_fills(counts, seed=seed, stop_packs=stop_packs)
+            composition = join_compositions([drawn, auto(left, seed=seed)])
         if composition.num_packs <= plain.num_packs:
             return composition._replace(lower_bound=plain.lower_bound)
     return plain
-
-
-def _drawn_then_auto(counts: np.ndarray, *, seed: int, rest: int) -> Composition:
-    """Random exact fills of all but one ``rest``-th of the tokens, which are left to ``auto``."""
-    stop_packs = max(30, lower_bound(counts) // rest)
-    drawn, left = tilted_fills(counts, seed=seed, stop_packs=stop_packs)
-    return join_compositions([drawn, auto(left, seed=seed)])

@@ -20,7 +20,6 @@ packs that the bound allows is often met, in milliseconds.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -226,17 +225,11 @@ def _divide(counts: np.ndarray) -> _Parts:
     return _Parts(k, counts - (end - start), end - start, is_full)
 
 
-def narrow_fills(
-    counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000
-) -> tuple[Composition, np.ndarray]:
+def narrow_fill(counts: np.ndarray, *, seed: int = 0, max_patterns: int = 20_000) -> Composition:
     """Full packs of k and k + 1 samples, k the mean number of samples that fill a pack; where the
-    packs of k cannot be full, even ones.
-
-    ``counts`` int64 (seq_length + 1,). Each pattern serves enough packs that about
-    ``max_patterns`` patterns suffice; what such patterns leave is filled by patterns that serve
-    fewer. Returns the packs and the counts that are left, int64 (seq_length + 1,): almost
-    everything where lengths are not narrow.
-    """
+    packs of k cannot be full, even ones; exact fills of the rest, which is almost everything where
+    lengths are not narrow. Each pattern serves enough packs that about ``max_patterns`` patterns
+    suffice; what such patterns leave is filled by patterns that serve fewer."""
     left = counts.copy()
     state, found = random_state(seed), list[Composition]()
 
@@ -265,13 +258,7 @@ def narrow_fills(
     while k >= 3 and not is_full and copies > 0:
         take(even_packs(left // copies, k), copies)
         copies //= 2
-    return join_compositions(found), left
-
-
-def narrow_fill(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Pack all samples: :func:`narrow_fills`, then exact fills of the rest."""
-    packs, left = narrow_fills(counts, seed=seed)
-    return join_compositions([packs, exact_fill(left)])
+    return join_compositions([*found, exact_fill(left)])
 
 
 def is_narrow(counts: np.ndarray) -> bool:
@@ -330,36 +317,26 @@ WORK = 500_000_000
 _PATIENCE = 10
 
 
-@dataclass
-class Budget:
-    """Pairs of samples that attempts may still look at, all together."""
-
-    left: int = WORK
-
-
 def even_fill(
-    counts: np.ndarray, num_packs: int, *, seed: int = 0, budget: Budget | None = None
-) -> Composition | None:
-    """Pack all samples into ``num_packs`` packs; None if no such packing is found, or they are too
-    many for the rest of the budget, from which the attempt is taken.
-
-    ``counts`` int64 (seq_length + 1,). Each pack is a separate pattern.
-    """
-    budget = budget or Budget()
+    counts: np.ndarray, num_packs: int, *, seed: int = 0, work: int = WORK
+) -> tuple[Composition | None, int]:
+    """Pack all samples into ``num_packs`` packs, each a pattern of its own; None if that is not
+    found, or they are too many for ``work``, the pairs of samples that may be looked at. Returns
+    what is left of these, too."""
     # Lengths 0 stand for places without a sample, so that a sample can also move alone.
     places = -(-int(counts.sum()) // num_packs) + 1
-    if _SORTED_ROUNDS * num_packs // 2 * places**2 > budget.left:
-        return None
+    if _SORTED_ROUNDS * num_packs // 2 * places**2 > work:
+        return None, work
     lengths = np.repeat(np.arange(len(counts)), counts)[::-1]
     packs = fold(lengths, num_packs, places).astype(np.int32)  # half the memory, a fifth faster
     tokens = packs.sum(axis=1)
     for _ in range(_SORTED_ROUNDS):
         order = np.argsort(tokens, kind="stable")
-        budget.left -= places**2 * _exchange_sorted(packs, tokens, len(counts) - 1, order)
-    most = budget.left // places**2
+        work -= places**2 * _exchange_sorted(packs, tokens, len(counts) - 1, order)
+    most = work // places**2
     tries, is_found = _exchange_random(packs, tokens, len(counts) - 1, random_state(seed), most)
-    budget.left -= places**2 * tries
-    return from_packs(packs, 1) if is_found else None
+    work -= places**2 * tries
+    return from_packs(packs, 1) if is_found else None, work
 
 
 @njit(cache=True)

@@ -113,16 +113,22 @@ def place_in_order(sizes: np.ndarray, limits: np.ndarray, order: np.ndarray, cho
     return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
 
 
-def _first_fit_decreasing(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
-    """The same under budgets, sample by sample."""
-    return place_in_order(sizes, limits, np.argsort(-sizes[:, 0], kind="stable"), FIRST)
+def _longest_first(sizes: np.ndarray, limits: np.ndarray, *, seed: int, choice: int) -> Packs:
+    return place_in_order(sizes, limits, np.argsort(-sizes[:, 0], kind="stable"), choice)
 
 
 #: Longest sample first, each into the first pack with room for it. The first pack ends up with what
 #: a greedy knapsack would choose for it: the longest sample that still fits, again and again; then
 #: the second pack, and so on. So the packs, their order and their samples are the same, found with
-#: multiplicity; ``seed`` is unused.
-first_fit_decreasing = by_histogram(greedy_knapsack, _first_fit_decreasing)
+#: multiplicity where there are no budgets; ``seed`` is unused.
+first_fit_decreasing = by_histogram(greedy_knapsack, partial(_longest_first, choice=FIRST))
+
+#: Longest sample first, each into the fullest pack with room, the oldest of equally full ones.
+#: Without budgets, packs, their order and the order of their samples equal
+#: ``binpacking.to_constant_volume(lengths, seq_length)`` of binpacking 1.5 (PyPI), which ms-swift
+#: packs with, and which scans all packs for every sample. Version 2 of that package fills the
+#: emptiest pack instead, and needs more packs. ``seed`` is unused.
+to_constant_volume = Strategy(partial(_longest_first, choice=FULLEST))
 
 
 class FirstFitShuffleOptions(StrategyOptions):
@@ -192,18 +198,6 @@ def sequential(
         sizes = np.column_stack([sizes, np.ones(len(sizes), np.int64)])
         limits = np.append(limits, options.max_samples)
     return Packs(np.arange(len(sizes)), _next_fit(sizes, limits))
-
-
-@Strategy
-def to_constant_volume(sizes: np.ndarray, limits: np.ndarray, *, seed: int) -> Packs:
-    """Longest sample first, each into the fullest pack with room, the oldest of equally full ones.
-
-    Without budgets, packs, their order and the order of their samples equal
-    ``binpacking.to_constant_volume(lengths, seq_length)`` of binpacking 1.5 (PyPI), which ms-swift
-    packs with, and which scans all packs for every sample. Version 2 of that package fills the
-    emptiest pack instead, and needs more packs. ``seed`` is unused.
-    """
-    return place_in_order(sizes, limits, np.argsort(-sizes[:, 0], kind="stable"), FULLEST)
 
 
 class KnapsackOptions(StrategyOptions):
