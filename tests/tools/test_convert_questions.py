@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.accounting import account, open_one
+from tests.helpers.accounting import account, measured_rows, open_one
 from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.formats import WRITERS, lines, write_file
 from tools.convert_questions import main
@@ -59,10 +59,8 @@ def test_dialogue(questions: Path, tmp_path: Path, max_turns: int, stems: list[s
     assert sorted(path.stem for path in out.glob("*.jpg")) == stems
     expected = ["<image>\nWhat is it?", "A square.", "Which colour?", "Red.", "How many?", "One."]
     assert texts(out / "a.json") == expected[: 2 * max_turns]
-    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
-    assert {outcome for _, outcome, _ in found} == {"ok"}
-    turns = sum(row.num_turns for _, _, row in found if row is not None)
-    assert turns == len(QUESTIONS) + 1  # nothing lost
+    rows = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
+    assert sum(row["num_turns"] for row in rows) == len(QUESTIONS) + 1  # nothing lost
 
 
 @pytest.mark.parametrize("name", [*WRITERS])
@@ -155,9 +153,9 @@ def test_a_list_of_questions(tmp_path: Path) -> None:
         "text_1": ["Two?", "2"],
     }
     assert {path.stem: texts(path) for path in out.glob("*.json")} == expected
-    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
-    assert {key: outcome for key, outcome, _ in found} == dict.fromkeys(expected, "ok")
-    assert [row.num_turns for *_, row in found if row is not None] == [1, 1, 1, 2, 1, 1]
+    rows = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
+    assert [row["key"] for row in rows] == list(expected)
+    assert [row["num_turns"] for row in rows] == [1, 1, 1, 2, 1, 1]
     together = tmp_path / "dialogue"
     assert main(["jsonl", str(tmp_path / "q.jsonl"), str(together), "--form", "dialogue"]) == 0
     assert len(texts(together / "a.json")) == 10
