@@ -99,12 +99,12 @@ def test_dialogues_of_a_number_of_tokens(questions: Path, tmp_path: Path) -> Non
     model = ["--model", "family=qwen2_vl", "processor=builtin"]
     most = ["--max-tokens", "50", *model]
     assert main(["jsonl", str(questions), str(out), "--form", "dialogue", *most]) == 0
-    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
-    rows = {key: row for key, _, row in found if row is not None}
+    found = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
+    rows = {row["key"]: row for row in found}
     assert rows.keys() == {"a", "a_1", "b", "text"}
-    assert [rows[key].num_turns for key in ("a", "a_1")] == [2, 1]
-    assert rows["a"].length.num_tokens <= 50
-    most[1] = str(rows["a"].length.num_tokens - 1)
+    assert [rows[key]["num_turns"] for key in ("a", "a_1")] == [2, 1]
+    assert rows["a"]["num_tokens"] <= 50
+    most[1] = str(rows["a"]["num_tokens"] - 1)
     assert main(["jsonl", str(questions), str(tmp_path / "o"), "--form", "dialogue", *most]) == 0
     assert texts(tmp_path / "o" / "a.json") == ["<image>\nWhat is it?", "A square."]
 
