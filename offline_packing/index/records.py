@@ -82,17 +82,12 @@ def most_shown(samples: Index) -> tuple[int, str]:
     if not len(shared):
         return 0, ""
     most = np.argmax(counts)
-    return int(counts[most]) + 1, _first_with(samples, shared[most])
-
-
-def _first_with(samples: Index, medium: np.uint64) -> str:
-    """Key of the first sample that shows a medium."""
+    medium = pa.scalar(int(shared[most]), pa.uint64())
     for part in samples.parts("key", "media_hash"):
         media = part["media_hash"].combine_chunks()
-        is_shown = pc.equal(pc.list_flatten(media), pa.scalar(int(medium), pa.uint64()))
-        rows = pc.list_parent_indices(media).filter(is_shown)
+        rows = pc.list_parent_indices(media).filter(pc.equal(pc.list_flatten(media), medium))
         if len(rows):
-            return str(part["key"][rows[0].as_py()].as_py())
+            return int(counts[most]) + 1, str(part["key"][rows[0].as_py()].as_py())
     raise KeyError(medium)
 
 

@@ -123,7 +123,9 @@ class Conversation:
         self.encoder, self.sample, self.record = encoder, sample, record
         self.sizes, self.videos, self.options, self.limits = sizes, videos, options, limits
         turns = place_media(self.sample)
-        starts = [i for i, turn in enumerate(turns) if i == 0 or not _answers_a_tool(turn)]
+        # A turn may begin with the result of a tool, which the turn before it called.
+        speakers = [turn.before[0][0] if turn.before else turn.role for turn in turns]
+        starts = [i for i, speaker in enumerate(speakers) if i == 0 or speaker != "tool"]
         #: turns before each exchange, and of all; the same of images and videos
         self.bounds = [*starts, len(turns)]
         exchanges = [turns[begin:end] for begin, end in pairwise(self.bounds)]
@@ -223,11 +225,6 @@ class Conversation:
         return earlier.start + bisect_left(
             earlier, True, key=lambda begin: self._is_fit(_Cut(begin, first, first + 1))
         )
-
-
-def _answers_a_tool(turn: Turn) -> bool:
-    """Whether a turn begins with the result of a tool, which the turn before it called."""
-    return (turn.before[0][0] if turn.before else turn.role) == "tool"
 
 
 def _counts(exchanges: Sequence[Sequence[Turn]], placeholder: str) -> list[int]:

@@ -64,7 +64,12 @@ def describe_changes(known: Path, source: Source) -> str:
         "of another size": kept.filter(pa.array(sizes)),
         "of another modification time": kept.filter(pa.array(times & ~sizes)),
     }
-    return ", ".join(_count_and_name(what, found) for what, found in changes.items() if len(found))
+    lines = []
+    for what, found in changes.items():
+        first = ", ".join(repr(os.fsdecode(name.as_py())) for name in found[:_NUM_NAMED])
+        more = ", …" if len(found) > _NUM_NAMED else ""
+        lines += [f"{len(found):,} {what} ({first}{more})"] if len(found) else []
+    return ", ".join(lines)
 
 
 def _files_path(folder: Path, source_id: int) -> Path:
@@ -79,12 +84,6 @@ def _list_batches(source: Source) -> Iterator[pa.RecordBatch]:
         containers = os.fsencode("\0".join(names)).split(b"\0")
         columns = {"container": containers, "size": sizes, "modified": times}
         yield pa.record_batch(columns, FILES_SCHEMA)
-
-
-def _count_and_name(what: str, names: pa.LargeBinaryArray) -> str:
-    first = ", ".join(repr(os.fsdecode(name.as_py())) for name in names[:_NUM_NAMED])
-    more = ", …" if len(names) > _NUM_NAMED else ""
-    return f"{len(names):,} {what} ({first}{more})"
 
 
 def count_unused_media(samples: Index, scans: Sequence[Scan]) -> int:

@@ -96,7 +96,7 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
             found.system = one.text
         elif one.role in ROLES:
             before.append(one)
-        elif one.role == "assistant" and _are_asked(before):
+        elif one.role == "assistant" and _may_answer([other.role for other in before]):
             *others, last = before
             pairs = tuple([(other.role, other.text) for other in others])
             found.turns.append(Turn(last.text, one.text, last.role, pairs, *one[2:]))
@@ -108,10 +108,9 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
     return found
 
 
-def _are_asked(messages: Sequence[_Message]) -> bool:
-    """Whether an answer may follow these messages: one question, or results of tools."""
-    asked = [one.role for one in messages]
-    return asked == ["user"] or (asked.count("user") <= 1 and not _QUESTIONS.isdisjoint(asked))
+def _may_answer(asked: Sequence[str]) -> bool:
+    """Whether an answer may follow messages of these roles: one question, or results of tools."""
+    return asked.count("user") <= 1 and not _QUESTIONS.isdisjoint(asked)
 
 
 def _bad_roles(said: Sequence[_Message]) -> SampleError:

@@ -43,10 +43,15 @@ def make_request(
                     return default
                 if done != "written":  # else it was completed, and the answer lost
                     raise
-            if not _is_of_storage(error) or _is_beyond_end(error):
-                raise
+            package = type(error).__module__.partition(".")[0]
+            if not isinstance(error, OSError) and package not in _STORAGES:
+                raise  # of our code
+            if "InvalidRange" in f"{error} {error.__cause__!r}":
+                raise  # a range begins after the end of its object
             why = in_a_line(error)[:300]
-            if wait is None or _is_refused(error):
+            refused = isinstance(error, PermissionError) or _lacks_bucket(error)
+            refused |= any(name in f"{type(error).__name__} {error}" for name in _REFUSED)
+            if wait is None or refused:
                 remedy = "run again"
                 if wait is not None:
                     remedy = (
@@ -78,23 +83,6 @@ def count_attempt(attempts: int, **event: Any) -> None:
 def in_a_line(error: BaseException) -> str:
     """Type and text of an error."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _is_of_storage(error: Exception) -> bool:
-    """Whether a request failed, rather than our code."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _STORAGES
-
-
-def _is_beyond_end(error: Exception) -> bool:
-    """Whether a range begins after the end of its object."""
-    return "InvalidRange" in f"{error} {error.__cause__!r}"
-
-
-def _is_refused(error: Exception) -> bool:
-    """Whether a request would fail again."""
-    text = f"{type(error).__name__} {error}"
-    known = isinstance(error, PermissionError) or _lacks_bucket(error)
-    return known or any(name in text for name in _REFUSED)
 
 
 def _lacks_bucket(error: Exception) -> bool:

@@ -140,10 +140,3 @@ def check_packed(run: Run, records: list[Record]) -> None:
 def text_of(turn: Turn) -> str:
     """A question without marks; each is another one."""
     return turn.prompt.replace("<image>\n", "").replace("<image>", "")
-
-
-def regrouped(folder: Path, name: str, **more: Any) -> Run:
-    """A run whose long conversations are cut."""
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
-    output = {"packs_per_shard": 4}
-    return run_of(folder, mixed_records(), name, pack=pack, output=output, **more)

@@ -39,7 +39,7 @@ ALWAYS = (("captioning", "energon"), ("bmr", "references"), ("vqa", "indexed"))
 REFERENCES: dict[str, Any] = {"layout": "references", "packs_per_shard": 4}
 #: Options that add stages, or files, to a run.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "regroup": {
+    "split_turns": {
         "pack": {"seq_length": 256, "split_turns": {"context_turns": 1}},
     },
     "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},
@@ -96,7 +96,7 @@ def test_the_same_bytes(
 
 @pytest.mark.parametrize(
     "name",
-    ["regroup", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in [*OPTIONS][1:])],
+    ["split_turns", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in [*OPTIONS][1:])],
 )
 def test_the_same_bytes_with_options(
     tmp_path: Path, object_store: ObjectStore, bucket: str, name: str

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.accounting import account, open_one
+from tests.helpers.accounting import account, measured_rows, open_one
 from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.formats import WRITERS, lines, write_file
 from tools.convert_questions import main
@@ -59,10 +59,8 @@ def test_dialogue(questions: Path, tmp_path: Path, max_turns: int, stems: list[s
     assert sorted(path.stem for path in out.glob("*.jpg")) == stems
     expected = ["<image>\nWhat is it?", "A square.", "Which colour?", "Red.", "How many?", "One."]
     assert texts(out / "a.json") == expected[: 2 * max_turns]
-    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
-    assert {outcome for _, outcome, _ in found} == {"ok"}
-    turns = sum(row.num_turns for _, _, row in found if row is not None)
-    assert turns == len(QUESTIONS) + 1  # nothing lost
+    rows = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
+    assert sum(row["num_turns"] for row in rows) == len(QUESTIONS) + 1  # nothing lost
 
 
 @pytest.mark.parametrize("name", [*WRITERS])
@@ -101,12 +99,12 @@ def test_dialogues_of_a_number_of_tokens(questions: Path, tmp_path: Path) -> Non
     model = ["--model", "family=qwen2_vl", "processor=builtin"]
     most = ["--max-tokens", "50", *model]
     assert main(["jsonl", str(questions), str(out), "--form", "dialogue", *most]) == 0
-    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
-    rows = {key: row for key, _, row in found if row is not None}
+    found = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
+    rows = {row["key"]: row for row in found}
     assert rows.keys() == {"a", "a_1", "b", "text"}
-    assert [rows[key].num_turns for key in ("a", "a_1")] == [2, 1]
-    assert rows["a"].length.num_tokens <= 50
-    most[1] = str(rows["a"].length.num_tokens - 1)
+    assert [rows[key]["num_turns"] for key in ("a", "a_1")] == [2, 1]
+    assert rows["a"]["num_tokens"] <= 50
+    most[1] = str(rows["a"]["num_tokens"] - 1)
     assert main(["jsonl", str(questions), str(tmp_path / "o"), "--form", "dialogue", *most]) == 0
     assert texts(tmp_path / "o" / "a.json") == ["<image>\nWhat is it?", "A square."]
 
@@ -155,9 +153,9 @@ def test_a_list_of_questions(tmp_path: Path) -> None:
         "text_1": ["Two?", "2"],
     }
     assert {path.stem: texts(path) for path in out.glob("*.json")} == expected
-    found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
-    assert {key: outcome for key, outcome, _ in found} == dict.fromkeys(expected, "ok")
-    assert [row.num_turns for *_, row in found if row is not None] == [1, 1, 1, 2, 1, 1]
+    rows = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
+    assert [row["key"] for row in rows] == list(expected)
+    assert [row["num_turns"] for row in rows] == [1, 1, 1, 2, 1, 1]
     together = tmp_path / "dialogue"
     assert main(["jsonl", str(tmp_path / "q.jsonl"), str(together), "--form", "dialogue"]) == 0
     assert len(texts(together / "a.json")) == 10

@@ -16,8 +16,6 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
-from tests.helpers.long_conversations import regrouped
-from tests.helpers.outputs import shard_files
 from tests.helpers.ray_clusters import kill_processes
 from tests.helpers.slow_tasks import check_progress
 
@@ -105,11 +103,3 @@ def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
     result = verify(run, deep=True)
     assert result.ok
     assert result.num_samples == 40
-
-
-def test_samples_that_are_regrouped(engine: RayEngine, tmp_path: Path) -> None:
-    local = regrouped(tmp_path, "local")
-    pack_all(local)
-    run = Run(regrouped(tmp_path, "ray").config, engine)
-    pack_all(run)
-    assert shard_files(run) == shard_files(local)

@@ -1,16 +1,33 @@
-"""Sources elsewhere (fsspec), of one's own (plug-in), and with fields of their own."""
+"""Sources elsewhere (fsspec), of one's own (plug-in), with fields of their own; odd file names."""
 
+import bz2
+import lzma
+import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
+import offline_packing.sources as sources_package
+from offline_packing.config.packing import parse_config
 from offline_packing.errors import ConfigError, StageError
+from offline_packing.measure.measure import measure
+from offline_packing.runs.artifacts import config_fingerprint
+from offline_packing.runs.run import open_sources
+from offline_packing.sources import SOURCES, Source
 from offline_packing.sources.roots.roots import RemoteRoot
 from task_encoders.samples import SampleError
 from tests.helpers import accounting, formats
-from tests.helpers.datasets import image_bytes, make_run, outcomes, pack_all, write_json
-from tests.helpers.formats import write_file
+from tests.helpers.accounting import account, open_one
+from tests.helpers.datasets import dialogue, image_bytes, make_run, outcomes, pack_all, write_json
+from tests.helpers.formats import (
+    WRITERS,
+    draw_samples,
+    lines,
+    tar_bytes,
+    write_file,
+)
 
 SAMPLES = formats.draw_samples(4) + [
     (f"v{key}", *rest) for key, *rest in formats.draw_video_samples(3, single=True)
@@ -77,3 +94,149 @@ def test_fields_of_pairs(tmp_path: Path) -> None:
     assert row.media[0].container == "x.jpg"
     missing = {**config, "fields": {"caption": "captions[1].content"}}
     assert accounting.outcomes(missing, tmp_path) == {"a": "bad_record"}
+
+
+MODULE = '''
+from offline_packing.sources import Source
+from offline_packing.sources.formats.jsonl import JsonlSource
+from offline_packing.sources.options import FileOptions
+
+
+class FirstOptions(FileOptions):
+    first: int = 2
+
+
+class FirstSource(JsonlSource):
+    """The first lines of each part."""
+
+    Options = FirstOptions
+    options: FirstOptions
+
+    def records(self, part):
+        for number, record in enumerate(super().records(part)):
+            if number < self.options.first:
+                yield record
+'''
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source in a file of its own, and data for it."""
+    (tmp_path / "first_source.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "first_source", raising=False)
+    (tmp_path / "a.jsonl").write_text('{"text": "One line."}\n' * 6)
+    return tmp_path / "a.jsonl"
+
+
+def test_an_option_of_ones_own(path: Path, tmp_path: Path) -> None:
+    source = {"format": "first_source:FirstSource", "path": str(path), "task": "captioning"}
+    output = {"path": str(tmp_path / "out")}
+    config = parse_config({"source": {**source, "first": 3}, "output": output})
+    assert config.source[0].model_dump()["first"] == 3
+    assert config.model_dump()["source"][0]["first"] == 3
+    assert config_fingerprint(config)["source.0.first"] == "3"
+    default = parse_config({"source": source, "output": output})
+    assert "source.0.first" not in config_fingerprint(default)
+    assert isinstance(open_sources(default)[0], Source)
+    run = make_run({**source, "first": 3}, tmp_path / "packed")
+    assert measure(run).info.num_samples == 3
+    with pytest.raises(ConfigError, match=r"source\.0\.first.*integer"):
+        parse_config({"source": {**source, "first": "many"}, "output": output})
+    with pytest.raises(
+        ConfigError, match=r"source\.0\.frist is not a known field; valid: .*, first"
+    ):
+        parse_config({"source": {**source, "frist": 1}, "output": output})
+
+
+def test_a_name_in_the_registry_is_all_that_a_format_needs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sources_package.source_class("first_source:FirstSource")
+    monkeypatch.setitem(SOURCES, "first", found)
+    source = {"format": "first", "path": str(path), "task": "captioning"}
+    assert measure(make_run(source, tmp_path / "packed")).info.num_samples == 2
+    other = {**source, "format": "jsonl", "first": 2}
+    with pytest.raises(ConfigError, match="first applies to format first only; remove it"):
+        parse_config({"source": other, "output": {"path": str(tmp_path / "out")}})
+
+
+JPEG = image_bytes()
+TEXT = lines([{"messages": dialogue("Hi", "Hello")}])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["jsonl", "jsonl_gz", "jsonl_zst", "webdataset", "webdataset_gz", "parquet"],
+)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside others"])
+def test_files_in_upper_case(tmp_path: Path, name: str, beside: bool) -> None:
+    root = tmp_path / "data"
+    samples = draw_samples(6)
+    config = {**WRITERS[name](root, samples), "path": str(root)}
+    suffixes = (".jsonl", ".tar", ".parquet", ".arrow", ".gz", ".zst")
+    found = [path for path in sorted(root.rglob("*")) if path.suffix in suffixes]
+    for path in found[: 1 if beside else None]:
+        stem, *ends = path.name.split(".")
+        path.rename(path.with_name(".".join([stem, *(end.upper() for end in ends)])))
+    expected = {key for key, *_ in samples}
+    got = accounting.outcomes(config, tmp_path)
+    assert set(got.values()) == {"ok"}
+    assert {key.rpartition("/")[2] for key in got} == expected
+    assert not any(".TAR" in key for key in got)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "data"),
+    [
+        ("webdataset", "b.tar.xz", lzma.compress(tar_bytes([("k.txt", b"A.")]))),
+        ("webdataset", "b.TAR.BZ2", bz2.compress(tar_bytes([("k.txt", b"A.")]))),
+        ("webdataset", "sub/b.txz", b"x"),
+        ("jsonl", "b.jsonl.xz", lzma.compress(TEXT)),
+        ("json", "b.json.bz2", bz2.compress(b"[]")),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_compressed_files_that_are_not_read(
+    tmp_path: Path, kind: str, name: str, data: bytes, alone: bool
+) -> None:
+    config = {"format": kind, "path": str(tmp_path)}
+    write_file(tmp_path / name, data)
+    if not alone:
+        write_file(tmp_path / "a.tar", tar_bytes([("k.txt", b"A.")]))
+        write_file(tmp_path / "a.jsonl", TEXT)
+        write_file(tmp_path / "a.json", b"[]")
+    with pytest.raises(StageError, match=rf"holds {name}, compressed in a way that is not read"):
+        account(open_one(config, tmp_path))
+
+
+UPPER: dict[str, tuple[str, list[tuple[str, bytes]]]] = {
+    "described": (
+        "captioning",
+        [("a.Jpg", JPEG), ("a.Txt", b"A square."), ("a.Json", b'{"width": 56}')],
+    ),
+    "named as WebDataset does": (
+        "vqa",
+        [
+            ("a.IMG0.JPG", JPEG),
+            ("a.IMG1.PNG", image_bytes(84, 56, "PNG")),
+            (
+                "a.JSON",
+                b'{"images": ["img1.png", "img0.jpg"], "question": "Two?", "answer": "Yes."}',
+            ),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UPPER)
+def test_members_in_upper_case(tmp_path: Path, name: str) -> None:
+    task, members = UPPER[name]
+    write_file(tmp_path / "data" / "s.tar", tar_bytes(members))
+    config: dict[str, Any] = {"format": "webdataset", "path": str(tmp_path / "data"), "task": task}
+    ((key, outcome, row),) = account(open_one(config, tmp_path))
+    assert (key, outcome) == ("s/a", "ok")
+    assert row is not None
+    if task == "vqa":
+        assert row.extensions == ("png", "jpg")
+    assert pack_all(make_run(config, tmp_path / "out")).counts.packed == 1

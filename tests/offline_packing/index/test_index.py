@@ -1,0 +1,204 @@
+"""Rows of the index in any order; what is set aside, once each; duplicates; traits."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offline_packing.errors import StageError
+from offline_packing.index import set_aside
+from offline_packing.index import table as index
+from offline_packing.index.measured import Trait, sample_traits
+from offline_packing.index.records import find_duplicates, record_numbers
+from offline_packing.index.rows import name_samples, samples_of_shards
+from offline_packing.index.set_aside import AsideSamples
+from offline_packing.index.table import SET_ASIDE_SCHEMA
+from task_encoders.samples import SourceSample, Turn
+from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
+from tests.helpers.index_tables import make_index, row_of, write_index
+
+
+def rows(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+def merged() -> AsideSamples:
+    left_out = AsideSamples(
+        rows(2, 7), np.array([1, 0], np.int32), (("overlong", "9 tokens"), ("over_budget", "few"))
+    )
+    return AsideSamples.merge(
+        [
+            AsideSamples.of(rows(5, 9), "duplicate_key", "again"),
+            AsideSamples.of(rows(1, 5), "not_in_layout", "no image"),
+            AsideSamples.of(rows(), "not_in_layout", "no turn"),
+            left_out,
+        ]
+    )
+
+
+def test_the_first_reason_counts() -> None:
+    aside = merged()
+    assert aside.ids.tolist() == [1, 2, 5, 7, 9]
+    assert [aside.texts[code] for code in aside.codes] == [
+        ("not_in_layout", "no image"),
+        ("over_budget", "few"),
+        ("duplicate_key", "again"),
+        ("overlong", "9 tokens"),
+        ("duplicate_key", "again"),
+    ]
+    assert aside.reasons == {
+        "duplicate_key": 2,
+        "not_in_layout": 1,
+        "overlong": 1,
+        "over_budget": 1,
+    }
+    assert aside.first("duplicate_key") == (5, "again")
+    assert aside.first("not_drawn") is None
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(set_aside, "_NAMED_AT_ONCE", at_once)
+    samples = make_index(tmp_path, [3, 0, 4, 5])
+    tables = list(merged().tables(samples, ["data/\udcff"]))
+    assert len(tables) == -(-5 // at_once)
+    table = pa.concat_tables(tables)
+    assert table.schema == SET_ASIDE_SCHEMA
+    assert table["key"].to_pylist() == ["k1", "k2", "k5", "k7", "k9"]
+    assert table["reason"].to_pylist()[3:] == ["overlong", "duplicate_key"]
+    assert table["detail"].to_pylist()[:2] == ["no image", "few"]
+    assert set(table["source"].to_pylist()) == {"data/\\udcff"}
+
+
+@settings(deadline=None)
+@given(
+    records=st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from("abcd"), st.integers(0, 3)), max_size=20
+    ),
+    splits=st.booleans(),
+)
+def test_all_but_the_first(records: list[tuple[int, str, int]], splits: bool) -> None:
+    """Of records (source, key, number of parts; 0: whole), one after the other, in which parts of
+    copies have the same places."""
+    rows: list[dict[str, object]] = []
+    numbers: list[int] = []
+    for number, (source, key, num_parts) in enumerate(records):
+        # A poor hash: 'a' and 'c' collide, and so do the two sources.
+        own = {"source_id": source, "key_hash": ord(key) % 2, "sample_hash": ord(key)}
+        for i in range(num_parts if splits else 0):
+            part = {"key": key, "begin": i, "first": i, "end": i + 1}
+            rows.append({**own, "key": f"{key}[{i}:{i + 1}]", "part": part})
+        if not splits or not num_parts:
+            rows.append({**own, "key": key})
+        numbers += [number] * (len(rows) - len(numbers))
+    split = {"samples": 1, "conversations": 1} if splits else {}
+    with tempfile.TemporaryDirectory() as folder:
+        samples = write_index(Path(folder), [rows], split=split)
+        assert record_numbers(samples).tolist() == numbers
+        names = [record[:2] for record in records]
+        later = [i for i, name in enumerate(names) if name in names[:i]]
+        expected = [i for i, number in enumerate(numbers) if number in later]
+        assert find_duplicates(samples).tolist() == expected
+
+
+COLUMNS = ("key", "num_tokens", "json", "media")
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    part_rows=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    samples_in_memory=st.integers(1, 40),
+    data=st.data(),
+)
+def test_rows_in_order(part_rows: list[int], samples_in_memory: int, data: st.DataObject) -> None:
+    total = sum(part_rows)
+    ids = np.array(data.draw(st.permutations(range(total))), dtype=np.int64)
+    ids = ids[: data.draw(st.integers(0, total))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
+    shards = np.split(ids, cuts)
+    with tempfile.TemporaryDirectory() as name:
+        samples = make_index(Path(name), part_rows)
+        tables = list(
+            samples_of_shards(
+                samples, COLUMNS, shards, Path(name), samples_in_memory=samples_in_memory
+            )
+        )
+        assert all("tmp" not in path.name for path in Path(name).iterdir())
+    assert len(tables) == len(shards)
+    for table, shard in zip(tables, shards, strict=True):
+        rows = [{name: row_of(i)[name] for name in COLUMNS} for i in shard.tolist()]
+        assert table.to_pylist() == rows
+
+
+def test_parts_without_the_rows_are_not_read(tmp_path: Path) -> None:
+    samples = make_index(tmp_path, [4, 4, 4])
+    (tmp_path / index.part_name(1)).unlink()
+    assert name_samples(samples, np.array([9, 2]))["key"].to_pylist() == ["k9", "k2"]
+    assert len(name_samples(samples, np.array([], dtype=np.int64))) == 0
+    with pytest.raises(StageError, match=r"part-00001\.parquet"):
+        name_samples(samples, np.array([5]))
+
+
+PLAIN = Trait(0)
+ELSEWHERE = Trait.CONTROL_ELSEWHERE
+ASKED = Turn("What?", "That.")
+END = "<|im_end|>"
+MARKED = Turn("What?", f"It ends with {END}")
+VIDEO = {"videos": ("a.mp4",)}
+CAPTION = {"task": "captioning", "turns": (Turn(END, "An <image> tag."),), "system": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("turn", "fields", "expected"),
+    [
+        (ASKED, {}, PLAIN),
+        (Turn("<image> here", "That."), {}, PLAIN),
+        (Turn("<|unknown|> <tool_call> < |im_end|>", "That."), {}, PLAIN),
+        (Turn("<video>", "That."), VIDEO, PLAIN),
+        (ASKED, CAPTION, PLAIN),  # of captions neither prompt nor system is used
+        (ASKED, CAPTION | {"turns": (MARKED,)}, Trait.CONTROL_TEXT),
+        (Turn("What?", "Write <image>."), {}, Trait.CONTROL_TEXT),
+        (ASKED, {"system": "You are a helpful assistant."}, PLAIN),
+        (ASKED, {"system": ""}, Trait.OWN_SYSTEM | Trait.EMPTY_SYSTEM),
+        (MARKED, {"system": "Be brief."}, Trait.OWN_SYSTEM | Trait.CONTROL_TEXT),
+        (ASKED, {"system": f"Never say {END}."}, Trait.OWN_SYSTEM | ELSEWHERE),
+        (ASKED, {"tools": "[{}]"}, Trait.NOT_PLAIN),
+        (ASKED, {"tools": f'[{{"name": "{END}"}}]'}, Trait.NOT_PLAIN | ELSEWHERE),
+        (Turn("a", "b", thought="c"), {}, Trait.NOT_PLAIN),
+        (Turn("a", "b", thought=END), {}, Trait.NOT_PLAIN | ELSEWHERE),
+        (Turn("a", "b", calls=(f'{{"name": "{END}"}}',)), {}, Trait.NOT_PLAIN | ELSEWHERE),
+        (Turn("a", "b", before=(("tool", END),)), {}, Trait.NOT_PLAIN | ELSEWHERE),
+        (Turn("a", "b", weight=0), {}, Trait.NOT_PLAIN | Trait.UNTRAINED_OR_ROLES),
+        (Turn("What does <video> mean?", "b"), {}, ELSEWHERE),
+        (Turn("<video>", "It means <video>."), VIDEO, ELSEWHERE),
+        (Turn("What?", " \r\nYes."), {}, Trait.BREAK_FIRST),
+        (Turn("What?", "  Yes.\n"), {}, PLAIN),
+    ],
+)
+def test_texts(turn: Turn, fields: dict[str, Any], expected: Trait) -> None:
+    whole = {"key": "k", "task": "bmr", "turns": (Turn("First", "One"), turn), **fields}
+    assert sample_traits(SourceSample(**whole), []) == expected
+
+
+def test_every_control_token_counts() -> None:
+    for token in QWEN_SPECIAL_TOKENS:
+        for turn in (Turn(f"a{token}b", "That."), Turn("What?", token)):
+            assert sample_traits(SourceSample("k", "vqa", (turn,)), []) == Trait.CONTROL_TEXT
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(2, 2), (4, 300)], PLAIN),
+        ([(28, 28), (1, 90)], Trait.THIN_IMAGE),
+        ([(90, 3)], Trait.THIN_IMAGE),
+    ],
+)
+def test_thin_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
+    sample = SourceSample("k", "bmr", (ASKED,), ("x",) * len(sizes))
+    assert sample_traits(sample, sizes) == expected
