@@ -367,11 +367,8 @@ def write_checkpoint(
     if first is None:
         return
     with replace_folder(folder) as temporary:
-        writer = _ShardWriter(temporary, max_shard_bytes)
-        for name, tensor in itertools.chain([first], written):
-            writer.add(name, tensor)
-        writer.finish()
-        _write_config(temporary, hf_config, writer.dtype, like)
+        dtype = _write_shards(temporary, itertools.chain([first], written), max_shard_bytes)
+        _write_config(temporary, hf_config, dtype, like)
         write_companions(temporary, hf_config, like)
 
 
@@ -389,50 +386,37 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     temporary.rename(folder)
 
 
-class _ShardWriter:
-    """Collects tensors and writes them in files of limited size."""
+def _write_shards(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> torch.dtype:
+    """Write tensors in files of limited size, and the index of several; the last one's dtype."""
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    sizes, dtype = [0], torch.float32
 
-    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
-        self._folder = folder
-        self._max_bytes = max_shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []
-        self.dtype = torch.float32
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        sizes.append(0)
+        pending.clear()
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
-            self._flush()
-        self._pending[name] = tensor
-        self._pending_bytes += tensor.nbytes
-        self._total_bytes += tensor.nbytes
-        self.dtype = tensor.dtype
-
-    def finish(self) -> None:
-        self._flush()
-        count = len(self._shards)
-        if count == 1:
-            self._path(0).rename(self._folder / SINGLE_FILE)
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            file_name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            self._path(i).rename(self._folder / file_name)
-            weight_map |= dict.fromkeys(names, file_name)
-        index = {
-            "metadata": {"total_size": self._total_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _flush(self) -> None:
-        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
-
-    def _path(self, shard: int) -> Path:
-        return self._folder / f"shard-{shard}.safetensors"
+    for name, tensor in tensors:
+        if pending and sizes[-1] + tensor.nbytes > max_bytes:
+            flush()
+        pending[name], dtype = tensor, tensor.dtype
+        sizes[-1] += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (folder / "shard-0.safetensors").rename(folder / SINGLE_FILE)
+        return dtype
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file_name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{i}.safetensors").rename(folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return dtype
 
 
 def _write_config(folder: Path, hf_config: Any, dtype: torch.dtype, like: Path | None) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from offline_packing.errors import StageError
 from offline_packing.online.collate import count_tokens
-from offline_packing.online.pools import NO_AMOUNTS, PackingPool, Strategy
+from offline_packing.online.pools import PackingPool, Strategy
 from offline_packing.online.reading import (
     IndexedSamples,
     Load,
@@ -323,10 +323,11 @@ class _Pass:
                 sample = self._read(number, load)
             else:
                 sample = Sample(number, int(lengths[number]), load)
-            taken = sample.num_tokens, NO_AMOUNTS
-            if measure is not None:
-                taken = measure(sample.content, sample.num_tokens)
-            self._ready.extend(self._pool.add(sample, *taken))
+            if measure is None:
+                packs = self._pool.add(sample, sample.num_tokens)
+            else:
+                packs = self._pool.add(sample, *measure(sample.content, sample.num_tokens))
+            self._ready.extend(packs)
             self._num_packed += lengths is None
         except SampleError as error:
             self._add_unusable(number, error)

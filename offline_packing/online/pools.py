@@ -6,6 +6,7 @@ framework, to give the same packs as there.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
@@ -19,8 +20,8 @@ from task_encoders.samples import SampleError
 Item = TypeVar("Item")
 #: Tokens, and the amount of each budget, of waiting items by their number of arrival.
 Sizes = Mapping[int, tuple[int, ...]]
-#: Packs of numbers of arrival, and the numbers that go on waiting, in the order that counts.
-Packed = tuple[Sequence[Sequence[int]], Iterable[int]]
+#: Packs of numbers of arrival; and the others, if they go on waiting in another order.
+Packed = tuple[Sequence[Sequence[int]], Sequence[int] | None]
 NO_AMOUNTS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
@@ -59,6 +60,7 @@ class PackingPool(Generic[Item]):
         if isinstance(strategy, WindowOptions):
             strategy = PlannedWindows(strategy)
         self._strategy = strategy
+        self._limits = strategy.budgets
         self._items: dict[int, Item] = {}  # by number of arrival; the order decides the packs
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._num_added = self._num_tokens = 0
@@ -73,17 +75,19 @@ class PackingPool(Generic[Item]):
     ) -> list[list[Item]]:
         """Take in an item, with the amount of each budget, and return the packs that became ready.
         Raises SampleError, and does not take it in, if it fits no pack."""
-        limits = self._strategy.budgets
-        if missing := limits.keys() - amounts.keys():
-            raise ValueError(f"amounts has no {min(missing)}, which options.budgets limits")
-        sizes = (num_tokens, *(amounts[name] for name in limits))
-        if not all(isinstance(size, int | np.integer) for size in sizes):
-            raise ValueError(f"sizes of an item are {sizes}; they must be integers")
+        sizes: tuple[int, ...] = (num_tokens,)
+        if self._limits:
+            if missing := self._limits.keys() - amounts.keys():
+                raise ValueError(f"amounts has no {min(missing)}, which options.budgets limits")
+            sizes += tuple([amounts[name] for name in self._limits])
+        for size in sizes:
+            if not isinstance(size, int | np.integer):
+                raise ValueError(f"sizes of an item are {sizes}; they must be integers")
         if num_tokens < 1:
             raise SampleError("bad_record", "a sample without tokens")
         if num_tokens > (most := self._strategy.seq_length):
             raise SampleError("overlong", f"{num_tokens} tokens, a pack holds {most}")
-        for size, (name, limit) in zip(sizes[1:], limits.items(), strict=True):
+        for size, (name, limit) in zip(sizes[1:], self._limits.items(), strict=True):
             if size > limit:
                 raise SampleError("over_budget", f"{size} {name}, a pack holds {limit}")
         self._items[self._num_added], self._sizes[self._num_added] = item, sizes
@@ -111,11 +115,13 @@ class PackingPool(Generic[Item]):
         self._num_tokens = sum(size[0] for size in self._sizes.values())
 
     def _take(self, *, last: bool = False) -> list[list[Item]]:
-        packs, rest = self._strategy.pack(self._sizes, self._num_added, last=last)
-        found = [[self._items[number] for number in pack] for pack in packs if pack]
-        self._items = {number: self._items[number] for number in rest}
-        self._sizes = {number: self._sizes[number] for number in self._items}
-        self._num_tokens = sum(size[0] for size in self._sizes.values())
+        packs, order = self._strategy.pack(self._sizes, self._num_added, last=last)
+        for number in chain.from_iterable(packs):
+            self._num_tokens -= self._sizes.pop(number)[0]
+        found = [[self._items.pop(number) for number in pack] for pack in packs if pack]
+        if order is not None:
+            self._items = {number: self._items[number] for number in order}
+            self._sizes = {number: self._sizes[number] for number in order}
         return found
 
 
@@ -146,8 +152,7 @@ class PlannedWindows:
         tokens, *amounts = columns[:, len(numbers) - new :]
         given = dict(zip(self.budgets, amounts, strict=True))
         packs = planner.finish() if last else planner.push(tokens, amounts=given)
-        rest = numbers[~np.isin(numbers, packs.sample_ids)]
-        return _lists(packs, packs.sample_ids), rest.tolist()
+        return _lists(packs, packs.sample_ids), None
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class MatchedWindows:
         seed = self.seed + -(-num_added // self.window)
         packs = STRATEGIES[self.strategy](lengths, self.seq_length, seed=seed)
         found = _lists(packs, np.fromiter(sizes, np.int64, len(sizes))[packs.sample_ids])
-        return found, found.pop() if self.holds_last and not last else ()
+        return found, found.pop() if self.holds_last and not last else None
 
 
 @dataclass(frozen=True)
@@ -190,16 +195,19 @@ class TokenBudget:
 
     def pack(self, sizes: Sizes, num_added: int, *, last: bool) -> Packed:
         packs: list[list[int]] = []
-        waiting = dict(sizes)
+        waiting = list(sizes.items())
         while waiting and (last or not packs):
-            room = self.seq_length
-            packs.append([])
-            for number, (num_tokens,) in list(waiting.items()):
+            room, pack, rest = self.seq_length, [], []
+            for one in waiting:
+                number, (num_tokens,) = one
                 if num_tokens <= room:
                     room -= num_tokens
-                    packs[-1].append(number)
-                    del waiting[number]
-        return packs, waiting
+                    pack.append(number)
+                else:
+                    rest.append(one)
+            packs.append(pack)
+            waiting = rest
+        return packs, None
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ class FixedCount:
         return num_waiting == self.count
 
     def pack(self, sizes: Sizes, num_added: int, *, last: bool) -> Packed:
-        return [list(sizes)], ()
+        return [list(sizes)], None
 
 
 def _lists(packs: Packs, numbers: np.ndarray) -> list[list[int]]:

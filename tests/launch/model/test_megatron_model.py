@@ -1,4 +1,5 @@
-"""The model beside parity: freezing, recompute, chunks of the loss, rows without labels, bf16."""
+"""The model of megatron-core's layers: losses in chunks, recomputation, frozen parts, rotary
+angles, and what is refused."""
 
 from typing import Any
 
@@ -6,13 +7,21 @@ import pytest
 import torch
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models import backends
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import transformer_block
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import PackedMegatronModel, build_model
+from launch.model.megatron_model import (
+    PackedMegatronModel,
+    build_model,
+    rope_base,
+    rope_frequencies,
+)
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
@@ -228,3 +237,28 @@ def test_presets_have_as_many_weights_as_the_published_models(
         shapes = published_shapes(transformers_classes(family).model(config))
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     assert count / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_dynamic_angles_are_those_of_each_sample_alone() -> None:
+    """Within max_position_embeddings and beyond it; the second sample is padded."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
+    config = Qwen2Config(
+        hidden_size=256, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=16
+    )
+    lengths = [10, 40, 33]
+    expected = []
+    for length in lengths:
+        cos, _ = Qwen2RotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+        expected.append(cos[0])
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=torch.tensor([0, 10, 50, 83], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, 10, 51, 84], dtype=torch.int32),
+    )
+    base = rope_base(rope, params, max_positions=16, head_dim=128)
+    positions = torch.cat([torch.arange(length) for length in (10, 41, 33)])
+    angles = rope_frequencies(positions[None, None], head_dim=128, base=base)[:, 0, 0]
+    real = torch.arange(84) != 50
+    torch.testing.assert_close(angles.cos()[real], torch.cat(expected), atol=1e-5, rtol=0)
+    fixed = rope_frequencies(positions[None, None], head_dim=128, base=1e6)[:, 0, 0]
+    assert float((fixed.cos()[real] - torch.cat(expected)).abs().max()) > 0.5

@@ -1,5 +1,5 @@
-"""The three datasets: packs of ms-swift, nanoVLM and VeOmni, and ours; every sample once, within
-every limit; what is set aside."""
+"""The three datasets and their pool: packs of ms-swift, nanoVLM and VeOmni, and ours; every sample
+once, within every limit; what is set aside."""
 
 import json
 import os
@@ -28,8 +28,11 @@ from offline_packing.online.datasets import (
     PackingBlock,
 )
 from offline_packing.online.online_dataset import MAX_FAILURES_IN_A_ROW
+from offline_packing.online.pools import PackingPool
+from offline_packing.planner.windows import WindowOptions
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, Stream, lettered, numbered, numbers
+from tests.helpers.windows import window_options
 
 # --- PackedIterableDataset --------------------------------------------------------------------
 
@@ -464,3 +467,44 @@ def test_overlong_samples_are_set_aside() -> None:
 def test_a_length_that_a_batch_may_exceed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pad_to_length is 9, less than .* = 16"):
         DynamicBatches([], micro_batch_size=2, max_seq_len=8, pad_to_length=9)
+
+
+Item = tuple[int, int, int]  # number, tokens, images
+
+streams = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 5)), max_size=120).map(
+    lambda sizes: [(number, *size) for number, size in enumerate(sizes)]
+)
+option_sets = window_options(budgets=st.sampled_from([{}, {"images": 5}, {"images": 9}]))
+
+
+def add(pool: PackingPool[Item], stream: list[Item]) -> list[list[Item]]:
+    return [
+        pack for item in stream for pack in pool.add(item, item[1], {"images": item[2], "other": 9})
+    ]
+
+
+@given(stream=streams, options=option_sets)
+@settings(max_examples=100, deadline=None)
+def test_every_item_comes_back_once_within_all_limits(stream, options):
+    pool = PackingPool[Item](options)
+    packs = add(pool, stream)
+    assert sorted([*chain(*packs), *pool.waiting]) == stream
+    packs += pool.finish()
+    assert sorted(chain(*packs)) == stream
+    assert pool.waiting == []
+    for pack in packs:
+        assert 0 < sum(tokens for _, tokens, _ in pack) <= options.seq_length
+        if options.budgets:
+            assert sum(images for _, _, images in pack) <= options.budgets["images"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "images", "reason"),
+    [(11, 0, "overlong"), (3, 3, "over_budget"), (0, 0, "bad_record")],
+)
+def test_an_item_that_fits_no_pack_is_refused_with_its_reason(tokens, images, reason):
+    pool = PackingPool[Item](WindowOptions(seq_length=10, budgets={"images": 2}))
+    with pytest.raises(SampleError) as error:
+        pool.add((0, tokens, images), tokens, {"images": images})
+    assert error.value.reason == reason
+    assert pool.waiting == []

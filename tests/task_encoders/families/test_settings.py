@@ -1,13 +1,19 @@
-"""Settings that a manifest brings back are those that were measured with, and a checkpoint is of
-the family that they name."""
+"""Options of families: kept in JSON, refused for other checkpoints, and named nowhere else; a
+family of one's own."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from offline_packing.verify.verify import verify
 from task_encoders.families import FAMILIES, build_sample_encoder, model_options, require_family
+from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder, Qwen2VLOptions
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
 
@@ -62,3 +68,64 @@ def test_internvls_own_form_is_sent_to_transformers(tmp_path: Path) -> None:
         build_sample_encoder("internvl3", str(tmp_path))
     with pytest.raises(ValueError, match=r"is a 'internvl_chat'; .* whose name ends in -hf"):
         require_family(str(tmp_path))
+
+
+ROOT = Path(__file__).parents[3]
+
+FILES = [
+    path
+    for package in ("task_encoders", "offline_packing", "launch")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
+OUTSIDE = [path for path in FILES if path.parent.name != "families"]
+
+
+@pytest.mark.parametrize("word", list(FAMILIES))
+def test_no_name_of_a_family_elsewhere(word: str) -> None:
+    pattern = re.compile(rf"(?<![\w.]){re.escape(word)}(?!\w)")
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in OUTSIDE
+        for line in path.read_text("utf-8").splitlines()
+        if pattern.search(line)
+    ]
+    assert len(OUTSIDE) > 100
+    assert found == []
+
+
+class PlainEncoder(Qwen2VLEncoder):
+    """Qwen2-VL whose positions count tokens, and whose pixels are not normalised."""
+
+    LENGTHS_OF = "plain_vl"
+    POSITION_ROWS = 1
+    MEAN = (0.0, 0.0, 0.0)
+    STD = (1.0, 1.0, 1.0)
+
+
+class PlainOptions(Qwen2VLOptions):
+    """With smaller images."""
+
+    max_pixels: int = 28 * 28 * 16
+
+
+PLAIN_VL = dataclasses.replace(QWEN2_VL, name="plain_vl", Options=PlainOptions, build=PlainEncoder)
+
+
+def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, PLAIN_VL.name, PLAIN_VL)
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
+    run = make_run(source, tmp_path / "out", model={"family": "plain_vl", "max_pixels": None})
+    manifest = pack_all(run)
+    assert manifest.config["model"]["max_pixels"] == 28 * 28 * 16
+    assert verify(run, deep=True).ok
+    batches = batches_of(tmp_path / "out", encoder_of(run))
+    keys = [key for batch in batches for key in batch.sub_sample_keys]
+    assert len(keys) == len(set(keys)) == manifest.counts.packed == 30
+    for batch in batches:
+        assert batch.position_ids.shape == (1, 1, batch.tokens.shape[1])
+        assert batch.imgs.min() >= 0
+        assert batch.imgs.max() <= 1
+    assert any(batch.imgs.max() > 0.5 for batch in batches)
+    other = {"family": "qwen2_vl", "max_pixels": 28 * 28 * 16}
+    with pytest.raises(ValueError, match="plain_vl"):
+        batches_of(tmp_path / "out", encoder_of(run, model=model_options(**other)))
