@@ -1,5 +1,5 @@
 """Output for people: the report of an output, and previews of packs.
 
-In data order: `complete_stages`, `figures`, `report` (the verb); `preview` (packs as they are
-trained), `preview_text`; `pages` (of both, from `templates/`).
+In data order: `report` (the verb, and its figures); `preview` (packs as they are trained),
+`preview_text`; `pages` (of both, from `templates/`).
 """
