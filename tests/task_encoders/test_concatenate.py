@@ -205,7 +205,7 @@ def test_a_row_is_split_into_its_samples(transport: Any) -> None:
         sample("ccc", 9, images=1, videos=2),
         sample("dddd", 4, videos=1),
     ]
-    options: dict[str, Any] = {"pad_token_id": PAD, "pad_multiple": 4, "pixel_transport": transport}
+    options: dict[str, Any] = {"pad_token_id": PAD, "multiple": 4, "pixel_transport": transport}
     parts = split_row(concatenate(samples, **options))
     assert [len(part.tokens) for part in parts] == [8, 4, 12, 4]
     for part, single in zip(parts, samples, strict=True):

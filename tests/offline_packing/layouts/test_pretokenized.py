@@ -51,7 +51,7 @@ def test_rows_are_the_same_without_a_tokenizer(folders: dict[bool, Run]) -> None
 
 def test_ids_of_another_tokenizer_are_not_used(folders: dict[bool, Run]) -> None:
     encoder = encoder_of(folders[True])
-    encoder._digest = "0" * 16
+    encoder.digest = "0" * 16
     for one, other in zip(batches(folders[False]), batches(folders[True], encoder), strict=True):
         assert torch.equal(one.tokens, other.tokens)
     encoder.encoder.texts = SimpleNamespace()  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from task_encoders.text.load_tokenizer import load_tokenizer
 
 from offline_packing.errors import StageError
 from offline_packing.index import measured
@@ -27,7 +26,7 @@ from task_encoders.media.image import decode_image
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
-from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern
+from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, plan_summary
 from tests.helpers.formats import lines, write_file
 from tests.helpers.tiny_tokenizer import tiny_tokenizer

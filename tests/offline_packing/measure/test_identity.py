@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from offline_packing.plan.make_plan import make_plan
 
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.table import IndexInfo, key_hash
 from offline_packing.measure import diagnosis, identity
 from offline_packing.measure.identity import rename_repeated
 from offline_packing.measure.measure import measure, preview_measure
+from offline_packing.plan.plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify

@@ -276,7 +276,7 @@ def captions_encoder(**options: int) -> PackedTaskEncoder:
     ("options", "names"),
     [
         ({"seq_length": SEQ_LENGTH // 2}, "seq_length 512 tokens > the task encoder's seq_length"),
-        ({"pad_multiple": 4}, "pad_multiple 2"),
+        ({"pad_multiple": 4}, "multiples of 4"),
         ({"max_pixels": 28 * 28 * 32}, "max_pixels"),
     ],
 )
