@@ -13,7 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from launch.model.config import ModelConfig
 from offline_packing.storage.yaml_file import read_config
 from task_encoders.families import AnyModelOptions, model_options
-from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, Number, not_bool
+from task_encoders.field_types import (
+    BudgetName,
+    Count,
+    LocalOrRemotePath,
+    NonNegative,
+    Number,
+    not_bool,
+)
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packs.indexed_file import find_prefix
 from task_encoders.storage.paths import path_of
@@ -36,7 +43,7 @@ class OnlineConfig(_Config):
     #: as pack.strategy
     strategy: str = "auto"
     #: as pack.budgets
-    budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
+    budgets: dict[BudgetName, Count] = {}
     #: as the model section of a packing run
     model: AnyModelOptions = model_options()
 

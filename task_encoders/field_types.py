@@ -8,7 +8,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, Final, LiteralString, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, Literal, LiteralString, TypeVar, cast, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -98,6 +98,9 @@ Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]
 Integer = Annotated[int, BeforeValidator(not_bool)]
+#: Limits of a pack beside tokens, in `pack.budgets`: the index has a column num_NAME for each, and
+#: `sample_encoder.sizes_of` gives them for a sample.
+BudgetName = Literal["vision_patches", "images", "videos"]
 
 
 def checked(function: CallableT) -> CallableT:

@@ -33,6 +33,18 @@ class SampleLength:
     grid_thw: tuple[tuple[int, int, int], ...]
 
 
+def sizes_of(
+    length: SampleLength, images: Sequence[object], videos: Sequence[object]
+) -> dict[str, int]:
+    """Tokens of a sample, and each size that `pack.budgets` may limit (`BudgetName`)."""
+    return {
+        "tokens": length.num_tokens,
+        "vision_patches": length.num_vision_patches,
+        "images": len(images),
+        "videos": len(videos),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
     """One sample as arrays: S tokens, N images with P patches and M videos with Q patches in all.

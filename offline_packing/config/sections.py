@@ -18,7 +18,14 @@ from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
-from task_encoders.field_types import Count, LocalOrRemotePath, NonNegative, not_bool, one_of
+from task_encoders.field_types import (
+    BudgetName,
+    Count,
+    LocalOrRemotePath,
+    NonNegative,
+    not_bool,
+    one_of,
+)
 from task_encoders.packs.pack_format import cut_multiple
 
 
@@ -93,7 +100,7 @@ class PackConfig(PlanOptions, Section):
     #: 8192} for packs over 1, 2, 4 … of 32 ranks
     context_parallel: ContextParallelConfig | None = None
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
-    budgets: dict[Literal["vision_patches", "images", "videos"], Count] = {}
+    budgets: dict[BudgetName, Count] = {}
     #: plans this many epochs, each with other packs of the train split; layout references only
     epochs: Count = 1
     #: nothing is written if a larger share of the samples is set aside

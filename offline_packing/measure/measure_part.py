@@ -48,7 +48,7 @@ from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack_format import image_extension, video_extension
 from task_encoders.records.record import is_inline
-from task_encoders.sample_encoder import SampleEncoder, SampleLength
+from task_encoders.sample_encoder import SampleEncoder, SampleLength, sizes_of
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -79,12 +79,7 @@ class Cutting:
 
 def fits(sample: SourceSample, length: SampleLength, limits: Mapping[str, int]) -> bool:
     """Whether a sample fits a pack by itself."""
-    sizes = {
-        "tokens": length.num_tokens,
-        "vision_patches": length.num_vision_patches,
-        "images": len(sample.images),
-        "videos": len(sample.videos),
-    }
+    sizes = sizes_of(length, sample.images, sample.videos)
     return all(sizes[name] <= limit for name, limit in limits.items())
 
 

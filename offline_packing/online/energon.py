@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, get_args
 
 from megatron.energon import Sample, SavableDataset, WorkerConfig, get_loader, get_train_dataset
 from megatron.energon.errors import ErrorContext, FatalSampleError
@@ -28,16 +28,15 @@ from offline_packing.online.pools import PackingPool
 from offline_packing.planner.samples import check_known
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.energon_samples import PackedBatch, PackedRowSample
-from task_encoders.field_types import Count, NonNegative, checked
+from task_encoders.field_types import BudgetName, Count, NonNegative, checked
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.rows.encoded_rows import SetAside
 from task_encoders.rows.row_encoder import measure
+from task_encoders.sample_encoder import sizes_of
 from task_encoders.samples import SampleError
 from task_encoders.storage.energon_paths import energon_path
 
 RestoreKey = tuple[Any, ...]
-#: Budgets that a pack may have beside tokens.
-_BUDGETS: Final = ("vision_patches", "images", "videos")
 
 
 class OnlineTaskEncoder(PackedTaskEncoder):
@@ -59,7 +58,7 @@ class OnlineTaskEncoder(PackedTaskEncoder):
             SampleError: it cannot be used.
             FatalSampleError: the environment contradicts it.
         """
-        taken = dict.fromkeys(("tokens", *_BUDGETS), 0)
+        taken = dict.fromkeys(("tokens", *get_args(BudgetName)), 0)
         sub_samples = self.sub_samples(sample)
         for sub_sample in sub_samples:
             try:
@@ -68,10 +67,9 @@ class OnlineTaskEncoder(PackedTaskEncoder):
                 if len(sub_samples) == 1:
                     raise
                 continue  # of a pack; its row will tell
-            taken["tokens"] += -(-length.num_tokens // self.pad_multiple) * self.pad_multiple
-            taken["vision_patches"] += length.num_vision_patches
-            taken["images"] += len(sub_sample.images)
-            taken["videos"] += len(sub_sample.videos)
+            sizes = sizes_of(length, sub_sample.images, sub_sample.videos)
+            sizes["tokens"] = -(-length.num_tokens // self.pad_multiple) * self.pad_multiple
+            taken = {name: taken[name] + size for name, size in sizes.items()}
         return taken
 
     def build_encode_sample(
@@ -116,7 +114,7 @@ def get_online_train_dataset(
         ValueError, PackingSettingsError: an option is bad, or contradicts the data.
     """
     for name in budgets or {}:
-        check_known("budget", name, _BUDGETS)
+        check_known("budget", name, get_args(BudgetName))
     encoder = copy.copy(task_encoder)
     encoder.windows = replace(
         task_encoder.windows, window=buffer, strategy=strategy, budgets=budgets or {}, seed=seed

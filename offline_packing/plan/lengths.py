@@ -10,7 +10,7 @@ Further columns are read under the names that they have in an index: `num_images
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,14 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.figures import plan_figures, sample_figures
 from offline_packing.runs.run import listed
 from offline_packing.storage.yaml_file import explain_value_error, read_config
+from task_encoders.field_types import BudgetName
 
 #: Accepted names of the two columns.
 _NAMES: Final = {
     "key": ("key", "name", "id", "__key__", "sample"),
     "num_tokens": ("num_tokens", "tokens", "token_len", "length", "lengths", "len"),
 }
-_COUNTS: Final = ("num_images", "num_videos", "num_vision_patches")
+_COUNTS: Final = tuple(f"num_{name}" for name in get_args(BudgetName))
 #: The last separator counts: names may hold colons.
 _LINE: Final = r"^(?P<key>.+)[\t:]\s*(?P<num_tokens>\d+)\s*$"
 

@@ -297,6 +297,7 @@ class ScheduledLoader:
         from torch.utils.data import DataLoader
 
         self._sampler = RankSampler(schedule, rank, limit=limit)
+        #: of the sampler after the rows that were delivered; workers have asked it for further ones
         self._state = self._sampler.state_dict()
         has_workers = options.get("num_workers", 0) > 0
         # Torch draws its workers' seeds from a generator of their own: dropout, which is drawn from
@@ -315,7 +316,6 @@ class ScheduledLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # The sampler runs ahead, since workers ask for rows that they will deliver later.
         self._sampler.load_state_dict(self._state)
         begun = [list(stretch) for stretch in self._sampler.begun]
         with starting_workers(self._loader.num_workers):

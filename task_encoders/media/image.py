@@ -1,7 +1,7 @@
 """Images: their size without decoding them, and their pixels.
 
 Both stages go through `_open`, so that measuring and encoding agree on an image's size and
-orientation are, and on which images are bad. Measuring skips this for a JPEG about which nothing is
+orientation, and on which images are bad. Measuring skips this for a JPEG about which nothing is
 in doubt: opening it with Pillow takes about 30 µs, most of it for tables that measuring does not
 need; reading its first bytes takes 5. Whatever is not plain (EXIF, several pictures, arithmetic
 coding, a damaged segment) is left to Pillow: the result is the same. Transparency is composed on
