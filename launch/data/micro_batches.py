@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
-from launch.config import DataConfig
+from launch.config import DataConfig, OnlineConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData, slot_ranks_of
@@ -41,9 +41,10 @@ from task_encoders.settings import refuse_slots
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a row after which a loader counts as hung. The first comes late: workers build
-#: the tokenizer and seek in the shards.
-ROW_TIMEOUT: Final = 600
+#: Seconds after which a loader counts as hung: without a first row, as workers build the tokenizer
+#: and seek in the shards, and without a later one. Torch's loader knows one limit for both.
+FIRST_ROW_TIMEOUT: Final = 600
+ROW_TIMEOUT: Final = 120
 #: Consecutive rows without a usable pack after which a run ends, as Energon's loader does.
 MOST_LEFT_OUT: Final = 100
 
@@ -80,7 +81,7 @@ def build_task_encoder(
     if config.task_encoder is not None:
         own = _load_class(config.task_encoder)
         if not issubclass(own, kind):
-            raise ValueError(f"data.task_encoder {config.task_encoder!r} is no {kind.__name__}")
+            raise ValueError(f"data.task_encoder {config.task_encoder!r} is not a subclass of {kind.__name__}")
         kind = own
     padding: dict[str, Any] = (
         {"pad_multiple": pad_multiple, "fits_padded": True} if pad_multiple > 1 else {}
@@ -140,8 +141,11 @@ class LoaderBatches:
         self._loader: Any = None
         self._group = parallel_state.get_tensor_and_context_parallel_group()
         if parallel_state.get_tensor_and_context_parallel_rank() == 0:
-            build = build_loader if config.online is None else OnlineLoader
-            self._loader = build(config, task_encoder, split, limit=limit, seed=seed)
+            if config.online is None:
+                self._loader = build_loader(config, task_encoder, split, limit=limit, seed=seed)
+            else:
+                assert split == "train", "LaunchConfig refuses to validate on them"
+                self._loader = OnlineLoader(config, config.online, task_encoder, seed)
 
     def next(self) -> PackedBatch | None:
         batch = None
@@ -156,7 +160,7 @@ class LoaderBatches:
             self._left_out = 0 if batch.num_tokens else self._left_out + 1
             if self._left_out == MOST_LEFT_OUT:
                 raise StageError(
-                    f"nothing of {MOST_LEFT_OUT} rows in a row can be used: {batch.dropped[-1]}"
+                    f"{MOST_LEFT_OUT} consecutive rows have no usable sample: {batch.dropped[-1]}"
                 )
             if self._pads:
                 batch = pad_batch(batch, self._row_length, self._pad_token_id)
@@ -206,7 +210,7 @@ def build_loader(
     options: dict[str, Any] = {
         "limit": limit,
         "num_workers": config.num_workers,
-        "timeout": ROW_TIMEOUT if config.num_workers else 0,
+        "timeout": FIRST_ROW_TIMEOUT if config.num_workers else 0,
         "worker_init_fn": leave_group,
     }
     if (slot_ranks := slot_ranks_of(folder.shards[0].root)) > 1:
@@ -281,19 +285,10 @@ class OnlineLoader:
     """Rows that are packed while training, with the calls of a `ScheduledLoader`."""
 
     def __init__(
-        self,
-        config: DataConfig,
-        task_encoder: PackedTaskEncoder,
-        split: str = "train",
-        *,
-        limit: int | None = None,
-        seed: int = 0,
+        self, config: DataConfig, online: OnlineConfig, task_encoder: PackedTaskEncoder, seed: int
     ) -> None:
-        assert config.online is not None
-        assert split == "train", "LaunchConfig refuses to validate on them"
-        del limit
         self._num_ranks = parallel_state.get_data_parallel_world_size()
-        windows = config.online.model_dump(include={"buffer", "strategy", "budgets"})
+        windows = online.model_dump(include={"buffer", "strategy", "budgets"})
         dataset = get_online_train_dataset(
             config.path,
             task_encoder,
@@ -308,7 +303,11 @@ class OnlineLoader:
             ),
             **windows,
         )
-        self._loader = get_packed_loader(dataset, watchdog_initial_timeout_seconds=ROW_TIMEOUT)
+        self._loader = get_packed_loader(
+            dataset,
+            watchdog_timeout_seconds=ROW_TIMEOUT,
+            watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
+        )
         self._loader.worker_init_fn = partial(_init_worker, self._loader.worker_init_fn)
         self._loader.generator = torch.Generator()  # as in ScheduledLoader
 

@@ -260,12 +260,12 @@ class JoinedLayout(Layout):
 
     def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
         path, begin = self.place(task)
-        size = path.stat().st_size if path.name == self.piece(task.shard.name) else task.span[1]
-        digest = xxhash.xxh3_128()
+        is_own, digest = path.name == self.piece(task.shard.name), xxhash.xxh3_128()
         try:
+            size = path.stat().st_size if is_own else task.span[1]
             for block in _blocks(path, begin, size):
                 digest.update(block)
-        except OSError:
+        except FileNotFoundError:
             return [(path.name, "is missing")]
         if digest.hexdigest() == expected_hash:
             return []
