@@ -22,7 +22,7 @@ from launch.config import DataConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData, slot_ranks_of
-from launch.data.slots import Share, SlotShares
+from launch.data.slots import Share
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.online.ranks.pack_costs import pack_columns
@@ -32,12 +32,11 @@ from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import InTurn, Schedule, ScheduledLoader
-from task_encoders.loading.slots import SlotRows
+from task_encoders.loading.slots import SlotsInTurn
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.samples import SampleError
-from task_encoders.settings import refuse_slots
 
 logger = logging.getLogger(__name__)
 
@@ -209,11 +208,10 @@ def build_loader(
         "timeout": ROW_TIMEOUT if config.num_workers else 0,
         "worker_init_fn": leave_group,
     }
-    if (slot_ranks := slot_ranks_of(folder.shards[0].root)) > 1:
-        place = rank % slot_ranks
-        slots = SlotShares(SlotRows(folder, place, slot_ranks), place)
-        turns = InTurn([len(slots)], num_ranks // slot_ranks, repeat=repeat)
-        return ScheduledLoader(slots, turns, rank // slot_ranks, **options)
+    if slot_ranks_of(folder.shards[0].root) > 1:
+        slots = SlotsInTurn(folder, num_ranks, repeat=repeat)
+        read = partial(Share.read, folder, slots, rank)
+        return ScheduledLoader(range(len(folder)), slots, rank, read, **options)
     schedule: Schedule
     if config.order == "balanced" and split == "train":
         schedule = _balanced(folder, num_ranks, config.micro_batch_size, seed, warns=rank == 0)
@@ -243,8 +241,6 @@ def _balanced(
 ) -> RankSchedule:
     """Steps at which all ranks train rows of similar cost, in a new order in every epoch. Packed
     with `pack.order.uniform`, all rows of a step have images, or videos, or none has."""
-    for root in {shard.root for shard in folder.shards}:
-        refuse_slots(root, "data.order=balanced deals packs one by one")
     if warns and (count := len(folder.epoch_sizes)) > 1:
         logger.warning(
             "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "

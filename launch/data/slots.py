@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
 
 from launch.config import LaunchConfig
 from launch.data.broadcast import broadcast_batch, group_of_size
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.slots import SlotRows
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.loading.slots import SlotsInTurn
 
 
 class Share(NamedTuple):
@@ -26,6 +26,18 @@ class Share(NamedTuple):
     #: on that one
     row: PackedBatch | None
 
+    @classmethod
+    def read(
+        cls, folder: PackedFolder, schedule: SlotsInTurn, rank: int, numbers: Sequence[int]
+    ) -> "Share":
+        """The share of a rank in a pack, which it reads if it is its turn."""
+        (number,) = numbers
+        ranks, num_ranks = schedule.slots.over.ranks, int(schedule.slots.cp_sizes[number])
+        slot, first = divmod(int(schedule.slots.begins[number]), ranks)
+        reader = slot % num_ranks
+        is_own = first + reader == rank % ranks
+        return cls(num_ranks, reader, schedule.collate([folder[number]]) if is_own else None)
+
     def received(self, device: torch.device) -> PackedBatch:
         """The row, on each of its ranks. A collective of all ranks."""
         group = group_of_size(self.num_ranks)
@@ -34,28 +46,6 @@ class Share(NamedTuple):
             return self.row
         row: Any = broadcast_batch(self.row, device, group, self.reader)
         return row if self.row is not None else replace(row, dropped=[])  # its reader names these
-
-
-class SlotShares(Dataset[Share]):
-    """One rank's share of each slot, by the slot's number."""
-
-    def __init__(self, rows: SlotRows, rank: int) -> None:
-        self._rows, self._rank = rows, rank
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, slot: int) -> Share:
-        size, first = int(self._rows.cp_sizes[slot]), int(self._rows.first_ranks[slot])
-        reader = slot % size
-        row = self._rows[slot] if first + reader == self._rank else None
-        return Share(size, reader, row)
-
-    @staticmethod
-    def collate(shares: Sequence[Share]) -> Share:
-        """A rank trains one slot at a step."""
-        (share,) = shares
-        return share
 
 
 def check_slots(config: LaunchConfig, data: PackedData) -> None:

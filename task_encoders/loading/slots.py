@@ -1,87 +1,102 @@
-"""Packs that go over 1, 2, 4 … ranks: the rows of one rank, slot after slot.
+"""Packs that go over 1, 2, 4 … ranks: a slot of them (`packs.slots`) is a step of a schedule.
 
-    slot 0   pack 0 over ranks 0 to 3, pack 1 over 4 and 5, packs 2 and 3 over 6 and 7
-    slot 1   pack 4 over all
-
-A pack over n ranks begins at a rank that is a multiple of n, so that n ranks from there, a group
-that is made once, share it.
+folder = PackedFolder("out/packed", task_encoder)
+slots = SlotsInTurn(folder, num_ranks=32)
+for row in ScheduledLoader(folder, slots, rank, slots.collate):
+    ...  # the whole row, the same on each of the row.local_cp_size ranks that share it
 """
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-from torch.utils.data import Dataset
 
-from task_encoders.field_types import Count, Integer, checked
+from task_encoders.field_types import Count, checked
 from task_encoders.loading.folder_shards import PackedFolderError
-from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packs.manifest import Manifest, read_manifest
+from task_encoders.loading.packed_folder import PackedFolder, RawPack
+from task_encoders.loading.schedule import Epoch, InTurn, Numbers, Stretch
+from task_encoders.packs.manifest import read_manifest
+from task_encoders.packs.slots import Slots
 from task_encoders.storage.paths import REMEDY
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
 
 
-class SlotRows(Dataset["PackedBatch"]):
-    """One rank's row of each slot, by the slot's number, in written order, which is random. The
-    ranks of a pack get the same whole row; `local_cp_size` says how many share it, and
-    `first_ranks` who they are. A map-style dataset for `DataLoader(rows, batch_size=None)`.
+@dataclass(frozen=True)
+class _Epoch:
+    """An epoch of slots: turns of groups of ranks, and where the packs begin."""
+
+    turns: Epoch
+    ranks: int
+    begins: Numbers
+
+    @property
+    def begun(self) -> tuple[Stretch, ...]:
+        return tuple(Stretch(one.num_ranks * self.ranks, one.steps) for one in self.turns.begun)
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def items(self, step: int, rank: int) -> Numbers:
+        group, place = divmod(rank, self.ranks)
+        wanted = self.turns.items(step, group) * self.ranks + place
+        return np.searchsorted(self.begins, wanted, "right") - 1
+
+
+class SlotsInTurn:
+    """Slots in written order, which is random: groups of ranks take them in turn, as `InTurn` deals
+    packs to ranks. Each rank trains the pack that goes over it.
 
     Args:
         folder: one folder of packs, with a task encoder; not a blend.
-        rank: this rank's number.
-        num_ranks: the number that the packs were planned for.
+        num_ranks: a multiple of the ranks that the packs were planned for.
+        repeat: whether another epoch follows.
 
     Raises:
-        PackedFolderError: the packs were not planned for slots, or for another number of ranks.
+        PackedFolderError: the packs were not planned for slots, or for other numbers of ranks.
     """
 
     @checked
-    def __init__(self, folder: PackedFolder, rank: Integer, num_ranks: Count) -> None:
-        manifest = _manifest_of(folder)
-        assert manifest.context_parallel is not None
-        if num_ranks != manifest.context_parallel.ranks or not 0 <= rank < num_ranks:
+    def __init__(self, folder: PackedFolder, num_ranks: Count, *, repeat: bool = True) -> None:
+        self.slots, self.num_ranks, self._folder = _slots_of(folder), num_ranks, folder
+        ranks = self.slots.over.ranks
+        if num_ranks % ranks:
             raise PackedFolderError(
-                f"{folder.path}: slots are for {manifest.context_parallel.ranks} ranks, and this "
-                f"is rank {rank} of {num_ranks}; train on as many, or pack again with "
-                f"pack.context_parallel.ranks={num_ranks}"
+                f"{folder.path}: slots are for {ranks} ranks, and there are {num_ranks}; train on "
+                f"a multiple, or pack again with pack.context_parallel.ranks={num_ranks}"
             )
-        lines = [line for line in manifest.shards if line.split == folder.split]
-        cp_sizes = np.array([size for line in lines for size in line.cp_sizes], np.int64)
-        if len(cp_sizes) != len(folder) or cp_sizes.sum() % num_ranks:
-            raise PackedFolderError(
-                f"{folder.path}: manifest.json has the ranks of {len(cp_sizes)} packs, which fill "
-                f"no slots of {num_ranks} ranks, for {len(folder)} packs; {REMEDY}"
-            )
-        self._folder = folder
-        begins = np.cumsum(cp_sizes) - cp_sizes
-        #: int64 (num_slots,): this rank's pack in each slot
-        self.packs: npt.NDArray[np.int64] = (
-            np.searchsorted(begins, np.arange(rank, cp_sizes.sum(), num_ranks), "right") - 1
-        )
-        #: int64 (num_slots,): the ranks that its pack goes over, and the first of them
-        self.cp_sizes, self.first_ranks = cp_sizes[self.packs], begins[self.packs] % num_ranks
+        self._turns = InTurn([len(self.slots)], num_ranks // ranks, repeat=repeat)
+        described = repr(("slots", ranks)).encode() + self.slots.cp_sizes.tobytes()
+        self.digest = hashlib.sha256(described).hexdigest()[:16]
 
-    def __len__(self) -> int:
-        """Slots."""
-        return len(self.packs)
+    def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> _Epoch:
+        """See `Schedule`."""
+        ranks = self.slots.over.ranks
+        of_groups = [Stretch(one.num_ranks // ranks, one.steps) for one in earlier]
+        return _Epoch(self._turns.epoch(number, of_groups), ranks, self.slots.begins)
 
-    def __getitem__(self, slot: int) -> "PackedBatch":
-        """This rank's row of a slot. Raises SampleError if its pack has no usable sub-sample."""
-        row, encoder = self._folder.row(int(self.packs[slot])), self._folder.task_encoder
-        assert encoder is not None  # row raises without
-        return encoder.batch([row])
+    def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
+        """A pack's row. Raises SampleError if it has no usable sub-sample."""
+        return self._folder.collate(packs, in_slots=True)
 
 
-def _manifest_of(folder: PackedFolder) -> Manifest:
-    """The manifest of a folder whose packs fill slots."""
+def _slots_of(folder: PackedFolder) -> Slots:
+    """The slots that the packs of a folder fill."""
     roots = {shard.root for shard in folder.shards}
     manifest = read_manifest(next(iter(roots))) if len(roots) == 1 else None
-    if manifest is None or manifest.context_parallel is None:
+    slots = manifest.slots(folder.split) if manifest is not None else None
+    if slots is None:
         what = "a blend" if len(roots) > 1 else "packed without pack.context_parallel.ranks"
         raise PackedFolderError(
             f"{folder.path} is {what}: its packs fill no slots; pack all sources in one output, "
             "with pack.context_parallel={ranks: …, tokens_per_rank: …}"
         )
-    return manifest
+    if len(slots.cp_sizes) != len(folder) or slots.cp_sizes.sum() % slots.over.ranks:
+        raise PackedFolderError(
+            f"{folder.path}: manifest.json has the ranks of {len(slots.cp_sizes)} packs, which "
+            f"fill no slots of {slots.over.ranks} ranks, for {len(folder)} packs; {REMEDY}"
+        )
+    return slots
