@@ -171,7 +171,7 @@ def refuse_slots(folder: Any, why: str) -> None:
     if manifest is not None and manifest.context_parallel is not None:
         raise PackingSettingsError(
             f"{folder}: packs go over 1, 2, 4 … of {manifest.context_parallel.ranks} ranks, in "
-            f"slots, and {why}; train them with launch.train, read them with SlotsInTurn "
+            f"slots, and {why}; train them with launch.train, read them with SlotRows "
             "(task_encoders.loading.slots), or pack again without pack.context_parallel"
         )
 

@@ -32,7 +32,7 @@ from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import InTurn, Schedule, ScheduledLoader
-from task_encoders.loading.slots import SlotsInTurn
+from task_encoders.loading.slots import SlotRows
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import PackColumns
@@ -209,9 +209,9 @@ def build_loader(
         "worker_init_fn": leave_group,
     }
     if slot_ranks_of(folder.shards[0].root) > 1:
-        slots = SlotsInTurn(folder, num_ranks, repeat=repeat)
-        read = partial(Share.read, folder, slots, rank)
-        return ScheduledLoader(range(len(folder)), slots, rank, read, **options)
+        rows = SlotRows(folder)
+        turns, read = rows.in_turn(num_ranks, repeat=repeat), partial(Share.read, rows)
+        return ScheduledLoader(range(len(rows)), turns, rank, read, **options)
     schedule: Schedule
     if config.order == "balanced" and split == "train":
         schedule = _balanced(folder, num_ranks, config.micro_batch_size, seed, warns=rank == 0)

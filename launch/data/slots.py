@@ -12,8 +12,7 @@ from launch.data.broadcast import broadcast_batch, group_of_size
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.loading.slots import SlotsInTurn
+from task_encoders.loading.slots import SlotRows
 
 
 class Share(NamedTuple):
@@ -27,16 +26,14 @@ class Share(NamedTuple):
     row: PackedBatch | None
 
     @classmethod
-    def read(
-        cls, folder: PackedFolder, schedule: SlotsInTurn, rank: int, numbers: Sequence[int]
-    ) -> "Share":
-        """The share of a rank in a pack, which it reads if it is its turn."""
+    def read(cls, rows: SlotRows, numbers: Sequence[int]) -> "Share":
+        """The share that has this row."""
         (number,) = numbers
-        ranks, num_ranks = schedule.slots.over.ranks, int(schedule.slots.cp_sizes[number])
-        slot, first = divmod(int(schedule.slots.begins[number]), ranks)
+        pack, slot = rows.pack_of(number), number // rows.slots.over.ranks
+        num_ranks = int(rows.slots.cp_sizes[pack])
         reader = slot % num_ranks
-        is_own = first + reader == rank % ranks
-        return cls(num_ranks, reader, schedule.collate([folder[number]]) if is_own else None)
+        is_reader = number - rows.slots.begins[pack] == reader
+        return cls(num_ranks, reader, rows[number] if is_reader else None)
 
     def received(self, device: torch.device) -> PackedBatch:
         """The row, on each of its ranks. A collective of all ranks."""

@@ -172,14 +172,13 @@ class PackedFolder:
         """Packs in one row with merged cu_lengths, as a micro batch of the Energon loader."""
         return self.collate([self[number] for number in numbers])
 
-    def collate(self, packs: Sequence[RawPack], *, in_slots: bool = False) -> "PackedBatch":
+    def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
         """The same for packs already read: a DataLoader's `collate_fn`. `dropped` names packs
         without a usable sub-sample.
 
         Raises:
             SampleError: no pack has a usable sub-sample.
-            PackingSettingsError: the packs go over several ranks in slots, and are not dealt by
-                `SlotsInTurn`.
+            PackingSettingsError: the packs go over several ranks in slots, see `SlotRows`.
         """
         rows, dropped = [], []
         for number, pack in enumerate(packs, 1):
@@ -189,7 +188,7 @@ class PackedFolder:
                 if number == len(packs) and not rows:
                     raise
                 dropped.append(f"{pack.key}: {error}")
-        if not in_slots and any(row.local_cp_size is not None for row in rows):
+        if any(row.local_cp_size is not None for row in rows):
             refuse_slots(self.shards[0].root, "a batch of a PackedFolder is for one rank")
         batch = self._task_encoder.batch(rows)
         batch.dropped[:0] = dropped

@@ -28,7 +28,7 @@ from task_encoders import (
 )
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.loading.slots import SlotsInTurn
+from task_encoders.loading.slots import SlotRows
 from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.settings import PackingSettingsError
 from tests.helpers.datasets import (
@@ -139,16 +139,17 @@ def test_verify_compares_ranks_with_the_plan(packed: Run) -> None:
 
 
 def test_each_rank_reads_its_row_of_every_slot(folder: PackedFolder) -> None:
-    schedule = SlotsInTurn(folder, 4, repeat=False)
-    loaders = [ScheduledLoader(folder, schedule, rank, schedule.collate) for rank in range(4)]
+    rows = SlotRows(folder)
+    turns = rows.in_turn(4, repeat=False)
+    loaders = [ScheduledLoader(rows, turns, rank) for rank in range(4)]
     keys: list[str] = []
-    for rows in zip(*loaders, strict=True):
+    for slot in zip(*loaders, strict=True):
         rank = 0
         while rank < 4:
-            row = rows[rank]
+            row = slot[rank]
             size = row.local_cp_size
             assert rank % size == 0
-            assert {tuple(one.__key__) for one in rows[rank : rank + size]} == {tuple(row.__key__)}
+            assert {tuple(one.__key__) for one in slot[rank : rank + size]} == {tuple(row.__key__)}
             assert not (row.cu_lengths % cut_multiple(size)).any()
             assert row.tokens.shape[1] <= size * 384
             params = to_packed_seq_params(row)
@@ -163,11 +164,11 @@ def test_each_rank_reads_its_row_of_every_slot(folder: PackedFolder) -> None:
 
 def test_slots_of_another_number_of_ranks_are_refused(folder: PackedFolder) -> None:
     with pytest.raises(PackedFolderError, match=r"slots are for 4 ranks, and there are 6; train"):
-        SlotsInTurn(folder, 6)
+        SlotRows(folder).in_turn(6)
 
 
 def test_packs_of_different_ranks_share_no_row(folder: PackedFolder) -> None:
-    sizes, encoder = SlotsInTurn(folder, 4).slots.cp_sizes.tolist(), folder.task_encoder
+    sizes, encoder = SlotRows(folder).slots.cp_sizes.tolist(), folder.task_encoder
     assert encoder is not None
     one, more = sizes.index(1), sizes.index(4)
     with pytest.raises(ValueError, match="different numbers of ranks"):
