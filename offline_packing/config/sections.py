@@ -147,7 +147,7 @@ class PackConfig(PlanOptions, Section):
         if cp_size is None or self.slots is None:
             return self.padding, self.seq_length
         multiple = cut_multiple(cp_size, self.pad_multiple)
-        return multiple, self.slots.room(cp_size, self.seq_length)
+        return multiple, int(self.slots.room(cp_size, self.seq_length))
 
     @property
     def longest_sample(self) -> int:

@@ -113,10 +113,9 @@ class PackPlan:
     @property
     def rooms(self) -> np.ndarray:
         """Tokens that each pack may hold, (num_packs,)."""
-        longest = np.full(self.num_packs, self.info.seq_length)
         if self.slots is None:
-            return longest
-        return np.minimum(self.slots.cp_sizes * self.slots.over.tokens_per_rank, longest)
+            return np.full(self.num_packs, self.info.seq_length)
+        return np.asarray(self.slots.over.room(self.slots.cp_sizes, self.info.seq_length))
 
     @property
     def columns(self) -> dict[str, np.ndarray]:

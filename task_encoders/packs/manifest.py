@@ -150,7 +150,7 @@ class Manifest(_Model):
         """Tokens that a pack over `num_ranks` (if packs differ in that) may hold."""
         if num_ranks is None or self.context_parallel is None:
             return self.seq_length
-        return self.context_parallel.room(num_ranks, self.seq_length)
+        return int(self.context_parallel.room(num_ranks, self.seq_length))
 
     def slots(self, split: str = "train") -> Slots | None:
         """The slots of a split; None: each pack is trained on one rank."""

@@ -53,14 +53,13 @@ class ContextParallel:
                     f"cut packs for up to {self.ranks} ranks; take {max(value // unit, 1) * unit}"
                 )
 
-    def room(self, cp_size: int, seq_length: int) -> int:
-        """Tokens that a pack over `cp_size` ranks may hold."""
-        return min(cp_size * self.tokens_per_rank, seq_length)
+    def room(self, cp_size: Any, seq_length: int) -> Any:
+        """Tokens that a pack over `cp_size` ranks may hold; of several packs, an array."""
+        return np.minimum(cp_size * self.tokens_per_rank, seq_length)
 
     def capacities(self, seq_length: int) -> np.ndarray:
         """Tokens that a pack over 1, 2, 4 … ranks may hold: int64 (num_sizes,)."""
-        powers = range(self.ranks.bit_length())
-        return np.array([self.room(1 << power, seq_length) for power in powers])
+        return np.asarray(self.room(1 << np.arange(self.ranks.bit_length()), seq_length))
 
 
 @dataclass(frozen=True, eq=False)
