@@ -22,13 +22,13 @@ from launch.config import DataConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData, slot_ranks_of
-from launch.data.slots import Share
+from launch.data.slots import Share, padding_row
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.online.ranks.pack_costs import pack_columns
 from offline_packing.online.ranks.rank_schedule import RankSchedule
-from task_encoders.energon_samples import PackedBatch, empty_batch
-from task_encoders.families import FAMILIES, change_options
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import InTurn, Schedule, ScheduledLoader
@@ -210,7 +210,7 @@ def build_loader(
     }
     if slot_ranks_of(folder.shards[0].root) > 1:
         rows = SlotRows(folder)
-        turns, read = rows.in_turn(num_ranks, repeat=repeat), partial(Share.read, rows)
+        turns, read = rows.in_turn(num_ranks, repeat=repeat), partial(Share.read, folder, rows)
         return ScheduledLoader(range(len(rows)), turns, rank, read, **options)
     schedule: Schedule
     if config.order == "balanced" and split == "train":
@@ -221,19 +221,11 @@ def build_loader(
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
-    """A row; one of padding if its packs have no usable sub-sample, so that ranks keep in step."""
+    """A row; one of padding if its packs have no usable sub-sample."""
     try:
         return folder.collate(packs)
     except SampleError as error:
-        encoder = folder.task_encoder
-        assert encoder is not None
-        keys = [pack.key for pack in packs]
-        return empty_batch(
-            FAMILIES[encoder.model.family].build.POSITION_ROWS,
-            encoder.pad_multiple,
-            keys=keys,
-            dropped=[f"{', '.join(keys)}: {error}"],
-        )
+        return padding_row(folder, [pack.key for pack in packs], error)
 
 
 def _balanced(
