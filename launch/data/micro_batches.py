@@ -10,6 +10,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -22,13 +23,13 @@ from launch.config import DataConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData, slot_ranks_of
-from launch.data.slots import Share, padding_row
+from launch.data.slots import Share
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.online.ranks.pack_costs import pack_columns
 from offline_packing.online.ranks.rank_schedule import RankSchedule
-from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import change_options
+from task_encoders.energon_samples import PackedBatch, empty_batch
+from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import InTurn, Schedule, ScheduledLoader
@@ -36,6 +37,7 @@ from task_encoders.loading.slots import SlotRows
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import PackColumns
+from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
@@ -210,7 +212,7 @@ def build_loader(
     }
     if slot_ranks_of(folder.shards[0].root) > 1:
         rows = SlotRows(folder)
-        turns, read = rows.in_turn(num_ranks, repeat=repeat), partial(Share.read, folder, rows)
+        turns, read = rows.in_turn(num_ranks, repeat=repeat), partial(_share, folder, rows)
         return ScheduledLoader(range(len(rows)), turns, rank, read, **options)
     schedule: Schedule
     if config.order == "balanced" and split == "train":
@@ -225,7 +227,38 @@ def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
     try:
         return folder.collate(packs)
     except SampleError as error:
-        return padding_row(folder, [pack.key for pack in packs], error)
+        return _padding(folder, packs, error)
+
+
+def _share(folder: PackedFolder, rows: SlotRows, numbers: Sequence[int]) -> Share:
+    """The share that has this row of a slot; likewise."""
+    (number,) = numbers
+    pack, slot = rows.pack_of(number), number // rows.slots.over.ranks
+    num_ranks = int(rows.slots.cp_sizes[pack])
+    reader = slot % num_ranks
+    if number - rows.slots.begins[pack] != reader:
+        return Share(num_ranks, reader, None)
+    try:
+        return Share(num_ranks, reader, rows[number])
+    except SampleError as error:
+        return Share(num_ranks, reader, _padding(folder, [folder[pack]], error, num_ranks))
+
+
+def _padding(
+    folder: PackedFolder, packs: Sequence[RawPack], error: SampleError, num_ranks: int | None = None
+) -> PackedBatch:
+    """A row in place of packs without a usable sub-sample, so that ranks keep in step; over
+    `num_ranks` if packs differ in that."""
+    encoder, keys = folder.task_encoder, [pack.key for pack in packs]
+    assert encoder is not None
+    multiple = encoder.pad_multiple
+    row = empty_batch(
+        FAMILIES[encoder.model.family].build.POSITION_ROWS,
+        multiple if num_ranks is None else cut_multiple(num_ranks, multiple),
+        keys=keys,
+        dropped=[f"{', '.join(keys)}: {error}"],
+    )
+    return replace(row, local_cp_size=num_ranks)
 
 
 def _balanced(

@@ -53,9 +53,9 @@ class ContextParallel:
                     f"cut packs for up to {self.ranks} ranks; take {max(value // unit, 1) * unit}"
                 )
 
-    def room(self, cp_size: Any, seq_length: int) -> Any:
-        """Tokens that a pack over `cp_size` ranks may hold; of several packs, an array."""
-        return np.minimum(cp_size * self.tokens_per_rank, seq_length)
+    def room(self, num_ranks: Any, seq_length: int) -> Any:
+        """Tokens that a pack over `num_ranks` may hold; of several packs, an array."""
+        return np.minimum(num_ranks * self.tokens_per_rank, seq_length)
 
     def capacities(self, seq_length: int) -> np.ndarray:
         """Tokens that a pack over 1, 2, 4 … ranks may hold: int64 (num_sizes,)."""
