@@ -1,8 +1,10 @@
 """Packs that go over 1, 2, 4 … ranks: a row for each rank, slot after slot (`packs.slots`).
 
-rows = SlotRows(PackedFolder("out/packed", task_encoder))
-for row in ScheduledLoader(rows, rows.in_turn(num_ranks=32), rank):
-    ...  # the whole row, the same on each of the row.local_cp_size ranks that share it
+    rows = SlotRows(PackedFolder("out/packed", task_encoder))
+    for row in ScheduledLoader(rows, rows.in_turn(num_ranks=32), rank):
+        ...  # the row of a whole pack
+
+Each of the `row.local_cp_size` ranks that share a pack gets the same row.
 """
 
 from collections.abc import Sequence
