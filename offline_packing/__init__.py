@@ -8,9 +8,9 @@ from task_encoders import import_on_first_use
 if TYPE_CHECKING:
     from offline_packing.planner.pack_plan import PackPlan
     from offline_packing.planner.plan_packs import plan_packs
-    from offline_packing.planner.ranks.layout import ContextParallel
     from offline_packing.planner.windows import WindowOptions, WindowPlanner
     from offline_packing.upkeep.pack import Packed, pack
+    from task_encoders.packs.slots import ContextParallel
 
 # Arrow's own allocator keeps freed memory: for a compressed page of 300 MiB, another 300 MiB. It
 # reads this when pyarrow is first imported.
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "ContextParallel": "planner.ranks.layout",
+    "ContextParallel": "planner.pack_plan",
     "PackPlan": "planner.pack_plan",
     "Packed": "upkeep.pack",
     "WindowOptions": "planner.windows",

@@ -12,7 +12,16 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("offline_packing", "task_encoders", "launch")
-IDEAS = ("cp_size", "epochs", "uniform", "split_turns", "split_by", "pretokenize", "pad_multiple")
+IDEAS = (
+    "cp_size",
+    "epochs",
+    "uniform",
+    "split_turns",
+    "split_by",
+    "pretokenize",
+    "pad_multiple",
+    "cp_sizes",
+)
 
 
 def names_in(tree: ast.AST) -> set[str]:

@@ -10,6 +10,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -22,7 +23,7 @@ from launch.config import DataConfig, OnlineConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData, slot_ranks_of
-from launch.data.slots import Share, SlotShares
+from launch.data.slots import Share
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.online.ranks.pack_costs import pack_columns
@@ -36,8 +37,8 @@ from task_encoders.loading.slots import SlotRows
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import PackColumns
+from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.samples import SampleError
-from task_encoders.settings import refuse_slots
 
 logger = logging.getLogger(__name__)
 
@@ -213,11 +214,10 @@ def build_loader(
         "timeout": FIRST_ROW_TIMEOUT if config.num_workers else 0,
         "worker_init_fn": leave_group,
     }
-    if (slot_ranks := slot_ranks_of(folder.shards[0].root)) > 1:
-        place = rank % slot_ranks
-        slots = SlotShares(SlotRows(folder, place, slot_ranks), place)
-        turns = InTurn([len(slots)], num_ranks // slot_ranks, repeat=repeat)
-        return ScheduledLoader(slots, turns, rank // slot_ranks, **options)
+    if slot_ranks_of(folder.shards[0].root) > 1:
+        rows = SlotRows(folder)
+        turns, read = rows.in_turn(num_ranks, repeat=repeat), partial(_share, folder, rows)
+        return ScheduledLoader(range(len(rows)), turns, rank, read, **options)
     schedule: Schedule
     if config.order == "balanced" and split == "train":
         schedule = _balanced(folder, num_ranks, config.micro_batch_size, seed, warns=rank == 0)
@@ -227,19 +227,42 @@ def build_loader(
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
-    """A row; one of padding if its packs have no usable sub-sample, so that ranks keep in step."""
+    """A row; one of padding if its packs have no usable sub-sample."""
     try:
         return folder.collate(packs)
     except SampleError as error:
-        encoder = folder.task_encoder
-        assert encoder is not None
-        keys = [pack.key for pack in packs]
-        return empty_batch(
-            FAMILIES[encoder.model.family].build.POSITION_ROWS,
-            encoder.pad_multiple,
-            keys=keys,
-            dropped=[f"{', '.join(keys)}: {error}"],
-        )
+        return _padding(folder, packs, error)
+
+
+def _share(folder: PackedFolder, rows: SlotRows, numbers: Sequence[int]) -> Share:
+    """The share that has this row of a slot; likewise."""
+    (number,) = numbers
+    pack, slot = rows.pack_of(number), number // rows.slots.over.ranks
+    num_ranks = int(rows.slots.cp_sizes[pack])
+    reader = slot % num_ranks
+    if number - rows.slots.begins[pack] != reader:
+        return Share(num_ranks, reader, None)
+    try:
+        return Share(num_ranks, reader, rows[number])
+    except SampleError as error:
+        return Share(num_ranks, reader, _padding(folder, [folder[pack]], error, num_ranks))
+
+
+def _padding(
+    folder: PackedFolder, packs: Sequence[RawPack], error: SampleError, num_ranks: int | None = None
+) -> PackedBatch:
+    """A row in place of packs without a usable sub-sample, so that ranks keep in step; over
+    `num_ranks` if packs differ in that."""
+    encoder, keys = folder.task_encoder, [pack.key for pack in packs]
+    assert encoder is not None
+    multiple = encoder.pad_multiple
+    row = empty_batch(
+        FAMILIES[encoder.model.family].build.POSITION_ROWS,
+        multiple if num_ranks is None else cut_multiple(num_ranks, multiple),
+        keys=keys,
+        dropped=[f"{', '.join(keys)}: {error}"],
+    )
+    return replace(row, local_cp_size=num_ranks)
 
 
 def _balanced(
@@ -247,8 +270,6 @@ def _balanced(
 ) -> RankSchedule:
     """Steps at which all ranks train rows of similar cost, in a new order in every epoch. Packed
     with `pack.order.uniform`, all rows of a step have images, or videos, or none has."""
-    for root in {shard.root for shard in folder.shards}:
-        refuse_slots(root, "data.order=balanced deals packs one by one")
     if warns and (count := len(folder.epoch_sizes)) > 1:
         logger.warning(
             "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "

@@ -17,8 +17,9 @@ from offline_packing.online.ranks.pack_costs import longest_pack
 from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
 from task_encoders.loading.folder_shards import PackedFolderError, load_datasets
-from task_encoders.packs.manifest import Manifest, ManifestError, Slots, read_manifest
+from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.packs.pack_format import METADATASET
+from task_encoders.packs.slots import Slots
 from task_encoders.storage.paths import check_exists, path_of
 
 logger = logging.getLogger(__name__)
@@ -49,23 +50,28 @@ class PackedData:
     has_media: bool = True
     #: number of ranks that a folder's packs are ordered for (pack.order)
     ordered_for: int | None = None
-    #: ranks and tokens of a slot, where packs go over 1, 2, 4 … ranks; and the slots
+    #: where packs go over 1, 2, 4 … ranks; otherwise each pack is a slot of one rank
     slots: Slots | None = None
-    num_slots: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of packs in the train split."""
+        return self.num_packs if self.slots is None else len(self.slots)
+
+    @property
+    def slot_ranks(self) -> int:
+        """Ranks that train a slot together."""
+        return 1 if self.slots is None else self.slots.over.ranks
 
     @property
     def tokens_per_rank(self) -> int:
         """Room for a pack on each rank that it goes over."""
-        return self.slots.tokens_per_rank if self.slots else self.seq_length
-
-    def packs_per_step(self, global_batch_size: int, multiple: int) -> int:
-        """The packs that hold about `global_batch_size` samples, as a multiple of `multiple`."""
-        return max(1, round(global_batch_size / self.samples_per_pack / multiple)) * multiple
+        return self.seq_length if self.slots is None else self.slots.over.tokens_per_rank
 
     def iterations(self, passes: float, per_step: int) -> int:
-        """Steps of `per_step` packs, or slots of packs, that see every pack `passes` times; the
-        last step may be partial."""
-        return max(1, -(-round(passes * (self.num_slots or self.num_packs)) // per_step))
+        """Steps of `per_step` slots that see every pack `passes` times; the last step may be
+        partial."""
+        return max(1, -(-round(passes * self.num_slots) // per_step))
 
 
 def read_packed_data(path: str | Path) -> PackedData:
@@ -106,7 +112,7 @@ def read_packed_data(path: str | Path) -> PackedData:
             if shard.split == "train"
         ),
         ordered_for=_ordered_for(manifests[0]) if len(manifests) == 1 else None,
-        **_slots_of(path, manifests),
+        slots=_slots_of(path, manifests),
     )
 
 
@@ -144,20 +150,15 @@ def slot_ranks_of(path: str | Path) -> int:
     return slots.ranks if slots else 1
 
 
-def _slots_of(path: str | Path, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """`slots` and `num_slots` of a folder's train split. Raises StageError for a blend."""
-    if all(manifest.context_parallel is None for manifest in manifests):
-        return {}
-    if not path_of(path).is_dir():
+def _slots_of(path: str | Path, manifests: Sequence[Manifest]) -> Slots | None:
+    """The slots of a folder's train split. Raises StageError for a blend."""
+    found = [slots for manifest in manifests if (slots := manifest.slots()) is not None]
+    if found and not path_of(path).is_dir():
         raise StageError(
             f"{path} blends packs that go over 1, 2, 4 … ranks, in slots of one output; pack all "
             "sources in one output and give data.path its folder"
         )
-    (manifest,) = manifests
-    slots = manifest.context_parallel
-    assert slots is not None
-    over = sum(sum(line.cp_sizes) for line in manifest.shards if line.split == "train")
-    return {"slots": slots, "num_slots": over // slots.ranks}
+    return found[0] if found else None
 
 
 def check_room(path: str | Path, context_parallel: int) -> None:

@@ -1,19 +1,16 @@
 """Packs that go over 1, 2, 4 … ranks, in slots: each is read by one of its ranks, in turn, and sent
 to the others. So no pack is decoded twice, and all ranks read equally much."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
 
 from launch.config import LaunchConfig
 from launch.data.broadcast import broadcast_batch, group_of_size
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.slots import SlotRows
 
 
 class Share(NamedTuple):
@@ -34,28 +31,6 @@ class Share(NamedTuple):
             return self.row
         row: Any = broadcast_batch(self.row, device, group, self.reader)
         return row if self.row is not None else replace(row, dropped=[])  # its reader names these
-
-
-class SlotShares(Dataset[Share]):
-    """One rank's share of each slot, by the slot's number."""
-
-    def __init__(self, rows: SlotRows, rank: int) -> None:
-        self._rows, self._rank = rows, rank
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, slot: int) -> Share:
-        size, first = int(self._rows.cp_sizes[slot]), int(self._rows.first_ranks[slot])
-        reader = slot % size
-        row = self._rows[slot] if first + reader == self._rank else None
-        return Share(size, reader, row)
-
-    @staticmethod
-    def collate(shares: Sequence[Share]) -> Share:
-        """A rank trains one slot at a step."""
-        (share,) = shares
-        return share
 
 
 def check_slots(config: LaunchConfig, data: PackedData) -> None:

@@ -60,9 +60,8 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
             f"model.freeze={sorted(config.model.freeze)}: no pack of {config.data.path} has images "
             "or videos, so that nothing would be trained; train the language model"
         )
-    accumulation, packs = _step_of(config, data, data_parallel)
-    per_step = accumulation * data_parallel // data.slots.ranks if data.slots else packs
-    if data.slots:
+    accumulation, per_step, packs = _step_of(config, data, data_parallel)
+    if data.slot_ranks > 1:
         logger.info("packs fill %d slots; a step takes %d slots", data.num_slots, per_step)
     iterations = config.train.iterations or data.iterations(config.train.epochs, per_step)
     logger.info(
@@ -90,26 +89,21 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
     )
 
 
-def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tuple[int, int]:
-    """Micro batches per rank, and packs in all, that a step takes."""
+def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tuple[int, int, int]:
+    """Micro batches per rank, and slots and packs in all, that a step takes."""
     size = config.data.micro_batch_size
     packs = config.batch.global_batch_packs
-    if data.slots is not None:
-        wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
-        per_round = data_parallel // data.slots.ranks * data.num_packs / data.num_slots
-        accumulation = max(1, round(wanted / per_round))
-        return accumulation, round(accumulation * per_round)
-    multiple = data_parallel * size
-    if packs is None:
-        assert config.batch.global_batch_size is not None  # the config holds one of the two
-        packs = data.packs_per_step(config.batch.global_batch_size, multiple)
-    elif packs % multiple:
+    multiple = data_parallel // data.slot_ranks * size  # slots that all ranks train at a time
+    if packs is not None and data.slot_ranks == 1 and packs % multiple:
         raise ValueError(
             f"batch.global_batch_packs {packs} is not a multiple of {multiple} = {data_parallel} "
             f"data parallel ranks × micro_batch_size {size}; set "
             f"{-(-packs // multiple) * multiple}"
         )
-    return packs // multiple, packs
+    wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
+    per_round = multiple * data.num_packs / data.num_slots
+    accumulation = max(1, round(wanted / per_round))
+    return accumulation, accumulation * multiple, round(accumulation * per_round)
 
 
 def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:

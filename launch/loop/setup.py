@@ -136,7 +136,7 @@ def build_run_model(
     """The model of a run, for the packs that it trains."""
     options: dict[str, Any] = {"device": device, "seed": config.train.seed}
     if not isinstance(config.model, TransformersModelConfig):
-        shares_rows = config.parallel.context > 1 or data.slots is not None
+        shares_rows = config.parallel.context > 1 or data.slot_ranks > 1
         return build_model(config.model, **options, shares_rows=shares_rows)
     from launch.model.segments import check_positions
     from launch.model.transformers_model import build_transformers_model

@@ -17,7 +17,7 @@ from pydantic import (
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.passes import PlanOptions, PlanRequest
-from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
+from offline_packing.planner.ranks.layout import RankLayout
 from task_encoders.field_types import (
     BudgetName,
     Count,
@@ -27,6 +27,7 @@ from task_encoders.field_types import (
     one_of,
 )
 from task_encoders.packs.pack_format import cut_multiple
+from task_encoders.packs.slots import ContextParallel
 
 
 class Section(BaseModel):
@@ -139,6 +140,14 @@ class PackConfig(PlanOptions, Section):
             if self.cp_size == 1
             else cut_multiple(self.cp_size, self.pad_multiple)
         )
+
+    def of_pack(self, cp_size: int | None) -> tuple[int, int]:
+        """Multiple to which samples are padded in a pack over `cp_size` ranks, and tokens that it
+        may hold; None: packs are alike."""
+        if cp_size is None or self.slots is None:
+            return self.padding, self.seq_length
+        multiple = cut_multiple(cp_size, self.pad_multiple)
+        return multiple, int(self.slots.room(cp_size, self.seq_length))
 
     @property
     def longest_sample(self) -> int:

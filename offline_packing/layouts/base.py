@@ -63,8 +63,8 @@ class Layout(ABC):
     TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
     #: whether all samples of a pack must have images, or videos, or neither
     ONE_MEDIUM: ClassVar[bool] = False
-    #: whether its packs store over how many ranks they go
-    HOLDS_CP_SIZES: ClassVar[bool] = False
+    #: whether its packs hold our JSON (`packs.pack_format`), with over how many ranks they go
+    OWN_JSON: ClassVar[bool] = False
     #: whether its packs hold answers without loss
     HOLDS_UNTRAINED: ClassVar[bool] = True
     #: whether `admit` asks for the traits of every sample

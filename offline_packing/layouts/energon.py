@@ -41,7 +41,7 @@ _FOLDER: Final = re.compile(r"[A-Za-z0-9_]+-\d{4,}")
 class EnergonLayout(Layout):
     """Tar shards."""
 
-    HOLDS_CP_SIZES = True
+    OWN_JSON = True
     METADATA: ClassVar[Sequence[str]] = tuple(f".nv-meta/{name}" for name in METADATA_FILES)
 
     def shard_file(self, shard_name: str) -> str:

@@ -64,7 +64,7 @@ class LlavaOneVisionLayout(EnergonLayout):
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
     TOKEN_IDS = "never"
-    HOLDS_CP_SIZES = False
+    OWN_JSON = False
     HOLDS_UNTRAINED = False
     NEEDS_TRAITS = True
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")

@@ -63,7 +63,7 @@ class LoongForgeLayout(EnergonLayout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
     TOKEN_IDS = "never"
-    HOLDS_CP_SIZES = False
+    OWN_JSON = False
     HOLDS_UNTRAINED = False
     NEEDS_TRAITS = True
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")

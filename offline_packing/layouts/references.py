@@ -53,7 +53,7 @@ _MAX_KEY: Final = 1 << 12
 class ReferencesLayout(JoinedLayout):
     """One line per pack; nothing is copied but text."""
 
-    HOLDS_CP_SIZES = True
+    OWN_JSON = True
     PIECE = ".jsonl"
     COPIES_MEDIA = False
     MEDIA_ROOTS = METADATASET

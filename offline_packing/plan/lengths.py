@@ -132,8 +132,7 @@ def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
         "pack": np.repeat(np.arange(plan.num_packs), sizes),
         "position": np.arange(len(plan.sample_ids)) - np.repeat(plan.pack_offsets[:-1], sizes),
     }
-    if plan.cp_sizes is not None:
-        places["cp_size"] = np.repeat(plan.cp_sizes, sizes)
+    places |= {name: np.repeat(values, sizes) for name, values in plan.columns.items()}
     rows = samples.take(pa.array(np.concatenate([plan.sample_ids, aside])))
     if (copies := plan.copy_numbers()) is not None:
         rows = name_copies(rows, np.append(copies, np.zeros(len(aside), copies.dtype)))

@@ -326,9 +326,10 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
         splits={name: sum(own) for name, own in sizes.items()} if len(sizes) > 1 else {},
         epochs=first if len(first) > 1 else [],
     )
-    cp_sizes = None
-    if plans[0].cp_sizes is not None:
-        cp_sizes = np.concatenate([np.asarray(plan.cp_sizes) for plan in plans])
+    columns = {
+        f"{name}s": np.concatenate([plan.columns[name] for plan in plans])
+        for name in plans[0].columns
+    }
     ids = np.concatenate([plan.set_aside_ids for plan in plans])
     aside, firsts = np.unique(ids, return_index=True)
     is_packed = np.zeros(max(some.max(initial=-1) for some in (ids, packs.sample_ids)) + 1, bool)
@@ -340,7 +341,7 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
         done = [plan.info.settings["uniform"] for plan in plans]
         settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
     info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
-    return PackPlan(*packs, aside[lost], reasons, info, cp_sizes)
+    return PackPlan(*packs, aside[lost], reasons, info, **columns)
 
 
 def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
@@ -361,7 +362,7 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
     if pack.cp_size > 1:
         units = units_of_samples(samples)[kept]
         arguments |= {"picture_ranks": pack.cp_size, "units": units}
-    if pack.cp_size > 1 or pack.order is not None or pack.slots is not None:
+    if pack.context_parallel is not None or pack.order is not None:
         flops = sample_flops(samples, model_cost(config.model))
         arguments |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
     if pack.order is not None:

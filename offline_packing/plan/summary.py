@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 
 from offline_packing.runs.figures import Figures
+from task_encoders.packs.slots import slot_rows
 
 _BAR_WIDTH = 40
 
@@ -45,11 +46,7 @@ def _plan_rows(found: Figures) -> Iterator[tuple[str, str]]:
     yield "packed samples", f"{num_samples:,}"
     yield "tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"
     yield "packs", f"{plan['packs']:,} of {seq_length:,} tokens, strategy {plan['strategy']}"
-    if plan["slots"] is not None:
-        room = "{ranks} ranks x {tokens_per_rank:,} tokens".format_map(plan["context_parallel"])
-        yield "slots", f"{plan['slots']:,} of {room}"
-        sizes = (f"{count:,} over {size}" for size, count in plan["packs_by_cp_size"].items())
-        yield "packs over ranks", ", ".join(sizes)
+    yield from slot_rows(plan)
     yield "lower bound", f"{plan['lower_bound']:,} (gap {plan['gap']:.3%})"
     yield "fill", f"{plan['fill']:.2%}"
     yield "packing factor", f"{plan['packing_factor']:.2f} samples per pack"
@@ -83,9 +80,6 @@ def _rank_rows(found: Figures) -> Iterator[tuple[str, str]]:
     """Shares of time that ranks wait for others, where the packs were made for some."""
     plan = found["plan"]
     waiting, split = plan["waiting"], plan["picture_split"]
-    if plan["idle_in_slots"] is not None:
-        shown = f"{plan['idle_in_slots']:.2%}, by operations; communication is not counted"
-        yield "idle in slots", shown
     if waiting and waiting["ordered"] and waiting["share"] is None:
         fewer = "{packs:,} packs are not one for each of {num_ranks:,} ranks"
         yield "order", fewer.format_map(waiting)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from offline_packing.errors import StageError
-from offline_packing.planner.ranks.layout import ContextParallel, RankLayout, slot_offsets
+from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.storage.files import (
     atomic_file,
     load_array,
@@ -26,6 +26,7 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from task_encoders.packs.manifest import html_table
+from task_encoders.packs.slots import ContextParallel, Slots
 from task_encoders.storage.paths import path_of
 
 FORMAT_VERSION = 1
@@ -85,12 +86,16 @@ class PackPlan:
         return len(self.pack_offsets) - 1
 
     @property
+    def slots(self) -> Slots | None:
+        """The slots that packs over 1, 2, 4 … ranks fill."""
+        over = self.info.context_parallel
+        return None if over is None or self.cp_sizes is None else Slots(over, self.cp_sizes)
+
+    @property
     def slot_offsets(self) -> np.ndarray:
         """int64 (num_slots + 1,): slot i holds the packs slot_offsets[i]:slot_offsets[i + 1], whose
         ``cp_sizes`` add up to the ranks. Without these, each pack is a slot."""
-        if self.cp_sizes is None or self.info.context_parallel is None:
-            return np.arange(self.num_packs + 1)
-        return slot_offsets(self.cp_sizes, self.info.context_parallel.ranks)
+        return np.arange(self.num_packs + 1) if self.slots is None else self.slots.offsets
 
     @property
     def order(self) -> RankLayout | None:
@@ -101,9 +106,21 @@ class PackPlan:
     @property
     def room(self) -> int:
         """Tokens that all packs could hold."""
-        if self.cp_sizes is None or self.info.context_parallel is None:
+        if self.slots is None:
             return self.num_packs * self.info.seq_length
-        return int(self.cp_sizes.sum(dtype=np.int64)) * self.info.context_parallel.tokens_per_rank
+        return len(self.slots) * self.slots.over.ranks * self.slots.over.tokens_per_rank
+
+    @property
+    def rooms(self) -> np.ndarray:
+        """Tokens that each pack may hold, (num_packs,)."""
+        if self.slots is None:
+            return np.full(self.num_packs, self.info.seq_length)
+        return np.asarray(self.slots.over.room(self.slots.cp_sizes, self.info.seq_length))
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Values of each pack that the rows of its samples repeat, (num_packs,) each, by name."""
+        return {} if self.cp_sizes is None else {"cp_size": self.cp_sizes}
 
     @property
     def gap(self) -> float:
@@ -195,10 +212,9 @@ class PackPlan:
     def statistics(self) -> dict[str, Any]:
         """Figures for the report and the log."""
         slots: dict[str, Any] = {}
-        if self.cp_sizes is not None:
-            sizes, counts = np.unique(self.cp_sizes, return_counts=True)
-            by_size = dict(zip(map(str, sizes), counts.tolist(), strict=True))
-            slots = {"num_slots": len(self.slot_offsets) - 1, "packs_by_cp_size": by_size}
+        if self.slots is not None:
+            by_size = self.slots.packs_by_size
+            slots = {"num_slots": len(self.slots), "packs_by_cp_size": by_size}
         return {
             "num_packs": self.num_packs,
             "lower_bound": self.info.lower_bound,
@@ -222,8 +238,7 @@ class PackPlan:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").unlink(missing_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        if self.cp_sizes is not None:
-            arrays["cp_sizes"] = self.cp_sizes
+        arrays |= {f"{name}s": values for name, values in self.columns.items()}
         for name, array in arrays.items():
             kind = np.dtype(id_type if id_type and name.endswith("_ids") else array.dtype)
             # as `np.save` would write an array of this type, some of it at a time

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
+from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.storage.yaml_file import explain_value_error
 from task_encoders.field_types import Count, NonNegative, one_of
+from task_encoders.packs.slots import ContextParallel
 
 
 def _listed(value: Any) -> Any:

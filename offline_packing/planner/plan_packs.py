@@ -15,7 +15,7 @@ from offline_packing.planner.exchange import (
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.deal import PackCosts, cost_grouped_order
-from offline_packing.planner.ranks.layout import ContextParallel, RankLayout
+from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.ranks.picture_split import even_samples
 from offline_packing.planner.ranks.slots import fill_slots, pack_over_ranks
 from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
@@ -34,6 +34,7 @@ from offline_packing.planner.strategies.strategy import Packs, join_packs, reord
 from offline_packing.planner.windows import pack_in_order
 from task_encoders.field_types import Count, Integer, checked, checked_model
 from task_encoders.packs.pack_format import cut_multiple
+from task_encoders.packs.slots import ContextParallel
 
 _SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
 _PART_PACKS = 200  # packs that a part has at least when copies are dealt out
@@ -45,7 +46,7 @@ class Draft(NamedTuple):
     """A plan so far."""
 
     packs: Packs
-    #: no plan for these samples has fewer packs (of the same groups and budgets)
+    #: no plan for these samples has fewer packs (of the same groups and budgets), or slots
     bound: int
     #: int32 (num_packs,): ranks of each pack, if they differ
     cp_sizes: np.ndarray | None = None
@@ -148,18 +149,15 @@ def plan_packs(
             draft = _AFTER[one.name](samples, draft, request)
     packs, bound, cp_sizes, notes = draft
     kept = samples.lengths[packs.sample_ids]
-    num_tokens_packed = int(kept.sum(dtype=np.int64))
-    if context_parallel is not None and cp_sizes is not None:
-        room = context_parallel.ranks * context_parallel.tokens_per_rank
-        bound = -(-num_tokens_packed // room)
+    if cp_sizes is not None:  # each sample is padded to what the ranks of its pack cut
         each = np.repeat(cp_sizes, np.diff(packs.pack_offsets)) * unit
-        num_tokens_packed = int((-(-kept // each) * each.astype(np.int64)).sum())
+        kept = -(-kept // each) * each.astype(np.int64)
     info = PlanInfo(
         seq_length=seq_length,
         strategy=chosen.strategy,
         seed=chosen.seed,
         pad_multiple=chosen.pad_multiple,
-        num_tokens=num_tokens_packed,
+        num_tokens=int(kept.sum(dtype=np.int64)),
         lower_bound=bound,
         reason_names=admission.reason_names,
         num_copies=len(packs.sample_ids) - len(samples.lengths),
@@ -317,11 +315,14 @@ def _order_by_cost(samples: Samples, draft: Draft, request: PlanRequest) -> Draf
 
 
 def _fill_slots(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
-    """The packs in slots of ``request.slots``, and the ranks of each."""
+    """The packs in slots of ``request.slots``, the ranks of each, and a lower bound of slots."""
+    assert request.slots is not None
+    num_tokens = int(samples.lengths[draft.packs.sample_ids].sum(dtype=np.int64))
+    bound = -(-num_tokens // (request.slots.ranks * request.slots.tokens_per_rank))
     seed = request.options.seed if "shuffle" in request.options.assignment else None
     lengths, capacities = _in_units(samples.lengths, request)
     packs, cp_sizes = fill_slots(draft.packs, lengths, samples.cost, capacities, seed)
-    return draft._replace(packs=packs, cp_sizes=cp_sizes)
+    return draft._replace(packs=packs, bound=bound, cp_sizes=cp_sizes)
 
 
 def _shuffle(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:

@@ -272,10 +272,7 @@ def pack_figures(
 
     lengths, num_samples = samples.array("num_tokens"), np.diff(plan.pack_offsets)
     tokens = sums(lengths)
-    room: Any = plan.info.seq_length
-    if plan.cp_sizes is not None and plan.info.context_parallel is not None:
-        room = np.minimum(plan.cp_sizes * plan.info.context_parallel.tokens_per_rank, room)
-    at_least = [int((tokens >= np.ceil(share * room)).sum()) for share in _FILL_BANDS]
+    at_least = [int((tokens >= np.ceil(share * plan.rooms)).sum()) for share in _FILL_BANDS]
     bands = zip(_FILL_BANDS, np.diff(at_least, prepend=0).tolist(), strict=True)
     values = {
         "tokens": tokens,

@@ -37,8 +37,6 @@ _PLAN_FILES: Final = (
     "set_aside.parquet",
     "summary.txt",
 )
-#: One more file, if packs go over 1, 2, 4 … ranks.
-CP_SIZES: Final = "cp_sizes.npy"
 #: Files that say which samples form which pack.
 _PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
 
@@ -110,7 +108,7 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
 
 def plan_files(config: PackingConfig) -> tuple[str, ...]:
     """Files of a plan, whose hashes stage.json holds."""
-    return (*_PLAN_FILES, *([CP_SIZES] if config.pack.slots is not None else []))
+    return (*_PLAN_FILES, *(["cp_sizes.npy"] if config.pack.slots is not None else []))
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:

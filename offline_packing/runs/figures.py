@@ -20,10 +20,11 @@ from offline_packing.index.rows import media_of_samples, pack_table, split_of_pa
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.ranks.layout import RankLayout, idle_in_slots
+from offline_packing.planner.ranks.layout import RankLayout
 from task_encoders.families import ModelOptions, model_cost
 from task_encoders.families.base.cost import most_positions
 from task_encoders.packs.manifest import PackColumns
+from task_encoders.packs.slots import slot_figures
 
 #: The ranks whose waiting is computed if pack.order names none.
 _NUM_RANKS: Final = 8
@@ -70,20 +71,16 @@ def run_figures(
     if plan is None:
         return {**found, "seq_length": config.pack.seq_length, "plan": None, "saving": None}
     cost, lengths = model_cost(config.model), np.repeat(samples.array("num_tokens"), uses)
-    found |= plan_figures(config.report, lengths, plan)
-    picture_split = split_of_packs(samples, plan, cost)
-    if table is None and (plan.order is not None or plan.cp_sizes is not None):
+    if table is None and (plan.order is not None or plan.slots is not None):
         table = pack_table(samples, plan, cost)
+    found |= plan_figures(config.report, lengths, plan, None if table is None else table.cost)
+    picture_split = split_of_packs(samples, plan, cost)
     found["plan"] |= {
         "splits": _split_figures(config, plan),
         "ranks_of_a_pack": config.pack.cp_size,
         "picture_split": None if picture_split is None else picture_split._asdict(),
-        "idle_in_slots": None,
         "waiting": None if table is None else _waiting(config, plan, table),
     }
-    slots = plan.info.context_parallel
-    if table is not None and plan.cp_sizes is not None and slots is not None:
-        found["plan"]["idle_in_slots"] = idle_in_slots(table.cost, plan.cp_sizes, slots.ranks)
     return found
 
 
@@ -98,11 +95,14 @@ def sample_figures(num_samples: int, set_aside: Mapping[str, int]) -> Figures:
 
 
 def plan_figures(
-    compared: ReportConfig, lengths: npt.NDArray[np.integer], plan: PackPlan
+    compared: ReportConfig,
+    lengths: npt.NDArray[np.integer],
+    plan: PackPlan,
+    cost: npt.NDArray[np.float64] | None = None,
 ) -> Figures:
     """Figures of a plan that need only the tokens (num_packed,) of each use of a sample, at least
-    one. `saving` is that of packing, against batches of samples padded to their longest: tokens,
-    shares of padding, and steps of an epoch."""
+    one, and if it is known the cost of its packs. `saving` is that of packing, against batches of
+    samples padded to their longest: tokens, shares of padding, and steps of an epoch."""
     info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
     of_length = np.zeros(seq_length + 1, np.int64)
@@ -112,7 +112,6 @@ def plan_figures(
     every = np.arange(seq_length + 1)
     tokens, batch = int(lengths.sum(dtype=np.int64)), compared.global_batch_size
     in_batches = padded_tokens(of_length, compared.padded_batch_size)
-    statistics = plan.statistics()
     return {
         "seq_length": seq_length,
         "plan": {
@@ -125,9 +124,7 @@ def plan_figures(
             "packing_factor": plan.packing_factor,
             "epochs": max(1, len(info.epochs)),
             "pairs_again": plan.pairs_again() if info.epochs else None,
-            "slots": statistics.get("num_slots"),
-            "packs_by_cp_size": statistics.get("packs_by_cp_size"),
-            "context_parallel": info.context_parallel and vars(info.context_parallel),
+            **slot_figures(plan.slots, cost),
         },
         "saving": {
             "tokens": tokens,

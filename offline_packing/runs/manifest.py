@@ -9,7 +9,6 @@ import base64
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +24,6 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import (
-    CP_SIZES,
     Fingerprint,
     StoredPlan,
     generation_of,
@@ -37,7 +35,6 @@ from offline_packing.runs.repair import accept, refused
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import (
     hash_bytes,
-    load_array,
     read_each,
     seal,
     to_json,
@@ -51,7 +48,6 @@ from task_encoders.packs.manifest import (
     ManifestError,
     PackColumns,
     ShardLine,
-    Slots,
 )
 from task_encoders.storage.paths import REMEDY
 
@@ -197,7 +193,7 @@ def build_manifest(
 ) -> Manifest:
     """The manifest without `metadata`, which `finish_layout` adds."""
     index, plan = samples.info, stored.info
-    shards, slots = _describe_shards(run, fragments), run.config.pack.slots
+    shards = _describe_shards(run, stored, fragments)
     packs = {
         split: sum(shard.packs for shard in shards if shard.split == split)
         for split in run.config.output.split
@@ -218,7 +214,7 @@ def build_manifest(
             media_hashed_in_part=index.num_part_hashed,
         ),
         epochs=plan.get("epochs", {}),
-        context_parallel=None if slots is None else Slots(**asdict(slots)),
+        context_parallel=run.config.pack.slots,
         generation=generation_of(shards_fingerprint(run, plan["hash"])),
         loss_weights="fractional" if index.num_weighted else None,
         shards=shards,
@@ -247,21 +243,21 @@ def hash_plan(info: Mapping[str, Any]) -> str:
     return hash_bytes(to_json(named))
 
 
-def _describe_shards(run: Run, fragments: Sequence[Path]) -> tuple[ShardLine, ...]:
-    """The shards' lines, with the ranks of their packs as planned, if packs differ in that."""
-    cp_sizes = np.empty(0, np.int32)
-    if run.config.pack.slots is not None:
-        cp_sizes = load_array(run.workspace.plan / CP_SIZES)
+def _describe_shards(
+    run: Run, stored: StoredPlan, fragments: Sequence[Path]
+) -> tuple[ShardLine, ...]:
+    """The shards' lines, with the planned columns of their packs."""
     lines, first = [], 0
     for fragment in read_each(run.workspace.root, ShardFragment.load, fragments):
-        own = tuple(cp_sizes[first : first + fragment.num_packs].tolist())
-        lines.append(shard_line(fragment, own))
-        first += fragment.num_packs
+        own = slice(first, first := first + fragment.num_packs)
+        columns = stored.packs.columns.items()
+        planned = {f"{name}s": tuple(values[own].tolist()) for name, values in columns}
+        lines.append(shard_line(fragment, **planned))
     return tuple(lines)
 
 
-def shard_line(fragment: ShardFragment, cp_sizes: tuple[int, ...] = ()) -> ShardLine:
-    """A shard's line, with the ranks of its packs."""
+def shard_line(fragment: ShardFragment, **columns: tuple[int, ...]) -> ShardLine:
+    """A shard's line, with columns of its packs."""
     return ShardLine(
         name=fragment.name,
         split=fragment.split,
@@ -271,7 +267,7 @@ def shard_line(fragment: ShardFragment, cp_sizes: tuple[int, ...] = ()) -> Shard
         bytes=fragment.num_bytes,
         xxh3_128=fragment.xxh3_128,
         fragment_xxh3_128=fragment.content_hash,
-        cp_sizes=cp_sizes,
+        **columns,  # type: ignore[arg-type]
     )
 
 

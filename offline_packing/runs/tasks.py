@@ -163,14 +163,13 @@ def iterate_tasks(
 def _as_planned(
     table: pa.Table, plan: PackPlan, shard: PlannedShard, copies: SampleIds | None
 ) -> pa.Table:
-    """A shard's samples with the keys of copies, and the ranks of their packs, if these differ."""
+    """A shard's samples with the keys of copies, and the columns of their packs."""
     if not len(table):
         return table
     packs = slice(shard.first_pack, shard.first_pack + shard.num_packs)
     offsets = plan.pack_offsets[packs.start : packs.stop + 1]
     if copies is not None:
         table = name_copies(table, copies[offsets[0] : offsets[-1]])
-    if plan.cp_sizes is None:
-        return table
-    cp_sizes = np.repeat(plan.cp_sizes[packs], np.diff(offsets))
-    return table.append_column("cp_size", pa.array(cp_sizes))
+    for name, values in plan.columns.items():
+        table = table.append_column(name, pa.array(np.repeat(values[packs], np.diff(offsets))))
+    return table

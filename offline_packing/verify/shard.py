@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from offline_packing.config.sections import PackConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedSample, PlannedShard, ShardFragment, ShardTask
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.ranks.layout import ContextParallel
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
 from offline_packing.verify.damage import Damage
@@ -26,7 +26,6 @@ from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.manifest import Manifest, ShardLine
 from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, restore_pack
-from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.samples import SampleError, SourceSample
 
@@ -97,14 +96,12 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """One shard: its expected packs, its line in the manifest, and the padding of samples. A deep
+    """One shard: its expected packs, its line in the manifest, and the options of packing. A deep
     one also compares it with the source."""
 
     shard: ShardTask
     expected: ShardLine
-    multiple: int
-    #: ranks of a slot, if packs go over 1, 2, 4 … of them
-    slots: ContextParallel | None
+    pack: PackConfig
     model: ModelOptions
     deep: bool
     #: whether these are some packs of their shard, which is not checked as a whole
@@ -129,8 +126,8 @@ def verify_tasks(
     tasks = iterate_tasks(run, samples, plan, listed, with_sources=deep)
     for task in tasks:
         line, span = lines[layout.shard_file(task.shard.name)]
-        task, pack = replace(task, span=span), config.pack
-        yield VerifyTask(task, line, pack.padding, pack.slots, config.model, deep, is_part)
+        own = replace(task, span=span)
+        yield VerifyTask(own, line, config.pack, config.model, deep, is_part)
 
 
 def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[VerifyTask]:
@@ -153,7 +150,7 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
             generation="",
             span=span,
         )
-        yield VerifyTask(task, line, 1, None, config.model, deep=False)
+        yield VerifyTask(task, line, config.pack, config.model, deep=False)
 
 
 def _spans(lines: Sequence[ShardLine]) -> Iterator[tuple[ShardLine, tuple[int, int]]]:
@@ -252,12 +249,10 @@ def _pack_problems(
     lengths = [sample.num_tokens for sample in samples]
     if list(pack.num_tokens or ()) != lengths:
         yield "meta.num_tokens is not what was measured"
-    multiple, room, cp_size = task.multiple, task.shard.seq_length, samples[0].cp_size
+    cp_size = samples[0].cp_size
     if pack.cp_size != cp_size:
         yield f"goes over {pack.cp_size} ranks, not the planned {cp_size}"
-    if cp_size is not None and task.slots is not None:
-        multiple = cut_multiple(cp_size, multiple)
-        room = min(room, cp_size * task.slots.tokens_per_rank)
+    multiple, room = task.pack.of_pack(cp_size)
     padded = sum(-(-length // multiple) * multiple for length in lengths)
     if padded > room:
         yield f"{padded} tokens > {'seq_length' if cp_size is None else 'its room'} {room}"

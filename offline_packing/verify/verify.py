@@ -24,7 +24,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import PlannedShard, ShardFragment, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.ranks.layout import RankLayout, slot_offsets
+from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
 from offline_packing.runs.manifest import read_manifest, require_manifest, shard_line
 from offline_packing.runs.repair import start_repair
@@ -225,16 +225,15 @@ def _check_records(samples: Index, manifest: Manifest, plan: PackPlan, total: Ve
 
 def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> None:
     """Check that packs have their planned ranks, and that these add up to slots in each split."""
-    if manifest.context_parallel is None or plan.cp_sizes is None:
+    by_split = {line.split: manifest.slots(line.split) for line in manifest.shards}
+    found = {split: slots for split, slots in by_split.items() if slots is not None}
+    if not found or plan.cp_sizes is None:
         return
-    by_split: dict[str, list[int]] = {}
-    for line in manifest.shards:
-        by_split.setdefault(line.split, []).extend(line.cp_sizes)
-    if [size for sizes in by_split.values() for size in sizes] != plan.cp_sizes.tolist():
+    if not np.array_equal(np.concatenate([one.cp_sizes for one in found.values()]), plan.cp_sizes):
         total.problem("manifest.json does not list the planned ranks of each pack")
-    for split, sizes in by_split.items():
+    for split, slots in found.items():
         try:
-            slot_offsets(np.array(sizes), manifest.context_parallel.ranks)
+            slots.offsets  # noqa: B018 - checks them
         except ValueError as error:
             total.problem(f"manifest.json, split {split}: {error}")
 

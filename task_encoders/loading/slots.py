@@ -1,22 +1,23 @@
-"""Packs that go over 1, 2, 4 … ranks: the rows of one rank, slot after slot.
+"""Packs that go over 1, 2, 4 … ranks: a row for each rank, slot after slot (`packs.slots`).
 
-    slot 0   pack 0 over ranks 0 to 3, pack 1 over 4 and 5, packs 2 and 3 over 6 and 7
-    slot 1   pack 4 over all
+    rows = SlotRows(PackedFolder("out/packed", task_encoder))
+    for row in ScheduledLoader(rows, rows.in_turn(num_ranks=32), rank):
+        ...  # the row of a whole pack
 
-A pack over n ranks begins at a rank that is a multiple of n, so that n ranks from there, a group
-that is made once, share it.
+Each of the `row.local_cp_size` ranks that share a pack gets the same row.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from task_encoders.field_types import Count, Integer, checked
+from task_encoders.field_types import Count, checked
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packs.manifest import Manifest, read_manifest
+from task_encoders.loading.schedule import InTurn
+from task_encoders.packs.manifest import read_manifest
 from task_encoders.storage.paths import REMEDY
 
 if TYPE_CHECKING:
@@ -24,64 +25,61 @@ if TYPE_CHECKING:
 
 
 class SlotRows(Dataset["PackedBatch"]):
-    """One rank's row of each slot, by the slot's number, in written order, which is random. The
-    ranks of a pack get the same whole row; `local_cp_size` says how many share it, and
-    `first_ranks` who they are. A map-style dataset for `DataLoader(rows, batch_size=None)`.
+    """Rows of slots in written order, which is random: row s · R + r is that of rank r in slot s of
+    R ranks. Ranks that share a pack have the same rows.
 
     Args:
         folder: one folder of packs, with a task encoder; not a blend.
-        rank: this rank's number.
-        num_ranks: the number that the packs were planned for.
 
     Raises:
-        PackedFolderError: the packs were not planned for slots, or for another number of ranks.
+        PackedFolderError: the packs were not planned for slots.
     """
 
-    @checked
-    def __init__(self, folder: PackedFolder, rank: Integer, num_ranks: Count) -> None:
-        manifest = _manifest_of(folder)
-        assert manifest.context_parallel is not None
-        if num_ranks != manifest.context_parallel.ranks or not 0 <= rank < num_ranks:
+    def __init__(self, folder: PackedFolder) -> None:
+        roots = {shard.root for shard in folder.shards}
+        manifest = read_manifest(next(iter(roots))) if len(roots) == 1 else None
+        slots = manifest.slots(folder.split) if manifest is not None else None
+        if slots is None:
+            what = "a blend" if len(roots) > 1 else "packed without pack.context_parallel.ranks"
             raise PackedFolderError(
-                f"{folder.path}: slots are for {manifest.context_parallel.ranks} ranks, and this "
-                f"is rank {rank} of {num_ranks}; train on as many, or pack again with "
-                f"pack.context_parallel.ranks={num_ranks}"
+                f"{folder.path} is {what}: its packs fill no slots; pack all sources in one "
+                "output, with pack.context_parallel={ranks: …, tokens_per_rank: …}"
             )
-        lines = [line for line in manifest.shards if line.split == folder.split]
-        cp_sizes = np.array([size for line in lines for size in line.cp_sizes], np.int64)
-        if len(cp_sizes) != len(folder) or cp_sizes.sum() % num_ranks:
+        self._folder, self.slots = folder, slots
+        if len(slots.cp_sizes) != len(folder) or len(self) % slots.over.ranks:
             raise PackedFolderError(
-                f"{folder.path}: manifest.json has the ranks of {len(cp_sizes)} packs, which fill "
-                f"no slots of {num_ranks} ranks, for {len(folder)} packs; {REMEDY}"
+                f"{folder.path}: manifest.json has the ranks of {len(slots.cp_sizes)} packs, which "
+                f"fill no slots of {slots.over.ranks} ranks, for {len(folder)} packs; {REMEDY}"
             )
-        self._folder = folder
-        begins = np.cumsum(cp_sizes) - cp_sizes
-        #: int64 (num_slots,): this rank's pack in each slot
-        self.packs: npt.NDArray[np.int64] = (
-            np.searchsorted(begins, np.arange(rank, cp_sizes.sum(), num_ranks), "right") - 1
-        )
-        #: int64 (num_slots,): the ranks that its pack goes over, and the first of them
-        self.cp_sizes, self.first_ranks = cp_sizes[self.packs], begins[self.packs] % num_ranks
 
     def __len__(self) -> int:
-        """Slots."""
-        return len(self.packs)
+        """Rows of all ranks in all slots."""
+        return int(self.slots.cp_sizes.sum())
 
-    def __getitem__(self, slot: int) -> "PackedBatch":
-        """This rank's row of a slot. Raises SampleError if its pack has no usable sub-sample."""
-        row, encoder = self._folder.row(int(self.packs[slot])), self._folder.task_encoder
+    def __getitem__(self, number: int) -> "PackedBatch":
+        """A rank's row of a slot. Raises SampleError if its pack has no usable sub-sample."""
+        row, encoder = self._folder.row(self.pack_of(number)), self._folder.task_encoder
         assert encoder is not None  # row raises without
         return encoder.batch([row])
 
+    def pack_of(self, number: int) -> int:
+        """The pack of a row."""
+        return int(np.searchsorted(self.slots.begins, number, "right")) - 1
 
-def _manifest_of(folder: PackedFolder) -> Manifest:
-    """The manifest of a folder whose packs fill slots."""
-    roots = {shard.root for shard in folder.shards}
-    manifest = read_manifest(next(iter(roots))) if len(roots) == 1 else None
-    if manifest is None or manifest.context_parallel is None:
-        what = "a blend" if len(roots) > 1 else "packed without pack.context_parallel.ranks"
-        raise PackedFolderError(
-            f"{folder.path} is {what}: its packs fill no slots; pack all sources in one output, "
-            "with pack.context_parallel={ranks: …, tokens_per_rank: …}"
-        )
-    return manifest
+    @staticmethod
+    def collate(rows: Sequence["PackedBatch"]) -> "PackedBatch":
+        """A rank trains a row at a time."""
+        (row,) = rows
+        return row
+
+    @checked
+    def in_turn(self, num_ranks: Count, *, repeat: bool = True) -> InTurn:
+        """The schedule of a slot per step; if there are a multiple of its ranks, of several. Raises
+        PackedFolderError for other numbers."""
+        ranks = self.slots.over.ranks
+        if num_ranks % ranks:
+            raise PackedFolderError(
+                f"{self._folder.path}: slots are for {ranks} ranks, and there are {num_ranks}; "
+                f"train on a multiple, or pack again with pack.context_parallel.ranks={num_ranks}"
+            )
+        return InTurn([len(self)], num_ranks, repeat=repeat)

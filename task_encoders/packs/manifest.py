@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from task_encoders.packs.slots import ContextParallel, Slots
 from task_encoders.storage.paths import REMEDY
 
 NAME: Final = "manifest.json"
@@ -79,13 +80,6 @@ class ShardLine(_Model):
         return np.frombuffer(base64.b64decode(self.flops), "<f4").reshape(-1, 2).astype(np.float64)
 
 
-class Slots(_Model):
-    """Ranks that train the packs of a slot together."""
-
-    ranks: int
-    tokens_per_rank: int
-
-
 class Counts(_Model):
     """Totals over all epochs."""
 
@@ -115,7 +109,7 @@ class Manifest(_Model):
     #: by split, the packs of each epoch, where each has packs of its own
     epochs: dict[str, tuple[int, ...]] = {}
     #: ranks of a slot of packs, if packs go over 1, 2, 4 … of them, and the tokens of each rank
-    context_parallel: Slots | None = None
+    context_parallel: ContextParallel | None = None
     #: 16 hexadecimal digits, also in each pack; others where packs of another plan, or other shards
     #: of the same, are written in their place
     generation: str
@@ -156,7 +150,15 @@ class Manifest(_Model):
         """Tokens that a pack over `num_ranks` (if packs differ in that) may hold."""
         if num_ranks is None or self.context_parallel is None:
             return self.seq_length
-        return min(num_ranks * self.context_parallel.tokens_per_rank, self.seq_length)
+        return int(self.context_parallel.room(num_ranks, self.seq_length))
+
+    def slots(self, split: str = "train") -> Slots | None:
+        """The slots of a split; None: each pack is trained on one rank."""
+        if self.context_parallel is None:
+            return None
+        lines = [line for line in self.shards if line.split == split]
+        sizes = np.array([size for line in lines for size in line.cp_sizes], np.int64)
+        return Slots(self.context_parallel, sizes)
 
     def is_padded_to(self, multiple: int) -> bool:
         """Whether packs have room for samples that are padded to a multiple."""

@@ -139,18 +139,17 @@ def test_verify_compares_ranks_with_the_plan(packed: Run) -> None:
 
 
 def test_each_rank_reads_its_row_of_every_slot(folder: PackedFolder) -> None:
-    ranks = [SlotRows(folder, rank, 4) for rank in range(4)]
+    rows = SlotRows(folder)
+    turns = rows.in_turn(4, repeat=False)
+    loaders = [ScheduledLoader(rows, turns, rank) for rank in range(4)]
     keys: list[str] = []
-    for slot in range(len(ranks[0])):
+    for slot in zip(*loaders, strict=True):
         rank = 0
         while rank < 4:
-            size = int(ranks[rank].cp_sizes[slot])
-            sharing = range(rank, rank + size)
+            row = slot[rank]
+            size = row.local_cp_size
             assert rank % size == 0
-            assert {int(ranks[one].packs[slot]) for one in sharing} == {ranks[rank].packs[slot]}
-            assert {int(ranks[one].first_ranks[slot]) for one in sharing} == {rank}
-            row = ranks[rank][slot]
-            assert row.local_cp_size == size
+            assert {tuple(one.__key__) for one in slot[rank : rank + size]} == {tuple(row.__key__)}
             assert not (row.cu_lengths % cut_multiple(size)).any()
             assert row.tokens.shape[1] <= size * 384
             params = to_packed_seq_params(row)
@@ -164,14 +163,14 @@ def test_each_rank_reads_its_row_of_every_slot(folder: PackedFolder) -> None:
 
 
 def test_slots_of_another_number_of_ranks_are_refused(folder: PackedFolder) -> None:
-    with pytest.raises(PackedFolderError, match=r"slots are for 4 ranks, .* rank 0 of 8"):
-        SlotRows(folder, 0, 8)
+    with pytest.raises(PackedFolderError, match=r"slots are for 4 ranks, and there are 6; train"):
+        SlotRows(folder).in_turn(6)
 
 
 def test_packs_of_different_ranks_share_no_row(folder: PackedFolder) -> None:
-    sizes, encoder = SlotRows(folder, 3, 4), folder.task_encoder
+    sizes, encoder = SlotRows(folder).slots.cp_sizes.tolist(), folder.task_encoder
     assert encoder is not None
-    one, more = (int(sizes.packs[sizes.cp_sizes == size][0]) for size in (1, 4))
+    one, more = sizes.index(1), sizes.index(4)
     with pytest.raises(ValueError, match="different numbers of ranks"):
         encoder.batch([folder.row(one), folder.row(more)])
 

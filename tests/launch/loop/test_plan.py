@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import distributed
 from transformers import Qwen2VLConfig
@@ -19,7 +20,7 @@ from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
 from task_encoders.families import build_sample_encoder
-from task_encoders.packs.manifest import Slots
+from task_encoders.packs.slots import ContextParallel, Slots
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.packed_runs import SEQ_LENGTH
 from tests.helpers.rank_processes import run_ranks
@@ -51,12 +52,12 @@ def data_of(num_packs: int, num_samples: int) -> PackedData:
 
 
 def test_steps_are_counted_in_slots() -> None:
-    """100 slots of 8 packs on average for 4 ranks: on 8 ranks two at a time."""
-    slots = {"slots": Slots(ranks=4, tokens_per_rank=2048), "num_slots": 100}
-    data = replace(data_of(800, 1600), **slots)
-    for batch in ({"global_batch_packs": 32}, {"global_batch_size": 64}):
+    """100 slots of 3 packs for 4 ranks: on 8 ranks two at a time."""
+    slots = Slots(ContextParallel(4, 2048), np.tile([2, 1, 1], 100))
+    data = replace(data_of(300, 600), slots=slots)
+    for batch in ({"global_batch_packs": 12}, {"global_batch_size": 24}):
         plan = plan_of(data, 8, batch=batch)
-        assert (plan.accumulation, plan.packs_per_step, plan.iterations) == (2, 32, 25)
+        assert (plan.accumulation, plan.packs_per_step, plan.iterations) == (2, 12, 25)
     assert plan_of(data, 8, batch=batch, train={"epochs": 1.1}).iterations == 28
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from megatron.energon import stateless
@@ -25,13 +24,13 @@ from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.trainer import Trainer
 from launch.model.megatron_model import build_model
 from launch.train import cli
-from offline_packing.planner.ranks.layout import idle_in_slots, slot_offsets
 from offline_packing.storage.files import to_json
 from task_encoders import PackedTaskEncoder
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import normalise_pixels
 from task_encoders.packs.manifest import read_manifest
+from task_encoders.packs.slots import Slots
 from tests.helpers.packed_runs import (
     IMAGE_TOKEN,
     TINY_MODEL,
@@ -111,14 +110,12 @@ def train(command: list[str], kill_at: int | None = None) -> Watched:
     return watched
 
 
-def sizes_of(folder: Path, split: str) -> tuple[npt.NDArray[np.int64], int]:
-    """Ranks of each pack, and of a slot."""
+def slots_of(folder: Path, split: str) -> Slots:
     manifest = read_manifest(folder)
     assert manifest is not None
-    assert manifest.context_parallel is not None
-    lines = [line for line in manifest.shards if line.split == split]
-    sizes = np.array([size for line in lines for size in line.cp_sizes], np.int64)
-    return sizes, manifest.context_parallel.ranks
+    slots = manifest.slots(split)
+    assert slots is not None
+    return slots
 
 
 class PacksOfSlots:
@@ -126,8 +123,8 @@ class PacksOfSlots:
 
     def __init__(self, config: Any, encoder: Any, _: Any, split: str = "train", **__: Any) -> None:
         self._folder, self._encoder = PackedFolder(config.path, encoder, split=split), encoder
-        cp_sizes, self._ranks = sizes_of(Path(config.path), split)
-        self._offsets = slot_offsets(cp_sizes, self._ranks)
+        slots = slots_of(Path(config.path), split)
+        self._ranks, self._offsets = slots.over.ranks, slots.offsets
         self._split = split
         self.restart()
 
@@ -157,9 +154,8 @@ def train_alone(command: list[str], slots_per_step: int) -> Watched:
     """The same steps in one process, a pack at a time."""
 
     def plan(config: LaunchConfig, data: PackedData, _: int) -> TrainPlan:
-        assert data.slots is not None
-        found = plan_training(config, data, data.slots.ranks)
-        return replace(found, accumulation=slots_per_step * data.slots.ranks)
+        found = plan_training(config, data, data.slot_ranks)
+        return replace(found, accumulation=slots_per_step * data.slot_ranks)
 
     with pytest.MonkeyPatch.context() as patch:
         watched = watch(patch)
@@ -254,11 +250,11 @@ def test_four_ranks_train_as_one_process_and_resume_to_the_last_bit(
     assert set.union(*(rank.sizes for rank in whole)) == {1, 2, 4}
     for step, keys in enumerate(alone.keys):
         assert set(keys) == {key for rank in whole for key in rank.keys[step]}
-    sizes, _ = sizes_of(folder, "train")
+    slots = slots_of(folder, "train")
     for keys, line in zip(alone.keys, step_lines(tmp_path / "whole"), strict=True):
         flops = np.array([alone.flops[key] for key in keys])
-        idle = idle_in_slots(flops, sizes[[int(key[-8:]) for key in keys]], 4)
-        assert line["idle_share"] == pytest.approx(idle, rel=1e-6)
+        own = Slots(slots.over, slots.cp_sizes[[int(key[-8:]) for key in keys]])
+        assert line["idle_share"] == pytest.approx(own.idle_share(flops), rel=1e-6)
 
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         run("killed", KILL_AT)

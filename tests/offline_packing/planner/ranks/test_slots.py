@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from offline_packing import ContextParallel, PackPlan, plan_packs
-from offline_packing.planner.ranks.layout import idle_in_slots, slot_offsets
 from task_encoders.packs.pack_format import cut_multiple
+from task_encoders.packs.slots import Slots
 
 
 def test_ranks_are_a_power_of_two_and_hold_the_longest_pack() -> None:
     ranks = ContextParallel(8, 100)
-    assert ranks.sizes == [1, 2, 4, 8]
     assert ranks.capacities(640).tolist() == [100, 200, 400, 640]
     ranks.check(800, multiple=1)
     with pytest.raises(ValueError, match=r"ranks is 6; .*power of two"):
@@ -140,24 +139,27 @@ def test_ranks_of_a_slot_have_equal_cost() -> None:
     assert not len(plan.set_aside_ids)
     assert plan.fill > 0.998
     costs = np.add.reduceat(cost[plan.sample_ids], plan.pack_offsets[:-1])
-    assert idle_in_slots(costs, plan.cp_sizes, 8) < 0.005
+    assert plan.slots is not None
+    assert plan.slots.idle_share(costs) < 0.005
     shuffled = np.concatenate(
         [
             rng.permutation(np.flatnonzero(plan.cp_sizes == size))
             for size in np.unique(plan.cp_sizes)[::-1]
         ]
     )
-    assert idle_in_slots(costs[shuffled], plan.cp_sizes[shuffled], 8) > 0.05
+    assert Slots(ranks, plan.slots.cp_sizes[shuffled]).idle_share(costs[shuffled]) > 0.05
 
 
 def test_idle_time_and_slots_by_hand() -> None:
-    cp_sizes = np.array([4, 2, 1, 1, 8], np.int32)
-    assert slot_offsets(cp_sizes, 8).tolist() == [0, 4, 5]
+    ranks = ContextParallel(8, 100)
+    slots = Slots(ranks, np.array([4, 2, 1, 1, 8], np.int32))
+    assert slots.offsets.tolist() == [0, 4, 5]
+    assert slots.begins.tolist() == [0, 4, 6, 7, 8]
     # per rank 2, 4, 1, 3 and 1: the first slot takes 4, the second 1, of 8 ranks
-    assert idle_in_slots(np.array([8.0, 8, 1, 3, 8]), cp_sizes, 8) == 1 - 28 / (8 * 5)
+    assert slots.idle_share(np.array([8.0, 8, 1, 3, 8])) == 1 - 28 / (8 * 5)
     for wrong in ([4, 2], [4, 8, 4], [3, 8]):
         with pytest.raises(ValueError, match="do not add up to slots of 8 ranks"):
-            slot_offsets(np.array(wrong), 8)
+            len(Slots(ranks, np.array(wrong)))
 
 
 def test_copies_of_a_sample_share_no_pack() -> None:
