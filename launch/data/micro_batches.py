@@ -82,7 +82,9 @@ def build_task_encoder(
     if config.task_encoder is not None:
         own = _load_class(config.task_encoder)
         if not issubclass(own, kind):
-            raise ValueError(f"data.task_encoder {config.task_encoder!r} is not a subclass of {kind.__name__}")
+            raise ValueError(
+                f"data.task_encoder {config.task_encoder!r} is not a subclass of {kind.__name__}"
+            )
         kind = own
     padding: dict[str, Any] = (
         {"pad_multiple": pad_multiple, "fits_padded": True} if pad_multiple > 1 else {}
