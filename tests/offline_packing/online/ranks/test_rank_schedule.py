@@ -51,7 +51,7 @@ def test_packs_come_once_and_fill_the_last_step(num_ranks: int) -> None:
     num_ranks=st.integers(1, 9),
     budget=st.integers(20, 50),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_repeated_is_only_what_fills_the_last_step(
     lengths: list[int], costs: float | None, num_ranks: int, budget: int
 ) -> None:
@@ -125,7 +125,7 @@ def test_both_phases_cost_the_same(
     num_ranks=st.integers(1, 9),
     budget=st.sampled_from([None, 20, 50]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_steps_of_one_kind_in_both_phases(
     items: list[tuple[int, float, float, int]], num_ranks: int, budget: int | None
 ) -> None:
