@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.energon import WorkerConfig
 from torch import distributed
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -26,8 +25,9 @@ from offline_packing.online.datasets import (
 )
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from task_encoders.energon_samples import BATCH_TENSORS
-from task_encoders.loading.packed_dataset import PackedLoader, get_packed_loader
+from task_encoders.loading.packed_dataset import PackedLoader
 from task_encoders.settings import PackingSettings
+from tests.helpers import energon_batches
 from tests.helpers.faults import kill_worker
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered, numbers
 from tests.helpers.rank_processes import run_ranks
@@ -78,16 +78,11 @@ ENERGON = ("Energon", "Energon endless")
 
 
 class EnergonLoader:
-    """Energon's loader over dialogues with the calls of torchdata's. Its states go through a file,
-    as a checkpoint's."""
+    """Energon's loader with the calls of torchdata's. Its states go through files, as in a
+    checkpoint."""
 
-    def __init__(self, folder: Path, workers: int, *, repeat: bool, rank: int, world_size: int):
-        encoder = OnlineTaskEncoder(seq_length=512, settings=PackingSettings(packed=False))
-        config = WorkerConfig(rank=rank, world_size=world_size, num_workers=workers)
-        dataset = get_online_train_dataset(
-            folder, encoder, buffer=16, repeat=repeat, worker_config=config
-        )
-        self.loader: PackedLoader = get_packed_loader(dataset)
+    def __init__(self, loader: PackedLoader) -> None:
+        self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
@@ -110,14 +105,15 @@ def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loading(
     front: str, folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1
 ) -> Iterator[Any]:
-    ranks = {"rank": rank, "world_size": world_size}
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if front in DATASETS:
         dataset = DATASETS[front](**ranks)
         yield StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
         return
-    loader = EnergonLoader(folder, workers, repeat="endless" in front, **ranks)
-    yield loader
-    loader.loader.close()
+    encoder = OnlineTaskEncoder(seq_length=512, settings=PackingSettings(packed=False))
+    options = {"dataset_of": get_online_train_dataset, "buffer": 16, "repeat": "endless" in front}
+    with energon_batches.loading(folder, encoder, workers, **ranks, **options) as loader:
+        yield EnergonLoader(loader)
 
 
 def content(packs: Iterable[Any]) -> list[tuple[list[int], int]]:

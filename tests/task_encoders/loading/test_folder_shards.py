@@ -7,6 +7,7 @@ import pytest
 
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from tests.helpers.legacy_packs import text_folder
+from tests.helpers.unpacked_folders import blend_of
 
 
 @pytest.fixture(scope="module")
@@ -25,46 +26,42 @@ def keys(path: Path | str, split: str = "train") -> list[str]:
     return [f"{root[folder.order[i]]}{int(pack.key)}" for i, pack in enumerate(folder)]
 
 
-def blend(folders: Path, kind: str, *entries: str, split: str = "train") -> Path:
-    path = folders / "blend.yaml"
-    lines = "".join(f"      - {{{entry}}}\n" for entry in entries)
-    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
-    path.write_text(f"{head}  {split}:\n    {kind}:\n{lines}")
-    return path
+def blend(folders: Path, *entries: str, split: str = "train") -> Path:
+    return blend_of(folders / "blend.yaml", entries, splits=(split,))
 
 
 def test_weights_that_are_the_numbers_of_packs(
     folders: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = blend(folders, "blend", "path: a, weight: 3", "path: b, weight: 6")
+    path = blend(folders, "path: a, weight: 3", "path: b, weight: 6")
     assert keys(path) == ["b0", "a0", "b1", "b2", "a1", "b3", "b4", "a2", "b5"]
     assert not caplog.records
 
 
 def test_other_weights(folders: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An epoch is as long as each pack needs to come once; what comes more often is said."""
-    path = blend(folders, "blend", "path: a, weight: 1", "path: b, weight: 1")
+    path = blend(folders, "path: a, weight: 1", "path: b, weight: 1")
     found = keys(path)
     assert found[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert found[6:] == ["a0", "b3", "a1", "b4", "a2", "b5"]
     assert f"an epoch has 12 packs: 6 of the 3 of {folders}/a, 6 of the 6 of" in caplog.text
-    blend(folders, "blend", "path: a, weight: 1", "path: b, weight: 0.001")
+    blend(folders, "path: a, weight: 1", "path: b, weight: 0.001")
     with pytest.raises(PackedFolderError, match="by weight, an epoch would have 6006 packs"):
         PackedFolder(path)
 
 
 def test_subsets_and_repetitions(folders: Path) -> None:
     twice = "path: b, repetitions: 2, subset: {range: [1, 4]}"
-    path = blend(folders, "blend_epochized", twice, "path: a, subset: {range: [1, end]}")
+    path = blend(folders, twice, "path: a, subset: {range: [1, end]}")
     assert keys(path) == ["b1", "b2", "a1", "b3", "b1", "b2", "a2", "b3"]
-    blend(folders, "blend_epochized", "path: a, repetitions: 1.34")
+    blend(folders, "path: a, repetitions: 1.34")
     assert keys(path) == ["a0", "a1", "a2", "a0"]
 
 
 def test_other_splits_have_each_pack_once(folders: Path) -> None:
     """One dataset after the other, as Energon validates."""
     entries = (f"path: {name}, weight: 1, split_part: train" for name in "ba")
-    path = blend(folders, "blend", *entries, split="val")
+    path = blend(folders, *entries, split="val")
     assert keys(path, "val") == ["b0", "b1", "b2", "b3", "b4", "b5", "a0", "a1", "a2"]
 
 
@@ -84,6 +81,6 @@ def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:
     (packs / "packed_seq_dataset.idx").touch()
     with pytest.raises(PackedFolderError, match=r"dataset\.idx and \.bin cannot be read"):
         PackedFolder(packs)
-    path = blend(tmp_path, "blend", "path: nowhere, weight: 1")
+    path = blend(tmp_path, "path: nowhere, weight: 1")
     with pytest.raises(PackedFolderError, match=r"Energon cannot read it .*nowhere"):
         PackedFolder(path)

@@ -6,8 +6,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron.energon import (
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.loading.packed_dataset import (
-    PackedLoader,
     get_packed_loader,
     get_packed_train_dataset,
     get_packed_val_dataset,
@@ -34,7 +32,9 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import ManifestError
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.energon_batches import batches_of, loading
 from tests.helpers.legacy_packs import text_folder
+from tests.helpers.unpacked_folders import blend_of
 
 NUM_PACKS = 9
 EVERY_STEP = range(NUM_PACKS + 2)
@@ -50,28 +50,6 @@ def text_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def encoder() -> PackedTaskEncoder:
     return PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
-
-
-@contextmanager
-def loading(
-    make: Callable[..., Any],
-    folder: Path,
-    encoder: PackedTaskEncoder,
-    num_workers: int,
-    *,
-    state: Any = None,
-    rank: int = 0,
-    world_size: int = 1,
-    **options: Any,
-) -> Iterator[Any]:
-    """A loader over `folder`, with its workers ended afterwards."""
-    config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
-    loader = make(get_packed_train_dataset(folder, encoder, worker_config=config, **options))
-    loader.restore_state_rank(state)
-    try:
-        yield loader
-    finally:
-        PackedLoader.close(loader)
 
 
 def keys_of(batches: Any, count: int | None = None) -> list[str]:
@@ -117,8 +95,9 @@ def test_a_restored_loader_gives_the_rest_and_nothing_else(
 ) -> None:
     """On the last rank, which has a pack less than the first of two."""
     options: dict[str, Any] = {"rank": ranks - 1, "world_size": ranks, "repeat": repeat}
+    options["loader_of"] = make
     own = NUM_PACKS // ranks
-    with loading(make, text_packs, encoder, num_workers, **options) as loader:
+    with loading(text_packs, encoder, num_workers, **options) as loader:
         keys, states = states_of(loader, own + (1 if repeat else 0))
         keys += keys_of(iter(loader), 3) if repeat else []
     assert len(states) == own + (2 if repeat else 1)
@@ -127,7 +106,7 @@ def test_a_restored_loader_gives_the_rest_and_nothing_else(
     for step, state in enumerate(states):
         if step not in steps or (make is get_savable_loader and 0 < step < num_workers):
             continue  # Energon's own loses a sample of a worker that had not begun: see below
-        with loading(make, text_packs, encoder, num_workers, state=state, **options) as restored:
+        with loading(text_packs, encoder, num_workers, state=state, **options) as restored:
             rest = keys[step:][: 3 if repeat else None]
             assert keys_of(iter(restored), 3 if repeat else None) == rest, step
 
@@ -147,9 +126,7 @@ def test_workers_that_begin_late_lose_nothing(
     monkeypatch.setattr(threading.Thread, "start", start_late)
     keys, state = list[str](), None
     for left in (NUM_PACKS, NUM_PACKS - 1, NUM_PACKS - 2):
-        with loading(
-            get_packed_loader, text_packs, encoder, 2, state=state, repeat=False
-        ) as loader:
+        with loading(text_packs, encoder, 2, state=state) as loader:
             own, states = states_of(loader, 1)
             own += keys_of(iter(loader))
         assert len(own) == left
@@ -161,7 +138,7 @@ def test_workers_that_begin_late_lose_nothing(
 def test_a_second_pass_is_whole_and_can_be_restored(
     num_workers: int, text_packs: Path, encoder: Any
 ) -> None:
-    with loading(get_packed_loader, text_packs, encoder, num_workers, repeat=False) as loader:
+    with loading(text_packs, encoder, num_workers) as loader:
         assert len(keys_of(loader)) == NUM_PACKS
         between = loader.save_state_rank()
         batches = iter(loader)
@@ -170,9 +147,7 @@ def test_a_second_pass_is_whole_and_can_be_restored(
         rest = keys_of(batches)
     assert len({*first, *rest}) == len(first + rest) == NUM_PACKS
     for saved, expected in ((between, []), (state, rest)):
-        with loading(
-            get_packed_loader, text_packs, encoder, num_workers, state=saved, repeat=False
-        ) as restored:
+        with loading(text_packs, encoder, num_workers, state=saved) as restored:
             assert keys_of(restored) == expected
             assert len(keys_of(restored)) == NUM_PACKS
 
@@ -188,9 +163,8 @@ def test_packs_come_equally_often_over_epochs(
     folder = text_folder(tmp_path / "packs", 12)
     taken = []
     for rank in range(ranks):
-        with loading(
-            get_packed_loader, folder, encoder, workers, rank=rank, world_size=ranks
-        ) as loader:
+        options: dict[str, Any] = {"rank": rank, "world_size": ranks, "repeat": True}
+        with loading(folder, encoder, workers, **options) as loader:
             taken.append(keys_of(loader, 60 // ranks))
     for step in range(1, 60 // ranks + 1):
         given = collections.Counter(key for keys in taken for key in keys[:step])
@@ -200,11 +174,10 @@ def test_packs_come_equally_often_over_epochs(
 
 def blend_yaml(path: Path, folders: Sequence[Path], *, version: int = 2) -> Path:
     """A metadataset of equal weights over train and val splits."""
-    lines = "".join(f"      - {{path: {folder}, weight: 1}}\n" for folder in folders)
-    blend = "blend:\n" if version == 2 else "datasets:\n"
-    splits = "".join(f"  {split}:\n    {blend}{lines}" for split in ("train", "val"))
-    name = "MetadatasetV2" if version == 2 else "Metadataset"
-    path.write_text(f"__module__: megatron.energon\n__class__: {name}\nsplits:\n{splits}")
+    blend_of(path, folders, splits=("train", "val"))
+    if version == 1:
+        text = path.read_text().replace("MetadatasetV2", "Metadataset")
+        path.write_text(text.replace("blend:", "datasets:"))
     return path
 
 
@@ -315,11 +288,8 @@ def test_a_damaged_tar_or_index_is_named(tmp_path: Path, encoder: Any, damage: s
     named = (
         rf"{re.escape(str(tar))}: .*; the tar or its \.idx is damaged .*verify --discard, then run"
     )
-    with (
-        loading(get_packed_loader, folder, encoder, 0, repeat=False) as loader,
-        pytest.raises(FatalSampleError, match=named),
-    ):
-        keys_of(loader)
+    with pytest.raises(FatalSampleError, match=named):
+        batches_of(folder, encoder)
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path, encoder: Any) -> None:

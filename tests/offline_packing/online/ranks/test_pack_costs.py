@@ -13,6 +13,7 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import parse_json
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
+from tests.helpers.unpacked_folders import blend_of
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +50,14 @@ def test_tokens_and_costs_of_packs(split: str, outputs: Path) -> None:
 
 
 def test_costs_of_a_blend(outputs: Path, tmp_path: Path) -> None:
-    path = tmp_path / "blend.yaml"
-    path.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
-        "    blend_epochized:\n"
-        f"      - {{path: {outputs / 'bmr'}, repetitions: 2}}\n"
-        f"      - {{path: {outputs / 'captioning'}, subset: {{range: [1, 3]}}}}\n"
-    )
-    folder = PackedFolder(path)
+    captions = f"path: {outputs / 'captioning'}, subset: {{range: [1, 3]}}"
+    parts = [f"path: {outputs / 'bmr'}, repetitions: 2", captions]
+    folder = PackedFolder(blend_of(tmp_path / "blend.yaml", parts))
     tokens, cost = pack_costs(folder)
     assert tokens.tolist() == tokens_of(folder)
-    captions = [pack.subflavors["offline_packing"] == "captioning" for pack in folder]
+    is_caption = [pack.subflavors["offline_packing"] == "captioning" for pack in folder]
     own_cost = pack_costs(PackedFolder(outputs / "captioning"))[1]
-    assert cost[captions].tolist() == own_cost[1:3].tolist()
+    assert cost[is_caption].tolist() == own_cost[1:3].tolist()
 
 
 def test_packs_without_their_plan_are_named(outputs: Path, tmp_path: Path) -> None:
