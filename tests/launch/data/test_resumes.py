@@ -125,3 +125,12 @@ def test_each_pack_comes_once_per_epoch(kind: str, order: str, packed: str) -> N
             if len(counts) == total and len(set(counts.values())) == 1 < counts[seen[0]]:
                 return
     raise AssertionError(f"packs do not come equally often: {counts}")
+
+
+@pytest.mark.parametrize("kind", ["epochs"])
+def test_packs_of_several_epochs_are_warned_of(
+    packed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = DataConfig(path=packed, order="balanced")
+    build_loader(config, build_task_encoder(config, read_packed_data(packed)), rank=0, num_ranks=1)
+    assert "has packs of 2 epochs, which order=balanced deals as one" in caplog.text

@@ -99,15 +99,6 @@ def test_any_number_of_ranks_trains_the_same_packs() -> None:
         assert [n for step in rows for row in step for n in row] == numbers
 
 
-def test_more_ranks_than_packs() -> None:
-    rows, _ = read(InTurn([3], 8), 3)
-    assert collections.Counter(n for step in rows for row in step for n in row) == {
-        0: 8,
-        1: 8,
-        2: 8,
-    }
-
-
 def test_rows_of_several_packs_keep_steps_of_one_kind() -> None:
     """Steps of 2 ranks, packs with images first; also after the ranks have changed."""
     four, two = InTurn([16], 4, 2, uniform_ranks=4), InTurn([16], 2, 2, uniform_ranks=4)
