@@ -45,8 +45,8 @@ def loading(
 ) -> Iterator[Any]:
     """A loader over one epoch, whose workers end afterwards; `options` are of `dataset_of`."""
     config = WorkerConfig(rank=rank, world_size=world_size, num_workers=workers)
-    given = {"repeat": False, "worker_config": config} | options
-    loader = loader_of(dataset_of(path, encoder, **given))
+    given = {"repeat": False, "task_encoder": encoder, "worker_config": config} | options
+    loader = loader_of(dataset_of(path, **given))
     loader.restore_state_rank(state)
     try:
         yield loader

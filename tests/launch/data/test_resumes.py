@@ -6,7 +6,7 @@ A leg trains some steps, saves a state, trains on and is killed; the next goes o
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,38 +34,35 @@ pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Packs of each kind."""
-    root = tmp_path_factory.mktemp("kinds")
-    source = {"format": "pairs", "path": str(mixed_pairs(root / "pairs", 60)), "task": "bmr"}
-
-    def make(kind: str) -> Path:
-        if kind not in KINDS:
-            return slots_folder(root / kind, 2) if kind == "slots" else folder
-        if not (root / kind).exists():
-            pack, output = KINDS[kind]
-            pack = {"seq_length": SEQ_LENGTH, **pack}
-            pack_all(make_run(source, root / kind, pack=pack, output=output))
-        return root / kind
-
-    return make
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kinds")
 
 
 @pytest.fixture
 def packed(
     kind: str,
-    made: Callable[[str], Path],
+    root: Path,
+    folder: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
     if kind == "slots":
         monkeypatch.delenv("OFFLINE_PACKING_BMR")
-    if kind != "remote":
-        return str(made(kind))
-    store: ObjectStore = request.getfixturevalue("object_store")
-    bucket: str = request.getfixturevalue("bucket")
-    store.put_folder(made(kind), f"{bucket}/packs")
-    return f"{bucket}/packs"
+        return str(slots_folder(root / kind, 2))
+    if kind == "remote":
+        store: ObjectStore = request.getfixturevalue("object_store")
+        bucket: str = request.getfixturevalue("bucket")
+        store.put_folder(folder, f"{bucket}/packs")
+        return f"{bucket}/packs"
+    if kind not in KINDS:
+        return str(folder)
+    if not (root / kind).exists():
+        pairs = mixed_pairs(root / "pairs", 60)
+        source = {"format": "pairs", "path": str(pairs), "task": "bmr"}
+        pack, output = KINDS[kind]
+        pack = {"seq_length": SEQ_LENGTH, **pack}
+        pack_all(make_run(source, root / kind, pack=pack, output=output))
+    return str(root / kind)
 
 
 @contextmanager

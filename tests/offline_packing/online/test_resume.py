@@ -3,6 +3,7 @@ whatever the loader, its workers and the ranks."""
 
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -142,7 +143,8 @@ def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
 @pytest.mark.parametrize(
     ("front", "workers", "ranks", "every"),
     [
-        *((front, 0, 1, 4 if "endless" in front else 1) for front in [*DATASETS, *ENERGON]),
+        *((front, 0, 1, 4 if "endless" in front else 1) for front in DATASETS),
+        *[("Energon", 0, 1, 2), ("Energon endless", 0, 1, 11)],
         *[("auto", 1, 1, 9), ("constant", 2, 1, 9), ("dynamic", 0, 2, 5)],
         *[("endless", 2, 2, 26), ("endless savable", 2, 2, 26)],
         *(
@@ -172,17 +174,19 @@ def test_a_restored_loader_gives_the_same_tail(
                 assert content(rest) == expected[count:], count
         found += [number for pack, _ in expected for number in pack]
     samples = range(len(LENGTHS)) if front in ENERGON else np.flatnonzero(LENGTHS <= 64).tolist()
-    assert sorted(set(found) if is_endless else found) == list(samples)
-    assert not is_endless or len(found) > 1.5 * len(samples)
+    times = Counter(found)
+    assert sorted(times) == list(samples)
+    assert max(times.values()) > 1 if is_endless else len(found) == len(samples)
+    assert max(times.values()) - min(times.values()) <= 2
 
 
 @pytest.mark.parametrize(
     ("front", "workers"),
-    [*((front, 0) for front in DATASETS if "endless" not in front), ("constant", 2)],
+    [*((front, 0) for front in DATASETS if "endless" not in front), ("constant", 1)],
 )
 def test_a_restored_pass_counts_alike_and_the_next_is_whole(front: str, workers: int) -> None:
     with loading(front, Path(), workers) as loader:
-        expected, states = saves(loader, every=12 if workers else 6)
+        expected, states = saves(loader, every=12)
     for state in states.values():
         with loading(front, Path(), workers) as resumed:
             resumed.load_state_dict(pickle.loads(state))

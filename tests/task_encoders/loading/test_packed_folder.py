@@ -1,5 +1,5 @@
-"""Packs by their number equal those of Energon's loader, bytes and tensors; how often the packs of a
-folder or a metadataset come in an epoch."""
+"""Packs by their number equal those of Energon's loader, bytes and tensors; and how often the packs
+of a folder or a metadataset come in an epoch."""
 
 import shutil
 from pathlib import Path
