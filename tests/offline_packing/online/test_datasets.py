@@ -5,7 +5,7 @@ import json
 import os
 import runpy
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +112,10 @@ def test_shuffling_follows_seed_and_epoch() -> None:
     second = orders()
     assert second != first
     assert sorted(second) == sorted(first) == list(range(40))
+
+    endless = PackedIterableDataset(samples, seq_length=12, shuffle=True, seed=5, repeat=True)
+    stream = chain.from_iterable(numbers(islice(endless, 20)))
+    assert list(stream) == first + second
 
     loader = DataLoader(packed, batch_size=None, num_workers=1, persistent_workers=True)
     for epoch, expected in enumerate((first, second)):
