@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.energon import SampleDecoder, WorkerConfig, get_train_dataset
+from megatron.energon import SampleDecoder, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
 from launch.loop.parallel import initialize_parallel
 from task_encoders.families.builtin_processor import builtin_processor, builtin_tokenizer
-from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import read_manifest
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
+from tests.helpers.energon_batches import batches_of
 from tests.helpers.legacy_packs import CRUDE_YAML, vqa_pack, write_folder
 from tests.helpers.markdown import blocks
 from tests.helpers.unpacked_folders import blend_of, folder_of, picture, words
@@ -69,17 +70,11 @@ def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-def by_origin(batches: Any, count: int) -> dict[str, list[Any]]:
-    """The first batches, by the folder that they come from."""
-    found = defaultdict(list)
-    for batch in itertools.islice(batches, count):
-        found[str(batch.__sources__[0].dataset_path)].append(batch)
-    return found
-
-
 def test_packs_and_samples_blend(folder: Path, page: dict[str, Any]) -> None:
     """The dataset of the last block: packs of three folders, and scans through their own cooker."""
-    found = by_origin(get_packed_loader(page["own_dataset"]), 40)
+    found = defaultdict(list)
+    for batch in itertools.islice(get_packed_loader(page["own_dataset"]), 40):
+        found[str(batch.__sources__[0].dataset_path)].append(batch)
     assert {origin.removeprefix(f"{folder}/") for origin in found} == {
         "out/captioning",
         "out/bmr",
@@ -139,12 +134,10 @@ def test_what_the_variables_do(line: int, folder: Path, monkeypatch: pytest.Monk
     for name, value in zip((PACKED, VQA, BMR), table[line], strict=True):
         monkeypatch.setenv(name, value.strip() or "0")
     encoder = PackedTaskEncoder(seq_length=512, max_pixels=LIMITS["max_pixels"])
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     for path, is_read in READ.items():
         refused = pytest.raises((PackingSettingsError, FatalSampleError), match="set OFFLINE_")
         with contextlib.nullcontext() if is_read[line] else refused:
-            dataset = get_packed_train_dataset(path, copy.copy(encoder), worker_config=config)
-            batches = list(itertools.islice(get_packed_loader(dataset), 12))
+            batches = batches_of(path, copy.copy(encoder), count=12, repeat=True)
             assert not any(batch.dropped for batch in batches)
 
 
@@ -153,23 +146,15 @@ def open_captions(
 ) -> list[Any]:
     """Batches of packed captions from Energon's own call, with these arguments for it."""
     sizes = {"seq_length": 512, "max_pixels": LIMITS["max_pixels"], "loss_on": "all"}
-    given = dict(options or {})
-    sizes |= {name: given.pop(name) for name in list(given) if name in sizes}
-    order: dict[str, Any] = {
+    given: dict[str, Any] = {
         "batch_size": 1,
         "shuffle_buffer_size": None,
         "max_samples_per_sequence": None,
         "shuffle_over_epochs_multiplier": None,
         "parallel_shard_iters": 1,
-    }
-    dataset = get_train_dataset(
-        "out/captioning",
-        task_encoder=encoder(**sizes),
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        repeat=False,
-        **(order | given),
-    )
-    return list(get_packed_loader(dataset))
+    } | (options or {})
+    sizes |= {name: given.pop(name) for name in sizes.keys() & given.keys()}
+    return batches_of("out/captioning", encoder(**sizes), dataset_of=get_train_dataset, **given)
 
 
 @pytest.fixture
@@ -220,7 +205,10 @@ def test_what_trains_the_same(captions: None, caplog: pytest.LogCaptureFixture) 
     longer = open_captions({"seq_length": 1024})
     assert [row.tokens.tolist() for row in longer] == [row.tokens.tolist() for row in rows]
     pairs = open_captions({"batch_size": 2})
-    tokens, segments = ([t.flatten().tolist() for t in of] for of in _joined(rows, pairs))
+    tokens, segments = (
+        [torch.cat([part for row in run for part in of(row)]).tolist() for run in (rows, pairs)]
+        for of in (lambda row: row.tokens, lambda row: row.cu_lengths.diff())
+    )
     assert tokens[0] == tokens[1]
     assert segments[0] == segments[1]
     one_by_one = open_captions({"batch_size": None})
@@ -229,9 +217,3 @@ def test_what_trains_the_same(captions: None, caplog: pytest.LogCaptureFixture) 
     shuffled = open_captions({"shuffle_buffer_size": 100})
     assert {row.__key__[0] for row in shuffled} == {row.__key__[0] for row in rows}
     assert "shuffle_buffer_size 100 undoes the order" in caplog.text
-
-
-def _joined(*runs: list[Any]) -> Any:
-    """Tokens, and lengths of segments, of whole runs."""
-    yield [torch.cat([row.tokens[0] for row in run]) for run in runs]
-    yield [torch.cat([row.cu_lengths[0].diff() for row in run]) for run in runs]

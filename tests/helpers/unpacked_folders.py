@@ -1,7 +1,7 @@
 """Folders that are prepared for Energon and hold no packs."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,19 @@ def folder_of(
     return write_folder(path, parts, yaml)
 
 
-def blend_of(path: Path, folders: list[Path], *, epochs: int | None = None) -> Path:
-    """A metadataset of equal weights, or of so many epochs of each folder."""
-    kind = "blend" if epochs is None else "blend_epochized"
+def blend_of(
+    path: Path,
+    parts: Sequence[Path | str],
+    *,
+    epochs: int | None = None,
+    splits: Sequence[str] = ("train",),
+) -> Path:
+    """A metadataset of parts: entries as they are, or folders of equal weights or of so many epochs
+    each."""
     weight = "weight: 1" if epochs is None else f"repetitions: {epochs}"
-    lines = "".join(f"      - {{path: {folder}, {weight}}}\n" for folder in folders)
-    path.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
-        f"    {kind}:\n{lines}"
-    )
+    entries = [part if isinstance(part, str) else f"path: {part}, {weight}" for part in parts]
+    kind = "blend_epochized" if "repetitions:" in entries[0] else "blend"
+    lines = "".join(f"      - {{{entry}}}\n" for entry in entries)
+    blends = "".join(f"  {split}:\n    {kind}:\n{lines}" for split in splits)
+    path.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n{blends}")
     return path

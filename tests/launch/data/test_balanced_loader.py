@@ -17,7 +17,6 @@ from offline_packing.online.ranks.pack_costs import pack_columns, pack_costs
 from offline_packing.planner.ranks.layout import idle_shares
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import (
     WHOLE_VOCABULARY,
     make_config,
@@ -44,19 +43,6 @@ def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None
     cost = [[sum(by_key[key] for key in row.__key__) for row in own] for own in rows]
     full = [step for step in zip(*cost, strict=True) if min(step) > 0.8 * max(step)]
     assert len(full) >= len(rows[0]) - 1  # one step may share what did not divide
-
-
-def test_packs_of_several_epochs_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 20)), "task": "bmr"}
-    pack = {"seq_length": 256, "epochs": 2}
-    run = make_run(source, tmp_path / "packed", output={"layout": "references"}, pack=pack)
-    pack_all(run)
-    data = read_packed_data(tmp_path / "packed")
-    config = DataConfig(path=str(tmp_path / "packed"), order="balanced")
-    build_loader(config, build_task_encoder(config, data), rank=0, num_ranks=1)
-    assert "has packs of 2 epochs, which order=balanced deals as one" in caplog.text
 
 
 @pytest.mark.parametrize("order", ["balanced", "written"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offline_packing import WindowOptions, plan_packs
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ConfigError
 from offline_packing.online.datasets import (
     ConstantLengthDataset,
     DynamicBatches,
@@ -22,7 +22,7 @@ from offline_packing.storage.yaml_file import validate
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.schedule import RankSampler
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from tests.helpers.online_samples import Indexed, numbered
+from tests.helpers.online_samples import numbered
 
 SAMPLES = numbered([3, 4, 5])
 TOKENS = np.array([3, 4, 5])
@@ -128,19 +128,3 @@ def test_options_of_other_kinds_are_named() -> None:
         validate(PackingBlock, {"max_length": True}, "packing")
     with pytest.raises(ConfigError, match=r"packing: strategy='best'.*choose one of: binpack"):
         validate(PackingBlock, {"max_length": 8, "strategy": "best"}, "packing")
-
-
-@pytest.mark.parametrize("with_lengths", [True, False])
-def test_a_shorter_dataset_on_resuming_is_one_error(with_lengths: bool) -> None:
-    def make(count: int) -> PackedIterableDataset:
-        lengths = [5] * count
-        known = {"lengths": lengths} if with_lengths else {}
-        samples = Indexed(numbered(lengths))
-        return PackedIterableDataset(samples, seq_length=8, buffer_size=4, **known)
-
-    packs = iter(dataset := make(40))
-    assert len([next(packs) for _ in range(20)]) == 20
-    shorter = make(9)
-    shorter.load_state_dict(dataset.state_dict())
-    with pytest.raises(StageError, match="the dataset has 9 samples, and more had been read"):
-        next(iter(shorter))

@@ -163,18 +163,13 @@ def test_what_makes_no_row_is_refused() -> None:
         padding_free_collator([])
     with pytest.raises(ValueError, match="a row of 5 tokens does not fit pad_to_length 4"):
         padding_free_collator(lettered(3, 2), pad_to_length=4)
+    for sample in ({"labels": [1]}, {"input_ids": None}, {"input_ids": [], "labels": []}):
+        with pytest.raises(ValueError, match=r"input_ids of a sample with .* is (missing|empty)"):
+            padding_free_collator([*lettered(3), sample])
     first, second = lettered(3, 2)
     first["loss_scale"] = torch.ones(3)
     with pytest.raises(ValueError, match="loss_scale has not one value per token"):
         padding_free_collator([first, second])
-
-
-@pytest.mark.parametrize(
-    "sample", [{"labels": [1]}, {"input_ids": None, "labels": [1]}, {"input_ids": [], "labels": []}]
-)
-def test_a_sample_without_tokens_is_refused(sample) -> None:
-    with pytest.raises(ValueError, match=r"input_ids of a sample with .* is (missing|empty); give"):
-        padding_free_collator([*lettered(3), sample])
 
 
 def test_a_sample_without_labels_beside_others_is_refused() -> None:

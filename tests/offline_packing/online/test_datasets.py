@@ -5,7 +5,7 @@ import json
 import os
 import runpy
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from offline_packing.online.datasets import (
     PackingBlock,
 )
 from offline_packing.online.online_dataset import MAX_FAILURES_IN_A_ROW
-from offline_packing.online.pools import PackingPool
+from offline_packing.online.pools import FixedCount, MatchedWindows, PackingPool, TokenBudget
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, Stream, lettered, numbered, numbers
@@ -87,20 +87,6 @@ def test_emitting_equals_the_published_loop(lengths, buffer_size) -> None:
     assert pack(lengths, 64, buffer_size=buffer_size, leftovers="emit") == expected
 
 
-@given(
-    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
-    buffer_size=st.integers(1, 30),
-    strategy=st.sampled_from(["binpack", "sequential", "auto", "first_fit_decreasing"]),
-    leftovers=st.sampled_from(["carry", "emit"]),
-)
-@settings(max_examples=60, deadline=None)
-def test_every_sample_is_in_one_pack(lengths, buffer_size, strategy, leftovers) -> None:
-    options = {"strategy": strategy, "leftovers": leftovers}
-    packs = pack(lengths, 64, buffer_size=buffer_size, **options)
-    assert sorted(chain(*packs)) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[number] for number in one) <= 64 for one in packs)
-
-
 def test_the_wrapper_sets_the_template_and_reads_lazily() -> None:
     template = SimpleNamespace(packing=False, padding_free=False)
     samples = Indexed(lettered(9, 8, 3, 1, 9, 9))
@@ -126,6 +112,10 @@ def test_shuffling_follows_seed_and_epoch() -> None:
     second = orders()
     assert second != first
     assert sorted(second) == sorted(first) == list(range(40))
+
+    endless = PackedIterableDataset(samples, seq_length=12, shuffle=True, seed=5, repeat=True)
+    stream = chain.from_iterable(numbers(islice(endless, 20)))
+    assert list(stream) == first + second
 
     loader = DataLoader(packed, batch_size=None, num_workers=1, persistent_workers=True)
     for epoch, expected in enumerate((first, second)):
@@ -291,36 +281,25 @@ def constant_length(dataset: Any, **options: Any) -> ConstantLengthDataset:
     return ConstantLengthDataset(dataset, **{"seq_length": SEQ_LENGTH, **options})
 
 
+def equals_nanovlm(buffer: dict[str, Any], appended: int = 0, separator: int = 0) -> bool:
+    lengths = np.array(buffer["lengths"]) - appended
+    dataset = constant_length(
+        Indexed(samples(lengths, buffer["images"])),
+        seq_length=buffer["seq_length"],
+        separator_tokens=separator,
+        max_images_per_pack=buffer["max_images"] or 1_000_000,
+        delta=buffer["delta"],
+    )
+    return sorted(map(sorted, numbers(dataset))) == sorted(map(sorted, buffer["packs"]))
+
+
 def test_packs_are_those_that_nanovlm_makes_of_200_random_buffers() -> None:
+    """It appends a token to each sample before it packs: without a separator many packs differ."""
     buffers = json.loads(GOLDEN.read_text())["buffers"]
     assert len(buffers) == 200
-    for buffer in buffers:
-        dataset = constant_length(
-            Indexed(samples(buffer["lengths"], buffer["images"])),
-            seq_length=buffer["seq_length"],
-            max_images_per_pack=buffer["max_images"] or 1_000_000,
-            delta=buffer["delta"],
-        )
-        expected = sorted(sorted(pack) for pack in buffer["packs"])
-        assert sorted(sorted(pack) for pack in numbers(dataset)) == expected
-
-
-def test_packs_with_a_separator_are_those_of_nanovlm() -> None:
-    """It appends a token to each sample before it packs. Without the option many packs differ."""
-    equal = {0: 0, 1: 0}
-    buffers = json.loads(GOLDEN.read_text())["buffers"][::5]
-    buffers = [buffer for buffer in buffers if min(buffer["lengths"]) > 1]
-    for buffer in buffers:
-        expected = sorted(sorted(pack) for pack in buffer["packs"])
-        for separator in equal:
-            dataset = constant_length(
-                Indexed(samples(np.array(buffer["lengths"]) - 1, buffer["images"])),
-                seq_length=buffer["seq_length"],
-                separator_tokens=separator,
-                max_images_per_pack=buffer["max_images"] or 1_000_000,
-                delta=buffer["delta"],
-            )
-            equal[separator] += sorted(sorted(pack) for pack in numbers(dataset)) == expected
+    assert all(equals_nanovlm(buffer) for buffer in buffers)
+    buffers = [buffer for buffer in buffers[::5] if min(buffer["lengths"]) > 1]
+    equal = [sum(equals_nanovlm(one, 1, separator) for one in buffers) for separator in (0, 1)]
     assert equal[1] == len(buffers) > 30
     assert equal[0] < 0.8 * len(buffers)
 
@@ -397,12 +376,6 @@ def dynamic(lengths: Any, **options: Any) -> list[list[int]]:
     return numbers(DynamicBatches(Indexed(numbered(lengths)), collate=list, **options))
 
 
-def test_a_fixed_number_takes_two_and_two() -> None:
-    first, second = batches(4, 2, 3, 1, dyn_bsz=False, micro_batch_size=2, max_seq_len=4)
-    assert first["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert second["input_ids"].tolist() == [[7, 8, 9, 10]]
-
-
 @pytest.mark.parametrize(
     ("lengths", "pad_to_length", "options"),
     [
@@ -436,24 +409,6 @@ def test_batches_are_those_of_veomni() -> None:
     assert [shuffled[batch].tolist() for batch in found] == expected
 
 
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
-    dyn_bsz=st.booleans(),
-    micro_batch_size=st.integers(1, 4),
-    buffer_size=st.integers(1, 30),
-)
-@settings(max_examples=60, deadline=None)
-def test_every_sample_is_in_one_batch(lengths, dyn_bsz, micro_batch_size, buffer_size) -> None:
-    options = {"dyn_bsz": dyn_bsz, "micro_batch_size": micro_batch_size, "max_seq_len": 40}
-    found = dynamic(lengths, buffer_size=buffer_size, **options)
-    assert sorted(chain(*found)) == list(range(len(lengths)))
-    if dyn_bsz:
-        totals = [sum(lengths[number] for number in batch) for batch in found]
-        assert max(totals) <= 40 * micro_batch_size
-    else:
-        assert [len(batch) for batch in found[:-1]] == [micro_batch_size] * (len(found) - 1)
-
-
 def test_overlong_samples_are_set_aside() -> None:
     for dyn_bsz, limit in ((True, 20), (False, 10)):
         samples = DynamicBatches(
@@ -474,7 +429,19 @@ Item = tuple[int, int, int]  # number, tokens, images
 streams = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 5)), max_size=120).map(
     lambda sizes: [(number, *size) for number, size in enumerate(sizes)]
 )
-option_sets = window_options(budgets=st.sampled_from([{}, {"images": 5}, {"images": 9}]))
+rules = st.one_of(
+    window_options(budgets=st.sampled_from([{}, {"images": 5}, {"images": 9}])),
+    st.builds(
+        MatchedWindows,
+        seq_length=st.just(64),
+        strategy=st.sampled_from(["to_constant_volume", "sequential", "first_fit_decreasing"]),
+        window=st.integers(1, 30),
+        seed=st.just(0),
+        holds_last=st.booleans(),
+    ),
+    st.builds(TokenBudget, seq_length=st.integers(60, 160), buffer_size=st.integers(1, 30)),
+    st.builds(FixedCount, seq_length=st.just(60), count=st.integers(1, 4)),
+)
 
 
 def add(pool: PackingPool[Item], stream: list[Item]) -> list[list[Item]]:
@@ -483,19 +450,23 @@ def add(pool: PackingPool[Item], stream: list[Item]) -> list[list[Item]]:
     ]
 
 
-@given(stream=streams, options=option_sets)
+@given(stream=streams, rule=rules)
 @settings(max_examples=100, deadline=None)
-def test_every_item_comes_back_once_within_all_limits(stream, options):
-    pool = PackingPool[Item](options)
+def test_every_item_comes_back_once_within_all_limits(stream, rule):
+    pool = PackingPool[Item](rule)
     packs = add(pool, stream)
     assert sorted([*chain(*packs), *pool.waiting]) == stream
     packs += pool.finish()
     assert sorted(chain(*packs)) == stream
     assert pool.waiting == []
+    assert [] not in packs
+    if isinstance(rule, FixedCount):
+        assert [len(pack) for pack in packs[:-1]] == [rule.count] * (len(packs) - 1)
+        return
     for pack in packs:
-        assert 0 < sum(tokens for _, tokens, _ in pack) <= options.seq_length
-        if options.budgets:
-            assert sum(images for _, _, images in pack) <= options.budgets["images"]
+        assert sum(tokens for _, tokens, _ in pack) <= rule.seq_length
+        if rule.budgets:
+            assert sum(images for _, _, images in pack) <= rule.budgets["images"]
 
 
 @pytest.mark.parametrize(

@@ -3,27 +3,22 @@
 import functools
 import itertools
 import json
-import os
-import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megatron.energon import WorkerConfig
 from megatron.energon.errors import FatalSampleError
 
-from launch.data.loader_state import from_plain, to_plain
+from launch.data.loader_state import to_plain
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
-from task_encoders.energon_samples import BATCH_TENSORS, MultiMixQASample, PackedBatch
-from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.energon_samples import MultiMixQASample, PackedBatch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
+from tests.helpers import energon_batches
 from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
 from tests.helpers.unpacked_folders import blend_of, crude_folder, folder_of, words
@@ -56,48 +51,36 @@ def task_encoder(**options: Any) -> OnlineTaskEncoder:
     return OnlineTaskEncoder(**(defaults | options))
 
 
-@contextmanager
-def loading(
-    folder: Path,
-    *,
-    encoder: OnlineTaskEncoder | None = None,
-    num_workers: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    state: Any = None,
-    **options: Any,
-) -> Iterator[Any]:
-    """A loader, with its workers ended afterwards."""
-    config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
-    defaults: dict[str, Any] = {"buffer": 16, "repeat": False, "worker_config": config}
-    dataset = get_online_train_dataset(folder, encoder or task_encoder(), **(defaults | options))
-    loader = get_packed_loader(dataset)
-    loader.restore_state_rank(state)
-    try:
-        yield loader
-    finally:
-        loader.close()
+def loading(folder: Path, *, encoder: OnlineTaskEncoder | None = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"buffer": 16, "dataset_of": get_online_train_dataset}
+    return energon_batches.loading(folder, encoder or task_encoder(), **(defaults | options))
 
 
 def batches(folder: Path, count: int | None = None, **options: Any) -> list[PackedBatch]:
     with loading(folder, **options) as loader:
-        return list(itertools.islice(iter(loader), count))
+        return list(itertools.islice(loader, count))
+
+
+@pytest.fixture(scope="module")
+def alone(texts: Path) -> list[PackedBatch]:
+    """Each sample in a row of its own, in the order of the files."""
+    encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
+    return energon_batches.batches_of(texts, encoder)
 
 
 def keys_of(rows: list[PackedBatch]) -> list[list[str]]:
     return [row.sub_sample_keys for row in rows]
 
 
-def test_every_sample_is_in_one_pack_and_encoded_as_alone(texts: Path) -> None:
+def test_every_sample_is_in_one_pack_and_encoded_as_alone(
+    texts: Path, alone: list[PackedBatch]
+) -> None:
     rows = batches(texts)
     assert sorted(itertools.chain(*keys_of(rows))) == KEYS
     assert all(row.tokens.shape[1] <= SEQ_LENGTH for row in rows)
-    encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    single = get_packed_train_dataset(texts, encoder, worker_config=config, repeat=False)
-    alone = {row.sub_sample_keys[0]: row for row in get_packed_loader(single)}
+    by_key = {row.sub_sample_keys[0]: row for row in alone}
     for row in rows:
-        parts = [alone[key] for key in row.sub_sample_keys]
+        parts = [by_key[key] for key in row.sub_sample_keys]
         for name in ("tokens", "labels", "position_ids"):
             expected = torch.cat([getattr(part, name) for part in parts], dim=-1)
             assert torch.equal(getattr(row, name), expected)
@@ -107,17 +90,13 @@ def test_every_sample_is_in_one_pack_and_encoded_as_alone(texts: Path) -> None:
         assert row.cu_lengths[0].tolist() == [0, *ends]
 
 
-def test_packs_are_the_planners(texts: Path) -> None:
+def test_packs_are_the_planners(texts: Path, alone: list[PackedBatch]) -> None:
     """With all samples in one window, in the order of the files."""
-    encoder = PackedTaskEncoder(seq_length=SEQ_LENGTH, settings=UNPACKED)
-    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     in_order: dict[str, Any] = {
         "max_samples_per_sequence": None,
         "shuffle_over_epochs_multiplier": None,
         "parallel_shard_iters": 1,
     }
-    single = get_packed_train_dataset(texts, encoder, worker_config=config, repeat=False)
-    alone = list(get_packed_loader(single))
     lengths = np.array([row.tokens.shape[1] for row in alone])
     planner = WindowPlanner(WindowOptions(seq_length=SEQ_LENGTH, window=64, seed=3))
     expected = []
@@ -127,52 +106,30 @@ def test_packs_are_the_planners(texts: Path) -> None:
     assert keys_of(batches(texts, buffer=64, seed=3, **in_order)) == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_state_of_each_of_fifty_steps_gives_the_identical_rest(
-    num_workers: int, texts: Path
-) -> None:
-    with loading(texts, num_workers=num_workers) as loader:
-        states, rows = [loader.save_state_rank()], []
-        for row in loader:
-            rows.append(row)
-            states.append(loader.save_state_rank())
-    assert len(rows) > 50
-    for step in [*range(51), len(rows)]:
-        rest = rows[step:]
-        count = None if step % 10 == 0 else 3
-        again = batches(texts, count, num_workers=num_workers, state=states[step])
-        assert keys_of(again) == keys_of(rest[:count]), step
-        for ours, theirs in zip(again, rest, strict=False):
-            assert all(torch.equal(getattr(ours, n), getattr(theirs, n)) for n in BATCH_TENSORS)
-
-
 def test_a_state_is_keys_and_numbers(texts: Path, tmp_path: Path) -> None:
-    """It survives a checkpoint that holds no pickles, and holds no sample."""
+    """It holds no sample, and goes only with the same windows."""
     with loading(texts, buffer=150) as loader:
-        rows = iter(loader)
-        next(rows)
-        torch.save(to_plain(loader.save_state_rank()), tmp_path / "state.pt")
-        rest = keys_of(list(rows))
+        next(iter(loader))
+        state = loader.save_state_rank()
+    torch.save(to_plain(state), tmp_path / "state.pt")
     assert (tmp_path / "state.pt").stat().st_size < 150 * 500
-    state = from_plain(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert keys_of(batches(texts, buffer=150, state=state)) == rest
     with pytest.raises(ValueError, match=r"window=150.*window=16.*resume with the same"):
         batches(texts, state=state)
 
 
 @pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 0), (0, 1)])
 def test_a_state_of_another_number_of_workers_is_refused(then: int, now: int, texts: Path) -> None:
-    with loading(texts, num_workers=then) as loader:
+    with loading(texts, workers=then) as loader:
         next(iter(loader))
         state = loader.save_state_rank()
     with pytest.raises(ValueError, match=f"of {then} loader workers, and now there are {now}; res"):
-        batches(texts, num_workers=now, state=state)
+        batches(texts, workers=now, state=state)
 
 
 def test_each_key_once_per_epoch_on_two_ranks_of_two_workers(texts: Path) -> None:
     seen: list[Counter[str]] = [Counter(), Counter()]
     for rank in range(2):
-        with loading(texts, rank=rank, world_size=2, num_workers=2) as loader:
+        with loading(texts, rank=rank, world_size=2, workers=2) as loader:
             for epoch in seen:
                 epoch.update(itertools.chain(*keys_of(list(loader))))
     assert seen == [Counter(KEYS)] * 2
@@ -241,15 +198,10 @@ def test_a_blend_with_packs(texts: Path, tmp_path: Path) -> None:
     assert set(KEYS) < set(keys)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_blend_by_weights_never_ends(num_workers: int, texts: Path, tmp_path: Path) -> None:
+def test_a_blend_by_weights_never_ends(texts: Path, tmp_path: Path) -> None:
     other = crude_folder(tmp_path / "crude", 20)
     blend = blend_of(tmp_path / "blend.yaml", [texts, other])
-    options: dict[str, Any] = {
-        "encoder": task_encoder(seq_length=512),
-        "num_workers": num_workers,
-        "repeat": True,
-    }
+    options: dict[str, Any] = {"encoder": task_encoder(seq_length=512), "repeat": True}
     with loading(blend, **options) as loader:
         rows = iter(loader)
         first = keys_of(list(itertools.islice(rows, 20)))
@@ -295,20 +247,10 @@ def test_nothing_usable_is_one_error(tmp_path: Path) -> None:
             batches(folder, repeat=repeat)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_tar_that_ends_early_is_one_error(num_workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tar_that_ends_early_is_one_error(workers: int, tmp_path: Path) -> None:
     folder = crude_folder(tmp_path / "crude", 30, shards=1)
     tar = folder / "shard_0.tar"
     tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
     with pytest.raises(FatalSampleError, match=r"crude.*: unexpected end of data; the tar or its"):
-        batches(folder, num_workers=num_workers)
-
-
-def test_a_worker_that_dies_is_one_error(texts: Path) -> None:
-    with loading(texts, num_workers=2) as loader:
-        rows = iter(loader)
-        next(rows)
-        workers = vars(loader)["_iterator"]._workers
-        os.kill(workers[0].pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
-            list(rows)
+        batches(folder, workers=workers)

@@ -1,31 +1,48 @@
-"""Resuming with torchdata's StatefulDataLoader: the same packs, whatever the loader and the
-ranks."""
+"""Packing while training, saved and restored: every way to do it goes on with the same packs,
+whatever the loader, its workers and the ranks."""
 
+import io
 import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import distributed
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from launch.data.loader_state import from_plain, to_plain
 from offline_packing.errors import StageError
 from offline_packing.online.datasets import (
     ConstantLengthDataset,
     DynamicBatches,
     PackedIterableDataset,
 )
+from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
+from task_encoders.energon_samples import BATCH_TENSORS
+from task_encoders.loading.packed_dataset import PackedLoader
+from task_encoders.settings import PackingSettings
+from tests.helpers import energon_batches
+from tests.helpers.faults import kill_worker
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered, numbers
 from tests.helpers.rank_processes import run_ranks
+from tests.helpers.unpacked_folders import crude_folder
 
-LENGTHS = np.random.default_rng(3).integers(1, 50, 100)
-LENGTHS[::40] = 99  # set aside: three of them
+LENGTHS = np.random.default_rng(3).integers(1, 50, 60)
+LENGTHS[::40] = 99  # set aside: two of them
+#: Packs that are taken of a dataset without end; the others have fewer.
+MOST = 40
 
 
-def packed(kind: Any = Indexed, **options: Any) -> PackedIterableDataset:
+def packed(kind: Any = Indexed, samples: Any = LENGTHS, **options: Any) -> PackedIterableDataset:
     defaults = {"seq_length": 64, "buffer_size": 7}
-    return PackedIterableDataset(kind(numbered(LENGTHS)), **{**defaults, **options})
+    return PackedIterableDataset(kind(numbered(samples)), **{**defaults, **options})
 
 
 def dynamic(kind: Any = Indexed, **options: Any) -> DynamicBatches:
@@ -33,88 +50,165 @@ def dynamic(kind: Any = Indexed, **options: Any) -> DynamicBatches:
     return DynamicBatches(kind(numbered(LENGTHS)), **{**defaults, **options})
 
 
-def constant_length(kind: Any = Indexed, **options: Any) -> ConstantLengthDataset:
-    return ConstantLengthDataset(kind(numbered(LENGTHS)), seq_length=64, buffer_size=7, **options)
+def constant(**options: Any) -> ConstantLengthDataset:
+    return ConstantLengthDataset(
+        Indexed(numbered(LENGTHS)), seq_length=64, buffer_size=20, delta=1, **options
+    )
 
 
-def loader_of(dataset: Any, num_workers: int = 0) -> Any:
-    return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
+auto = partial(packed, strategy="auto")
+DATASETS: dict[str, Callable[..., Any]] = {
+    "binpack": packed,
+    "sequential": partial(packed, strategy="sequential"),
+    "emit": partial(packed, leftovers="emit"),
+    "auto": auto,
+    "auto stream": partial(auto, Stream),
+    "auto savable": partial(auto, SavableStream),
+    "lengths": partial(auto, lengths=LENGTHS),
+    "constant": constant,
+    "dynamic": dynamic,
+    "dynamic stream": partial(dynamic, Stream),
+    "dynamic savable": partial(dynamic, SavableStream),
+    "fixed": partial(dynamic, dyn_bsz=False, micro_batch_size=3),
+    "endless": partial(auto, shuffle=True, repeat=True),
+    "endless stream": partial(auto, Stream, repeat=True),
+    "endless savable": partial(auto, SavableStream, repeat=True),
+}
+#: Dialogues through Energon's loader.
+ENERGON = ("Energon", "Energon endless")
 
 
-def saves(loader: Any, every: int) -> tuple[list[list[int]], dict[int, bytes]]:
-    """All packs, and states by how many of them had been taken."""
-    states = {0: pickle.dumps(loader.state_dict())}
+class EnergonLoader:
+    """Energon's loader with the calls of torchdata's. Its states go through files, as in a
+    checkpoint."""
+
+    def __init__(self, loader: PackedLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def state_dict(self) -> bytes:
+        torch.save(to_plain(self.loader.save_state_rank()), file := io.BytesIO())
+        return file.getvalue()
+
+    def load_state_dict(self, state: bytes) -> None:
+        plain = torch.load(io.BytesIO(state), weights_only=True)
+        self.loader.restore_state_rank(from_plain(plain))
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return crude_folder(tmp_path_factory.mktemp("crude") / "crude", len(LENGTHS))
+
+
+@contextmanager
+def loading(
+    front: str, folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1
+) -> Iterator[Any]:
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    if front in DATASETS:
+        dataset = DATASETS[front](**ranks)
+        yield StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+        return
+    encoder = OnlineTaskEncoder(seq_length=512, settings=PackingSettings(packed=False))
+    options = {"dataset_of": get_online_train_dataset, "buffer": 16, "repeat": "endless" in front}
+    with energon_batches.loading(folder, encoder, workers, **ranks, **options) as loader:
+        yield EnergonLoader(loader)
+
+
+def content(packs: Iterable[Any]) -> list[tuple[list[int], int]]:
+    """Numbers of the samples of each pack; and of a row of tensors, its hash."""
     found = []
-    for count, pack in enumerate(loader, start=1):
-        found.append([sample["number"] for sample in pack])
-        if count % every == 0:
-            states[count] = pickle.dumps(loader.state_dict())
+    for pack in islice(packs, MOST):
+        if isinstance(pack, list):
+            found.append(([sample["number"] for sample in pack], 0))
+        else:
+            tensors = [getattr(pack, name).numpy().tobytes() for name in BATCH_TENSORS]
+            found.append(([*map(int, pack.sub_sample_keys)], hash(tuple(tensors))))
+    return found
+
+
+def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
+    """The packs, and states by how many of them had been taken."""
+    states = {0: pickle.dumps(loader.state_dict())}
+    found: list[Any] = []
+    for pack in islice(loader, MOST):
+        found += content([pack])
+        if len(found) % every == 0:
+            states[len(found)] = pickle.dumps(loader.state_dict())
     return found, states
 
 
-MAKERS = {
-    "binpack": lambda kind, **o: packed(kind, **o),
-    "sequential": lambda kind, **o: packed(kind, strategy="sequential", **o),
-    "emit": lambda kind, **o: packed(kind, leftovers="emit", **o),
-    "auto": lambda kind, **o: packed(kind, strategy="auto", **o),
-    "lengths": lambda kind, **o: packed(kind, strategy="auto", lengths=LENGTHS, **o),
-    "constant": lambda kind, **o: constant_length(kind, **o),
-    "dynamic": lambda kind, **o: dynamic(kind, **o),
-    "fixed": lambda kind, **o: dynamic(kind, dyn_bsz=False, micro_batch_size=3, **o),
-}
-
-
 @pytest.mark.parametrize(
-    ("maker", "kind"),
+    ("front", "workers", "ranks", "every"),
     [
-        *((maker, Indexed) for maker in MAKERS),
-        *((maker, kind) for maker in ("auto", "dynamic") for kind in (Stream, SavableStream)),
-    ],
-)
-def test_the_tail_is_the_same_after_a_save_at_every_batch(maker, kind) -> None:
-    make = MAKERS[maker]
-    expected, states = saves(loader_of(make(kind)), every=1)
-    assert len(states) == len(expected) + 1 > 30
-    for count, state in states.items():
-        loader = loader_of(make(kind))
-        loader.load_state_dict(pickle.loads(state))
-        assert numbers(loader) == expected[count:]
-        assert loader.dataset.set_aside == {"overlong": 3}
-        assert numbers(loader) == expected  # the next epoch
-
-
-@pytest.mark.parametrize(
-    ("maker", "num_workers", "world_size"),
-    [
-        ("auto", 1, 1),
-        ("constant", 2, 1),
-        ("dynamic", 0, 2),
+        *((front, 0, 1, 4 if "endless" in front else 1) for front in DATASETS),
+        *[("Energon", 0, 1, 2), ("Energon endless", 0, 1, 11)],
+        *[("auto", 1, 1, 9), ("constant", 2, 1, 9), ("dynamic", 0, 2, 5)],
+        *[("endless", 2, 2, 26), ("endless savable", 2, 2, 26)],
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                *[("auto", 4, 1), ("auto", 0, 2), ("auto", 1, 2), ("auto", 4, 2)],
-                *[("dynamic", 1, 1), ("dynamic", 4, 2)],
+                *[("auto", 4, 1, 9), ("auto", 0, 2, 9), ("auto", 1, 2, 9), ("auto", 4, 2, 9)],
+                *[("dynamic", 1, 1, 9), ("dynamic", 4, 2, 9), ("endless stream", 2, 2, 26)],
+                *[("Energon", 2, 1, 4), ("Energon endless", 1, 2, 19)],
             )
         ),
     ],
 )
-def test_workers_and_ranks_resume_exactly(maker, num_workers, world_size) -> None:
-    found = []
-    set_aside = 0
-    for rank in range(world_size):
-        ranks = {"rank": rank, "world_size": world_size}
-        loader = loader_of(MAKERS[maker](Indexed, **ranks), num_workers)
-        expected, states = saves(loader, every=9)
-        found += expected
-        assert len(states) >= 3
+def test_a_restored_loader_gives_the_same_tail(
+    front: str, workers: int, ranks: int, every: int, dialogues: Path
+) -> None:
+    """Without end also in a later epoch than the first."""
+    found, is_endless = [], "endless" in front
+    for rank in range(ranks):
+        make = partial(loading, front, dialogues, workers, rank, ranks)
+        with make() as loader:
+            expected, states = saves(loader, every)
+        assert len(states) > len(expected) // every > 0
         for count, state in states.items():
-            resumed = loader_of(MAKERS[maker](Indexed, **ranks), num_workers)
+            with make() as resumed:
+                resumed.load_state_dict(pickle.loads(state))
+                rest = islice(resumed, MOST - count) if is_endless else resumed
+                assert content(rest) == expected[count:], count
+        found += [number for pack, _ in expected for number in pack]
+    samples = range(len(LENGTHS)) if front in ENERGON else np.flatnonzero(LENGTHS <= 64).tolist()
+    times = Counter(found)
+    assert sorted(times) == list(samples)
+    assert max(times.values()) > 1 if is_endless else len(found) == len(samples)
+    assert max(times.values()) - min(times.values()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("front", "workers"),
+    [*((front, 0) for front in DATASETS if "endless" not in front), ("constant", 1)],
+)
+def test_a_restored_pass_counts_alike_and_the_next_is_whole(front: str, workers: int) -> None:
+    with loading(front, Path(), workers) as loader:
+        expected, states = saves(loader, every=12)
+    for state in states.values():
+        with loading(front, Path(), workers) as resumed:
             resumed.load_state_dict(pickle.loads(state))
-            assert numbers(resumed) == expected[count:]
-        set_aside += resumed.dataset.set_aside["overlong"]
-    assert set_aside == 3
-    usable = np.flatnonzero(LENGTHS <= 64).tolist()
-    assert sorted(number for pack in found for number in pack) == usable
+            list(resumed)
+            assert resumed.dataset.set_aside == {"overlong": 2}
+            assert content(resumed) == expected
+
+
+@pytest.mark.parametrize("front", ["auto", "Energon"])
+def test_a_worker_that_is_killed_ends_the_run_and_its_state_goes_on(
+    front: str, dialogues: Path
+) -> None:
+    with loading(front, dialogues, workers=1) as loader:
+        rows = iter(loader)
+        content([next(rows)])
+        state = pickle.dumps(loader.state_dict())
+        expected = content([next(rows)])
+        with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
+            kill_worker(getattr(loader, "loader", loader), rows)
+    with loading(front, dialogues, workers=1) as resumed:
+        resumed.load_state_dict(pickle.loads(state))
+        assert content(islice(resumed, 1)) == expected
 
 
 def test_samples_of_known_length_are_not_read_again() -> None:
@@ -128,36 +222,49 @@ def test_samples_of_known_length_are_not_read_again() -> None:
     assert numbers(again) == numbers(iterator)
 
 
-def test_states_hold_no_samples() -> None:
-    content = {"length": 10, "pixels": np.zeros(1_000_000, np.uint8)}
-    loader = loader_of(PackedIterableDataset([content] * 50, seq_length=64, buffer_size=20))
-    iterator = iter(loader)
+def test_states_are_plain_and_hold_no_samples() -> None:
+    """As torch.load reads them without running code."""
+    for make in DATASETS.values():
+        iterator = iter(dataset := make())
+        next(iterator)
+        _assert_plain(dataset.state_dict())
+    large = {"length": 10, "pixels": np.zeros(1_000_000, np.uint8)}
+    iterator = iter(dataset := PackedIterableDataset([large] * 50, seq_length=64, buffer_size=20))
     next(iterator)
-    assert len(pickle.dumps(loader.state_dict())) < 5_000
+    assert len(pickle.dumps(dataset.state_dict())) < 5_000
+
+
+def _assert_plain(value: Any) -> None:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            _assert_plain(one)
+    else:
+        assert value is None or isinstance(value, bool | int | float | str | np.ndarray), value
 
 
 def test_other_settings_readers_and_samples_are_refused() -> None:
-    iterator = iter(dataset := packed())
-    next(iterator)
-    state = dataset.state_dict()
-    for options, message in (
-        ({"buffer_size": 8}, "the saved state is of buffer_size 7, and now it is 8"),
-        ({"strategy": "auto"}, "of strategy 'binpack', and now it is 'auto'"),
-        ({"shuffle": True}, "of shuffle False, and now it is True"),
-        ({"rank": 0, "world_size": 2}, "of world_size 1, and now it is 2"),
+    few: dict[str, Any] = {"samples": LENGTHS[:4]}
+    known: dict[str, Any] = {"lengths": LENGTHS}
+    shuffle = {"shuffle": True}  # of more samples the order is another one
+    for saved, options, message in (
+        ({}, {"buffer_size": 8}, "the saved state is of buffer_size 7, and now it is 8"),
+        ({}, {"strategy": "auto"}, "of strategy 'binpack', and now it is 'auto'"),
+        ({}, shuffle, "of shuffle False, and now it is True"),
+        ({}, {"rank": 0, "world_size": 2}, "of world_size 1, and now it is 2"),
+        (shuffle, {**shuffle, "samples": [*LENGTHS, 5]}, "of num_samples 60, and now it is 61"),
+        ({}, {"samples": LENGTHS // 2 + 1}, r"sample \d+ has \d+ tokens, and had \d+ before"),
+        ({}, few, "the dataset has 4 samples, and more had been read"),
+        (known, {**few, "lengths": LENGTHS[:4]}, "the dataset has 4 samples, and more had been"),
+        ({"kind": Stream}, {**few, "kind": Stream}, "ended after 4 samples, and had 8"),
     ):
+        iterator = iter(dataset := packed(**saved))
+        next(iterator)
         other = packed(**options)
-        other.load_state_dict(state)
+        other.load_state_dict(dataset.state_dict())
         with pytest.raises(StageError, match=message):
             iter(other)
-    changed = PackedIterableDataset(numbered(LENGTHS // 2 + 1), seq_length=64, buffer_size=7)
-    changed.load_state_dict(state)
-    with pytest.raises(StageError, match=r"sample \d+ has \d+ tokens, and had \d+ before"):
-        iter(changed)
-    shorter = PackedIterableDataset(Stream(numbered(LENGTHS[:2])), seq_length=64, buffer_size=7)
-    shorter.load_state_dict(state | {"source": {"position": 7, "mark": [0, None]}})
-    with pytest.raises(StageError, match="ended after 2 samples, and had 7"):
-        iter(shorter)
 
 
 def rank_numbers() -> tuple[int, list[list[int]], bytes]:
@@ -169,21 +276,3 @@ def test_ranks_are_those_of_torch_distributed(tmp_path: Path) -> None:
     for rank, found, pickled in run_ranks(2, tmp_path, rank_numbers):
         assert found == numbers(packed(rank=rank, world_size=2))
         assert numbers(pickle.loads(pickled)) == found
-
-
-def test_states_are_plain() -> None:
-    """As torch.load reads them without running code."""
-    for maker in MAKERS.values():
-        iterator = iter(dataset := maker(Indexed))
-        next(iterator)
-        _assert_plain(dataset.state_dict())
-
-
-def _assert_plain(value: Any) -> None:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for one in value:
-            _assert_plain(one)
-    else:
-        assert value is None or isinstance(value, bool | int | float | str | np.ndarray), value

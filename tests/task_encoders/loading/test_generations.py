@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.energon import WorkerConfig
 from megatron.energon.errors import FatalSampleError
-from torch.utils.data import DataLoader
 
 from offline_packing.runs.run import Run
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.packed_dataset import (
-    PackedLoader,
-    get_packed_loader,
-    get_packed_train_dataset,
-)
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
+from task_encoders.loading.schedule import InTurn, ScheduledLoader
 from task_encoders.media.image import decode_image
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import read_manifest
@@ -30,6 +24,7 @@ from task_encoders.packs.pack_format import PREFIX
 from task_encoders.samples import SampleError
 from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import captioning_pairs, image_bytes, make_run, pack_all, write_json
+from tests.helpers.energon_batches import loading
 from tests.helpers.object_store import ObjectStore
 
 SEQ_LENGTH = 96
@@ -71,26 +66,13 @@ def task_encoder() -> PackedTaskEncoder:
 
 
 def by_energon(path: Any, workers: int = 0) -> Iterator[PackedBatch]:
-    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
-    dataset = get_packed_train_dataset(path, task_encoder(), worker_config=config, repeat=False)
-    loader = get_packed_loader(dataset)
-    try:
+    with loading(path, task_encoder(), workers) as loader:
         yield from loader
-    finally:
-        PackedLoader.close(loader)
 
 
 def by_number(path: Any, workers: int = 0) -> Iterator[PackedBatch]:
     folder = PackedFolder(path, task_encoder())
-    numbers = [[number] for number in range(len(folder))]
-    return iter(
-        DataLoader(
-            folder,  # type: ignore[arg-type]
-            batch_sampler=numbers,
-            collate_fn=folder.collate,
-            num_workers=workers,
-        )
-    )
+    return iter(ScheduledLoader(folder, InTurn.of(folder), 0, num_workers=workers))
 
 
 READERS: dict[str, Callable[..., Iterator[PackedBatch]]] = {
@@ -157,25 +139,17 @@ def test_a_reader_names_an_output_that_is_being_written_again(reader: str, tmp_p
         list(batches)
 
 
-def test_a_folder_is_opened_in_other_processes_as_it_was(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "alike")
+@pytest.mark.parametrize("layout", ["energon", "indexed"])
+def test_a_folder_is_opened_in_other_processes_as_it_was(layout: str, tmp_path: Path) -> None:
+    """Files of token ids stay open here; another process opens the new ones."""
+    run = run_of(tmp_path, "alike", layout=layout)
     pack_all(run)
-    folder = PackedFolder(run.workspace.root)
-    pickled = pickle.dumps(folder)
-    assert list(pickle.loads(pickled)) == list(folder)
-    write_again(run_of(tmp_path, "alike", seed=1))
-    with pytest.raises(PackedFolderError, match=STOPPED):
-        pickle.loads(pickled)
-
-
-def test_token_ids_that_are_written_again(tmp_path: Path) -> None:
-    """Here the files that were opened stay; another process opens the new ones."""
-    run = run_of(tmp_path, "alike", layout="indexed")
-    pack_all(run)
-    packs = PackedFolder(run.workspace.root / PREFIX, task_encoder())
-    pickled, expected = pickle.dumps(packs), [pack.record for pack in packs]
-    write_again(run_of(tmp_path, "alike", seed=1, layout="indexed"))
-    assert [pack.record for pack in packs] == expected
+    path = run.workspace.root / PREFIX if layout == "indexed" else run.workspace.root
+    packs = PackedFolder(path, task_encoder())
+    pickled, records = pickle.dumps(packs), [pack.record for pack in packs]
+    assert [pack.record for pack in pickle.loads(pickled)] == records
+    write_again(run_of(tmp_path, "alike", seed=1, layout=layout))
+    assert layout == "energon" or [pack.record for pack in packs] == records
     with pytest.raises(PackedFolderError, match=STOPPED):
         pickle.loads(pickled)
 

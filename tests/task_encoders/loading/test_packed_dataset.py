@@ -6,8 +6,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron.energon import (
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.loading.packed_dataset import (
-    PackedLoader,
     get_packed_loader,
     get_packed_train_dataset,
     get_packed_val_dataset,
@@ -34,11 +32,14 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.manifest import ManifestError
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.energon_batches import batches_of, loading
 from tests.helpers.legacy_packs import text_folder
+from tests.helpers.unpacked_folders import blend_of
 
 NUM_PACKS = 9
 EVERY_STEP = range(NUM_PACKS + 2)
 SEQ_LENGTH = 512
+OTHER_RANKS = [(3, 2), (2, 4), (5, 0)]
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +50,6 @@ def text_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def encoder() -> PackedTaskEncoder:
     return PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
-
-
-@contextmanager
-def loading(
-    make: Callable[..., Any],
-    folder: Path,
-    encoder: PackedTaskEncoder,
-    num_workers: int,
-    *,
-    state: Any = None,
-    rank: int = 0,
-    world_size: int = 1,
-    **options: Any,
-) -> Iterator[Any]:
-    """A loader over `folder`, with its workers ended afterwards."""
-    config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
-    loader = make(get_packed_train_dataset(folder, encoder, worker_config=config, **options))
-    loader.restore_state_rank(state)
-    try:
-        yield loader
-    finally:
-        PackedLoader.close(loader)
 
 
 def keys_of(batches: Any, count: int | None = None) -> list[str]:
@@ -90,16 +69,18 @@ def states_of(loader: Any, count: int) -> tuple[list[str], list[Any]]:
     ("make", "num_workers", "repeat", "steps", "ranks"),
     [
         *itertools.product([get_packed_loader], [0], [False, True], [EVERY_STEP], [1]),
-        (get_packed_loader, 2, False, EVERY_STEP, 1),
-        (get_packed_loader, 8, True, (1, NUM_PACKS), 1),
-        *itertools.product([get_packed_loader], [2], [False, True], [EVERY_STEP[::3]], [2]),
+        # At the end, where workers have ended and others not, packs came twice, and others never.
+        (get_packed_loader, 2, False, (0, 1, 5, 8, 9), 1),
+        (get_packed_loader, 4, False, (8,), 1),
+        (get_packed_loader, 2, True, (3, 6), 2),
         *(
-            pytest.param(*case, EVERY_STEP, 1, marks=pytest.mark.exhaustive)
+            pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                (get_packed_loader, 2, True),
-                *itertools.product([get_packed_loader], [1, 4, 8], [False, True]),
-                *[(get_savable_loader, 0, True), (get_savable_loader, 2, False)],
-                *[(get_savable_loader, 2, True), (get_savable_loader, 4, False)],
+                *itertools.product([get_packed_loader], [1, 2], [False, True], [EVERY_STEP], [1]),
+                *itertools.product([get_packed_loader], [2], [False, True], [EVERY_STEP], [2]),
+                *itertools.product([get_packed_loader], [4, 8], [False, True], [(1, 5, 8)], [1]),
+                (get_savable_loader, 0, True, EVERY_STEP, 1),
+                *itertools.product([get_savable_loader], [2], [False, True], [EVERY_STEP], [1]),
             )
         ),
     ],
@@ -115,8 +96,9 @@ def test_a_restored_loader_gives_the_rest_and_nothing_else(
 ) -> None:
     """On the last rank, which has a pack less than the first of two."""
     options: dict[str, Any] = {"rank": ranks - 1, "world_size": ranks, "repeat": repeat}
+    options["loader_of"] = make
     own = NUM_PACKS // ranks
-    with loading(make, text_packs, encoder, num_workers, **options) as loader:
+    with loading(text_packs, encoder, num_workers, **options) as loader:
         keys, states = states_of(loader, own + (1 if repeat else 0))
         keys += keys_of(iter(loader), 3) if repeat else []
     assert len(states) == own + (2 if repeat else 1)
@@ -125,7 +107,7 @@ def test_a_restored_loader_gives_the_rest_and_nothing_else(
     for step, state in enumerate(states):
         if step not in steps or (make is get_savable_loader and 0 < step < num_workers):
             continue  # Energon's own loses a sample of a worker that had not begun: see below
-        with loading(make, text_packs, encoder, num_workers, state=state, **options) as restored:
+        with loading(text_packs, encoder, num_workers, state=state, **options) as restored:
             rest = keys[step:][: 3 if repeat else None]
             assert keys_of(iter(restored), 3 if repeat else None) == rest, step
 
@@ -143,43 +125,21 @@ def test_workers_that_begin_late_lose_nothing(
             time.sleep(0 if info is None or info.id == 0 else 0.3)
 
     monkeypatch.setattr(threading.Thread, "start", start_late)
-    with loading(get_packed_loader, text_packs, encoder, 3, repeat=False) as loader:
-        keys, states = states_of(loader, 1)
-        keys += keys_of(iter(loader))
-    with loading(
-        get_packed_loader, text_packs, encoder, 3, state=states[1], repeat=False
-    ) as restored:
-        again, states = states_of(restored, 1)
-        again += keys_of(iter(restored))
-    assert again == keys[1:]
-    with loading(
-        get_packed_loader, text_packs, encoder, 3, state=states[1], repeat=False
-    ) as restored:
-        assert keys_of(restored) == keys[2:]
-
-
-@pytest.mark.parametrize(("num_workers", "saved_after"), [(2, 11), (8, 8)])
-def test_the_end_of_twelve_packs(
-    num_workers: int, saved_after: int, tmp_path: Path, encoder: Any
-) -> None:
-    """Packs came a second time, and others never."""
-    folder = text_folder(tmp_path / "packs", 12)
-    with loading(get_packed_loader, folder, encoder, num_workers, repeat=False) as loader:
-        seen = keys_of(iter(loader), saved_after)
-        state = loader.save_state_rank()
-    with loading(
-        get_packed_loader, folder, encoder, num_workers, state=state, repeat=False
-    ) as restored:
-        rest = keys_of(restored)
-    assert len(rest) == 12 - saved_after
-    assert sorted(seen + rest) == [f"{i:02d}" for i in range(12)]
+    keys, state = list[str](), None
+    for left in (NUM_PACKS, NUM_PACKS - 1, NUM_PACKS - 2):
+        with loading(text_packs, encoder, 2, state=state) as loader:
+            own, states = states_of(loader, 1)
+            own += keys_of(iter(loader))
+        assert len(own) == left
+        assert not keys or own == keys[1:]
+        keys, state = own, states[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_second_pass_is_whole_and_can_be_restored(
     num_workers: int, text_packs: Path, encoder: Any
 ) -> None:
-    with loading(get_packed_loader, text_packs, encoder, num_workers, repeat=False) as loader:
+    with loading(text_packs, encoder, num_workers) as loader:
         assert len(keys_of(loader)) == NUM_PACKS
         between = loader.save_state_rank()
         batches = iter(loader)
@@ -188,14 +148,15 @@ def test_a_second_pass_is_whole_and_can_be_restored(
         rest = keys_of(batches)
     assert len({*first, *rest}) == len(first + rest) == NUM_PACKS
     for saved, expected in ((between, []), (state, rest)):
-        with loading(
-            get_packed_loader, text_packs, encoder, num_workers, state=saved, repeat=False
-        ) as restored:
+        with loading(text_packs, encoder, num_workers, state=saved) as restored:
             assert keys_of(restored) == expected
             assert len(keys_of(restored)) == NUM_PACKS
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(8, 0), (3, 2), (2, 4), (5, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [(8, 0), (2, 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHER_RANKS)],
+)
 def test_packs_come_equally_often_over_epochs(
     ranks: int, workers: int, tmp_path: Path, encoder: Any
 ) -> None:
@@ -203,9 +164,8 @@ def test_packs_come_equally_often_over_epochs(
     folder = text_folder(tmp_path / "packs", 12)
     taken = []
     for rank in range(ranks):
-        with loading(
-            get_packed_loader, folder, encoder, workers, rank=rank, world_size=ranks
-        ) as loader:
+        options: dict[str, Any] = {"rank": rank, "world_size": ranks, "repeat": True}
+        with loading(folder, encoder, workers, **options) as loader:
             taken.append(keys_of(loader, 60 // ranks))
     for step in range(1, 60 // ranks + 1):
         given = collections.Counter(key for keys in taken for key in keys[:step])
@@ -215,11 +175,10 @@ def test_packs_come_equally_often_over_epochs(
 
 def blend_yaml(path: Path, folders: Sequence[Path], *, version: int = 2) -> Path:
     """A metadataset of equal weights over train and val splits."""
-    lines = "".join(f"      - {{path: {folder}, weight: 1}}\n" for folder in folders)
-    blend = "blend:\n" if version == 2 else "datasets:\n"
-    splits = "".join(f"  {split}:\n    {blend}{lines}" for split in ("train", "val"))
-    name = "MetadatasetV2" if version == 2 else "Metadataset"
-    path.write_text(f"__module__: megatron.energon\n__class__: {name}\nsplits:\n{splits}")
+    blend_of(path, folders, splits=("train", "val"))
+    if version == 1:
+        text = path.read_text().replace("MetadatasetV2", "Metadataset")
+        path.write_text(text.replace("blend:", "datasets:"))
     return path
 
 
@@ -272,22 +231,17 @@ def captions_encoder(**options: int) -> PackedTaskEncoder:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["packed", "v1.yaml", "v2.yaml", "nested.yaml"])
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"seq_length": SEQ_LENGTH // 2}, "seq_length 512 tokens > the task encoder's seq_length"),
-        ({"pad_multiple": 4}, "multiples of 4"),
-        ({"max_pixels": 28 * 28 * 32}, "max_pixels"),
-    ],
-)
-def test_every_way_checks_every_dataset(
-    mode: str, name: str, options: dict[str, Any], names: str, measured: Path
-) -> None:
+def test_every_way_checks_every_dataset(mode: str, name: str, measured: Path) -> None:
     MODES[mode](measured / name, captions_encoder())
-    with pytest.raises(PackingSettingsError) as error:
-        MODES[mode](measured / name, captions_encoder(**options))
-    assert names in str(error.value)
-    assert "\n" not in str(error.value)
+    for option, value, said in (
+        ("seq_length", SEQ_LENGTH // 2, "seq_length 512 tokens > the task encoder's seq_length"),
+        ("pad_multiple", 4, "multiples of 4"),
+        ("max_pixels", 28 * 28 * 32, "max_pixels"),
+    ):
+        with pytest.raises(PackingSettingsError) as error:
+            MODES[mode](measured / name, captions_encoder(**{option: value}))
+        assert said in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["packed", "v2.yaml", "v1.yaml", "train.yaml"])
@@ -335,11 +289,8 @@ def test_a_damaged_tar_or_index_is_named(tmp_path: Path, encoder: Any, damage: s
     named = (
         rf"{re.escape(str(tar))}: .*; the tar or its \.idx is damaged .*verify --discard, then run"
     )
-    with (
-        loading(get_packed_loader, folder, encoder, 0, repeat=False) as loader,
-        pytest.raises(FatalSampleError, match=named),
-    ):
-        keys_of(loader)
+    with pytest.raises(FatalSampleError, match=named):
+        batches_of(folder, encoder)
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path, encoder: Any) -> None:

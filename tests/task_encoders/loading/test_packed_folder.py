@@ -1,5 +1,7 @@
-"""Packs by their number equal those of Energon's loader, bytes and tensors."""
+"""Packs by their number equal those of Energon's loader, bytes and tensors; and how often the packs
+of a folder or a metadataset come in an epoch."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,11 @@ import webdataset
 from torch.utils.data import DataLoader
 
 from task_encoders.concatenate import merge_rows, split_row
-from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
-from tests.helpers.energon_batches import batches_of
+from tests.helpers.energon_batches import assert_same, batches_of
 from tests.helpers.legacy_packs import legacy_vqa_folder, text_folder
 from tests.helpers.unpacked_folders import blend_of
 
@@ -47,13 +48,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def assert_same(ours: PackedBatch, theirs: PackedBatch) -> None:
-    for name in BATCH_TENSORS:
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=0)
-    for name in ("__key__", "__subflavors__", "sub_sample_keys", "dropped", "num_tokens"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-
-
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_batches_equal_the_loaders(task: str, size: int, packed: Path) -> None:
@@ -63,9 +57,7 @@ def test_batches_equal_the_loaders(task: str, size: int, packed: Path) -> None:
     assert len(folder) > 3
     starts = range(0, len(folder), size)
     ours = [folder.batch(range(i, min(i + size, len(folder)))) for i in starts]
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same(mine, other)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -128,8 +120,7 @@ def test_a_dataloader_reads_it(context: str, packed: Path) -> None:
         num_workers=1,
         multiprocessing_context=context,
     )
-    for batch, own in zip(loader, numbers, strict=True):
-        assert_same(batch, folder.batch(own))
+    assert_same(list(loader), [folder.batch(own) for own in numbers])
 
 
 def test_a_blend(packed: Path, tmp_path: Path) -> None:
@@ -144,10 +135,7 @@ def test_a_blend(packed: Path, tmp_path: Path) -> None:
     origins = [batch.__subflavors__[0]["offline_packing"] for batch in found]
     assert len(found) == sum(map(len, single.values()))
     for task, own in single.items():
-        for ours, theirs in zip(
-            (b for b, o in zip(found, origins, strict=True) if o == task), own, strict=True
-        ):
-            assert_same(ours, theirs)
+        assert_same([b for b, o in zip(found, origins, strict=True) if o == task], own)
         assert task in origins[: len(origins) // 2]
         assert task in origins[len(origins) // 2 :]
 
@@ -158,9 +146,8 @@ def test_folders_of_others(tmp_path: Path) -> None:
     legacy = legacy_vqa_folder(tmp_path / "legacy", packs=4)
     folder = PackedFolder(legacy, encoder)
     batches = batches_of(legacy, encoder)
-    for number, batch in enumerate(batches):
-        assert_same(folder.batch([number]), batch)
-    assert len(batches) == len(folder) == 4
+    assert_same([folder.batch([number]) for number in range(4)], batches)
+    assert len(folder) == 4
     split = legacy / ".nv-meta" / "split.yaml"
     text = split.read_text()
     split.write_text(text.replace("exclude: []", "exclude: [shard_0.tar]"))
@@ -208,3 +195,79 @@ def test_what_is_damaged_is_named(texts: Path) -> None:
         PackedFolderError, match=r"shard_0\.tar, bytes .* verify --discard, then run"
     ):
         folder[0]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a with packs 00 to 02, b with 00 to 05."""
+    root = tmp_path_factory.mktemp("folders")
+    for name, size in (("a", 3), ("b", 6)):
+        text_folder(root / name, size)
+    return root
+
+
+def keys(path: Path | str, split: str = "train") -> list[str]:
+    """Each pack, as 'folder/number'."""
+    folder = PackedFolder(path, split=split)
+    root = [shard.path.parent.name for shard in folder.shards for _ in range(shard.num_packs)]
+    return [f"{root[folder.order[i]]}{int(pack.key)}" for i, pack in enumerate(folder)]
+
+
+def blend(folders: Path, *entries: str, split: str = "train") -> Path:
+    return blend_of(folders / "blend.yaml", entries, splits=(split,))
+
+
+def test_weights_that_are_the_numbers_of_packs(
+    folders: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = blend(folders, "path: a, weight: 3", "path: b, weight: 6")
+    assert keys(path) == ["b0", "a0", "b1", "b2", "a1", "b3", "b4", "a2", "b5"]
+    assert not caplog.records
+
+
+def test_other_weights(folders: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An epoch is as long as each pack needs to come once; what comes more often is said."""
+    path = blend(folders, "path: a, weight: 1", "path: b, weight: 1")
+    found = keys(path)
+    assert found[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert found[6:] == ["a0", "b3", "a1", "b4", "a2", "b5"]
+    assert f"an epoch has 12 packs: 6 of the 3 of {folders}/a, 6 of the 6 of" in caplog.text
+    blend(folders, "path: a, weight: 1", "path: b, weight: 0.001")
+    with pytest.raises(PackedFolderError, match="by weight, an epoch would have 6006 packs"):
+        PackedFolder(path)
+
+
+def test_subsets_and_repetitions(folders: Path) -> None:
+    twice = "path: b, repetitions: 2, subset: {range: [1, 4]}"
+    path = blend(folders, twice, "path: a, subset: {range: [1, end]}")
+    assert keys(path) == ["b1", "b2", "a1", "b3", "b1", "b2", "a2", "b3"]
+    blend(folders, "path: a, repetitions: 1.34")
+    assert keys(path) == ["a0", "a1", "a2", "a0"]
+
+
+def test_other_splits_have_each_pack_once(folders: Path) -> None:
+    """One dataset after the other, as Energon validates."""
+    entries = (f"path: {name}, weight: 1, split_part: train" for name in "ba")
+    path = blend(folders, *entries, split="val")
+    assert keys(path, "val") == ["b0", "b1", "b2", "b3", "b4", "b5", "a0", "a1", "a2"]
+
+
+def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:
+    packs = shutil.copytree(folders / "a", tmp_path / "a")
+    with pytest.raises(PackedFolderError, match="no split 'dev', only train"):
+        PackedFolder(packs, split="dev")
+    (packs / ".nv-meta" / "split.yaml").write_text("split_parts: [")
+    with pytest.raises(
+        PackedFolderError, match=r"\.nv-meta cannot be read .*verify --discard, then run"
+    ):
+        PackedFolder(packs)
+    shutil.rmtree(packs / ".nv-meta")
+    for path in (packs, packs / "nothing"):
+        with pytest.raises(PackedFolderError, match="neither a packed folder nor a metadataset"):
+            PackedFolder(path)
+    (packs / "packed_seq_dataset.idx").touch()
+    with pytest.raises(PackedFolderError, match=r"dataset\.idx and \.bin cannot be read"):
+        PackedFolder(packs)
+    path = blend(tmp_path, "path: nowhere, weight: 1")
+    with pytest.raises(PackedFolderError, match=r"Energon cannot read it .*nowhere"):
+        PackedFolder(path)

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from task_encoders.loading.schedule import InTurn, RankSampler, ScheduledLoader
+from offline_packing.online.ranks.rank_schedule import RankSchedule
+from task_encoders.loading.schedule import InTurn, RankSampler, Schedule, ScheduledLoader
+from tests.helpers.faults import kill_worker
 
 
 class Numbers:
@@ -96,15 +99,6 @@ def test_any_number_of_ranks_trains_the_same_packs() -> None:
         assert [n for step in rows for row in step for n in row] == numbers
 
 
-def test_more_ranks_than_packs() -> None:
-    rows, _ = read(InTurn([3], 8), 3)
-    assert collections.Counter(n for step in rows for row in step for n in row) == {
-        0: 8,
-        1: 8,
-        2: 8,
-    }
-
-
 def test_rows_of_several_packs_keep_steps_of_one_kind() -> None:
     """Steps of 2 ranks, packs with images first; also after the ranks have changed."""
     four, two = InTurn([16], 4, 2, uniform_ranks=4), InTurn([16], 2, 2, uniform_ranks=4)
@@ -113,29 +107,78 @@ def test_rows_of_several_packs_keep_steps_of_one_kind() -> None:
     assert read(two, 2, state)[0] == [[[8, 10], [9, 11]], [[12, 14], [13, 15]]]
 
 
-@pytest.mark.parametrize("repeat", [True, False])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_goes_on_after_any_row(workers: int, repeat: bool) -> None:
-    """Over two epochs; without repetition some ranks have no row at the last step."""
-    data, schedule = Numbers(7), InTurn([7], 3, repeat=repeat)
+SCHEDULES: dict[str, Schedule] = {
+    "in turn": InTurn([7], 3),
+    "once": InTurn([7], 3, repeat=False),
+    "balanced": RankSchedule(np.arange(1, 8), None, 3, seed=1),
+    "within a budget": RankSchedule(np.arange(1, 60), None, 3, budget=200),
+}
 
-    def make() -> ScheduledLoader:
-        return ScheduledLoader(data, schedule, 1, num_workers=workers)
 
-    loader = make()
+@pytest.mark.parametrize(
+    ("name", "workers"), [*((name, 0) for name in SCHEDULES), ("once", 2), ("balanced", 2)]
+)
+def test_a_loader_goes_on_after_any_row(name: str, workers: int) -> None:
+    """Over two epochs; of the last step of one that is not repeated some ranks have no row. What
+    workers have read ahead is not lost, and any number of them goes on. The length may be asked,
+    and an iteration be left, at any time."""
+
+    def make(workers: int) -> ScheduledLoader:
+        return ScheduledLoader(Numbers(60), SCHEDULES[name], 1, num_workers=workers)
+
+    loader = make(workers)
     states, rows = [loader.state_dict()], list[list[int]]()
     for _ in range(2):
+        left = len(loader)
         for row in loader:
             rows.append(row)
             states.append(loader.state_dict())
-    assert len(rows) == (5 if repeat else 4)
+            left -= 1
+            assert len(loader) == left
+        assert left == (name == "once")
+    loader.close()
+    assert len(rows) >= 4
+    for step in range(0, len(rows), 2 if workers else 1):
+        restored = make(workers and step % 3)
+        restored.load_state_dict(states[step])
+        rest = list(itertools.islice(restored, 1))
+        further = itertools.chain.from_iterable(itertools.repeat(restored))
+        rest += itertools.islice(further, len(rows) - step - len(rest))
+        assert rest == rows[step:], step
+        restored.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_saves_its_sampler(workers: int) -> None:
+    """torchdata's: it rewinds the sampler to what its workers delivered."""
+
+    def make() -> StatefulDataLoader[Any]:
+        sampler = RankSampler(SCHEDULES["within a budget"], 1)
+        return StatefulDataLoader(
+            Numbers(60),  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=list,
+            num_workers=workers,
+        )
+
+    loader = make()
+    states, rows = [loader.state_dict()], []
+    for row in loader:
+        rows.append(row)
+        states.append(loader.state_dict())
+    assert len(rows) > 2
     for step in range(0, len(rows), 1 + workers):
         restored = make()
         restored.load_state_dict(states[step])
-        rest = [row for _ in range(2) for row in restored]
-        assert rest[: len(rows) - step] == rows[step:], step
-        restored.close()
-    loader.close()
+        assert list(restored) == rows[step:], step
+
+
+def test_a_worker_that_dies_is_an_error() -> None:
+    loader = ScheduledLoader(Numbers(7), SCHEDULES["balanced"], 0, num_workers=1)
+    rows = iter(loader)
+    next(rows)
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        kill_worker(loader._loader, rows)
 
 
 def test_a_limit_ends_a_pass_and_the_next_begins_anew() -> None:
