@@ -5,8 +5,9 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,27 @@ def _frozen_objects_stay_frozen() -> Iterator[None]:
     a process that has imported torch and transformers that takes 0.2 s, three times a loader."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _watchdogs_end_with_their_pass() -> Iterator[None]:
+    """Energon makes a watchdog for each pass of a loader in this process, and never ends it: its
+    thread goes on, and holds the dataset."""
+    module = sys.modules.get("megatron.energon.watchdog")  # imported with the tests, if any need it
+    if module is None:
+        yield
+        return
+    watch = module.Watchdog.watch_iter
+
+    def watch_iter(watchdog: Any, samples: Iterable[Any]) -> Iterator[Any]:
+        try:
+            yield from watch(watchdog, samples)
+        finally:
+            watchdog.finish()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Watchdog, "watch_iter", watch_iter)
         yield
 
 
