@@ -44,7 +44,7 @@ def random_image(
         image.save(buffer, "JPEG", quality=90, exif=exif)
     elif rng.random() < 0.5:
         mode = ("RGB", "RGB", "L", "RGBA", "P", "LA", "1")[rng.integers(7)]
-        image.convert(mode).save(buffer, "PNG")
+        image.convert(mode).save(buffer, "PNG", compress_level=1)
     else:
         image.convert(("RGB", "L", "CMYK")[rng.integers(3)]).save(buffer, "JPEG", quality=90)
     return buffer.getvalue()

@@ -13,7 +13,7 @@ import transformers
 from transformers.video_utils import VideoMetadata
 
 from task_encoders.families import build_sample_encoder
-from task_encoders.families.builtin_processor import builtin_processor, builtin_tokenizer
+from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
@@ -22,6 +22,7 @@ from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import TEXT
+from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.transformers_sources import needs_transformers
 from tests.helpers.videos import make_video
 
@@ -196,7 +197,7 @@ def test_tokens_per_second_are_the_checkpoints(tmp_path: Path) -> None:
     def tokens_per_second(processor: str) -> float:
         return build_sample_encoder("qwen2_5_vl", processor).tokens_per_second
 
-    builtin_tokenizer().save_pretrained(tmp_path)
+    save_tokenizer("qwen2_5_vl", tmp_path)
     assert tokens_per_second("builtin") == tokens_per_second(str(tmp_path)) == 2
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 4}}'
