@@ -30,7 +30,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.unpacked_folders import crude_folder
 
 ROOT = Path(__file__).parents[2]
-STEPS = 12
+STEPS = 8
 #: Warnings of torch and megatron-core 0.19 about what a CPU lacks.
 WARNING = re.compile(r"^W\d{4} |Warning: |^  warnings\.warn\(")
 #: Overrides that make a step small; the vocabulary is the real one.
