@@ -33,13 +33,13 @@ from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_T
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened
-from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+from tests.helpers.texts_and_images import KINDS, random_image, random_sample, random_text
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video, odd_clips
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "105"))
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "56"))
 IMAGE_PAD, VIDEO_PAD, END = 151_655, 151_656, 151_645
 BUILT_IN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
 
@@ -90,11 +90,14 @@ class Reference:
         """ids, image grids and pixel values of transformers; videos by their metadata."""
         text = self.processor.apply_chat_template(to_chat(sample), tokenize=False)
         images = [opened((folder / name).read_bytes()) for name in sample.images]
-        replaced = [self.video_text(header) for header in videos]
-        (text,), _ = self.processor.get_text_with_replacements([text], videos_replacements=replaced)
-        if videos:  # without torchvision the processor takes none
-            return {"input_ids": [self.processor.tokenizer(text)["input_ids"]]}
-        return self.processor(text=[text], images=images or None, return_tensors="np")
+        if not videos:
+            return self.processor(text=[text], images=images or None, return_tensors="np")
+        # Without torchvision the processor takes no videos.
+        theirs = self.processor.image_processor(images, return_tensors="np") if images else {}
+        pads = [self.processor.replace_image_token(theirs, i) for i in range(len(images))]
+        replaced = pads, [self.video_text(header) for header in videos]
+        (text,), _ = self.processor.get_text_with_replacements([text], *replaced)
+        return {**theirs, "input_ids": [self.processor.tokenizer(text)["input_ids"]]}
 
     def video_text(self, header: VideoHeader) -> str:
         sampled = self.encoder.sample_video(header)
@@ -210,21 +213,28 @@ def _think(rng: np.random.Generator) -> str:
 
 
 def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None:
+    """And with images, placed in one of two turns or in front."""
     if reference.model is Qwen2_5_VLModel:
         needs_transformers("5.18", "rounds the time of a video's steps otherwise")
     rng = np.random.default_rng(6)
-    clips = [*odd_clips()]
+    clips = [*odd_clips(), make_video(1)]
     for _ in range(SAMPLES // 50):
         width, height = (int(side) for side in rng.integers(8, 50, 2) * 2)
         clips.append(make_video(int(rng.integers(2, 60)), int(rng.integers(1, 60)), width, height))
-    for index in range(16 if SAMPLES < 1000 else SAMPLES):
+    for index in range(24 if SAMPLES < 1000 else SAMPLES):
         chosen = [clips[i] for i in rng.integers(0, len(clips), 1 + index % 2)]
-        text = random_text(rng, 5)
-        prompt = text + "".join(f"<video>{random_text(rng, 3)}" for _ in chosen)
-        sample = SourceSample(
-            "v", "bmr", (Turn(prompt, "Yes."),), videos=tuple("ab"[: len(chosen)])
-        )
-        assert differences(reference, sample, tmp_path, [], chosen) == []
+        files = [random_image(rng, 90, 60) for _ in range(index // 2 % 3)]
+        names = [f"{i}.bin" for i in range(len(files))]
+        for name, data in zip(names, files, strict=True):
+            (tmp_path / name).write_bytes(data)
+        placed = ["<video>"] * len(chosen) * (rng.random() < 0.7)
+        placed += ["<image>"] * len(files) * (rng.random() < 0.7)
+        words = [f"{medium}{random_text(rng, 3)}" for medium in rng.permutation(placed)]
+        cut = int(rng.integers(len(words) + 1))
+        prompts = random_text(rng, 5) + "".join(words[:cut]), "".join(words[cut:]) + "\nAnd?"
+        turns = tuple(map(Turn, prompts, ("\nYes.", "No.")))
+        sample = SourceSample("v", "bmr", turns, tuple(names), videos=tuple("ab"[: len(chosen)]))
+        assert differences(reference, sample, tmp_path, files, chosen) == []
 
 
 def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:
