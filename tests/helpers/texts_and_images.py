@@ -1,7 +1,6 @@
 """Seeded random texts, images and conversations for the proofs of parity."""
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -97,11 +96,3 @@ def random_turns(rng: np.random.Generator, kind: str, num_images: int) -> tuple[
         newlines = "\n" * int(rng.integers(0, 3))  # these merge into the header's newline
         turns.append(Turn(prompt, newlines + answer))
     return tuple(turns)
-
-
-def random_samples(
-    kind: str, count: int, folder: Path, seed: int = 0
-) -> Iterator[tuple[SourceSample, list[bytes]]]:
-    rng = np.random.default_rng([seed, KINDS.index(kind)])
-    for index in range(count):
-        yield random_sample(rng, kind, index, folder)
