@@ -3,6 +3,7 @@ is measured is what is encoded."""
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +36,12 @@ from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened
 from tests.helpers.texts_and_images import KINDS, random_image, random_sample, random_text
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
+from tests.helpers.tiny_tokenizer import tiny_tokenizer
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video, odd_clips
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "56"))
-IMAGE_PAD, VIDEO_PAD, END = 151_655, 151_656, 151_645
 BUILT_IN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
 
 #: The reference of each family: text tokens, template, processor, model, pixels of a token.
@@ -61,11 +62,16 @@ REFERENCES: dict[str, tuple[Any, ...]] = {
 
 class Reference:
     """A family's encoder, and transformers' processor and positions. `folder`: where the encoder
-    reads the tokenizer from, as from a checkpoint; None is the built-in vocabulary."""
+    reads the tokenizer from, as from a checkpoint; None is the built-in vocabulary. `make`: the
+    tokenizer with a family's text tokens."""
 
-    def __init__(self, family: str, folder: Path | None) -> None:
+    def __init__(
+        self, family: str, folder: Path | None, make: Callable[..., Any] = builtin_tokenizer
+    ) -> None:
         text_tokens, self.template, processor_class, self.model, pixels = REFERENCES[family]
-        tokenizer = builtin_tokenizer(text_tokens)
+        tokenizer = make(text_tokens)
+        names = ("<|image_pad|>", "<|video_pad|>", "<|im_end|>")
+        self.image, self.video, self.end = map(tokenizer.convert_tokens_to_ids, names)
         tokenizer.chat_template = self.template
         if folder is not None:
             tokenizer.save_pretrained(folder)
@@ -119,7 +125,7 @@ class Reference:
         positions, _ = self.model.get_rope_index(
             model,
             tokens,
-            (tokens == IMAGE_PAD).int() + 2 * (tokens == VIDEO_PAD).int(),
+            (tokens == self.image).int() + 2 * (tokens == self.video).int(),
             image_grid_thw=torch.from_numpy(encoded.image_grid_thw).long(),
             video_grid_thw=torch.from_numpy(encoded.video_grid_thw).long(),
             **kwargs,
@@ -130,15 +136,17 @@ class Reference:
 @pytest.fixture(
     scope="module",
     params=[
-        *((family, family not in BUILT_IN) for family in REFERENCES),
-        *(pytest.param((family, True), marks=pytest.mark.exhaustive) for family in BUILT_IN),
+        *((family, "builtin") for family in BUILT_IN),
+        ("qwen3_5", "tiny"),
+        *(pytest.param((one, "checkpoint"), marks=pytest.mark.exhaustive) for one in REFERENCES),
     ],
-    ids=lambda param: f"{param[0]}-{'checkpoint' if param[1] else 'builtin'}",
+    ids="-".join,
 )
 def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     needs_transformers("5.10", "has no get_text_with_replacements to compare with")
-    family, is_checkpoint = request.param
-    return Reference(family, tmp_path_factory.mktemp(family) if is_checkpoint else None)
+    family, kind = request.param
+    folder = None if kind == "builtin" else tmp_path_factory.mktemp(family)
+    return Reference(family, folder, tiny_tokenizer if kind == "tiny" else builtin_tokenizer)
 
 
 def differences(
@@ -156,7 +164,7 @@ def differences(
         # The template's newline after the very last end token is dropped.
         "tokens": (encoded.tokens, theirs["input_ids"][0][:-1]),
         "labels": (encoded.labels[labelled], encoded.tokens[labelled]),
-        "answers": ((encoded.labels == END).sum(), len(sample.turns)),
+        "answers": ((encoded.labels == reference.end).sum(), len(sample.turns)),
         "positions": (encoded.position_ids, reference.positions(encoded, seconds)),
         **own_pairs(encoder, sample, files, clips, encoded),
     }
