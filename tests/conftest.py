@@ -6,7 +6,6 @@ import os
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,16 +66,6 @@ def bmr_environment() -> Iterator[None]:
         environment.setenv("OFFLINE_PACKED_DATA", "1")
         environment.setenv("OFFLINE_PACKING_BMR", "1")
         yield
-
-
-@pytest.fixture(scope="session")
-def builtin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the built-in tokenizer. To load one takes 4 s and 170 MB, once per folder."""
-    from task_encoders.families.builtin_processor import builtin_tokenizer
-
-    folder = tmp_path_factory.mktemp("builtin")
-    builtin_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -21,16 +21,7 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     require_supported("transformers")
     from transformers import AddedToken, Qwen2Tokenizer
 
-    ranks = qwen_ranks()
-    characters = {byte: character for character, byte in byte_level_alphabet().items()}
-
-    def spell(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
-    vocabulary = {spell(token): rank for token, rank in ranks.items()}
-    in_order = sorted(ranks.items(), key=lambda item: item[1])
-    pairs = (_last_merge(ranks, token, rank) for token, rank in in_order if len(token) > 1)
-    merges = [(spell(left), spell(right)) for left, right in pairs]
+    vocabulary, merges = _vocabulary_and_merges()
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -48,6 +39,22 @@ def builtin_tokenizer(text_tokens: tuple[str, ...] = ()) -> Any:
     )
     tokenizer.chat_template = QWEN2_VL_TEMPLATE
     return tokenizer
+
+
+@functools.cache
+def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Qwen's tokens and their merges as transformers spells them; to find them takes seconds."""
+    ranks = qwen_ranks()
+    characters = {byte: character for character, byte in byte_level_alphabet().items()}
+
+    def spell(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+    in_order = sorted(ranks.items(), key=lambda item: item[1])
+    pairs = (_last_merge(ranks, token, rank) for token, rank in in_order if len(token) > 1)
+    merges = [(spell(left), spell(right)) for left, right in pairs]
+    return vocabulary, merges
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes, bytes]:

@@ -28,27 +28,6 @@ Inputs = dict[str, Any]
 Reader = Callable[[PackedFolder, int], list[Inputs]]
 
 
-class Gradients:
-    """Loss, and its gradients, summed over the labelled tokens of all rows."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.loss = 0.0
-        self.sums: dict[str, torch.Tensor] = {}
-
-    def add(self, batch: PackedBatch) -> torch.Tensor:
-        """Add a row, and return its logits."""
-        self.model.zero_grad()
-        output = self.model(**to_transformers_kwargs(batch))
-        loss = output.loss * int((batch.labels != IGNORE_INDEX).sum())
-        loss.backward()
-        self.loss += float(loss.detach())
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                self.sums[name] = self.sums.get(name, 0) + parameter.grad.clone()
-        return output.logits[0].detach()
-
-
 def refuse_packs_of_few(packs: PackedFolder, numbers: Iterable[int]) -> None:
     """Each of these packs holds three samples or more, and one of them two with media that
     differ."""

@@ -1,7 +1,6 @@
 """Seeded random texts, images and conversations for the proofs of parity."""
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +43,7 @@ def random_image(
         image.save(buffer, "JPEG", quality=90, exif=exif)
     elif rng.random() < 0.5:
         mode = ("RGB", "RGB", "L", "RGBA", "P", "LA", "1")[rng.integers(7)]
-        image.convert(mode).save(buffer, "PNG")
+        image.convert(mode).save(buffer, "PNG", compress_level=1)
     else:
         image.convert(("RGB", "L", "CMYK")[rng.integers(3)]).save(buffer, "JPEG", quality=90)
     return buffer.getvalue()
@@ -97,11 +96,3 @@ def random_turns(rng: np.random.Generator, kind: str, num_images: int) -> tuple[
         newlines = "\n" * int(rng.integers(0, 3))  # these merge into the header's newline
         turns.append(Turn(prompt, newlines + answer))
     return tuple(turns)
-
-
-def random_samples(
-    kind: str, count: int, folder: Path, seed: int = 0
-) -> Iterator[tuple[SourceSample, list[bytes]]]:
-    rng = np.random.default_rng([seed, KINDS.index(kind)])
-    for index in range(count):
-        yield random_sample(rng, kind, index, folder)

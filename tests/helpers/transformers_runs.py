@@ -1,6 +1,7 @@
 """Runs of `launch.train_transformers` on tiny checkpoints of every family."""
 
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def make_case(name: str, folder: Path) -> None:
     if kind == "videos":
         video_packs("bmr", folder, family=family, processor=str(folder / "model"))
         return
-    mixed_pairs(folder / "source", 60)
+    mixed_pairs(folder / "source", 30)
     pack_dialogues(family, folder, folder / "packed")
 
 
@@ -61,7 +62,7 @@ def pack_dialogues(family: str, folder: Path, packed: Path, **sections: dict[str
 def command(folder: Path, output: Path, *overrides: str, family: str = "qwen2_vl") -> list[str]:
     """Arguments of the command for a case."""
     config = output.with_suffix(".yaml")
-    config.write_text("batch: {global_batch_packs: 4}\ncheckpoint: {every: 2}\n")
+    config.write_text("batch: {global_batch_packs: 2}\ncheckpoint: {every: 2}\n")
     fields = {
         "model.family": family,
         "model.checkpoint": folder / "model",
@@ -88,8 +89,8 @@ def run_here(arguments: list[str]) -> int:
 
 def stop_here(arguments: list[str]) -> int:
     """The same, stopped in its third step."""
-    step = Interrupted(3, partial(os.kill, os.getpid(), signal.SIGTERM))
-    Trainer._step = step  # type: ignore[method-assign,assignment]
+    act = partial(os.kill, os.getpid(), signal.SIGTERM)
+    Trainer._step = Interrupted(3, act, Trainer._step)  # type: ignore[method-assign,assignment]
     return run_here(arguments)
 
 
@@ -110,38 +111,46 @@ def assert_equal_runs(first: Path, second: Path, steps: int = STEPS) -> None:
 class Interrupted:
     """A trainer's method that does something first in its n-th call."""
 
-    def __init__(self, number: int, act: Callable[[], None], kind: Any = Trainer) -> None:
-        self._left, self._act = number, act
-        self._step = kind._step if kind is Trainer else kind.training_step
+    def __init__(self, number: int, act: Callable[[], None], method: Callable[..., Any]) -> None:
+        self._left, self._act, self._method = number, act, method
 
     def __get__(self, trainer: Any, _: type) -> Any:
-        def step(*args: Any) -> Any:
+        def call(*args: Any) -> Any:
             self._left -= 1
             if not self._left:
                 self._act()
-            return self._step(trainer, *args)
+            return self._method(trainer, *args)
 
-        return step
+        return call
 
 
 def _killed() -> None:
     raise KilledError
 
 
+def _limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+#: What ends a run, and the status that it then has.
 STOPS: dict[str, tuple[Callable[[], None], int]] = {
     "SIGTERM": (partial(signal.raise_signal, signal.SIGTERM), 143),
     "SIGINT": (partial(signal.raise_signal, signal.SIGINT), 130),
     "SIGKILL": (_killed, 0),
+    "full disk": (partial(_limit_files, 100_000), 1),  # files end in the middle of the weights
 }
 
 
-def stop(arguments: list[str], how: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the command and stop it in its step `at`."""
+def stop(arguments: list[str], how: str, at: int, where: str = "_step") -> str:
+    """Run the command and end it in the n-th call of a method of the trainer; returns what it
+    printed."""
     act, status = STOPS[how]
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", Interrupted(at, act))
-        if how != "SIGKILL":
-            train(arguments, status)
-            return
-        with pytest.raises(KilledError):
-            train(arguments)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, where, Interrupted(at, act, getattr(Trainer, where)))
+        try:
+            return train(arguments, status)
+        except KilledError:
+            return ""
+        finally:
+            _limit_files(limit)

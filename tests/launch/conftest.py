@@ -1,11 +1,13 @@
 """Packs that tests of training share."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.packed_runs import bmr_folder, captioning_folder
-from tests.helpers.transformers_runs import Case, make_case
+from tests.helpers.transformers_runs import Case, command, make_case, train
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +35,16 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         return folder
 
     return made
+
+
+@pytest.fixture(scope="session")
+def undisturbed(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Output of a family's training with some options in one process; each is trained once."""
+
+    @cache
+    def trained(family: str, *options: str) -> Path:
+        output = tmp_path_factory.mktemp("undisturbed")
+        train(command(case(family), output, *options, family=family))
+        return output
+
+    return trained

@@ -1,5 +1,6 @@
 """Adapters trained on packs, through transformers and peft."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -71,22 +72,22 @@ def _adapters_of_samples(
 
 
 def test_a_stopped_run_of_adapters_goes_on(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Case, undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
     """With the dropout of an undisturbed run; other adapters are refused."""
     make = partial(command, case("qwen2_vl"))
     options = ["--lora", "model.lora.dropout=0.2"]
-    train(make(tmp_path / "whole", *options))
+    whole = undisturbed("qwen2_vl", *options)
     stopped = make(tmp_path / "stopped", *options)
-    stop(stopped, "SIGTERM", 3, monkeypatch)
+    stop(stopped, "SIGTERM", 3)
     for other in (["model.lora.rank=8"], ["model.lora.alpha=16"], None):
         asked = [*stopped, *other] if other else make(tmp_path / "stopped")
         assert "model.lora must be the same to resume" in train(asked, 1)
     asked = [*stopped, "model.fsdp=true"]
     assert "model.fsdp must be the same to resume: restore it" in train(asked, 1)
     train(stopped)
-    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
-    ours, theirs = adapters(tmp_path / "whole"), adapters(tmp_path / "stopped")
+    assert_equal_runs(whole, tmp_path / "stopped")
+    ours, theirs = adapters(whole), adapters(tmp_path / "stopped")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

@@ -1,23 +1,49 @@
 """NeMo AutoModel on packs, and against what its own packing makes of the same samples: of images,
-of videos, of families beside Qwen's, cut for context parallelism."""
+of videos, of families beside Qwen's, cut for context parallelism; its recipe of
+docs/integrations.md, and what is wrong in others."""
 
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from nemo_automodel._transformers.utils import resolve_get_rope_index
+from nemo_automodel.cli.utils import resolve_recipe_name
+from nemo_automodel.components.config._arg_parser import parse_args_and_load_config
+from nemo_automodel.components.datasets.vlm.collate_fns import neat_packed_vlm_collater
+from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetWrapperConfig
+from nemo_automodel.components.datasets.vlm.loader import (
+    VlmCollatorConfig,
+    VlmDataloaderConfig,
+    VlmProcessorConfig,
+)
+from nemo_automodel.components.datasets.vlm.neat_packing_vlm import (
+    NeatPackConfig,
+    PackedDatasetWrapperConfig,
+)
 from nemo_automodel.components.distributed.context_parallel.utils import make_cp_batch_for_te
 from nemo_automodel.components.distributed.cp_vision_frame_shard import (
     _contiguous_balanced_bounds,
 )
+from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
+from nemo_automodel.components.loss.utils import calculate_loss
+from nemo_automodel.components.models.common.packing import configure_packing_for_models
+from nemo_automodel.components.utils.model_utils import filter_forward_kwargs
+from nemo_automodel.recipes._dist_utils import parse_distributed_section
+from nemo_automodel.recipes._typed_config import RecipeConfig
+from nemo_automodel.recipes.vlm.finetune import FinetuneRecipeForVLM, _is_recipe_target
+from PIL import Image, ImageOps
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForImageTextToText,
     Qwen2_5_VLProcessor,
@@ -27,6 +53,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
+from launch.data.packed_data import read_packed_data
 from launch.model.config import config_of_preset, transformers_classes
 from launch.trainers.automodel import PacksConfig
 from offline_packing.demo.training import tiny_qwen2_vl
@@ -34,15 +61,9 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder, model_cost
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import read_video_header
+from task_encoders.samples import SourceSample
+from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
-from tests.helpers.automodel import (
-    CAPTION_TEMPLATE,
-    conversation,
-    losses_of_packs,
-    make_loader,
-    own_batch,
-    without_last_newline,
-)
 from tests.helpers.context_ranks import (
     boundaries,
     differing_cuts,
@@ -50,17 +71,123 @@ from tests.helpers.context_ranks import (
     use_partitioned_indices,
 )
 from tests.helpers.hf_trainers import several_packs
+from tests.helpers.markdown import blocks
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
+    check_contradictions,
     check_order,
     check_uniform_steps,
     open_packs,
     small_checkpoint,
     small_packs,
     stored_samples,
+    two_losses,
 )
 from tests.helpers.video_packs import MODEL, video_packs
+
+#: A caption after its media, without the headers of a dialogue.
+CAPTION_TEMPLATE = (
+    "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}<|im_end|>"
+)
+
+
+def _processor(**_: Any) -> Any:
+    return builtin_processor()
+
+
+def make_loader(
+    packed: Path, split: str = "train", rank: int = 0, world_size: int = 1, **options: Any
+) -> DataLoader[Any]:
+    """Packs through AutoModel's loader, as a recipe makes it."""
+    config = VlmDataloaderConfig(
+        dataset_config=PacksConfig(str(packed), split),
+        processor_config=VlmProcessorConfig(_processor),  # it asks for one
+        pretokenization=PreTokenizedDatasetWrapperConfig(),
+        packing=NeatPackConfig(read_packed_data(packed).seq_length),
+        shuffle=False,
+    )
+    built = config.build(
+        pretrained_model_name_or_path=None,  # the packs name theirs
+        dp_rank=rank,
+        dp_world_size=world_size,
+        batch_size=1,
+        **options,
+    )
+    loader: DataLoader[Any] = built.dataloader
+    return loader
+
+
+def upright(data: bytes) -> Image.Image:
+    """AutoModel does not turn images by their EXIF orientation."""
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+
+
+def conversation(
+    sample: SourceSample,
+    media: list[bytes],
+    as_video: Callable[[bytes], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """A sample as AutoModel's datasets have it; `as_video` makes a video's part of a content."""
+    count = len(sample.images)
+    images = [{"type": "image", "image": upright(data)} for data in media[:count]]
+    videos = [as_video(data) for data in media[count:] if as_video]
+    if sample.task == "captioning":
+        content = [*images, *videos, {"type": "text", "text": sample.turns[0].answer}]
+        return {"conversation": [{"role": "assistant", "content": content}]}
+    messages = to_chat(sample)
+    rest = {"image": iter(images), "video": iter(videos)}
+    for message in messages:
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        message["content"] = [
+            next(rest[part["type"]]) if part["type"] in rest else part
+            for part in message["content"]
+        ]
+    return {"conversation": messages}
+
+
+def without_last_newline(result: Any, processor: Any) -> Any:
+    """The tokens that the template puts after the very last end of a turn."""
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        result[name] = result[name][:, :-1]
+    return result
+
+
+def own_batch(samples: list[Any], processor: Any, model: Any, **options: Any) -> dict[str, Any]:
+    """One pack of these samples as AutoModel makes it."""
+    tokenized = PreTokenizedDatasetWrapperConfig(max_retries=1, **options).build(
+        dataset=samples, processor=processor
+    )
+    packed = PackedDatasetWrapperConfig(pack_size=1 << 20).build(
+        inner_dataset=tokenized,
+        bins=[list(range(len(samples)))],
+        padding_idx=0,
+        get_rope_index=resolve_get_rope_index(model),
+    )
+    return neat_packed_vlm_collater([packed[0]])
+
+
+def losses_of_packs(model: Any, packed: Path) -> list[float]:
+    """Losses before and after a step through AutoModel's packing contract, loss and arguments of
+    the model; its recipe needs a GPU."""
+    contract = configure_packing_for_models([model])
+
+    def loss_of(batch: dict[str, Any]) -> torch.Tensor:
+        labels = batch.pop("labels")
+        output = model(**filter_forward_kwargs(model, batch), use_cache=False)
+        loss: torch.Tensor = calculate_loss(
+            MaskedCrossEntropy(),
+            logits=output.logits,
+            labels=labels,
+            model=model,
+            num_label_tokens=int((labels != -100).sum()),
+        )
+        return loss
+
+    return two_losses(model, make_loader(packed, packing_contract=contract), loss_of)
+
 
 Say = Callable[[str], None]
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
@@ -288,3 +415,120 @@ def test_its_cut_gives_each_rank_what_it_should(
         f"{VERSION}: CP {size} cuts {len(packs)} packs as launch does; the tower's idle time of "
         f"{len(shares)} with {size} pictures or more is {idle:.1%} by its own split"
     )
+
+
+PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+SEQ_LENGTH = 512
+
+
+def parse(file: Path, checkpoint: Path, packed: Path, *overrides: str) -> RecipeConfig:
+    """The recipe of the documentation, for this model and these packs, as the command parses it."""
+    (text,) = [block.text for block in blocks(PAGE.read_text()) if "PacksConfig" in block.text]
+    file.write_text(text)
+    values = {
+        "model.pretrained_model_name_or_path": checkpoint,
+        "dataset.path": packed,
+        "validation_dataset.path": packed,
+        "validation_dataset.split": "train",  # these packs have no other
+        "packed_sequence.pack_size": SEQ_LENGTH,
+    }
+    arguments = [f"--{name}={value}" for name, value in values.items()]
+    return RecipeConfig(parse_args_and_load_config(str(file), argv=[*arguments, *overrides]))
+
+
+def build(recipe: RecipeConfig, section: str = "vlm_dataloader", **options: Any) -> Any:
+    """A loader as the recipe's class builds it."""
+    config = getattr(recipe, section)
+    config.processor_config = config.processor_config.__class__(_processor)
+    return config.build(
+        pretrained_model_name_or_path=recipe.model.pretrained_model_name_or_path,
+        dp_rank=0,
+        dp_world_size=1,
+        batch_size=recipe.get("step_scheduler.local_batch_size"),
+        **options,
+    ).dataloader
+
+
+def test_the_documented_recipe_is_parsed_whole(case: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = parse(tmp_path / "recipe.yaml", *case)
+    target = resolve_recipe_name(recipe.recipe)
+    assert target == f"{FinetuneRecipeForVLM.__module__}.FinetuneRecipeForVLM"
+    assert _is_recipe_target(recipe.model.get("_target_"))
+    assert recipe.step_scheduler.global_batch_size == 64
+    assert recipe.optimizer.kwargs["lr"] == 1e-5
+    assert recipe.checkpoint.checkpoint_dir == "out/trained"
+    recipe.loss_fn.build()
+    parse_distributed_section(recipe.distributed.to_dict())
+
+
+def test_training_and_validation_read_the_same_rows(
+    case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With several packs a step, each is a row of its own, padded."""
+    recipe = parse(tmp_path / "recipe.yaml", *case, "--dataloader.num_workers=0")
+    model = AutoModelForImageTextToText.from_pretrained(case[0], attn_implementation="sdpa")
+    contract = configure_packing_for_models([model])
+    rows = list(build(recipe, packing_contract=contract))
+    validation = list(build(recipe, "vlm_validation_dataloader", packing_contract=contract))
+    assert len(rows) == len(validation) > 3
+    for number, (row, other) in enumerate(zip(rows, validation, strict=True)):
+        assert row.keys() == other.keys()
+        assert_same(row, other, f"pack {number}")
+    recipe = parse(
+        tmp_path / "two.yaml",
+        *case,
+        "--dataloader.num_workers=0",
+        "--step_scheduler.local_batch_size=2",
+    )
+    pair = next(iter(build(recipe, packing_contract=contract)))
+    for place, row in enumerate(rows[:2]):
+        length = row["input_ids"].shape[1]
+        for name in ("input_ids", "labels", "mm_token_type_ids"):
+            assert torch.equal(pair[name][place, :length], row[name][0])
+        assert (pair["labels"][place, length:] == -100).all()
+        assert torch.equal(pair["position_ids"][:, place, :length], row["position_ids"][:, 0])
+        assert torch.equal(
+            pair["attention_mask"][place, :, :length, :length], row["attention_mask"][0]
+        )
+    images = [row["pixel_values"] for row in rows[:2] if "pixel_values" in row]
+    assert torch.equal(pair["pixel_values"], torch.cat(images))
+
+
+@pytest.mark.parametrize(
+    ("override", "options", "message"),
+    [
+        ("--dataloader.shuffle=true", {}, r"set dataloader: \{shuffle: false\}"),
+        ("--packed_sequence.pack_size=8192", {}, r"set packed_sequence: \{pack_size: 512\}"),
+        ("--packed_sequence.pack_size=0", {}, r"set packed_sequence: \{pack_size: 512\}"),
+        ("--packed_sequence.max_packs=9", {}, "and no max_packs"),
+        ("--packed_sequence.packing_format=thd", {"cp_size": 2}, "set packing_format: neat"),
+        ("--dataset.split=val", {}, "no packs in its val split"),
+    ],
+)
+def test_what_packs_do_not_do_is_refused(
+    override: str, options: dict[str, Any], message: str, case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    recipe = parse(tmp_path / "recipe.yaml", *case, override)
+    with pytest.raises(ValueError, match=message) as caught:
+        build(recipe, **options)
+    assert "\n" not in str(caught.value)
+    assert str(case[1]) in str(caught.value)
+
+
+def test_packs_that_contradict_model_or_environment_are_refused(
+    case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    check_contradictions(
+        lambda model, packs: build(parse(tmp_path / "recipe.yaml", model, packs)),
+        case,
+        tmp_path / "other",
+    )
+
+
+def test_other_datasets_go_automodels_way(case: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = parse(tmp_path / "recipe.yaml", *case, "--packed_sequence.pack_size=0")
+    config = recipe.vlm_dataloader
+    config.dataset_config = SimpleNamespace(build=lambda: ["a", "b", "c"])
+    config.collator = VlmCollatorConfig(lambda examples, processor: examples)
+    config.shuffle, config.num_workers = True, 0
+    assert sorted(itertools.chain.from_iterable(build(recipe))) == ["a", "b", "c"]

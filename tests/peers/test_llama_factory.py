@@ -1,34 +1,40 @@
-"""LLaMA-Factory on packs, and against what its own packing makes of the same samples."""
+"""LLaMA-Factory on packs, and against what its own packing makes of the same samples; its recipe of
+docs/integrations.md, and what is wrong in others."""
 
+import io
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_template_and_fix_tokenizer
+from llamafactory.data.formatter import StringFormatter
+from llamafactory.data.mm_plugin import get_mm_plugin
+from llamafactory.data.processor import PackedSupervisedDatasetProcessor
+from llamafactory.data.template import TEMPLATES, register_template
+from llamafactory.hparams import DataArguments, parser
+from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
 from launch.trainers.llama_factory import tuner
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.concatenate import merge_rows, split_row
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.model_inputs import segment_kwargs
-from tests.helpers.datasets import mixed_pairs
+from task_encoders.model_inputs import segment_kwargs, to_transformers_kwargs
+from task_encoders.samples import SourceSample, place_media
+from tests.helpers.datasets import dialogue, make_run, mixed_pairs, pack_all
 from tests.helpers.hf_trainers import number_of
 from tests.helpers.hf_videos import with_processor
-from tests.helpers.llama_factory import (
-    CAPTIONS,
-    OwnPacking,
-    order_of_knapsack,
-    recipe,
-    train,
-    without_newlines,
-)
+from tests.helpers.markdown import blocks
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
+    check_contradictions,
     check_order,
     open_packs,
     pack_dialogues,
@@ -36,6 +42,157 @@ from tests.helpers.peers import (
 )
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_families import encoder_options
+
+PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+#: A CPU in place of a GPU, and the optimizer of `our_losses`.
+ON_A_CPU: dict[str, Any] = {
+    "bf16": False,
+    "flash_attn": "sdpa",
+    "use_cpu": True,
+    "eval_dataset": None,
+    "eval_strategy": "no",
+    "freeze_vision_tower": False,
+    "freeze_multi_modal_projector": False,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "adam_beta2": 0.95,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+#: Captions as packs have them: the image, the caption, and the end of the turn.
+CAPTIONS = "captions_as_packed"
+if CAPTIONS not in TEMPLATES:
+    register_template(
+        name=CAPTIONS,
+        format_user=StringFormatter(slots=["{{content}}"]),
+        format_assistant=StringFormatter(slots=["{{content}}<|im_end|>"]),
+        mm_plugin=get_mm_plugin("qwen2_vl", "<|image_pad|>", "<|video_pad|>"),
+    )
+
+
+def recipe(checkpoint: Path, packed: Path, output: Path, **options: Any) -> dict[str, Any]:
+    """The recipe of the documentation, for this model and these packs, on a CPU."""
+    (text,) = [block.text for block in blocks(PAGE.read_text()) if "stage: sft" in block.text]
+    folders = {"model_name_or_path": str(checkpoint), "dataset": str(packed)}
+    whole = {**yaml.safe_load(text), **folders, "output_dir": str(output), **ON_A_CPU, **options}
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+class Recorder(TrainerCallback):
+    """Numbers of the packs trained, losses of the steps, and the weights at the end."""
+
+    def __init__(self, packed: Path) -> None:
+        self._packs = open_packs(packed)
+        self.numbers: list[int] = []
+        self.losses: list[float] = []
+        self.weights: list[torch.Tensor] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].register_forward_pre_hook(
+            lambda _, __, given: self.numbers.append(number_of(given["input_ids"], self._packs)),
+            with_kwargs=True,
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        self.weights = [weight.detach().clone() for weight in kwargs["model"].parameters()]
+
+
+def train(checkpoint: Path, packed: Path, output: Path, **options: Any) -> Recorder:
+    """A run of LLaMA-Factory's command."""
+    recorder = Recorder(packed)
+    tuner.run_exp(recipe(checkpoint, packed, output, **options), [recorder])
+    return recorder
+
+
+def own_arguments(samples: Iterable[tuple[SourceSample, list[bytes]]]) -> dict[str, list[Any]]:
+    """Samples in the columns that LLaMA-Factory's processors take. Images are upright already: it
+    does not turn them by their EXIF orientation."""
+    rows = []
+    for sample, media in samples:
+        images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media]
+        if sample.task == "captioning":
+            turns = [("<image>" * len(images), sample.turns[0].answer)]
+        else:
+            turns = [(turn.prompt, turn.answer) for turn in place_media(sample)]
+        messages = dialogue(*(text for turn in turns for text in turn))
+        rows.append((messages[:-1], messages[-1:], sample.system, "", images, [], []))
+    names = ("_prompt", "_response", "_system", "_tools", "_images", "_videos", "_audios")
+    return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+class OwnPacking:
+    """LLaMA-Factory's `neat_packing`.
+
+    Args:
+        template: a name.
+        model: has the function for M-RoPE's positions.
+        attention: its collator builds a mask of four dimensions unless it is flash_attention_2.
+    """
+
+    def __init__(
+        self, template: str, processor: Any, model: Any = None, attention: str = "flash_attention_2"
+    ) -> None:
+        self._processor = processor
+        processor.image_max_pixels, processor.image_min_pixels = 10**9, 1  # the processor's own
+        self._data_args = DataArguments(template=template, neat_packing=True)
+        tokenizer = processor.tokenizer
+        self.template = get_template_and_fix_tokenizer(tokenizer, self._data_args)
+        self._collator = SFTDataCollatorWith4DAttentionMask(
+            template=self.template,
+            tokenizer=tokenizer,
+            processor=processor,
+            model=model,
+            pad_to_multiple_of=8,
+            block_diag_attn=True,
+            neat_packing=True,
+            attn_implementation=attention,
+        )
+
+    def pack(
+        self, samples: Iterable[tuple[SourceSample, list[bytes]]], cutoff_len: int
+    ) -> list[dict[str, Any]]:
+        """Packs of some samples, as its dataset holds them. `cutoff_len` is the user's option."""
+        self._data_args.cutoff_len = cutoff_len - 1  # as DataArguments does for packing
+        packing = PackedSupervisedDatasetProcessor(
+            self.template, self._processor.tokenizer, self._processor, self._data_args
+        )
+        columns = packing.preprocess_dataset(own_arguments(samples))
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def row(self, pack: dict[str, Any]) -> dict[str, Any]:
+        """A pack as its model gets it."""
+        return self._collator([dict(pack)])
+
+
+def without_newlines(
+    row: dict[str, Any], pack: dict[str, Any], end: int, newline: int
+) -> dict[str, Any]:
+    """A row without the newline that LLaMA-Factory keeps after the last turn of every sample, and
+    without the loss on those after other turns, which no model has to write."""
+    bounds = pack["packing_params"]["sequence_boundaries"][:-1]  # the last segment is padding
+    tokens = row["input_ids"][0, : bounds[-1]]
+    after_end = torch.cat([torch.tensor([False]), (tokens[1:] == newline) & (tokens[:-1] == end)])
+    kept = torch.ones_like(after_end)
+    last = torch.tensor(bounds[1:]) - 1
+    kept[last] = ~after_end[last]
+    labels = row["labels"][0, : bounds[-1]].masked_fill(after_end, -100)
+    places = kept.long().cumsum(0)
+    return {
+        **row,
+        "input_ids": tokens[kept],
+        "labels": labels[kept],
+        "position_ids": row["position_ids"][..., : bounds[-1]][..., kept],
+        "boundaries": [0, *places[last].tolist()],
+    }
+
+
+def order_of_knapsack(lengths: Sequence[int]) -> list[int]:
+    """Numbers of samples as its knapsack takes them, all of which fit: the longest first, and of
+    equal ones the last."""
+    return sorted(range(len(lengths)), key=lambda number: (-lengths[number], -number))
+
 
 Say = Callable[[str], None]
 VERSION = f"LLaMA-Factory {version('llamafactory')}"
@@ -192,3 +349,116 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             num_samples += len(samples)
     assert num_samples > num_packs > 5
     say(f"{VERSION}: {num_packs} packs of {task} are what its neat_packing makes of their samples")
+
+
+#: Options of the documented recipe that the other tests leave out.
+AS_WRITTEN: Mapping[str, Any] = {"freeze_vision_tower": None, "freeze_multi_modal_projector": None}
+
+
+@pytest.fixture(scope="module")
+def split_packs(case: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packs with a val split."""
+    root = tmp_path_factory.mktemp("split")
+    model = {"family": "qwen2_vl", "processor": str(case[0]), **encoder_options("qwen2_vl")}
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source", 40)), "task": "bmr"}
+    output = {"split": {"train": 0.8, "val": 0.2}}
+    run = make_run(source, root / "packed", model=model, pack={"seq_length": 512}, output=output)
+    pack_all(run)
+    return root / "packed"
+
+
+class _Losses(TrainerCallback):
+    """What a run validates to, and what it trains on."""
+
+    def __init__(self) -> None:
+        self.validation: list[float] = []
+        self.samples = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.samples = len(kwargs["train_dataloader"].dataset)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.validation.append(kwargs["metrics"]["eval_loss"])
+
+
+def test_the_documented_recipe_validates_on_its_val_split(
+    case: tuple[Path, Path], split_packs: Path, tmp_path: Path
+) -> None:
+    losses = _Losses()
+    validation = {"eval_dataset": str(split_packs), "eval_strategy": "steps", "eval_steps": 2}
+    given = recipe(case[0], split_packs, tmp_path, max_steps=2, **AS_WRITTEN, **validation)
+    tuner.run_exp(given, [losses])
+    packs = open_packs(split_packs, "val")
+    assert losses.samples == len(open_packs(split_packs)) > len(packs) > 0
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        rows = [to_transformers_kwargs(packs.batch([number])) for number in range(len(packs))]
+        expected = sum(float(model(**row).loss) for row in rows) / len(packs)
+    assert losses.validation[0] == pytest.approx(expected, abs=1e-4)
+
+
+def frozen_run(
+    checkpoint: Path, packed: Path, output: Path, options: Mapping[str, Any]
+) -> tuple[list[int], list[float]]:
+    run = train(checkpoint, packed, output, max_steps=2, save_strategy="no", **options)
+    return run.numbers, run.losses
+
+
+@pytest.mark.parametrize("options", [{}, {"finetuning_type": "lora"}])
+def test_two_ranks_train_as_documented(
+    options: dict[str, Any], case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With the vision tower frozen, which is LLaMA-Factory's default."""
+    folders = (*case, tmp_path / "out")
+    ranks = run_ranks(2, tmp_path / "ranks", frozen_run, *folders, {**AS_WRITTEN, **options})
+    assert [numbers for numbers, _ in ranks] == [[0, 2], [1, 3]]
+    assert len(ranks[0][1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": True}, "leave out packing"),
+        ({"neat_packing": True}, "leave out packing, neat_packing"),
+        ({"max_samples": 10, "mask_history": True}, "leave out max_samples, mask_history"),
+        ({"dataset": "{packed},other"}, "give one dataset"),
+        ({"eval_dataset": "other"}, "give packs as both"),
+        ({"eval_dataset": "{packed}"}, "no packs in its val split"),
+        ({"do_train": False}, "set do_train: true"),
+        ({"pure_bf16": True}, "set bf16: true"),
+    ],
+)
+def test_what_packs_do_not_do_is_refused(
+    options: dict[str, Any],
+    message: str,
+    case: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parser, "is_torch_bf16_gpu_available", lambda: True)
+    for name, value in options.items():
+        if isinstance(value, str):
+            options = {**options, name: value.format(packed=case[1])}
+    with pytest.raises(ValueError, match=message) as caught:
+        train(*case, tmp_path, max_steps=1, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_packs_that_contradict_model_or_environment_are_refused(
+    case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    check_contradictions(
+        lambda model, packs: train(with_processor(model), packs, tmp_path, max_steps=1),
+        case,
+        tmp_path / "other",
+    )
+
+
+def test_other_data_go_llama_factorys_way(case: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "mine.json"}}))
+    records = [{"instruction": "Say", "input": text, "output": text} for text in "ab"]
+    (tmp_path / "mine.json").write_text(json.dumps(records))
+    losses = _Losses()
+    options = {"dataset": "mine", "dataset_dir": str(tmp_path), "max_steps": 1}
+    tuner.run_exp(recipe(*case, tmp_path / "out", **options), [losses])
+    assert losses.samples == 2

@@ -1,4 +1,5 @@
-"""Megatron-LM's multimodal example on packs, and against what its own code makes of their samples.
+"""Megatron-LM's multimodal example on packs, and against what its own code makes of their samples;
+its cut of packs for context parallelism.
 
 It is not a package: MEGATRON_LM names a checkout. Its tiles stand for merged patches here, one
 embedding each, and its tokenizer has Qwen2-VL's words, so that rows are of one length in both.
@@ -33,7 +34,10 @@ typing.override = typing_extensions.override  # type: ignore[attr-defined]  # be
 import dataset_helpers
 import energon_util
 import train as example
+from megatron.core import parallel_state
+from megatron.core import utils as core_utils
 from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN, LLaVAModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.tokenizers.vision.libraries import multimodal_tokenizer
 from megatron.energon import VQASample
@@ -44,6 +48,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from launch.loop.parallel import initialize_parallel
 from launch.trainers.megatron_lm import build_dataloaders, get_batch
 from offline_packing.demo.run import MODEL, SEQ_LENGTH
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_packed_seq_params
@@ -51,6 +56,12 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample, place_media
 from task_encoders.settings import PackingSettings
+from tests.helpers.context_ranks import (
+    boundaries,
+    differing_cuts,
+    packs_for_ranks,
+    use_partitioned_indices,
+)
 from tests.helpers.legacy_packs import text_folder
 from tests.helpers.peers import assert_same, open_packs, stored_samples
 from tests.helpers.rank_processes import run_ranks
@@ -248,3 +259,31 @@ def test_its_saving_of_dataloaders_gives_the_rest(tmp_path: Path, say: Say) -> N
             expected = [f"{i:02d}" for i in slice_of_rank[2:] + slice_of_rank[:2]]
             assert went_on == restored == expected
     say(f"{VERSION}: maybe_save_dataloader_state restored in an epoch, on 1, 2, 4 ranks")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_its_cut_gives_each_rank_what_it_should(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
+) -> None:
+    tex = use_partitioned_indices(monkeypatch)
+    monkeypatch.setattr(core_utils, "tex", tex, raising=False)
+
+    def cut(row: PackedBatch, params: PackedSeqParams) -> dict[str, torch.Tensor]:
+        segments = boundaries(params)[None]
+        batch = {
+            "tokens": row.tokens,
+            "labels": row.labels,
+            "loss_mask": row.loss_mask,
+            "position_ids": row.position_ids.permute(1, 2, 0),  # along the second axis
+            "cu_seqlens": segments,
+            "cu_seqlens_padded": segments,
+        }
+        group = parallel_state.get_context_parallel_group()
+        found = core_utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+        assert torch.equal(found.pop("cu_seqlens"), segments)
+        assert torch.equal(found.pop("cu_seqlens_padded"), segments)
+        return found | {"position_ids": found["position_ids"].permute(2, 0, 1)}
+
+    packs = packs_for_ranks(tmp_path, size)
+    assert differing_cuts(packs, size, cut) == []
+    say(f"{VERSION}: CP {size} cuts {len(packs)} packs as launch does")

@@ -1,17 +1,26 @@
-"""ms-swift on packs, and against what its own template makes of the same samples; on families
-beside Qwen's where its templates pack: on GLM-V and InternVL3."""
+"""ms-swift on packs, and against what its own template makes of the same samples, with images and
+with videos; on families beside Qwen's where its templates pack: on GLM-V and InternVL3; its command
+of docs/integrations.md, and what is wrong in others."""
 
+import io
+import re
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import swift
 import torch
-from PIL import Image
+import torchvision
+from PIL import Image, ImageOps
+from swift.arguments import SftArguments
 from swift.model import get_model_processor
+from swift.pipelines.train.sft import SwiftSft
 from swift.template import get_template
-from swift.utils import import_external_file
+from swift.utils import import_external_file, parse_args
 from torch.utils.data import Dataset
 from transformers import (
     AutoTokenizer,
@@ -30,25 +39,136 @@ from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.datasets import PackedDatasetWrapper
 from task_encoders.families.builtin_processor import builtin_processor
-from tests.helpers.hf_trainers import number_of, several_packs
-from tests.helpers.hf_videos import save_processor, with_processor
-from tests.helpers.ms_swift import (
-    LENGTH,
-    PLUGIN,
-    assistant,
-    make_template,
-    make_trainer,
-    own_sample,
-    packs_of_plugin,
-)
+from task_encoders.media.video_file import read_video_header
+from task_encoders.samples import SourceSample, place_media
+from tests.helpers.hf_trainers import number_of, several_packs, use_segment_attention
+from tests.helpers.hf_videos import decoded_video, save_processor, video_files, with_processor
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
+    check_contradictions,
     check_order,
     open_packs,
     stored_samples,
 )
 from tests.helpers.tiny_families import encoder_options
+
+PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
+LENGTH = {"return_length": True}
+
+
+def make_template(model: Any, processor: Any, family: str, **options: Any) -> Any:
+    """A template that packs, for a tokenizer of any vocabulary."""
+    template = get_template(processor, template_type=family, **options)
+    template.set_mode("train")
+    template.model = model
+    template.packing = template.padding_free = True
+    template.image_token_id = model.config.image_token_id
+    template.video_token_id = model.config.video_token_id
+    return template
+
+
+def packs_of_plugin(template: Any, model_dir: str, packed: Path, split: str = "train") -> Any:
+    """Packs for that template, which the plugin changes as it does a pipeline's."""
+    import_external_file(str(PLUGIN))
+    plugin: Any = sys.modules[SwiftSft._prepare_dataset.__module__]
+    args = SimpleNamespace(packing=True, model_dir=model_dir)
+    return plugin.packs_for(SimpleNamespace(args=args, template=template), str(packed), split)
+
+
+def assistant(text: str) -> dict[str, str]:
+    """A message."""
+    return {"role": "assistant", "content": text}
+
+
+def own_sample(
+    template: Any,
+    sample: SourceSample,
+    media: list[bytes],
+    limits: dict[str, int],
+    scratch: Path = Path(),
+) -> dict[str, Any]:
+    """A sample as ms-swift encodes it, except for the newline that it trains after every answer.
+
+    Args:
+        limits: min_pixels and max_pixels, which it takes from the environment, once, otherwise.
+        scratch: for videos.
+    """
+    count = len(sample.images)
+    # It does not turn images upright by their EXIF orientation.
+    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media[:count]]
+    videos = video_files(media[count:], scratch)
+    given = {"images": images, "videos": videos, "chat_template_kwargs": limits}
+    if sample.task == "captioning":
+        caption = "<image>" * len(images) + sample.turns[0].answer
+        return template.encode({"messages": [assistant(caption)], **given}, **LENGTH)
+    messages = [] if sample.system is None else [{"role": "system", "content": sample.system}]
+    for turn in place_media(sample):
+        messages += [{"role": "user", "content": turn.prompt}, assistant(turn.answer)]
+    encoded: dict[str, Any] = template.encode({"messages": messages, **given}, **LENGTH)
+    end, (newline,) = template.tokenizer.eos_token_id, template.tokenizer.encode("\n")
+    assert encoded["input_ids"][-2:] == [end, newline] == encoded["labels"][-2:]
+    tokens = encoded["input_ids"]
+    pairs = zip([None, *tokens], tokens, encoded["labels"], strict=False)
+    encoded["labels"] = [-100 if before == end else label for before, _, label in pairs][:-1]
+    encoded["input_ids"] = tokens[:-1]
+    if "mm_token_type_ids" in encoded:
+        encoded["mm_token_type_ids"] = encoded["mm_token_type_ids"][:-1]
+    return encoded | {"length": len(encoded["input_ids"])}
+
+
+class CPUArguments(SftArguments):
+    """Without the check for flash attention."""
+
+    def _check_padding_free(self) -> None:
+        self.padding_free = True
+
+
+class Pipeline(SwiftSft):
+    """Stops at the trainer."""
+
+    args_class = CPUArguments
+
+    def train(self, trainer: Any) -> Any:
+        return trainer
+
+
+def make_trainer(
+    checkpoint: Path, packed: Path, output: Path, *, model_type: str, template: str, **options: Any
+) -> Any:
+    """ms-swift's trainer as `swift sft` makes it from its arguments, on a CPU."""
+    import_external_file(str(PLUGIN))
+    args = CPUArguments(
+        model=str(checkpoint),
+        model_type=model_type,
+        template=template,
+        dataset=[str(packed)],
+        output_dir=str(output),
+        add_version=False,
+        packing=True,
+        attn_impl="sdpa",
+        torch_dtype="float32",
+        tuner_type="full",
+        freeze_vit=False,
+        freeze_aligner=False,
+        train_dataloader_shuffle=False,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        warmup_ratio=0.0,
+        weight_decay=0.0,
+        dataloader_num_workers=0,
+        logging_steps=1,
+        report_to=["none"],
+        use_cpu=True,
+        **options,
+    )
+    pipeline = Pipeline(args)
+    use_segment_attention(pipeline.model)
+    return pipeline.run()
+
 
 Say = Callable[[str], None]
 QWEN2_VL = {"model_type": "qwen2_vl", "template": "qwen2_vl"}
@@ -56,8 +176,8 @@ VERSION = f"ms-swift {swift.__version__}"
 
 
 @pytest.fixture(scope="module")
-def family() -> str:
-    return "qwen2_vl"
+def family(request: pytest.FixtureRequest) -> Any:
+    return getattr(request, "param", "qwen2_vl")
 
 
 @pytest.fixture(scope="module")
@@ -233,3 +353,155 @@ def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: 
         f"{VERSION}, {family}: loss before and after a step as of the samples alone "
         f"(to {difference:.0e})"
     )
+
+
+PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+
+
+#: Family of the checkpoint of a command.
+of_command = pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+
+
+def datasets(checkpoint: Path, packed: Path, output: Path, *more: str) -> list[Any]:
+    """The samples that a pipeline of the documented command trains on, with these options."""
+    (command,) = re.findall(r"`(swift sft [^`]*)`", PAGE.read_text())
+    names = {"FOLDER": str(checkpoint), "out/packed": str(packed)}
+    words = [names.get(word, word) for word in shlex.split(command)[2:]]
+    model = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
+    options = ["--output_dir", str(output), "--use_cpu", "true", "--torch_dtype", "float32"]
+    args, rest = parse_args(CPUArguments, [*words, *model, *options, *more])
+    assert not rest
+    return SwiftSft._prepare_dataset(SimpleNamespace(args=args, template=SimpleNamespace()))
+
+
+@of_command
+def test_the_documented_command_trains_every_pack(case: tuple[Path, Path], tmp_path: Path) -> None:
+    train, validation = datasets(*case, tmp_path)
+    packs = open_packs(case[1])
+    assert len(train) == len(packs) > 3
+    assert validation is None
+    for number in range(len(packs)):
+        lengths = [sample["length"] for sample in train[number]]
+        assert lengths == packs.batch([number]).cu_lengths[0].diff().tolist()
+
+
+@of_command
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--packing false", "set --packing true"),
+        ("--train_dataloader_shuffle true", "set --train_dataloader_shuffle false"),
+        ("--group_by_length true", "no --group_by_length"),
+        ("--dataset {packed} other.jsonl", "give one --dataset"),
+        ("--val_dataset {packed}", "no packs in its val split"),
+    ],
+)
+def test_what_packs_do_not_do_is_refused(
+    options: str, message: str, case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        datasets(*case, tmp_path, *options.format(packed=case[1]).split())
+    assert "\n" not in str(caught.value)
+
+
+@of_command
+def test_packs_that_contradict_model_or_environment_are_refused(
+    case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    check_contradictions(
+        lambda model, packs: datasets(with_processor(model), packs, tmp_path),
+        case,
+        tmp_path / "other",
+    )
+
+
+#: In pixel values.
+THREE_OF_255 = 3.01 / 255 / 0.2613
+
+
+@pytest.fixture
+def _decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that it calls, which torchvision no longer has."""
+
+    def read_video(path: str, **_: Any) -> tuple[torch.Tensor, None, dict[str, float]]:
+        frames, rate = decoded_video(path)
+        return torch.from_numpy(frames.transpose(0, 3, 1, 2)), None, {"video_fps": rate}
+
+    monkeypatch.setattr(torchvision.io, "read_video", read_video, raising=False)
+
+
+def same_frames(encoder: Any, data: bytes) -> bool:
+    """Return True if ms-swift takes the frames of packs, which are transformers'."""
+    header = read_video_header(io.BytesIO(data))
+    frames = list(encoder.sample_video(header).frames)
+    spread = torch.linspace(0, header.num_frames - 1, len(frames)).round().long()
+    return frames == spread.tolist()
+
+
+@pytest.fixture(scope="module")
+def with_videos(family: str, case: Any) -> Any:
+    """The model and its processor, as ms-swift loads them."""
+    return get_model_processor(str(with_processor(case[0])), model_type=family)
+
+
+each_family = pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"], indirect=True)
+
+
+@each_family
+@pytest.mark.usefixtures("_decoder")
+def test_packs_with_videos_are_what_its_packing_would_give(
+    family: str, with_videos: Any, video_packs: Path, tmp_path: Path, say: Say
+) -> None:
+    """All but the pixels: it resizes images with Pillow (those are compared with the demo's packs),
+    and frames in floating point, which it spreads from the first to the last."""
+    packs = open_packs(video_packs)
+    encoder = packs.task_encoder.encoder
+    stored = encoder.options.model_dump()
+    limits = {f"{end}_pixels": stored[f"video_{end}_pixels"] for end in ("min", "max")}
+    template, plugged = (make_template(*with_videos, family) for _ in range(2))
+    dataset = packs_of_plugin(plugged, with_videos[0].model_dir, video_packs)
+    alike = others = 0
+    for number, pack in enumerate(packs):
+        samples = list(stored_samples(pack))
+        own = [own_sample(template, *s, limits, tmp_path) for s in samples]
+        theirs = template.data_collator([own])
+        ours = plugged.data_collator([dataset[number]])
+        theirs.pop("second_per_grid_ts", None)  # of which positions were made
+        assert ours.keys() == theirs.keys()
+        pixels = [batch.pop("pixel_values_videos", None) for batch in (theirs, ours)]
+        for batch in (theirs, ours):
+            batch.pop("pixel_values", None)
+        assert_same(ours, theirs, f"{family} {number}")
+        videos = [data for sample, media in samples for data in media[len(sample.images) :]]
+        if not videos:
+            continue
+        sizes = ours["video_grid_thw"].prod(1).tolist()
+        for data, one, other in zip(videos, *(p.split(sizes) for p in pixels), strict=True):
+            same = same_frames(encoder, data)
+            difference = float((one - other).abs().max())
+            assert difference < THREE_OF_255 if same else difference > 1
+            alike, others = alike + same, others + (not same)
+    assert alike > 3
+    assert others > 3
+    say(
+        f"{VERSION}, {family}: {len(packs)} packs with {alike + others} videos are what its own "
+        f"packing makes of their samples, but for the pixels: of {others} it takes other frames"
+    )
+
+
+@each_family
+def test_samples_padded_for_context_parallelism_go_on_behind(
+    family: str, with_videos: Any, video_packs: Path
+) -> None:
+    """As in its `_handle_megatron_cp`, which makes a sample longer and leaves its positions."""
+    template, plugged = (make_template(*with_videos, family) for _ in range(2))
+    for sample in packs_of_plugin(plugged, with_videos[0].model_dir, video_packs)[0]:
+        del sample["labels"], sample["length"]
+        sample["input_ids"] = torch.tensor([[*sample["input_ids"], 0, 0, 0]])
+        types = torch.nn.functional.pad(sample["mm_token_type_ids"], (0, 3))
+        sample["mm_token_type_ids"] = types[None]
+        ours = plugged._get_position_ids(sample)["position_ids"]
+        if family == "qwen2_vl" or "video_grid_thw" not in sample:  # which have no time
+            theirs = template._get_position_ids(sample)["position_ids"]
+            assert torch.equal(ours, theirs)
+        assert torch.equal(ours[:, :, -4:].diff(), torch.ones(4, 1, 3, dtype=torch.int64))

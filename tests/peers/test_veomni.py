@@ -1,8 +1,9 @@
 """VeOmni on packs, and against what its own transform and collator make of the same samples, with
-images and with videos."""
+images and with videos; its recipe of docs/integrations.md, and what is wrong in others."""
 
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import distributed
-from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
-from veomni.data import build_data_transform
+from veomni.arguments import parse_args
+from veomni.data import build_data_transform, build_dataloader, build_dataset
 from veomni.data.chat_template import build_chat_template
 from veomni.data.data_collator import MainCollator
+from veomni.data.multimodal.preprocess import PREPROCESSOR_REGISTRY
 from veomni.distributed.parallel_state import init_parallel_state
 from veomni.models.transformers.qwen2_5vl.generated import patched_modeling_qwen2_5_vl_gpu as vl_2_5
 from veomni.models.transformers.qwen2_vl.generated import patched_modeling_qwen2_vl_gpu as vl_2
@@ -25,26 +28,117 @@ from veomni.models.transformers.qwen2_vl.generated.patched_modeling_qwen2_vl_gpu
     Qwen2VLForConditionalGeneration,
 )
 from veomni.ops.kernels.cross_entropy import ForCausalLMLoss
+from veomni.trainer.base import BaseTrainer
+from veomni.trainer.vlm_trainer import VeOmniVLMArguments
 
+import launch.trainers.veomni
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import config_of_preset
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import decode_frames, read_video_header
+from task_encoders.samples import SourceSample
+from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.hf_trainers import number_of, use_segment_attention
+from tests.helpers.markdown import blocks
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
+    check_contradictions,
     check_order,
     check_uniform_steps,
     open_packs,
     stored_samples,
     two_losses,
 )
-from tests.helpers.veomni import make_loader, own_sample
 from tests.helpers.video_packs import MODEL, video_packs
+
+START, END = 151644, 151645
+
+
+def make_loader(packed: Path, accumulated: int = 1, **options: Any) -> Any:
+    """Packs through VeOmni's loader, as its trainer makes it."""
+    dataset = build_dataset("mapping", train_path=str(packed), transform=None, seed=1)
+    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
+    return build_dataloader(
+        "native",
+        dataset=dataset,
+        micro_batch_size=1,
+        global_batch_size=accumulated * world_size,
+        dataloader_batch_size=accumulated,
+        max_seq_len=0,
+        train_steps=0,
+        num_workers=0,
+        prefetch_factor=None,
+        pin_memory=False,
+        **{"dyn_bsz": False, **options},
+    )
+
+
+@PREPROCESSOR_REGISTRY.register("messages")
+def _messages(conversations: Any, **_: Any) -> Any:
+    """Chats with parts, as VeOmni's templates take them."""
+    return conversations
+
+
+def png(data: bytes) -> bytes:
+    """Upright: VeOmni does not turn images by their EXIF orientation. RGB: PNG has no CMYK."""
+    file = io.BytesIO()
+    ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+def own_sample(
+    transform: Any,
+    sample: SourceSample,
+    media: list[bytes],
+    frames_of: Callable[[bytes], list[Image.Image]] | None = None,
+) -> dict[str, Any]:
+    """A sample as VeOmni encodes it, in the form of its template's own trainers. `frames_of` are
+    those of a video that are given to it."""
+    count = len(sample.images)
+    videos = [frames_of(data) for data in media[count:] if frames_of]
+    if sample.task == "captioning":
+        front = [("image", None)] * count + [("video", None)] * len(videos)
+        chat: list[Any] = [["assistant", *front, ("text", sample.turns[0].answer)]]
+    else:
+        chat = [
+            [message["role"], *parts(message["content"])]
+            for message in to_chat(sample)
+            if message["role"] != "system"  # its template has one, the same for all samples
+        ]
+    template = transform.keywords["chat_template"]
+    template.system_prompt = (
+        type(template).system_prompt if sample.system is None else sample.system
+    )
+    images = [png(data) for data in media[:count]]
+    (made,) = transform(
+        {"conversations": chat, "images": images, "videos": videos, "source": "messages"}
+    )
+    tokens, labels = made["input_ids"], made["labels"]
+    # It trains the newline after every answer, and keeps the last.
+    labels[tokens.roll(1) == END] = -100
+    first = 0
+    end = len(tokens) - 1
+    if sample.task == "captioning":  # it has headers round captions
+        first = int((tokens == START).nonzero()[1]) + 3
+        vision = made["image_mask"] | made["video_mask"]
+        labels[vision.roll(-1) | vision | vision.roll(1)] = -100
+    for name in ("input_ids", "attention_mask", "labels", "image_mask", "video_mask"):
+        made[name] = made[name][first:end]
+    made["position_ids"] = made["position_ids"][..., first:end] - first
+    made.pop("mm_token_type_ids")  # not concatenated by its collator
+    made["labels"][0] = -100
+    return made
+
+
+def parts(content: Any) -> list[tuple[str, Any]]:
+    if isinstance(content, str):
+        return [("text", content)]
+    return [(part["type"], part.get("text")) for part in content]
+
 
 Say = Callable[[str], None]
 VERSION = f"VeOmni {version('veomni')}"
@@ -56,8 +150,8 @@ def _one_rank() -> None:
 
 
 @pytest.fixture(scope="module")
-def family() -> str:
-    return "qwen2_vl"
+def family(request: pytest.FixtureRequest) -> Any:
+    return getattr(request, "param", "qwen2_vl")
 
 
 @pytest.fixture(scope="module")
@@ -217,3 +311,109 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
     but = f" and the seconds in positions of {other_positions}" * (other_positions > 0)
     said = f"{len(packs)} {family} packs of {task} with {num_videos} videos"
     say(f"{VERSION}: {said} as its own, but for resized frames{but}")
+
+
+PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+
+
+#: Family of the checkpoint of a recipe.
+of_recipe = pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+
+
+def parse(
+    file: Path, checkpoint: Path, packed: Path, overrides: Mapping[str, Any] | None = None
+) -> VeOmniVLMArguments:
+    """The recipe of the documentation, for this model and these packs, as the command parses it."""
+    (text,) = [block.text for block in blocks(PAGE.read_text()) if "dyn_bsz" in block.text]
+    file.write_text(text)
+    values = {
+        "model.model_path": checkpoint,
+        "model.ops_implementation.load_balancing_loss_implementation": "eager",  # without triton
+        "data.train_path": packed,
+        "data.dataloader.num_workers": 0,
+        "data.dataloader.pin_memory": False,
+        "train.global_batch_size": 2,
+        **(overrides or {}),
+    }
+    arguments = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["veomni", str(file), *arguments])
+        args: VeOmniVLMArguments = parse_args(VeOmniVLMArguments)
+    return args
+
+
+def build(args: VeOmniVLMArguments) -> Any:
+    """A trainer's data, as VeOmni builds it."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model.tokenizer_path)
+    transform = build_data_transform("qwen2_5_vl", processor=SimpleNamespace(tokenizer=tokenizer))
+    trainer = SimpleNamespace(args=args, data_transform=transform, collate_fn=MainCollator())
+    BaseTrainer._build_dataset(trainer)
+    BaseTrainer._build_dataloader(trainer)
+    return trainer
+
+
+@of_recipe
+def test_the_documented_recipe_trains_every_pack(case: tuple[Path, Path], tmp_path: Path) -> None:
+    args = parse(tmp_path / "recipe.yaml", *case)
+    assert not args.train.dyn_bsz
+    trainer = build(args)
+    packs = open_packs(case[1])
+    assert trainer.train_steps == len(trainer.train_dataloader) == len(packs) // 2 > 2
+    rows = [row for step in trainer.train_dataloader for row in step]
+    for number, row in enumerate(rows):
+        boundaries = packs.batch([number]).cu_lengths[0]
+        assert torch.equal(row["cu_seq_lens_q"], boundaries.to(row["cu_seq_lens_q"]))
+        assert torch.equal(row["labels"], packs.batch([number]).labels)
+
+
+@of_recipe
+def test_several_packs_are_one_row(case: tuple[Path, Path], tmp_path: Path) -> None:
+    singles = build(parse(tmp_path / "recipe.yaml", *case)).train_dataloader
+    args = parse(tmp_path / "recipe.yaml", *case, {"train.micro_batch_size": 2})
+    (pair,) = next(iter(build(args).train_dataloader))
+    first, second = next(iter(singles))
+    for name in ("input_ids", "labels", "position_ids", "image_mask", "attention_mask"):
+        assert torch.equal(pair[name], torch.cat([first[name], second[name]], dim=-1))
+    pixels = [row["pixel_values"] for row in (first, second) if "pixel_values" in row]
+    assert torch.equal(pair["pixel_values"], torch.cat(pixels))
+    ends = [first["cu_seq_lens_q"], second["cu_seq_lens_q"][1:] + first["cu_seq_lens_q"][-1]]
+    assert torch.equal(pair["cu_seq_lens_q"], torch.cat(ends))
+
+
+@of_recipe
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train.dyn_bsz": True}, r"set train\.dyn_bsz false"),
+        ({"data.datasets_type": "iterable"}, r"set data\.datasets_type mapping, not iterable"),
+        ({"data.datasets_type": "energon"}, r"set data\.datasets_type mapping, not energon"),
+    ],
+)
+def test_what_packs_do_not_do_is_refused(
+    overrides: dict[str, Any], message: str, case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    args = parse(tmp_path / "recipe.yaml", *case, overrides)
+    with pytest.raises(ValueError, match=message) as caught:
+        build(args)
+    assert "\n" not in str(caught.value)
+
+
+@of_recipe
+def test_packs_that_contradict_model_or_environment_are_refused(
+    case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    check_contradictions(
+        lambda model, packs: build(parse(tmp_path / "recipe.yaml", model, packs)),
+        case,
+        tmp_path / "other",
+    )
+
+
+@of_recipe
+def test_other_data_go_veomnis_way(case: tuple[Path, Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"a": 1}\n{"a": 2}\n')
+    args = parse(tmp_path / "recipe.yaml", case[0], text)
+    build_dataset = launch.trainers.veomni.DATASET_REGISTRY["mapping"]
+    dataset = build_dataset(train_path=args.data.train_path, transform=lambda row, **_: [row])
+    assert [dataset[i] for i in range(2)] == [[{"a": 1}], [{"a": 2}]]

@@ -1,4 +1,5 @@
-"""Runs whose ranks share rows: steps, validations, kills and resumes are those of one rank."""
+"""Runs of several ranks, which may share rows: steps, validations, kills and resumes are those of
+one rank."""
 
 import os
 import shutil
@@ -16,6 +17,7 @@ from launch.data.packed_data import check_room, read_packed_data
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import ParallelError, initialize_parallel, shutdown_parallel
 from offline_packing.errors import StageError
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.packed_runs import (
     KilledError,
     bmr_folder,
@@ -26,7 +28,7 @@ from tests.helpers.packed_runs import (
 )
 from tests.helpers.rank_processes import run_ranks
 
-STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 2, 2
+STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 4, 2
 
 
 class Layout(NamedTuple):
@@ -43,6 +45,7 @@ class Layout(NamedTuple):
 
 LAYOUTS: list[Any] = [
     Layout(2),
+    Layout(tensor=2, data=2),
     *(
         pytest.param(layout, marks=pytest.mark.exhaustive)
         for layout in (Layout(4), Layout(2, 2), Layout(2, 1, 2))
@@ -50,12 +53,13 @@ LAYOUTS: list[Any] = [
 ]
 
 
-def run_config(folder: Path, output: Path, layout: Layout) -> LaunchConfig:
+def run_config(folder: Path, output: Path, layout: Layout, *, once: bool = False) -> LaunchConfig:
     return make_config(
         folder,
         output,
-        batch={"global_batch_packs": PACKS_PER_STEP},
-        train={"iterations": STEPS, "normalization": "sample"},
+        data={"num_workers": 0, "repeat": not once},
+        batch={"global_batch_packs": 6 if once else PACKS_PER_STEP},
+        train={"iterations": 100 if once else STEPS, "normalization": "sample"},
         checkpoint={"every": SAVE_EVERY, "export": False},
         validation={"every": 3},
         parallel={"context": layout.context, "tensor": layout.tensor},
@@ -63,10 +67,12 @@ def run_config(folder: Path, output: Path, layout: Layout) -> LaunchConfig:
 
 
 def train(
-    folder: Path, output: Path, layout: Layout, fail_at: int | None = None
+    folder: Path, output: Path, layout: Layout, fail_at: int | None = None, once: bool = False
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """One rank's packs and final weights; at pack `fail_at` it is killed."""
-    trainer, seen, model = make_trainer(run_config(folder, output, layout), fail_at=fail_at)
+    """One rank's packs and final weights; at pack `fail_at` it is killed. `once`: an epoch, of
+    steps that leave a rank short in the last one."""
+    config = run_config(folder, output, layout, once=once)
+    trainer, seen, model = make_trainer(config, fail_at=fail_at)
     trainer.resume()
     try:
         assert trainer.run()
@@ -80,7 +86,14 @@ pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"), context_parallel={"size": 4})
+    return bmr_folder(tmp_path_factory.mktemp("bmr"), 62, context_parallel={"size": 4})
+
+
+def packs_of_steps(*keys_of_ranks: list[str]) -> list[list[str]]:
+    """Packs of each step, those of all ranks."""
+    count = len(keys_of_ranks[0]) // STEPS
+    steps = range(0, STEPS * count, count)
+    return [sorted(key for keys in keys_of_ranks for key in keys[n : n + count]) for n in steps]
 
 
 def validation_losses(output: Path) -> list[float]:
@@ -97,7 +110,7 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
         arguments = folder, tmp_path / name, layout
         return run_ranks(layout.world_size, ranks, train, *arguments, *options.values())
 
-    alone = run("alone", Layout(data=layout.data))
+    alone = run("alone", Layout())
     whole = run("whole", layout)
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         run("killed", layout, fail_at=4 * PACKS_PER_STEP // layout.data)
@@ -113,20 +126,42 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
             validation_losses(tmp_path / "alone"), abs=2e-5
         )
     together = layout.context * layout.tensor
+    assert packs_of_steps(*(keys for keys, _ in whole[::together])) == packs_of_steps(alone[0][0])
     for rank, (keys, weights) in enumerate(whole):
-        assert keys == alone[rank // together][0]
+        assert keys == whole[rank - rank % together][0]
         later, same = resumed[rank]
         assert later == keys[-len(later) :]
-        assert len(later) == 2 * PACKS_PER_STEP // layout.data
+        assert len(later) == 2 * len(keys) // STEPS
         assert all(map(torch.equal, weights, same))
     counted = ("packs", "tokens", "loss_tokens", "sub_samples")
     for one, other in zip(
         step_lines(tmp_path / "alone"), step_lines(tmp_path / "whole"), strict=True
     ):
         assert [one[name] for name in counted] == [other[name] for name in counted]
-        shares = [other[f"tower_{rank}"] for rank in range(layout.context)]
-        assert max(shares) == 0 or sum(shares) == pytest.approx(1)
-        assert 0 <= other["tower_idle"] < 1
+        if layout.context > 1:
+            shares = [other[f"tower_{rank}"] for rank in range(layout.context)]
+            assert max(shares) == 0 or sum(shares) == pytest.approx(1)
+            assert 0 <= other["tower_idle"] < 1
+
+
+def test_ranks_end_an_epoch_together_and_pass_over_a_damaged_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    """They have seen each pack once, not all have one in the last step, and it is a file of one
+    rank that is damaged."""
+    arguments = train, folder, tmp_path / "out", Layout(1, 2, 2), None, True
+    first = run_ranks(4, tmp_path / "first", *arguments)
+    newest = max((tmp_path / "out" / "checkpoints").iterdir())
+    (newest / "model_01.pt").write_bytes(b"")
+    second = run_ranks(4, tmp_path / "second", *arguments)
+    keys = first[0][0] + first[2][0]
+    assert sorted(keys) == sorted(pack.key for pack in PackedFolder(folder))
+    packs = [line["packs"] for line in step_lines(tmp_path / "out")]
+    assert sum(packs) == len(keys)
+    assert packs == [6] * 6 + [1]
+    for (once, weights), (again, same) in zip(first, second, strict=True):
+        assert again == once[6 * 3 :]  # of the last step
+        assert all(map(torch.equal, weights, same))
 
 
 def test_a_run_goes_on_with_other_ranks_to_a_row(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from task_encoders.packs.slots import ContextParallel, Slots
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.packed_runs import SEQ_LENGTH
 from tests.helpers.rank_processes import run_ranks
+from tests.helpers.transformers_runs import Case
 
 BLEND = """\
 __module__: megatron.energon
@@ -72,16 +73,13 @@ def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
 
 
 def test_the_task_encoder_is_of_the_family_that_is_trained(
-    captions: Path, builtin_checkpoint: Path
+    case: Case, bmr_environment: None
 ) -> None:
     """With one tokenizer packs fit both; positions of videos are the model's own."""
-    config = DataConfig(path=str(captions), processor=str(builtin_checkpoint))
-    data = read_packed_data(captions)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OFFLINE_PACKED_DATA", "1")
-        encoders = [
-            build_task_encoder(config, data, family).encoder for family in (None, "qwen2_5_vl")
-        ]
+    folder = case("qwen2_vl")
+    config = DataConfig(path=str(folder / "packed"), processor=str(folder / "tokenizer"))
+    data = read_packed_data(folder / "packed")
+    encoders = [build_task_encoder(config, data, family).encoder for family in (None, "qwen2_5_vl")]
     assert [encoder.options.family for encoder in encoders] == ["qwen2_vl", "qwen2_5_vl"]
     assert encoders[0].fingerprint == encoders[1].fingerprint
 

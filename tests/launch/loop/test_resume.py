@@ -10,13 +10,13 @@ from launch.config import LaunchConfig
 from launch.loop.setup import run
 from offline_packing.errors import ConfigError, MismatchError, StageError
 from tests.helpers.packed_runs import (
-    TINY_MODEL,
     KilledError,
     bmr_folder,
     losses,
     make_config,
     make_trainer,
 )
+from tests.helpers.transformers_runs import Case
 
 STEPS = 8
 PACKS_PER_STEP = 3
@@ -38,20 +38,26 @@ def run_config(folder: Path, output: Path, num_workers: int = 0, **sections: Any
     )
 
 
-Run = tuple[list[float], list[str], list[torch.Tensor]]
+Run = tuple[list[float], list[str], list[torch.Tensor], LaunchConfig]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Losses, pack keys and final weights of a whole run, by number of loader processes."""
+    """Losses, pack keys, final weights and configuration of a whole run, by number of loader
+    processes."""
     done: dict[int, Run] = {}
 
     def run(num_workers: int) -> Run:
         if num_workers not in done:
             output = tmp_path_factory.mktemp("whole")
-            trainer, recorded, model = make_trainer(run_config(folder, output, num_workers))
+            (output / "checkpoints" / "iter_00000099.tmp").mkdir(parents=True)  # left by a kill
+            config = run_config(folder, output, num_workers)
+            trainer, recorded, model = make_trainer(config)
             assert trainer.run()
-            done[num_workers] = losses(output), recorded.keys, list(model.parameters())
+            done[num_workers] = (
+                *(losses(output), recorded.keys, list(model.parameters())),
+                config,
+            )
         return done[num_workers]
 
     return run
@@ -59,12 +65,12 @@ def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 @pytest.mark.parametrize(
     ("num_workers", "killed_at"),
-    [(0, 1), (0, 2), (0, 3), (0, 6), (0, 7), (2, 3), (2, 6)],
+    [(0, 1), (0, 2), (0, 7), (2, 3)],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     num_workers: int, killed_at: int, folder: Path, uninterrupted: Any, tmp_path: Path
 ) -> None:
-    expected_losses, expected_keys, expected_weights = uninterrupted(num_workers)
+    expected_losses, expected_keys, expected_weights, _ = uninterrupted(num_workers)
     assert len(expected_losses) == STEPS
     assert len(expected_keys) == STEPS * PACKS_PER_STEP
     config = run_config(folder, tmp_path, num_workers)
@@ -83,22 +89,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert all(map(torch.equal, model.parameters(), expected_weights))
 
 
-def test_a_finished_run_does_nothing_more(folder: Path, tmp_path: Path) -> None:
-    config = run_config(folder, tmp_path)
-    trainer, _, _ = make_trainer(config)
-    trainer.run()
+def test_a_finished_run_keeps_its_newest_checkpoints_and_does_nothing_more(
+    uninterrupted: Any,
+) -> None:
+    *_, config = uninterrupted(0)
     again, seen, _ = make_trainer(config)
     again.resume()
     assert again.run()
     assert seen.keys == []
-    assert len(losses(tmp_path)) == STEPS
-
-
-def test_only_the_newest_checkpoints_stay(folder: Path, tmp_path: Path) -> None:
-    trainer, _, _ = make_trainer(run_config(folder, tmp_path))
-    (tmp_path / "checkpoints" / "iter_00000099.tmp").mkdir(parents=True)  # left by a kill
-    trainer.run()
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert len(losses(config.output.path)) == STEPS
+    names = sorted(path.name for path in (config.output.path / "checkpoints").iterdir())
     assert names == ["iter_00000006", "iter_00000008"]
 
 
@@ -180,15 +180,16 @@ def test_accepted_settings_of_the_optimizer_take_effect(folder: Path, one_step: 
 
 
 def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
-    folder: Path, tmp_path: Path
+    case: Case, tmp_path: Path
 ) -> None:
     def train(iterations: int, *accept: str) -> None:
         sections: dict[str, Any] = {
-            "model": {**TINY_MODEL, "text": {**TINY_MODEL["text"], "vocab_size": 151_936}},
+            "model": {"checkpoint": str(case("qwen2_vl") / "model"), "text": {}, "vision": {}},
             "train": {"iterations": iterations},
             "batch": {"global_batch_packs": 1},
         }
-        assert run(make_config(folder, tmp_path, **sections), accept) == 0
+        config = make_config(case("qwen2_vl") / "packed", tmp_path, **sections)
+        assert run(config, accept) == 0
 
     train(1)
     exported = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}

@@ -27,6 +27,7 @@ from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.tiny_checkpoints import (
     IMAGE,
+    VOCAB_SIZE,
     forward,
     packed_batch,
     row_samples,
@@ -42,14 +43,15 @@ def _single_process() -> None:
 
 
 def batch_of(row: str) -> PackedBatch:
-    """A row with the image token of the presets."""
-    batch = packed_batch(row_samples(transformers_model("qwen2_vl", tied=True), row))
-    batch.tokens[batch.tokens == IMAGE] = 151_655
-    return batch
+    return packed_batch(row_samples(transformers_model("qwen2_vl", tied=True), row))
 
 
-def build(**config: Any) -> PackedMegatronModel:
-    return build_model(ModelConfig(**config), device=CPU).train()
+def build(*, text: Any = None, **config: Any) -> PackedMegatronModel:
+    """The tiny preset with the words and the image token of the rows."""
+    text = {"vocab_size": VOCAB_SIZE, **(text or {})}
+    model = build_model(ModelConfig(text=text, **config), device=CPU).train()
+    model.hf_config.image_token_id = IMAGE
+    return model
 
 
 def token_losses(
@@ -82,7 +84,7 @@ def test_recompute_keeps_less_and_changes_no_bit(family: str) -> None:
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            if tensor.shape[-1:] != (151_936,):  # logits would hide everything else
+            if tensor.shape[-1:] != (VOCAB_SIZE,):  # logits would hide everything else
                 kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
             return tensor
 
@@ -187,7 +189,7 @@ def test_bfloat16_is_close_to_float32() -> None:
 
 def test_images_that_do_not_belong_to_the_tokens_are_refused() -> None:
     model, batch = build(), batch_of("one_image")
-    batch.tokens[0, (batch.tokens[0] == 151_655).nonzero()[0]] = 5
+    batch.tokens[0, (batch.tokens[0] == IMAGE).nonzero()[0]] = 5
     with pytest.raises(ValueError, match="28 image tokens in the row, 29 image features"):
         token_losses(model, batch)
 

@@ -1,7 +1,9 @@
-"""Packed megatron-core equals unpacked transformers: logits, losses, gradients, at TP 1 and 2."""
+"""Packed megatron-core equals unpacked transformers: logits, losses, gradients, at TP 1 and 2; and
+families whose towers take whole pictures."""
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,49 @@ from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.hf_checkpoint import published_name
 from launch.model.megatron_model import PackedMegatronModel, build_model
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import build_sample_encoder
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.sample_encoder import EncodedSample
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,
+    assert_same_tensors,
     forward,
     gathered_gradients,
     packed_batch,
+    randomise,
     row_samples,
     unpacked_inputs,
-    write_checkpoint,
+)
+from tests.helpers.tiny_checkpoints import write_checkpoint as write_qwen
+from tests.helpers.tiny_families import (
+    encoded_samples,
+    encoder_options,
+    save_tokenizer,
+    tiny_model,
 )
 
+#: Families, and whether their embeddings are tied.
 CASES = [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", True)]
+#: Families of whole pictures, and language models of their checkpoints: InternVL3, 3.5; Mistral
+#: Small 3.1 and 3.2.
+PICTURES = [("internvl3", "qwen2"), ("internvl3", "qwen3"), ("mistral3", "mistral")]
+#: As in InternVL3's config.json, but for the length from which on it counts: the samples here, of
+#: 50 to 96 tokens, all have angles of their own.
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+    "max_position_embeddings": 32,
+}
+#: What differs in the text models of published checkpoints.
+TEXT = {
+    "mistral": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
+        "sliding_window": None,
+    },
+    "qwen2": DYNAMIC,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +71,7 @@ class Differences:
     num_labels: int
     logits: float
     loss: float
-    #: largest over all weights of max |difference| / max |reference|
+    #: largest over all weights of max |difference| / (max |reference| + 1e-6)
     gradient: float
     num_gradients: int
     #: of the loss, when the row is one segment
@@ -53,26 +85,22 @@ def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def reference_gradients(reference: Any) -> dict[str, torch.Tensor]:
-    return {
-        published_name(name): parameter.grad
-        for name, parameter in reference.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def compare(model: PackedMegatronModel, reference: Any, row: str) -> Differences:
+def compare(
+    model: PackedMegatronModel,
+    reference: Any,
+    samples: list[EncodedSample],
+    inputs_of: Callable[[EncodedSample], dict[str, Any]],
+) -> Differences:
     """Run one row packed, its sub-samples alone, and the row without boundaries.
 
     Leaves the model with gradients in place of its weights.
     """
-    samples = row_samples(reference, row)
     batch = packed_batch(samples)
     labels = shift_labels(batch.labels)
     labelled = labels[0] != IGNORE_INDEX
 
     reference.zero_grad()
-    expected = torch.cat([reference(**unpacked_inputs(sample)).logits[0] for sample in samples])
+    expected = torch.cat([reference(**inputs_of(sample)).logits[0] for sample in samples])
     expected_loss = F.cross_entropy(expected[labelled], labels[0, labelled], reduction="none")
     expected_loss.sum().backward()
 
@@ -85,9 +113,10 @@ def compare(model: PackedMegatronModel, reference: Any, row: str) -> Differences
     loss.sum().backward()
     gradients = gathered_gradients(model)
     errors = [
-        float((gradients[name] - gradient).abs().max() / gradient.abs().max())
-        for name, gradient in reference_gradients(reference).items()
-        if gradients
+        float((gradients[published_name(name)] - own.grad).abs().max())
+        / (float(own.grad.abs().max()) + 1e-6)
+        for name, own in reference.named_parameters()
+        if gradients and own.grad is not None
     ]
     return Differences(
         num_labels=int(labelled.sum()),
@@ -99,26 +128,62 @@ def compare(model: PackedMegatronModel, reference: Any, row: str) -> Differences
     )
 
 
-def compare_all(folder: Path, tensor_parallel: int) -> dict[tuple[str, bool, str], Differences]:
-    """Every case with every kind of row."""
+def write_checkpoint(folder: Path, family: str, language: str, **given: Any) -> Path:
+    """A tiny model's, with this language model."""
+    config = tiny_model(family, encoder_of(folder, family).media_token_ids).config.to_dict()
+    published = {"model_type": language, "head_dim": 16, **TEXT.get(language, {})}
+    text = config["text_config"] | published | given
+    classes, tied = transformers_classes(family), language == "qwen3"  # as small ones of 3.5 are
+    whole = {**config, "text_config": text, "tie_word_embeddings": tied}
+    checkpoint = folder / "-".join([family, language, *given])
+    randomise(classes.model(classes.config.from_dict(whole))).save_pretrained(checkpoint)
+    return checkpoint
+
+
+def encoder_of(folder: Path, family: str) -> Any:
+    return build_sample_encoder(family, str(folder / family), **encoder_options(family))
+
+
+def built(checkpoint: Path, device: torch.device, **config: Any) -> PackedMegatronModel:
+    values = {"family": checkpoint.name.partition("-")[0], "checkpoint": checkpoint, **config}
+    return build_model(ModelConfig.model_validate(values), device=device)
+
+
+def alone(sample: EncodedSample) -> dict[str, Any]:
+    return to_transformers_kwargs(packed_batch([sample]))
+
+
+def compare_all(folder: Path, tensor_parallel: int) -> dict[tuple[Any, ...], Differences]:
+    """Every case, those of Qwen's with every kind of row."""
     device = initialize_parallel(tensor_parallel)
     found = {}
-    for family, tied in CASES:
-        checkpoint = folder / f"{family}-{tied}"
+    for family, kind in CASES + PICTURES:
+        checkpoint = folder / f"{family}-{kind}"
         reference = transformers_classes(family).model.from_pretrained(checkpoint).eval()
-        config = ModelConfig.model_validate({"family": family, "checkpoint": checkpoint})
-        for row in ROWS:
-            model = build_model(config, device=device)
+        if (family, kind) in CASES:
+            rows = {row: row_samples(reference, row) for row in ROWS}
+        else:
+            # transformers' dynamic angles grow with the longest sample so far, and do not shrink.
+            samples = encoded_samples(family, encoder_of(folder, family))
+            rows = {"pictures": sorted(samples, key=lambda sample: len(sample.tokens))}
+        for row, samples in rows.items():
+            model = built(checkpoint, device)
             assert dist.get_world_size() == parallel_state.get_tensor_model_parallel_world_size()
-            found[family, tied, row] = compare(model, reference, row)
+            inputs_of = alone if row == "pictures" else unpacked_inputs
+            found[family, kind, row] = compare(model, reference, samples, inputs_of)
     return found
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each case, and the tokenizers of families of whole pictures."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for family, tied in CASES:
-        write_checkpoint(folder / f"{family}-{tied}", family, tied=tied)
+        write_qwen(folder / f"{family}-{tied}", family, tied=tied)
+    for family, language in PICTURES:
+        if not (folder / family).exists():
+            save_tokenizer(family, folder / family)
+        write_checkpoint(folder, family, language)
     return folder
 
 
@@ -130,7 +195,7 @@ def test_packed_megatron_equals_unpacked_transformers(
         differences = compare_all(checkpoints, 1)
     else:
         differences = run_ranks(2, tmp_path, compare_all, checkpoints, 2)[0]
-    assert len(differences) == len(CASES) * len(ROWS)
+    assert len(differences) == len(CASES) * len(ROWS) + len(PICTURES)
     for case, found in differences.items():
         assert found.num_labels > 20, case
         assert found.logits <= 1e-5, case
@@ -174,3 +239,60 @@ def test_padding_changes_no_logits(checkpoints: Path) -> None:
         expected = forward(model, plain, None)[0]
         found = forward(model, padded, None)[0][~padded.attn_mask[0]]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def losses_of(model: PackedMegatronModel, batch: PackedBatch) -> torch.Tensor:
+    """The losses of the labelled tokens."""
+    labels = shift_labels(batch.labels)
+    return forward(model, batch, labels)[0, labels[0] != IGNORE_INDEX]
+
+
+@pytest.mark.parametrize(("family", "language"), PICTURES)
+def test_a_checkpoint_comes_out_as_it_went_in(
+    family: str, language: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    source = checkpoints / f"{family}-{language}"
+    built(source, initialize_parallel()).save_hf_checkpoint(tmp_path / "target")
+    assert_same_tensors(tmp_path / "target", source, at_least=40)
+
+
+def test_parts_that_are_frozen_get_no_gradient(checkpoints: Path) -> None:
+    device = initialize_parallel()
+    batch = packed_batch(encoded_samples("internvl3", encoder_of(checkpoints, "internvl3")))
+    for part, name in (("vision", "vision_tower"), ("projector", "multi_modal_projector")):
+        model = built(checkpoints / "internvl3-qwen2", device, freeze=[part])
+        losses_of(model, batch).sum().backward()
+        still = {n for n, own in model.named_parameters() if own.grad is None}
+        assert still == {n for n, _ in model.named_parameters() if f"visual.{name}." in n}
+
+
+def test_activations_computed_again_give_the_same_gradients(checkpoints: Path) -> None:
+    device, found = initialize_parallel(), []
+    batch = packed_batch(encoded_samples("mistral3", encoder_of(checkpoints, "mistral3")))
+    for recompute in ("none", "full"):
+        model = built(checkpoints / "mistral3-mistral", device, recompute=recompute).train()
+        losses_of(model, batch).sum().backward()
+        found.append({name: own.grad for name, own in model.named_parameters()})
+    assert len(found[0]) > 30
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:
+    device = initialize_parallel()
+    config = ModelConfig(family="internvl3", checkpoint=checkpoints / "internvl3-qwen2")
+    with pytest.raises(ValueError, match="rows of internvl3 cannot go over several ranks"):
+        build_model(config, device=device, shares_rows=True)
+    experts = {"num_experts": 4, "moe_intermediate_size": 32}
+    sparse = write_checkpoint(checkpoints, "internvl3", "qwen3_moe", **experts)
+    with pytest.raises(
+        ValueError, match=r"qwen3_moe model is not built .* has model\.layers\.0\.mlp"
+    ):
+        built(sparse, device)
+    slides = write_checkpoint(checkpoints, "mistral3", "mistral", sliding_window=4096)
+    with pytest.raises(ValueError, match="sliding_window 4096 is not supported"):
+        built(slides, device)
+    with pytest.raises(ValueError, match=r"is a 'internvl'; set model\.family=internvl3"):
+        build_model(ModelConfig(checkpoint=checkpoints / "internvl3-qwen2"), device=device)
+    with pytest.raises(ValueError, match=r"'yarn'.* are not supported.*launch\.train_transformers"):
+        build_model(ModelConfig(family="mistral3"), device=device)

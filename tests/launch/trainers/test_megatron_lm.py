@@ -21,7 +21,6 @@ from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_bat
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from tests.helpers.packed_runs import bmr_folder
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import small_checkpoint, small_packs, two_losses
 from tests.helpers.rank_processes import run_ranks
@@ -101,10 +100,9 @@ OWN = f"{__name__}:OwnTaskEncoder"
 
 
 def test_the_example_trains_on_packs(
-    tmp_path: Path, bmr_environment: None, caplog: pytest.LogCaptureFixture
+    folder: Path, bmr_environment: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a task encoder of one's own."""
-    folder = bmr_folder(tmp_path)
     OwnTaskEncoder.seen.clear()
     with caplog.at_level(logging.INFO):
         arguments = [str(folder), "--steps", "6", "--task-encoder", OWN]

@@ -3,6 +3,7 @@ is measured is what is encoded."""
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +34,14 @@ from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_T
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened
-from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+from tests.helpers.texts_and_images import KINDS, random_image, random_sample, random_text
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
+from tests.helpers.tiny_tokenizer import tiny_tokenizer
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video, odd_clips
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "105"))
-IMAGE_PAD, VIDEO_PAD, END = 151_655, 151_656, 151_645
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "56"))
 BUILT_IN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
 
 #: The reference of each family: text tokens, template, processor, model, pixels of a token.
@@ -61,11 +62,16 @@ REFERENCES: dict[str, tuple[Any, ...]] = {
 
 class Reference:
     """A family's encoder, and transformers' processor and positions. `folder`: where the encoder
-    reads the tokenizer from, as from a checkpoint; None is the built-in vocabulary."""
+    reads the tokenizer from, as from a checkpoint; None is the built-in vocabulary. `make`: the
+    tokenizer with a family's text tokens."""
 
-    def __init__(self, family: str, folder: Path | None) -> None:
+    def __init__(
+        self, family: str, folder: Path | None, make: Callable[..., Any] = builtin_tokenizer
+    ) -> None:
         text_tokens, self.template, processor_class, self.model, pixels = REFERENCES[family]
-        tokenizer = builtin_tokenizer(text_tokens)
+        tokenizer = make(text_tokens)
+        names = ("<|image_pad|>", "<|video_pad|>", "<|im_end|>")
+        self.image, self.video, self.end = map(tokenizer.convert_tokens_to_ids, names)
         tokenizer.chat_template = self.template
         if folder is not None:
             tokenizer.save_pretrained(folder)
@@ -90,11 +96,14 @@ class Reference:
         """ids, image grids and pixel values of transformers; videos by their metadata."""
         text = self.processor.apply_chat_template(to_chat(sample), tokenize=False)
         images = [opened((folder / name).read_bytes()) for name in sample.images]
-        replaced = [self.video_text(header) for header in videos]
-        (text,), _ = self.processor.get_text_with_replacements([text], videos_replacements=replaced)
-        if videos:  # without torchvision the processor takes none
-            return {"input_ids": [self.processor.tokenizer(text)["input_ids"]]}
-        return self.processor(text=[text], images=images or None, return_tensors="np")
+        if not videos:
+            return self.processor(text=[text], images=images or None, return_tensors="np")
+        # Without torchvision the processor takes no videos.
+        theirs = self.processor.image_processor(images, return_tensors="np") if images else {}
+        pads = [self.processor.replace_image_token(theirs, i) for i in range(len(images))]
+        replaced = pads, [self.video_text(header) for header in videos]
+        (text,), _ = self.processor.get_text_with_replacements([text], *replaced)
+        return {**theirs, "input_ids": [self.processor.tokenizer(text)["input_ids"]]}
 
     def video_text(self, header: VideoHeader) -> str:
         sampled = self.encoder.sample_video(header)
@@ -116,7 +125,7 @@ class Reference:
         positions, _ = self.model.get_rope_index(
             model,
             tokens,
-            (tokens == IMAGE_PAD).int() + 2 * (tokens == VIDEO_PAD).int(),
+            (tokens == self.image).int() + 2 * (tokens == self.video).int(),
             image_grid_thw=torch.from_numpy(encoded.image_grid_thw).long(),
             video_grid_thw=torch.from_numpy(encoded.video_grid_thw).long(),
             **kwargs,
@@ -127,15 +136,17 @@ class Reference:
 @pytest.fixture(
     scope="module",
     params=[
-        *((family, family not in BUILT_IN) for family in REFERENCES),
-        *(pytest.param((family, True), marks=pytest.mark.exhaustive) for family in BUILT_IN),
+        *((family, "builtin") for family in BUILT_IN),
+        ("qwen3_5", "tiny"),
+        *(pytest.param((one, "checkpoint"), marks=pytest.mark.exhaustive) for one in REFERENCES),
     ],
-    ids=lambda param: f"{param[0]}-{'checkpoint' if param[1] else 'builtin'}",
+    ids="-".join,
 )
 def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     needs_transformers("5.10", "has no get_text_with_replacements to compare with")
-    family, is_checkpoint = request.param
-    return Reference(family, tmp_path_factory.mktemp(family) if is_checkpoint else None)
+    family, kind = request.param
+    folder = None if kind == "builtin" else tmp_path_factory.mktemp(family)
+    return Reference(family, folder, tiny_tokenizer if kind == "tiny" else builtin_tokenizer)
 
 
 def differences(
@@ -153,7 +164,7 @@ def differences(
         # The template's newline after the very last end token is dropped.
         "tokens": (encoded.tokens, theirs["input_ids"][0][:-1]),
         "labels": (encoded.labels[labelled], encoded.tokens[labelled]),
-        "answers": ((encoded.labels == END).sum(), len(sample.turns)),
+        "answers": ((encoded.labels == reference.end).sum(), len(sample.turns)),
         "positions": (encoded.position_ids, reference.positions(encoded, seconds)),
         **own_pairs(encoder, sample, files, clips, encoded),
     }
@@ -210,21 +221,28 @@ def _think(rng: np.random.Generator) -> str:
 
 
 def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None:
+    """And with images, placed in one of two turns or in front."""
     if reference.model is Qwen2_5_VLModel:
         needs_transformers("5.18", "rounds the time of a video's steps otherwise")
     rng = np.random.default_rng(6)
-    clips = [*odd_clips()]
+    clips = [*odd_clips(), make_video(1)]
     for _ in range(SAMPLES // 50):
         width, height = (int(side) for side in rng.integers(8, 50, 2) * 2)
         clips.append(make_video(int(rng.integers(2, 60)), int(rng.integers(1, 60)), width, height))
-    for index in range(16 if SAMPLES < 1000 else SAMPLES):
+    for index in range(24 if SAMPLES < 1000 else SAMPLES):
         chosen = [clips[i] for i in rng.integers(0, len(clips), 1 + index % 2)]
-        text = random_text(rng, 5)
-        prompt = text + "".join(f"<video>{random_text(rng, 3)}" for _ in chosen)
-        sample = SourceSample(
-            "v", "bmr", (Turn(prompt, "Yes."),), videos=tuple("ab"[: len(chosen)])
-        )
-        assert differences(reference, sample, tmp_path, [], chosen) == []
+        files = [random_image(rng, 90, 60) for _ in range(index // 2 % 3)]
+        names = [f"{i}.bin" for i in range(len(files))]
+        for name, data in zip(names, files, strict=True):
+            (tmp_path / name).write_bytes(data)
+        placed = ["<video>"] * len(chosen) * (rng.random() < 0.7)
+        placed += ["<image>"] * len(files) * (rng.random() < 0.7)
+        words = [f"{medium}{random_text(rng, 3)}" for medium in rng.permutation(placed)]
+        cut = int(rng.integers(len(words) + 1))
+        prompts = random_text(rng, 5) + "".join(words[:cut]), "".join(words[cut:]) + "\nAnd?"
+        turns = tuple(map(Turn, prompts, ("\nYes.", "No.")))
+        sample = SourceSample("v", "bmr", turns, tuple(names), videos=tuple("ab"[: len(chosen)]))
+        assert differences(reference, sample, tmp_path, files, chosen) == []
 
 
 def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:

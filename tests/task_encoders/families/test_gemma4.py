@@ -45,7 +45,7 @@ from tests.helpers.transformers_sources import transformers_function
 from tests.helpers.videos import make_video
 
 #: FUZZED_SAMPLES=2000 takes some minutes; sizes and videos are ten times as many.
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "105"))
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
 BUDGETS = (70, 140, 280, 560, 1120)
 IMAGE = image_bytes(56, 56)
 TYPED = ("<turn|>", "<|turn>model\n", "<|image|>", "<|channel>thought\n", "<channel|>", "<eos>")

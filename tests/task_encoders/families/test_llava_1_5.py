@@ -112,7 +112,7 @@ def files() -> list[bytes]:
     return [random_image(rng, width, height) for width, height in sides]
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(900, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [70, pytest.param(900, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("aspect", "template"), [("pad", "v1"), ("square", "v1"), ("pad", "plain")]
 )
@@ -157,7 +157,7 @@ def test_every_array_equals_the_processors(
         assert measured.num_tokens == len(encoded.tokens)
         assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
         assert encoded.position_ids.tolist() == [list(range(len(encoded.tokens)))]
-    assert num_blanks > 20  # answers that begin with a blank of its own
+    assert num_blanks > count / 9  # answers that begin with a blank of its own
 
 
 def test_only_trained_answers_carry_loss_and_tools_are_refused(folder: Path) -> None:

@@ -29,7 +29,7 @@ from tests.helpers.mistral_tokenizer import SPECIAL, save_tekken
 from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import needs_family, save_tokenizer
 
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "150"))
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "75"))
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
 IMAGE, BREAK, END = 10, 12, 13
 PIXEL = image_bytes(28, 28)

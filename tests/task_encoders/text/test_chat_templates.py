@@ -35,7 +35,7 @@ from tests.helpers.datasets import image_bytes
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
 #: FUZZED_SAMPLES=2000 takes a minute.
-SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
+SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2_vl": (QWEN2_VL_TEMPLATE, ()),
     "qwen2_5_vl": (QWEN2_VL_TEMPLATE, QWEN2_5_TEXT_TOKENS),
@@ -119,7 +119,7 @@ def test_fuzzed_conversations(reference: Reference) -> None:
     assert counts["written"] + counts["not_in_template"] == SAMPLES
     assert counts["written"] > 0.4 * SAMPLES
     assert counts["labels"] > 0.2 * SAMPLES
-    assert (counts["tools"] > 0.1 * SAMPLES) == ("tools" in reference.template)
+    assert (counts["tools"] > 0.05 * SAMPLES) == ("tools" in reference.template)
 
 
 CALL = '{"name": "f", "arguments": {"a": "b"}}'

@@ -5,10 +5,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -164,35 +164,28 @@ build_sample_encoder("qwen2_5_vl", "{NAME}")
 """
 
 
-@pytest.fixture
-def dead_endpoint() -> Iterator[str]:
-    """The address of a port at which nobody listens; it stays taken."""
-    with socket.socket() as port:
+def test_a_hub_out_of_reach_says_so_at_once(tmp_path: Path) -> None:
+    with socket.socket() as port:  # nobody listens there, and it stays taken
         port.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{port.getsockname()[1]}"
-
-
-def build(home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Build an encoder of a checkpoint that is not there, in a process of its own."""
-    own = {"HF_HOME": str(home), "NO_PROXY": "*", **environment}
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-
-
-def test_a_hub_out_of_reach_says_so_at_once(tmp_path: Path, dead_endpoint: str) -> None:
-    done = build(tmp_path, HF_ENDPOINT=dead_endpoint, HF_HUB_OFFLINE="0")
+        endpoint = f"http://127.0.0.1:{port.getsockname()[1]}"
+        own = {"HF_HOME": str(tmp_path), "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **own, "HF_ENDPOINT": endpoint},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
     last = done.stderr.splitlines()[-1]
-    assert f"'{NAME}' is not a folder here, and the hub {dead_endpoint} is out of reach" in last
+    assert f"'{NAME}' is not a folder here, and the hub {endpoint} is out of reach" in last
     assert "Retrying" not in done.stderr
     assert float(done.stdout.split()[-1]) < 5  # transformers itself waits 40 s
 
 
-def test_offline_nothing_is_asked(tmp_path: Path, dead_endpoint: str) -> None:
-    done = build(tmp_path, HF_ENDPOINT=dead_endpoint, HF_HUB_OFFLINE="1")
-    assert "is not a folder here, and not on the hub or out of reach" in done.stderr
+def test_offline_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(socket, "getaddrinfo", asked := Mock(side_effect=OSError))
+    with pytest.raises(ValueError, match="is not a folder here, and not on the hub or out of rea"):
+        build_sample_encoder("qwen2_5_vl", "nobody/nothing")
+    assert not asked.called
