@@ -1,8 +1,12 @@
 """The whole mode on real files: determinism, resuming, refusing what changed."""
 
 import io
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
 from PIL import Image
 
@@ -11,6 +15,8 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure
 from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
+from offline_packing.report.report import report
+from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from offline_packing.write import write as write_module
@@ -55,19 +61,44 @@ def test_rotated_images_are_measured_as_they_are_seen(tmp_path: Path, image_form
     assert verify(run, deep=True).ok
 
 
-def test_same_bytes_on_any_number_of_workers(mixed: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def workers() -> Iterator[LocalEngine]:
+    with LocalEngine(2) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("layout", "pack"),
+    [
+        ("energon", {}),
+        ("references", {}),
+        ("indexed", {}),
+        ("energon", {"seq_length": 128, "on_overlong": "split_turns"}),
+    ],
+)
+def test_same_bytes_on_any_number_of_workers(
+    mixed: Path, workers: LocalEngine, tmp_path: Path, layout: str, pack: dict[str, Any]
+) -> None:
+    """All that lies beside _packing, and the report, made twice."""
     source = {"format": "pairs", "path": str(mixed), "task": "bmr"}
-    results = []
-    for workers in (0, 3):
-        output = {"split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 2}
-        engine = {"workers": workers, "samples_per_part": 4 + workers}
-        run = make_run(source, tmp_path / str(workers), output=output, engine=engine)
-        with run.engine:
-            pack_all(run)
-            assert verify(run, deep=True).ok
-        results.append(shard_files(run))
-    assert len(results[0]) > 6
-    assert all(found == results[0] for found in results[1:])
+    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 2}
+    found: list[dict[str, Any]] = []
+    for engine, count in ((LocalEngine(0), 4), (workers, 7)):
+        sections = {"engine": {"samples_per_part": count}, "output": output, "pack": pack}
+        made = make_run(source, tmp_path / f"{engine.workers}", **sections)
+        run = replace(made, engine=engine)
+        pack_all(run)
+        assert bool(open_index(run).info.split) == bool(pack)
+        assert verify(run, deep=True).ok
+        for _ in range(2):
+            report(run)
+            paths = [*run.workspace.root.glob("*"), *run.workspace.report.iterdir()]
+            found.append({path.name: path.read_bytes() for path in paths if path.is_file()})
+            found[-1]["report.json"] = orjson.loads(found[-1]["report.json"])
+            del found[-1]["report.json"]["made_from"]["index"]  # which has other parts
+    assert {"manifest.json", "report.html", "report.json"} < found[0].keys()
+    assert len(found[0]) > 6
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

@@ -154,26 +154,15 @@ def output_files(run: Run) -> dict[str, bytes]:
     }
 
 
-def test_any_number_of_workers_writes_the_same(tmp_path: Path) -> None:
-    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
-    found = []
-    for workers in (0, 2):
-        output = {"layout": "indexed", "packs_per_shard": 2, "split": {"train": 0.7, "val": 0.3}}
-        engine = {"workers": workers, "samples_per_part": 7}
-        run = make_run(source, tmp_path / str(workers), output=output, engine=engine)
-        pack_all(run)
-        found.append(output_files(run))
-    assert found[0] == found[1]
-    assert {"packed_seq_dataset.bin", "packed_seq_dataset_val.idx"} <= found[0].keys()
-    assert not any(name.startswith("train-") for name in found[0])  # put together
-
-
 def test_what_a_kill_leaves_is_completed(tmp_path: Path) -> None:
     """Killed before the pieces are joined; while they are; after it, with some removed."""
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
-    run = indexed_run(source, tmp_path / "out", packs_per_shard=1)
+    split = {"train": 0.7, "val": 0.3}
+    run = indexed_run(source, tmp_path / "out", packs_per_shard=1, split=split)
     pack_all(run)
     expected = output_files(run)
+    assert {"packed_seq_dataset.bin", "packed_seq_dataset_val.idx"} <= expected.keys()
+    assert not any(name.startswith("train-") for name in expected)  # put together
     root, fragment = run.workspace.root, run.workspace.fragment("train-000001")
     joined = root / "packed_seq_dataset.bin"
 

@@ -14,7 +14,9 @@ from offline_packing.config.sections import PackConfig
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.records import record_numbers
 from offline_packing.index.table import part_name
+from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure, preview_measure
+from offline_packing.measure.measure_part import measure_part
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
 from offline_packing.report.report import report
@@ -36,6 +38,7 @@ from tests.helpers.datasets import (
     pack_all,
     plan_summary,
 )
+from tests.helpers.faults import KilledError, killing
 from tests.helpers.formats import WRITERS, lines, write_file
 from tests.helpers.long_conversations import (
     check_packed,
@@ -53,19 +56,21 @@ from tests.helpers.videos import make_video
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Packed conversations of three parts of the index, most of them cut."""
-    run = packed_again(tmp_path_factory.mktemp("cut"), "out")
+    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
+    folder = tmp_path_factory.mktemp("cut")
+    run = run_over(folder, RECORDS, pack=pack, output={"packs_per_shard": 4})
     pack_all(run)
     return run
 
 
+def elsewhere(run: Run, name: str) -> Run:
+    """The same run over the same files, into another folder."""
+    output = run.config.output.model_copy(update={"path": f"{run.workspace.root}_{name}"})
+    return replace(run, config=run.config.model_copy(update={"output": output}))
+
+
 RECORDS = [*conversations(35, seed=3, most=40), conversation("c35", np.random.default_rng(3), 2, 1)]
 RECORDS[20]["messages"][-1]["content"] = " ".join(WORDS * 40)
-
-
-def packed_again(folder: Path, name: str, **more: Any) -> Run:
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
-    output = {"packs_per_shard": 4}
-    return run_over(folder, RECORDS, name, pack=pack, output=output, **more)
 
 
 def test_every_trained_token_is_trained_once(packed: Run) -> None:
@@ -76,13 +81,27 @@ def test_every_trained_token_is_trained_once(packed: Run) -> None:
     assert re.fullmatch(r"\d+ tokens > seq_length 256", lost[max(lost)]["detail"])
 
 
-def test_the_same_bytes_on_workers_and_after_a_kill(packed: Run) -> None:
-    stopped = packed_again(packed.workspace.root.parent, "stopped", engine={"workers": 2})
-    measure(stopped)
-    stopped.workspace.index_info.unlink()
-    (stopped.workspace.index / part_name(1)).unlink()
-    (stopped.workspace.index / part_name(2)).write_bytes(b"cut")
+def measured(run: Run) -> dict[str, bytes]:
+    """All files of `measure`."""
+    packing = run.workspace.packing
+    patterns = ("index.json", "index/*", "set_aside/*", "files/*")
+    paths = [path for pattern in patterns for path in packing.glob(pattern)]
+    return {str(path.relative_to(packing)): path.read_bytes() for path in paths}
+
+
+def test_the_same_bytes_after_a_kill(packed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of index and shards, killed after the first part, with half of another."""
+    stopped = elsewhere(packed, "stopped")
+    monkeypatch.setattr(measure_module, "measure_part", killing(measure_part, 1))
+    with pytest.raises(KilledError):
+        measure(stopped)
+    monkeypatch.undo()
+    index = stopped.workspace.index
+    assert [path.name for path in index.glob("part-*")] == [part_name(0)]
+    (index / part_name(2)).write_bytes(b"cut")
     pack_all(stopped)
+    assert open_index(packed).info.part_rows[2] > 0
+    assert measured(stopped) == measured(packed)
     assert shard_files(stopped) == shard_files(packed)
 
 
@@ -115,9 +134,8 @@ def test_what_is_said_of_it(packed: Run) -> None:
     assert re.search(r"c\d+\[\d+:\d+\]", "".join(texts))
     shown, kept = render_result(verify(packed), deep=False), len(RECORDS) - len(whole)
     assert f"{len(RECORDS)} = {kept} in packs + {len(whole)} set aside" in shown
-    fresh = packed_again(packed.workspace.root.parent, "other")
     told = ", and cut conversations that fit no pack between turns\n"
-    assert preview_measure(fresh).endswith(told)
+    assert preview_measure(elsewhere(packed, "new")).endswith(told)
 
 
 def parts_of(run: Run) -> list[tuple[str, int]]:
@@ -166,12 +184,18 @@ CALLED = {
 }
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_tokenizer("qwen3_5", folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize("context_turns", [0, 1])
-def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
+def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path) -> None:
     """A result stays with its call. Of a part the last thoughts are shown, as its template does."""
     pack = {"seq_length": 1200, "split_turns": {"context_turns": context_turns}}
-    save_tokenizer("qwen3_5", tmp_path / "checkpoint")
-    model = {"family": "qwen3_5", "processor": str(tmp_path / "checkpoint"), "min_pixels": 3136}
+    model = {"family": "qwen3_5", "processor": checkpoint, "min_pixels": 3136}
     run = run_over(tmp_path, [CALLED], pack=pack, model=model)
     pack_all(run)
     result = verify(run, deep=True)
@@ -193,7 +217,14 @@ def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
         assert len(shown) in (0, 2 * context_turns)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+#: They hold the files or members of other formats.
+DERIVED = ("jsonl_gz", "jsonl_zst", "tsv_gz", "webdataset_gz", "raw_packing_data")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.exhaustive] * (one in DERIVED)) for one in WRITERS],
+)
 def test_every_format(name: str, tmp_path: Path) -> None:
     """Each turn once, with its picture."""
     pictures = [image_bytes(56, 56 + 28 * i, ("JPEG", "PNG")[i % 2]) for i in range(3)]
@@ -280,8 +311,7 @@ def names(keys: list[str]) -> list[str]:
     return [key.partition("[")[0].partition("#")[0] for key in keys]
 
 
-@pytest.mark.parametrize("group", [None, "doc"])
-@pytest.mark.parametrize("more", [{}, {"epochs": 2}])
+@pytest.mark.parametrize(("group", "more"), [(None, {}), ("doc", {"epochs": 2})])
 def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_path: Path) -> None:
     records = [record(f"c{i}", 12) for i in range(10)]
     records += [record(f"p{i}", 9, f"{i}.jpg", doc="d") for i in range(2)]
@@ -306,23 +336,22 @@ def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_p
         assert len(np.unique(own)) == len(own)
 
 
-@pytest.mark.parametrize("layout", ["references", "indexed"])
-def test_other_layouts(layout: str, tmp_path: Path) -> None:
+def test_other_layouts(tmp_path: Path) -> None:
     """They hold the same parts as tar shards, each as long as it was measured."""
     records = [record(f"c{i}", 9 + i, "1.jpg", "2.jpg") for i in range(6)]
-    options = {"context_turns": 1}
-    run = run_of(tmp_path, records, output={"layout": layout}, pack={"split_turns": options})
-    packed_well(run)
-    tars = run_of(tmp_path, records, "tars", pack={"split_turns": options})
-    keys = [key for _, own in packed_well(tars) for key in own]
-    assert sorted(row["key"] for row in index_rows(run)) == sorted(keys)
+    pack = {"split_turns": {"context_turns": 1}}
+    keys = [key for _, own in packed_well(run_of(tmp_path, records, pack=pack)) for key in own]
     assert min(Counter(names(keys)).values()) > 1
+    for layout in ("references", "indexed"):
+        run = run_of(tmp_path, records, layout, output={"layout": layout}, pack=pack)
+        packed_well(run)
+        assert sorted(row["key"] for row in index_rows(run)) == sorted(keys)
 
 
-@pytest.mark.parametrize("repeat", [0.5, 1.5])
+@pytest.mark.parametrize("repeat", [pytest.param(0.5, marks=pytest.mark.exhaustive), 1.5])
 def test_drawn_conversations(repeat: float, tmp_path: Path) -> None:
     """All parts of a conversation are used equally often, and no two of them share a pack."""
-    records = [record(f"c{i}", 9) for i in range(16)]
+    records = [record(f"c{i}", 9) for i in range(8)]
     run = run_of(tmp_path, records, source={"repeat": repeat}, pack={"max_set_aside": 1})
     pack_all(run)
     assert verify(run, deep=True).ok
@@ -389,9 +418,8 @@ def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pack",
     [
-        {"pad_multiple": 48},
-        {"seq_length": 256, "context_parallel": {"ranks": 4, "tokens_per_rank": 64}},
-        {"assignment": ["locality"]},
+        {"pad_multiple": 48, "assignment": ["locality"]},
+        {"context_parallel": {"ranks": 4, "tokens_per_rank": 64}},
         {"order": {"num_ranks": 2}},
     ],
 )

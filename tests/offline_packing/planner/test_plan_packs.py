@@ -84,21 +84,21 @@ import numpy as np
 from offline_packing.planner.strategies.pattern_lp import pattern_lp
 lengths = 596 + np.random.default_rng(0).geometric(0.015, 5000)
 found = pattern_lp(np.bincount(lengths, minlength=8193))
-print(hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest())
+digest = hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest()
+print(digest)
 """
-    hashes = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
-            capture_output=True,
-            text=True,
-        ).stdout
-        for threads in ("1", "2")
-    }
-    assert len(hashes) == 1
-    assert len(hashes.pop()) == 65
+    here: dict[str, str] = {}
+    exec(code, here)
+    threads = "2" if os.environ.get("OMP_NUM_THREADS") == "1" else "1"
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
+        capture_output=True,
+        text=True,
+    )
+    assert other.stdout == here["digest"] + "\n"
 
 
 def test_samples_inside_packs() -> None:

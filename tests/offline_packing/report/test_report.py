@@ -244,21 +244,6 @@ def test_several_sources(tmp_path: Path) -> None:
     assert sum(source["share_of_tokens"] for source in found["sources"]) == pytest.approx(1)
 
 
-def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
-    root = with_faults(mixed_pairs(tmp_path / "data"))
-    source = {"format": "pairs", "path": str(root), "task": "bmr"}
-    files = []
-    for name, workers in (("one", 0), ("two", 2)):
-        run = make_run(source, tmp_path / name, engine={"workers": workers})
-        pack_all(run)
-        for _ in range(2):
-            report(run)
-            paths = sorted(run.workspace.report.iterdir())
-            files.append({path.name: path.read_bytes() for path in paths})
-    assert files[0].keys() == {"report.html", "report.json"}
-    assert files[0] == files[1] == files[2] == files[3]
-
-
 def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     path = tmp_path / "data" / "a.jsonl"
     path.parent.mkdir()

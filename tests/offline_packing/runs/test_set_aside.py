@@ -3,8 +3,8 @@
 import csv
 import io
 import json
+import logging
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -138,8 +138,12 @@ def test_too_many_of_a_source(tmp_path: Path, run: Command) -> None:
     assert status == 0, error
 
 
-def test_nothing_of_the_data_reaches_a_terminal_raw(tmp_path: Path) -> None:
+def test_nothing_of_the_data_reaches_a_terminal_raw(
+    tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ids, names and fields with control characters: in warnings, lists and errors."""
+    for name, value in {"handlers": [], "level": logging.WARNING}.items():
+        monkeypatch.setattr(logging.root, name, value)  # the command sets its own
     evil = "\x1b[2J\x9b\u202e"
     records = [
         {"id": f"{evil}{i}", "question": "What?", "answer": f"It is {i}.", f"n{evil}": "Some text."}
@@ -149,11 +153,10 @@ def test_nothing_of_the_data_reaches_a_terminal_raw(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in [*records, lost]))
     config = make(tmp_path, f"{{format: jsonl, path: {path}, task: vqa, text_only: true}}")
-    command = [sys.executable, "-m", "offline_packing"]
     shown = ""
     for verb in ("measure", "plan", "write", "set-aside", "set-aside --csv"):
-        done = subprocess.run([*command, *verb.split(), config], capture_output=True, text=True)
-        shown += done.stdout + done.stderr
+        _, out, error = run(*verb.split(), config)
+        shown += out + error
     assert "measure: warning: field " in shown
     assert shown.count("x1b[2J") > 4
     assert not {"\x1b", "\x9b", "\u202e"} & set(shown)

@@ -161,7 +161,7 @@ def _slow_copy(folder: Path, content: bytes, started: str, pause: float) -> None
 def test_copies_are_made_by_one_and_survive_a_kill(tmp_path: Path) -> None:
     """The first process is killed half-way; of the next four only one makes the copy."""
     folder, started, content = tmp_path / "unpacked", tmp_path / "started", os.urandom(1 << 16)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     first = context.Process(target=_slow_copy, args=(folder, content, str(started), 600.0))
     first.start()
     while not (started.exists() and started.read_bytes()):
