@@ -27,7 +27,7 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 
 SEQ_LENGTH = 1024
-MODEL = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}
+MODEL = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16}
 TASKS = {
     "captioning": [("pairs", "captioning")],
     "vqa": [("pairs", "vqa")],

@@ -106,13 +106,13 @@ def test_restored_at_each_step_around_the_edge(packed: Run, num_workers: int) ->
     edge = open_plan(packed).packs.info.epochs[0]
     loader = make_loader(packed, num_workers)
     batches, keys, states = iter(loader), [], []
-    for step in range(edge + 20):
+    for step in range(edge + 8):
         keys += keys_of([next(batches)])
-        if edge - 10 <= step < edge + 10:
+        if edge - 5 <= step < edge + 5:
             states.append((step, loader.save_state_rank()))
     PackedLoader.close(loader)
-    assert len(states) == 20
-    for step, state in states[:: 1 if num_workers == 0 else 9]:
+    assert len(states) == 10
+    for step, state in states[:: 1 if num_workers == 0 else 6]:
         again = make_loader(packed, num_workers, state)
         tail = keys_of(itertools.islice(iter(again), len(keys) - step - 1))
         PackedLoader.close(again)

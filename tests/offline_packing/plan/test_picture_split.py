@@ -87,7 +87,7 @@ def test_pictures_of_rows_divide_evenly(source: dict[str, str], run: Run, tmp_pa
     """Every layout and epoch, cut by count from the rows themselves."""
     idle = {}
     for name, pack in {"plain": {"pad_multiple": 2 * SIZE}, "even": PACK}.items():
-        for layout in ("energon", "indexed"):
+        for layout in ("energon", "indexed") if name == "even" else ("energon",):
             folder = tmp_path / name / layout
             pack = {"seq_length": PACK["seq_length"], **pack}
             pack_all(make_run(source, folder, pack=pack, output={"layout": layout}))

@@ -75,15 +75,13 @@ def are_alike(steps: list[tuple[bool, ...]], kinds: Collection[bool] = (True, Fa
     assert {step[0] for step in steps} == set(kinds)
 
 
-@pytest.mark.parametrize(("ranks", "workers", "size"), [(4, 2, 1), (2, 0, 1), (4, 1, 2)])
+@pytest.mark.parametrize(("ranks", "workers", "size"), [(4, 2, 1), (2, 0, 1), (4, 0, 2)])
 def test_energons_loader_over_two_epochs(ranks: int, workers: int, size: int, folder: Path) -> None:
     encoder = build_task_encoder(DataConfig(path=str(folder)), read_packed_data(folder))
     rows = 2 * read_packed_data(folder).num_packs // ranks // size
     drawn = []
     for rank in range(ranks):
-        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=0)
-        if workers:  # in this process, worker by worker, as the loader takes turns
-            config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
+        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
         dataset = get_packed_train_dataset(
             folder, encoder, worker_config=config, micro_batch_size=size
         )
