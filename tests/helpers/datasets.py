@@ -128,6 +128,13 @@ def pack_all(run: Run) -> Manifest:
     return write(run, samples, plan(run, samples))
 
 
+def packed_run(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Run:
+    """A run that is packed already."""
+    run = make_run(source, folder, **sections)
+    pack_all(run)
+    return run
+
+
 def outcomes(run: Run) -> dict[str, str]:
     """Measure; key -> 'ok' or the reason for which the sample was set aside."""
     info = measure(run).info

@@ -27,6 +27,7 @@ from tests.helpers.datasets import (
     captioning_pairs,
     make_run,
     pack_all,
+    packed_run,
     plan_index,
     write_planned,
 )
@@ -196,8 +197,7 @@ def test_changed_config_is_named(
     stages: tuple[Callable[[Run], object], ...],
 ) -> None:
     """On resuming: a stage that the field takes part in refuses it by name, the others go on."""
-    run = make_run(data, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(data, tmp_path / "out")
     run.workspace.manifest.unlink()
     run.workspace.fragment("train-000001").unlink()
     changed = make_run(data, tmp_path / "out", **{section: {name: value}})

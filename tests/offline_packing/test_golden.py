@@ -12,7 +12,7 @@ import pytest
 from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import open_encoder
 from offline_packing.verify.verify import verify
-from tests.helpers.datasets import make_run, pack_all
+from tests.helpers.datasets import make_run, packed_run
 
 #: sha256, first 16 digits. What depends on versions of libraries is left out.
 GOLDEN = {
@@ -68,8 +68,7 @@ def test_bytes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a path is part of the manifest, whose hash is the dataset's uuid
     write_source(Path("data"))
     output = {"key_prefix": "", "packs_per_shard": 4, "split": {"train": 0.8, "val": 0.2}}
-    run = make_run(Path("data"), Path("out"), pack={"seq_length": 192}, output=output)
-    pack_all(run)
+    run = packed_run(Path("data"), Path("out"), pack={"seq_length": 192}, output=output)
     assert digests(Path("out")) == GOLDEN
     assert verify(run, deep=True).ok
 

@@ -27,6 +27,7 @@ from tests.helpers.datasets import (
     make_run,
     mixed_pairs,
     pack_all,
+    packed_run,
     plan_index,
     plan_summary,
     write_planned,
@@ -55,8 +56,7 @@ def test_rotated_images_are_measured_as_they_are_seen(tmp_path: Path, image_form
     root.mkdir()
     (root / "a.json").write_text('{"caption": "A strip."}')
     (root / f"a.{image_format.lower()}").write_bytes(buffer.getvalue())
-    run = make_run(root, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(root, tmp_path / "out")
     assert index_rows(run)[0]["grid_thw"] == [1, 20, 6]  # upright
     assert verify(run, deep=True).ok
 
@@ -105,8 +105,7 @@ def test_same_bytes_on_any_number_of_workers(
 def test_killed_between_tasks(
     captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    undisturbed = make_run(captions, tmp_path / "undisturbed")
-    pack_all(undisturbed)
+    undisturbed = packed_run(captions, tmp_path / "undisturbed")
     run = make_run(captions, tmp_path / "killed")
     with monkeypatch.context() as patch:
         patch.setattr(measure_module, "measure_part", killing(measure_part, after))
@@ -138,8 +137,7 @@ def test_killed_between_tasks(
 def test_complete_stages_are_not_done_again(
     captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(captions, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(captions, tmp_path / "out")
     before = shard_files(run)
     for module, name in ((measure_module, "measure_part"), (write_module, "write_shard")):
         monkeypatch.setattr(module, name, killing(lambda task: task, 0))
@@ -159,8 +157,7 @@ def test_changed_model_is_refused_by_name(captions: Path, tmp_path: Path) -> Non
     assert not verify(accepting, deep=True).ok  # larger pictures now encode to fewer tokens
     with pytest.raises(ConfigError, match=r"model\.maxpixels: no such field; valid: model\."):
         measure(Run(run.config, LocalEngine(0), frozenset({"model.maxpixels"})))
-    overwriting = make_run(captions, tmp_path / "out", output={"overwrite": True}, **changed)
-    pack_all(overwriting)
+    overwriting = packed_run(captions, tmp_path / "out", output={"overwrite": True}, **changed)
     assert verify(overwriting).ok
 
 
@@ -197,10 +194,9 @@ def test_plans_are_free_until_shards_are_written(captions: Path, tmp_path: Path)
         plan_index(make_run(captions, out, pack={"seq_length": 256}))
     with pytest.raises(StageError, match=r"output\.packs_per_shard was 2, is 4"):
         write_planned(make_run(captions, out, output={"packs_per_shard": 4}))
-    other = make_run(
+    other = packed_run(
         captions, out, output={"packs_per_shard": 4, "overwrite": True}, pack={"seq_length": 256}
     )
-    pack_all(other)
     assert verify(other).ok
     assert other.workspace.manifest.exists()
 

@@ -15,7 +15,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
+from tests.helpers.datasets import captioning_pairs, make_config, pack_all, packed_run
 from tests.helpers.ray_clusters import kill_processes
 from tests.helpers.slow_tasks import check_progress
 
@@ -94,8 +94,7 @@ def test_an_option_that_ray_lacks() -> None:
 
 def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
     data = captioning_pairs(tmp_path / "data")
-    local = make_run(data, tmp_path / "local")
-    pack_all(local)
+    local = packed_run(data, tmp_path / "local")
     run = Run(make_config(data, tmp_path / "ray"), engine)
     pack_all(run)
     for path in (*local.workspace.root.glob("*.tar*"), local.workspace.manifest):

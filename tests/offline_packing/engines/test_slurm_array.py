@@ -20,7 +20,7 @@ from tests.helpers.datasets import (
     captioning_pairs,
     make_config,
     make_run,
-    pack_all,
+    packed_run,
     plan_index,
     write_planned,
 )
@@ -111,8 +111,7 @@ def test_array_gives_the_bytes_of_one_process(
 ) -> None:
     """In any order; what a missing rank leaves, the run that completes a stage does."""
     data = captioning_pairs(tmp_path / "data")
-    alone = make_run(data, tmp_path / "alone")
-    pack_all(alone)
+    alone = packed_run(data, tmp_path / "alone")
     path = f"{bucket}/array" if is_remote else str(tmp_path / "array")
     config = make_config(data, tmp_path, output={"path": path})
     last = Run(config, LocalEngine(0))

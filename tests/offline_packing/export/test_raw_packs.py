@@ -26,6 +26,7 @@ from tests.helpers.datasets import (
     make_run,
     mixed_pairs,
     pack_all,
+    packed_run,
     vqa_pairs,
 )
 from tests.helpers.outputs import flip_byte
@@ -35,9 +36,7 @@ def packed(path: Path, task: str, **output: Any) -> Run:
     make = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}[task]
     source = {"format": "pairs", "path": str(make(path / "data")), "task": task}
     output = {"packs_per_shard": 2, **output}
-    run = make_run(source, path / "out", output=output, pack={"seq_length": 512})
-    pack_all(run)
-    return run
+    return packed_run(source, path / "out", output=output, pack={"seq_length": 512})
 
 
 def tar_content(folder: Path, split: str = "") -> dict[str, bytes]:

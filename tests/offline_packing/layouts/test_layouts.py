@@ -24,6 +24,7 @@ from tests.helpers.datasets import (
     make_config,
     make_run,
     pack_all,
+    packed_run,
     plan_index,
     write_json,
     write_planned,
@@ -48,8 +49,7 @@ def test_what_is_not_ours_stays_when_packs_are_overwritten(tmp_path: Path, layou
     for path in others:
         path.write_text("mine")
     output = {"layout": layout, "key_prefix": "new-", "overwrite": True}
-    again = make_run(source, tmp_path / "out", output=output)
-    pack_all(again)
+    again = packed_run(source, tmp_path / "out", output=output)
     assert verify(again).ok
     assert [path.read_text() for path in others] == ["mine", "mine"]
 

@@ -14,7 +14,7 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers import formats
 from tests.helpers.command import invoke
-from tests.helpers.datasets import make_run, pack_all
+from tests.helpers.datasets import packed_run
 from tests.helpers.energon_batches import batches_of, encoder_of
 
 #: Layout, and the file that says where media lie.
@@ -26,9 +26,7 @@ FORMATS = {"pairs": formats.pairs, "webdataset": formats.webdataset_prepared}
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     layout, name = request.param
     source = FORMATS[name](tmp_path / "data", formats.draw_samples(12))
-    made = make_run({**source, "task": "bmr"}, tmp_path / "out", output={"layout": layout})
-    pack_all(made)
-    return made
+    return packed_run({**source, "task": "bmr"}, tmp_path / "out", output={"layout": layout})
 
 
 def batches(run: Run) -> list[PackedBatch]:
@@ -94,8 +92,7 @@ def test_a_damaged_picture_costs_its_sample_in_every_layout(tmp_path: Path) -> N
     source = {**formats.pairs(tmp_path / "data", formats.draw_samples(12)), "task": "bmr"}
     found = []
     for layout in LAYOUTS:
-        run = make_run(source, tmp_path / layout, output={"layout": layout, "key_prefix": "a"})
-        pack_all(run)
+        run = packed_run(source, tmp_path / layout, output={"layout": layout, "key_prefix": "a"})
         found.append((run, batches(run)))
     path = sorted((tmp_path / "data").glob("*.jpg"))[3]
     before = path.stat()

@@ -29,6 +29,7 @@ from tests.helpers.datasets import (
     image_bytes,
     make_run,
     pack_all,
+    packed_run,
     plan_index,
     write_json,
     write_planned,
@@ -131,8 +132,7 @@ def test_bytes(tmp_path: Path) -> None:
         (tmp_path / f"data/{i}.jpg").write_bytes(image_bytes(84, 84) + noise)
     sizes = []
     for layout in ("energon", "references"):
-        run = make_run(tmp_path / "data", tmp_path / layout, output={"layout": layout})
-        pack_all(run)
+        run = packed_run(tmp_path / "data", tmp_path / layout, output={"layout": layout})
         names = (path for path in run.workspace.root.iterdir() if path.is_file())
         sizes.append(sum(path.stat().st_size for path in names if path.name != "manifest.json"))
     assert sizes[1] <= 0.02 * sizes[0]

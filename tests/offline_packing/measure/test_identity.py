@@ -30,6 +30,7 @@ from tests.helpers.datasets import (
     make_run,
     outcomes,
     pack_all,
+    packed_run,
     write_json,
 )
 from tests.helpers.formats import lines, write_file
@@ -358,8 +359,7 @@ def test_what_cannot_be_left_out(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 10)
     with pytest.raises(StageError, match=r"old is not a complete output, it has no manifest\.json"):
         measure(skipping(pairs(root), tmp_path, "old"))
-    old = make_run(root, tmp_path / "old")
-    pack_all(old)
+    old = packed_run(root, tmp_path / "old")
     with pytest.raises(ConfigError, match=r"is named by source\.skip; new data need a folder"):
         make_config({**pairs(root), "skip": str(tmp_path / "old")}, tmp_path / "old")
     new = skipping(pairs(root), tmp_path, "old")

@@ -36,6 +36,7 @@ from tests.helpers.datasets import (
     make_config,
     make_run,
     pack_all,
+    packed_run,
     plan_summary,
 )
 from tests.helpers.faults import KilledError, killing
@@ -198,8 +199,7 @@ def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path)
     model = {"family": "qwen3_5", "processor": checkpoint, "min_pixels": 3136}
     run = run_over(tmp_path, [CALLED], pack=pack, model=model)
     pack_all(run)
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     samples = {sample.key: sample for _, sample, _ in samples_of(run)}
     taken = sorted(numbers(key) for key in samples)
     assert [turn for one in taken for turn in range(*one)] == list(range(5))
@@ -243,10 +243,8 @@ def test_every_format(name: str, tmp_path: Path) -> None:
     if name == "csv_rows":
         source["task"] = "vqa"
     pack = {"on_overlong": "split_turns"}
-    run = make_run(source, tmp_path / "out", pack={"seq_length": 256, **pack})
-    pack_all(run)
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    run = packed_run(source, tmp_path / "out", pack={"seq_length": 256, **pack})
+    assert verify(run, deep=True).problems == []
     asked = Counter(
         turn.prompt.replace("<image>", "").strip()
         for _, one, _ in samples_of(run)
@@ -301,8 +299,7 @@ def run_of(
 def packed_well(run: Run) -> list[tuple[str, list[str]]]:
     """Pack, and check that all is right; (split, keys) of each pack."""
     pack_all(run)
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     assert not set_aside_in_plan(run)
     return packs_of(run) if run.config.output.layout == "energon" else []
 
@@ -453,8 +450,7 @@ def test_records_that_share_an_id(tmp_path: Path) -> None:
     records = [record("c", 9), record("d", 9), {**record("x", 9), "id": "c"}]
     run = run_of(tmp_path, [*records, records[0]], pack={"max_set_aside": 1})
     counts = pack_all(run).counts
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     assert counts.records == {"read": 4, "packed": 3, "set_aside": 1}
     keys = [row["key"] for row in index_rows(run)]
     starts = list(dict.fromkeys(key.partition("[")[0] for key in keys))

@@ -26,7 +26,7 @@ from tests.helpers.datasets import (
     index_rows,
     make_run,
     mixed_pairs,
-    pack_all,
+    packed_run,
     plan_index,
     vqa_pairs,
     write_json,
@@ -55,9 +55,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         with_faults(root)
     source = {"format": "pairs", "path": str(root), "task": request.param}
     output = {"split": {"train": 0.8, "val": 0.2}, "split_seed": 5, "key_prefix": "a_"}
-    run = make_run(source, folder / "out", output=output, report={"padded_batch_size": 4})
-    pack_all(run)
-    return run
+    return packed_run(source, folder / "out", output=output, report={"padded_batch_size": 4})
 
 
 def read_report(run: Run) -> dict[str, Any]:
@@ -215,8 +213,7 @@ def test_several_sources(tmp_path: Path) -> None:
         {"format": "pairs", "path": str(two), "name": "x/y", "task": "captioning"},
         {"format": "pairs", "path": str(three), "name": "x/z", "task": "captioning", "repeat": 0.5},
     ]
-    run = make_run(sources, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(sources, tmp_path / "out")
     found = read_report(run)
     rows = index_rows(run)
     uses = [rows[i] for i in PackPlan.load(run.workspace.plan).sample_ids.tolist()]
@@ -251,8 +248,7 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     records += [{"id": f"{HOSTILE}\x1b[2J$title", "caption": " "}]
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     source = {"format": "jsonl", "path": str(path), "task": "captioning", "name": HOSTILE}
-    run = make_run(source, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(source, tmp_path / "out")
     report(run)
     page = read_page(run)
     elements = Elements(page)

@@ -10,7 +10,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.status import status
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all, packed_run
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,7 @@ def test_stopped_in_the_middle(captions: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("status")
-    run = make_run(captioning_pairs(root / "data", 20), root / "out")
-    pack_all(run)
-    return run
+    return packed_run(captioning_pairs(root / "data", 20), root / "out")
 
 
 def changed(packed: Run, **sections: dict[str, Any]) -> Run:

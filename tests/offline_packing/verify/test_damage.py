@@ -19,6 +19,7 @@ from tests.helpers.datasets import (
     captioning_pairs,
     make_run,
     pack_all,
+    packed_run,
     plan_index,
     write_json,
     write_planned,
@@ -84,9 +85,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture
 def packed(tmp_path: Path) -> Run:
     """A small output that a test may change."""
-    run = make_run(captioning_pairs(tmp_path / "data", 16), tmp_path / "out")
-    pack_all(run)
-    return run
+    return packed_run(captioning_pairs(tmp_path / "data", 16), tmp_path / "out")
 
 
 def files_of(run: Run) -> list[Path]:

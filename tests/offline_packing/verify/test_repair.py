@@ -18,7 +18,7 @@ from offline_packing.storage.files import hash_file
 from offline_packing.verify.verify import discard, find_all_damage, verify
 from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import invoke
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.datasets import captioning_pairs, pack_all, packed_run
 from tests.helpers.repairs import repair
 from tools.kill_test import kill_after, start
 
@@ -47,9 +47,7 @@ def pack(folder: Path, layout: str = "energon") -> Run:
     root = captioning_pairs(folder / "data", 24)
     (root / "part1" / "broken.json").write_text("{")
     output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 1}
-    run = make_run(root, folder / "out", output=output)
-    pack_all(run)
-    return run
+    return packed_run(root, folder / "out", output=output)
 
 
 def content(root: Path) -> dict[str, str]:

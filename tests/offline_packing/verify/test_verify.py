@@ -22,6 +22,7 @@ from tests.helpers.datasets import (
     index_rows,
     make_run,
     pack_all,
+    packed_run,
 )
 from tests.helpers.outputs import flip_byte
 
@@ -72,8 +73,7 @@ def change_text(root: Path) -> None:
 def test_verify_names_the_damage(
     captions: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
 ) -> None:
-    run = make_run(captions, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(captions, tmp_path / "out")
     assert verify(run, deep=True).ok
     damage(run.workspace.root)
     result = verify(run, deep=True)
@@ -142,8 +142,7 @@ def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) ->
 
 
 def test_drawn_packs_are_compared(captions: Path, tmp_path: Path) -> None:
-    run = make_run(captions, tmp_path / "out", output={"packs_per_shard": 2})
-    pack_all(run)
+    run = packed_run(captions, tmp_path / "out", output={"packs_per_shard": 2})
     swap_shards(run.workspace.root)
     assert not verify(run, drawn=Drawn(0.999)).ok
 
@@ -163,8 +162,7 @@ def test_a_picture_that_is_damaged_in_the_source_is_named_as_such(tmp_path: Path
     root = captioning_pairs(tmp_path / "data", 8)
     picture = root / "part0" / "000000.png"
     flip_byte(picture, picture.stat().st_size // 2)  # shows when its pixels are read
-    run = make_run(root, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(root, tmp_path / "out")
     result = verify(run, deep=True)
     assert (result.num_problems, result.num_in_source) == (1, 1)
     assert result.problems[0].endswith(
