@@ -1,4 +1,4 @@
-"""preview: what it shows is what the encoder gives; and it shows nothing else."""
+"""preview: what it shows is what the encoder gives, as text; and it shows nothing else."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ import tiktoken
 
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
+from offline_packing.report import pages
 from offline_packing.report.pages import render_packs
 from offline_packing.report.preview import PackPreview, SubSamplePreview, choose, preview
 from offline_packing.report.preview_text import first_words, render_pack, safe
@@ -283,3 +284,14 @@ def test_another_model_or_a_damaged_shard_is_refused(tmp_path: Path) -> None:
 def test_safe() -> None:
     assert safe("a\tb\nc") == "a\tb\nc"
     assert safe("\x1b[0m\r\u202e") == "\\u001b[0m\\u000d\\u202e"
+
+
+def test_nothing_breaks_out_of_a_page() -> None:
+    page = pages.render_packs([], f"</title>{HOSTILE}\x1b\ud800").decode()
+    elements = Elements(page)
+    assert elements.names.keys() <= {
+        *("html", "head", "meta", "title", "style", "body", "main", "h1", "p", "span")
+    }
+    assert elements.text.count(HOSTILE) == 2  # the title and the heading
+    assert "\x1b" not in page
+    assert page.count("\ufffd") == 4
