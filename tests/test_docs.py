@@ -103,8 +103,11 @@ def test_outputs_of_the_notebook_are_stored() -> None:
 
 @pytest.mark.exhaustive
 def test_the_notebook_runs() -> None:
+    """Every line of it, with one batch each that it compares or trains."""
     notebook = nbformat.read(NOTEBOOK, 4)
     stored = outputs(notebook)
+    for cell in notebook.cells:
+        cell.source = re.sub(r"islice\(batches\(\), \d+\)", "islice(batches(), 1)", cell.source)
     NotebookClient(
         notebook, timeout=500, resources={"metadata": {"path": NOTEBOOK.parent}}
     ).execute()

@@ -22,7 +22,7 @@ from offline_packing.runs.run import Run
 from offline_packing.storage import files
 from offline_packing.storage.files import remove_temporaries, write_atomically
 from offline_packing.verify.verify import verify
-from tests.helpers.command import invoke, main
+from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import (
     captioning_pairs,
     make_run,
@@ -54,12 +54,7 @@ def leftovers(run: Run) -> list[str]:
     return [path.name for path in run.workspace.root.rglob("*.tmp")]
 
 
-def test_write_that_the_system_refuses(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_write_that_the_system_refuses(data: Path, tmp_path: Path, command: Command) -> None:
     """A real failure of the system call, as a disk that is full gives it."""
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -70,7 +65,7 @@ def test_write_that_the_system_refuses(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:
-        code, error = main(monkeypatch, capsys, "run", config, "--quiet")
+        code, _, error = command("run", config, "--quiet")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 1

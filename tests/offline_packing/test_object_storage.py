@@ -21,11 +21,12 @@ from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
-from tests.helpers.command import main
+from tests.helpers.command import Command
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
 from tests.helpers.long_conversations import mixed_records
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
+from tests.helpers.outputs import files_of
 from tests.helpers.repairs import repair
 
 #: Sources by task; and options of layouts that have some.
@@ -60,14 +61,6 @@ def run_of(root: Path, task: str, path: str, layout: str, **sections: Any) -> Ru
     source = {"format": "pairs", "path": str(root / "data"), "task": task}
     output = {"path": path, "layout": layout, **OF_LAYOUT.get(layout, {})}
     return make_run(source, Path(), output=output, **sections)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
 
 
 @pytest.mark.parametrize(
@@ -150,11 +143,7 @@ def test_failing_requests(
 
 
 def test_denied_writes(
-    tmp_path: Path,
-    object_store: ObjectStore,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, object_store: ObjectStore, bucket: str, command: Command
 ) -> None:
     """A bucket that denies writes half-way: one line, and a run that goes on when it may."""
     captioning_pairs(tmp_path / "data", 16)
@@ -163,7 +152,7 @@ def test_denied_writes(
     config.write_bytes(to_json(run.config.model_dump(mode="json")))
     for writes in (2, 9, 16):
         object_store.set_faults(Faults(writes_allowed=writes))
-        code, said = main(monkeypatch, capsys, "run", "--quiet", config)
+        code, _, said = command("run", "--quiet", config)
         object_store.set_faults()
         assert code == 1
         assert re.fullmatch(

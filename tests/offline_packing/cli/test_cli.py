@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from offline_packing.cli import main as cli_module
 from offline_packing.cli.commands import cli
 from task_encoders.storage.paths import REMEDY
-from tests.helpers.command import invoke, main
+from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import captioning_pairs
 
 
@@ -129,68 +128,48 @@ def test_a_complete_output_of_two_epochs(config: Path, tmp_path: Path) -> None:
     ],
 )
 def test_errors(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
-    message: str,
+    config: Path, tmp_path: Path, command: Command, arguments: list[str], status: int, message: str
 ) -> None:
     names = {"CONFIG": str(config), "DATA": str(tmp_path / "data")}
     given = [argument.replace("DATA", names["DATA"]) for argument in arguments]
-    code, error = main(monkeypatch, capsys, *(names.get(argument, argument) for argument in given))
+    code, _, error = command(*(names.get(argument, argument) for argument in given))
     assert code == status
     assert message in error
     assert "Traceback" not in error
 
 
-def test_failed_check(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_failed_check(config: Path, tmp_path: Path, command: Command) -> None:
     invoke("run", config)
     (tmp_path / "out/train-000000.tar.idx").unlink()
-    code, error = main(monkeypatch, capsys, "verify", config)
+    code, _, error = command("verify", config)
     assert code == 1
     assert error.endswith(f"has 1 problems; 1 of damaged files: {REMEDY}\n")
 
 
 @pytest.mark.parametrize("verb", ["verify", "status", "report", "preview"])
-def test_looking_makes_no_output(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    verb: str,
-) -> None:
+def test_looking_makes_no_output(config: Path, tmp_path: Path, command: Command, verb: str) -> None:
     """An output that was never made is named as such, and no folder is made for it."""
-    monkeypatch.setattr(sys, "argv", ["offline-packing", verb, str(config)])
+    code, out, error = command(verb, config)
     if verb == "status":
-        cli_module.main()
-        assert "not begun" in capsys.readouterr().out
+        assert "not begun" in out
     else:
-        code, error = main(monkeypatch, capsys, verb, config)
         assert (code, error.count("\n")) == (1, 1)
         assert re.search(rf"no .* in {tmp_path}/out; run (measure|write) first", error)
     assert not (tmp_path / "out").exists()
 
 
 def test_unexpected_errors_are_one_line(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def explode(config: object) -> None:
         raise ZeroDivisionError("first line\nsecond line")
 
     monkeypatch.setattr("offline_packing.runs.run.build_engine", explode)
-    code, error = main(monkeypatch, capsys, "run", config)
+    code, _, error = command("run", config)
     assert code == 1
     assert error == "error: ZeroDivisionError: first line second line (--debug shows where)\n"
-    monkeypatch.setattr(sys, "argv", ["offline-packing", "run", str(config), "--debug"])
     with pytest.raises(ZeroDivisionError):
-        cli_module.main()
+        command("run", config, "--debug")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -285,12 +264,12 @@ def work_in(index: Path, when: str) -> list[tuple[str, int]]:
 
 
 def test_remarks_of_libraries_are_not_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Command
 ) -> None:
     """botocore tells where it found credentials, once per process."""
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
-    main(monkeypatch, capsys, "status", "no such.yaml")
+    command("status", "no such.yaml")
     for name in ("botocore.credentials", "offline_packing.write.write"):
         logging.getLogger(name).info("remark of %s", name)
         logging.getLogger(name).warning("warning of %s", name)

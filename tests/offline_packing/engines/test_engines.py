@@ -1,24 +1,19 @@
-"""Engines: the interface of all, one of one's own, and the progress that tasks tell; of local
-processes the first failure, and no hang when a worker dies."""
+"""Engines: the interface of all, one of one's own, and the progress that tasks tell."""
 
-import os
-import resource
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offline_packing.engines import ENGINES, Engine, local
+from offline_packing.engines import ENGINES, Engine
 from offline_packing.engines.local import Advance, LocalEngine
 from offline_packing.errors import StageError
 from offline_packing.runs.run import Run, build_engine
 from offline_packing.verify.verify import verify
-from task_encoders.samples import SampleError
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
 from tests.helpers.outputs import shard_files
 from tests.helpers.slow_tasks import check_progress
@@ -107,116 +102,3 @@ def test_stages_advance_by_records_and_packs(tmp_path: Path) -> None:
     run.engine.told.clear()
     assert verify(run).ok
     assert run.engine.told == [1] * packs
-
-
-def square(number: int) -> int:
-    return number * number
-
-
-def fail(number: int) -> int:
-    if number == 3:
-        raise SampleError("bad_json", "third")
-    return number
-
-
-class TwoPartsError(Exception):
-    """Pickled, it lacks what it is made of."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} {second}")
-
-
-def fail_in_two_parts(number: int) -> int:
-    raise TwoPartsError("sample", "a/17")
-
-
-def die(number: int) -> int:
-    os._exit(1)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with LocalEngine(2) as engine:
-        yield engine
-
-
-def test_results(engine: LocalEngine) -> None:
-    expected = [number * number for number in range(20)]
-    assert sorted(engine.run(square, range(20))) == expected
-    assert list(LocalEngine(0).run(square, range(20))) == expected
-    assert list(engine.run(square, [])) == []
-
-
-def process_of(task: int) -> int:
-    return os.getpid()
-
-
-def test_a_lone_task_starts_no_process() -> None:
-    """Unless workers are there already."""
-    with LocalEngine(2) as engine:
-        assert list(engine.run(process_of, [1])) == [os.getpid()]
-        assert os.getpid() not in engine.run(process_of, [1, 2])
-        assert list(engine.run(process_of, [1])) != [os.getpid()]
-
-
-def test_errors_that_cannot_be_pickled_are_told(engine: LocalEngine) -> None:
-    with pytest.raises(StageError, match=r"TwoPartsError: sample a/17"):
-        list(engine.run(fail_in_two_parts, [1, 1]))
-    assert list(engine.run(square, [2])) == [4]
-
-
-def test_tasks_are_drawn_as_needed(engine: LocalEngine) -> None:
-    drawn: list[int] = []
-
-    def tasks() -> Iterator[int]:
-        for number in range(100):
-            drawn.append(number)
-            yield number
-
-    results = engine.run(square, tasks())
-    next(results)
-    assert len(drawn) <= 8
-    assert len(list(results)) == 99
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_first_failure_is_raised(workers: int) -> None:
-    with LocalEngine(workers) as engine, pytest.raises(SampleError, match="bad_json: third"):
-        list(engine.run(fail, range(100)))
-
-
-def test_tasks_are_cancelled_by_their_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that a signal ended at this moment would also end the pool's thread, with the
-    traceback of an InvalidStateError (Python 3.11)."""
-    cancelled_in: list[threading.Thread] = []
-    monkeypatch.setattr(
-        Future, "cancel", lambda _: cancelled_in.append(threading.current_thread()) is not None
-    )
-    with LocalEngine(2) as engine, pytest.raises(SampleError, match="third"):
-        list(engine.run(fail, range(8)))
-    assert threading.main_thread() not in cancelled_in
-
-
-def test_dead_worker() -> None:
-    with LocalEngine(1) as engine:
-        with pytest.raises(StageError, match="a worker process died"):
-            list(engine.run(die, range(3)))
-        assert list(engine.run(square, [3])) == [9]  # a fresh pool
-
-
-def allocate(num_bytes: int) -> int:
-    return len(bytes(num_bytes))
-
-
-def test_a_task_above_its_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends, and its worker goes on; the calling process has no bound."""
-    monkeypatch.setattr(local, "_LEAST_TASK_BYTES", 1 << 30)
-    monkeypatch.setattr(local, "machine_memory", lambda: 0)
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    with LocalEngine(1) as engine:
-        assert list(engine.run(allocate, [1, 2])) == [1, 2]
-        with pytest.raises(StageError, match=r"more memory than its share of 1,073,741,824 bytes"):
-            list(engine.run(allocate, [1 << 30]))
-        assert list(engine.run(allocate, [3])) == [3]
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert list(LocalEngine(0).run(allocate, [1 << 30])) == [1 << 30]

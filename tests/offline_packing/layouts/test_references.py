@@ -35,6 +35,7 @@ from tests.helpers.datasets import (
     write_planned,
 )
 from tests.helpers.energon_batches import batches_of, encoder_of
+from tests.helpers.outputs import files_of
 
 SAMPLES = formats.draw_samples(24)
 VIDEOS = formats.draw_video_samples(6, single=False)
@@ -68,15 +69,6 @@ def assert_same(found: list[PackedBatch], expected: list[PackedBatch]) -> None:
         assert {name: getattr(one, name) for name in rest} == {
             name: getattr(other, name) for name in rest
         }
-
-
-def content(run: Run) -> dict[str, bytes]:
-    root = run.workspace.root
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
 
 
 @pytest.fixture(scope="module", params=SOURCES)
@@ -158,10 +150,10 @@ def test_a_run_that_ends_while_shards_are_joined(
         with pytest.raises(KeyboardInterrupt):
             pack_all(run)
     pack_all(run)
-    expected = content(run)
+    expected = files_of(run.workspace.root)
     run.workspace.manifest.unlink()  # as after a kill when the shards' own files were gone
     write_planned(run)
-    assert content(run) == expected
+    assert files_of(run.workspace.root) == expected
     assert sorted(path.name for path in run.workspace.root.glob("*.jsonl*")) == [
         *("train.jsonl", "train.jsonl.idx", "val.jsonl", "val.jsonl.idx")
     ]

@@ -14,6 +14,7 @@ from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
 from tests.helpers.datasets import image_bytes, index_rows, make_run, pack_all
+from tests.helpers.outputs import members_of
 
 Texts = tuple[tuple[tuple[str, str], ...], tuple[bytes, ...]]
 
@@ -102,9 +103,7 @@ def write_pack(pack: Pack, root: Path, form: str) -> Path:
 def read_packs(folder: Path, task: str) -> list[Texts]:
     """Texts and images of all sub-samples in a folder of tars or of files, in any order."""
     files = {path.name: path.read_bytes() for path in folder.glob("*ps_*")}
-    for path in folder.glob("*.tar"):
-        with tarfile.open(path) as tar:
-            files |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    files |= members_of(folder)
     found: list[Texts] = []
     for name in sorted(files):
         if not name.endswith(".json"):
