@@ -86,6 +86,10 @@ def vqa_pairs(root: Path, count: int = 24) -> Path:
     return root
 
 
+#: What writes pairs for a task.
+PAIRS = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
+
+
 def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> PackingConfig:
     """A configuration with small limits; a source that is a path is a folder of captions."""
     if isinstance(source, Path):
@@ -98,6 +102,12 @@ def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Pac
     }
     merged = {name: {**content, **sections.get(name, {})} for name, content in defaults.items()}
     return parse_config({"source": source, **merged})
+
+
+def config_file(path: Path, source: Any, folder: Path, /, **sections: dict[str, Any]) -> Path:
+    """A configuration on disk."""
+    path.write_text(make_config(source, folder, **sections).model_dump_json(exclude_unset=True))
+    return path
 
 
 def make_run(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Run:

@@ -1,4 +1,4 @@
-"""Read a packed folder, and damage it."""
+"""Read a packed folder, damage it, and repair it."""
 
 import json
 import sqlite3
@@ -9,8 +9,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from offline_packing.runs.run import Run
+from offline_packing.verify.verify import discard
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
+from tests.helpers.datasets import pack_all
 
 
 def shard_files(run: Run) -> dict[str, bytes]:
@@ -83,3 +85,10 @@ def samples_of(run: Run) -> list[tuple[str, SourceSample, list[bytes]]]:
 def set_aside_in_plan(run: Run) -> list[dict[str, Any]]:
     """Rows of the plan's set-aside table."""
     return list(pq.read_table(run.workspace.plan / "set_aside.parquet").to_pylist())
+
+
+def repair(run: Run) -> str:
+    """Make again what is damaged or lost; returns what was."""
+    found = discard(run)
+    pack_all(run)
+    return found

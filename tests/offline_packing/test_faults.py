@@ -25,14 +25,14 @@ from offline_packing.verify.verify import verify
 from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
     make_run,
     pack_all,
     packed_run,
     plan_index,
     write_planned,
 )
-from tests.helpers.outputs import shard_files
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import repair, shard_files
 from tools import kill_test
 
 
@@ -56,12 +56,8 @@ def leftovers(run: Run) -> list[str]:
 
 def test_write_that_the_system_refuses(data: Path, tmp_path: Path, command: Command) -> None:
     """A real failure of the system call, as a disk that is full gives it."""
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"source: {{format: pairs, path: {data}, task: captioning}}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {workers: 0}\n"
-    )
+    output = {"packs_per_shard": 1000}
+    config = config_file(tmp_path / "config.yaml", data, tmp_path / "out", output=output)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:

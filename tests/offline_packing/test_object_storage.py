@@ -22,15 +22,13 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers.command import Command
-from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
+from tests.helpers.datasets import PAIRS, captioning_pairs, make_run, pack_all
 from tests.helpers.long_conversations import mixed_records
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.outputs import files_of
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import files_of, repair
 
-#: Sources by task; and options of layouts that have some.
-SOURCES = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
+#: Options of layouts that have some.
 OF_LAYOUT: dict[str, dict[str, Any]] = {
     "energon": {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2},
     "references": {"split": {"train": 0.7, "val": 0.3}},
@@ -74,7 +72,7 @@ def run_of(root: Path, task: str, path: str, layout: str, **sections: Any) -> Ru
 def test_the_same_bytes(
     tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
 ) -> None:
-    SOURCES[task](tmp_path / "data", 16)
+    PAIRS[task](tmp_path / "data", 16)
     pack_and_report(run_of(tmp_path, task, str(tmp_path / "out"), layout))
     remote = run_of(tmp_path, task, f"{bucket}/out", layout)
     pack_and_report(remote)

@@ -29,7 +29,6 @@ from tests.helpers.datasets import (
     captioning_pairs,
     index_rows,
     make_run,
-    mixed_pairs,
     pack_all,
     packed_run,
     plan_index,
@@ -38,16 +37,6 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.faults import KilledError, killing
 from tests.helpers.outputs import shard_files
-
-
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_pairs(tmp_path_factory.mktemp("captions"))
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mixed_pairs(tmp_path_factory.mktemp("mixed"))
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG"])

@@ -15,21 +15,13 @@ from click.testing import CliRunner
 from offline_packing.cli.commands import cli
 from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import Command, invoke
-from tests.helpers.datasets import captioning_pairs
+from tests.helpers.datasets import captioning_pairs, config_file
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    captioning_pairs(tmp_path / "data", 20)
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"source: {{format: pairs, path: {tmp_path}/data, task: captioning}}\n"
-        "model: {max_pixels: 50176}\n"
-        "pack: {seq_length: 512}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {workers: 0}\n"
-    )
-    return path
+    data, output = captioning_pairs(tmp_path / "data", 20), {"packs_per_shard": 1000}
+    return config_file(tmp_path / "config.yaml", data, tmp_path / "out", output=output)
 
 
 def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
@@ -50,7 +42,7 @@ def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
 
 def test_preview(config: Path, tmp_path: Path) -> None:
     invoke("run", config, "output.key_prefix=''")
-    config.write_text(config.read_text().replace("output: {", "output: {key_prefix: '', "))
+    config.write_text(config.read_text().replace('"output":{', '"output":{"key_prefix":"",'))
     drawn = invoke("preview", config, "--packs", "2", "--seed", "5").stdout
     assert drawn == invoke("preview", config, "--packs", "2", "--seed", "5").stdout
     assert drawn.count("cu_lengths [0, ") == 2

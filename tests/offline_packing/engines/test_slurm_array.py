@@ -18,6 +18,7 @@ from offline_packing.verify.verify import verify
 from tests.helpers.command import Command
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
     make_config,
     make_run,
     packed_run,
@@ -153,13 +154,9 @@ def test_ranks_share_the_lock_with_each_other_only(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """A rank that has done its share exits with 0; what ranks cannot share is refused."""
-    captioning_pairs(tmp_path / "data", 12)
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"source: {{format: pairs, path: {tmp_path}/data, task: captioning}}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {name: slurm, workers: 0, samples_per_part: 4}\n"
-    )
+    engine = {"name": "slurm", "workers": 0, "samples_per_part": 4}
+    data = captioning_pairs(tmp_path / "data", 12)
+    path = config_file(tmp_path / "config.yaml", data, tmp_path / "out", engine=engine)
     rank_engine(monkeypatch, 1, 2)
     assert command("measure", path, "--quiet") == (
         0,

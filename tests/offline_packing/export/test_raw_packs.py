@@ -19,21 +19,12 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import restore_pack
-from tests.helpers.datasets import (
-    captioning_pairs,
-    index_rows,
-    make_run,
-    mixed_pairs,
-    pack_all,
-    packed_run,
-    vqa_pairs,
-)
+from tests.helpers.datasets import PAIRS, index_rows, make_run, pack_all, packed_run
 from tests.helpers.outputs import files_of, flip_byte, members_of
 
 
 def packed(path: Path, task: str, **output: Any) -> Run:
-    make = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}[task]
-    source = {"format": "pairs", "path": str(make(path / "data")), "task": task}
+    source = {"format": "pairs", "path": str(PAIRS[task](path / "data")), "task": task}
     output = {"packs_per_shard": 2, **output}
     return packed_run(source, path / "out", output=output, pack={"seq_length": 512})
 

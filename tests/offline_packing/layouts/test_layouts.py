@@ -38,7 +38,7 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import repair
 
 
 def questions(root: Path, count: int = 12) -> Path:

@@ -37,17 +37,6 @@ def batches(run: Run) -> list[PackedBatch]:
     return batches_of(root, encoder)
 
 
-def write_config(run: Run, path: Path) -> Path:
-    source = run.config.source[0]
-    path.write_text(
-        f"source: {{format: {source.format}, path: {source.path}, task: bmr}}\n"
-        f"model: {{max_pixels: {run.config.model.max_pixels}}}\npack: {{seq_length: 512}}\n"
-        f"output: {{path: {run.workspace.root}, layout: {run.config.output.layout}, "
-        "packs_per_shard: 2}\nengine: {workers: 0}\n"
-    )
-    return path
-
-
 def files(run: Run) -> dict[str, bytes]:
     root = run.workspace.root
     return {path.name: path.read_bytes() for path in root.iterdir() if path.is_file()}
@@ -55,7 +44,8 @@ def files(run: Run) -> dict[str, bytes]:
 
 def test_moved_data_are_found_after_one_command(run: Run, tmp_path: Path) -> None:
     expected, before, content = batches(run), files(run), run.workspace.manifest.read_text()
-    config = write_config(run, tmp_path / "pack.yaml")
+    config = tmp_path / "pack.yaml"
+    config.write_text(run.config.model_dump_json(exclude_unset=True))
     shutil.move(tmp_path / "data", tmp_path / "elsewhere")
     result = invoke("run", config, f"source.path={tmp_path}/elsewhere", "output.overwrite=true")
     assert "problems        0\n" in result.stdout

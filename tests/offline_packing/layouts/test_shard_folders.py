@@ -16,8 +16,7 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
-from tests.helpers.outputs import flip_byte, sqlite_rows
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import flip_byte, repair, sqlite_rows
 
 LAYOUTS = ("energon", "llava_onevision", "loongforge")
 

@@ -23,12 +23,12 @@ from offline_packing.runs.run import Run, open_encoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
 from tests.helpers.datasets import (
+    PAIRS,
     captioning_pairs,
     dialogue,
     image_bytes,
     index_rows,
     make_run,
-    mixed_pairs,
     packed_run,
     plan_index,
     vqa_pairs,
@@ -38,14 +38,12 @@ from tests.helpers.elements import HOSTILE, Elements
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.video_packs import CLIPS, MODEL
 
-MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
 
-
-@pytest.fixture(scope="module", params=list(MAKE))
+@pytest.fixture(scope="module", params=list(PAIRS))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     source = {"format": "pairs", "task": request.param}
-    root = MAKE[request.param](folder / "data")
+    root = PAIRS[request.param](folder / "data")
     output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
     return packed_run({**source, "path": str(root)}, folder / "out", output=output)
 

@@ -21,14 +21,13 @@ from offline_packing.upkeep.status import status
 from task_encoders.families.qwen2_vl import QWEN2_VL
 from task_encoders.samples import REASONS
 from tests.helpers.datasets import (
+    PAIRS,
     captioning_pairs,
     dialogue,
     index_rows,
     make_run,
-    mixed_pairs,
     packed_run,
     plan_index,
-    vqa_pairs,
     write_json,
     write_planned,
 )
@@ -47,8 +46,7 @@ def with_faults(root: Path) -> Path:
 @pytest.fixture(scope="module", params=["captioning", "vqa", "bmr"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
-    make = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}[request.param]
-    root = make(folder / "data")
+    root = PAIRS[request.param](folder / "data")
     if request.param == "captioning":
         (root / "broken.json").write_text("{")
     else:

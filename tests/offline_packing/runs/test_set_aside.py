@@ -8,23 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from offline_packing.sources.reading.contents import describe_others, find_image_root
 from offline_packing.sources.recognise import recognise
 from tests.helpers.command import Command
-from tests.helpers.datasets import captioning_pairs, image_bytes, write_json
+from tests.helpers.datasets import captioning_pairs, config_file, image_bytes, write_json
 
 
 def make(tmp_path: Path, source: str) -> Path:
-    path = tmp_path / "pack.yaml"
-    path.write_text(
-        f"source: {source}\n"
-        "model: {max_pixels: 50176}\n"
-        "pack: {seq_length: 512}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {workers: 0}\n"
-    )
-    return path
+    return config_file(tmp_path / "pack.yaml", yaml.safe_load(source), tmp_path / "out")
 
 
 def questions(path: Path, count: int, image: str = "{i}.jpg", first: int = 0) -> None:

@@ -17,11 +17,6 @@ from offline_packing.upkeep.status import status
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all, packed_run
 
 
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_pairs(tmp_path_factory.mktemp("captions"))
-
-
 def test_totals(captions: Path, tmp_path: Path) -> None:
     run = make_run(captions, tmp_path / "out")
     assert status(run) == "measure   not begun\nplan      not done\n"

@@ -34,7 +34,7 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import repair
 from tools.kill_test import kill_after, start
 
 #: Damage that verify need not notice, and why.

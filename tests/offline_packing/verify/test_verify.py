@@ -28,11 +28,6 @@ from tests.helpers.datasets import (
 from tests.helpers.outputs import flip_byte
 
 
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_pairs(tmp_path_factory.mktemp("captions"))
-
-
 @pytest.fixture
 def run(captions: Path, tmp_path: Path) -> Run:
     """Packs that a test may change."""

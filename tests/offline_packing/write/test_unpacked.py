@@ -23,7 +23,7 @@ from offline_packing.verify.verify import verify
 from task_encoders.packs.manifest import Manifest
 from tests.helpers import formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import repair
 
 NUM_ROWS = 200
 

@@ -21,7 +21,7 @@ from offline_packing.planner.ranks.deal import (
 from offline_packing.planner.ranks.layout import RankLayout, idle_shares, phase_times
 from offline_packing.planner.ranks.picture_split import SplitFigures, even_samples, split_figures
 from offline_packing.planner.strategies.strategy import Packs
-from tests.helpers.pack_lists import as_lists
+from tests.helpers.sizes import as_lists
 
 
 @pytest.mark.parametrize("layout", [RankLayout(1), RankLayout(8, 2), RankLayout(3, 0)])

@@ -27,8 +27,7 @@ from offline_packing.planner.strategies.pattern_lp import (
     price_patterns,
     prove_bound,
 )
-from tests.helpers.pack_lists import contents
-from tests.helpers.sizes import length_counts
+from tests.helpers.sizes import contents, length_counts
 from tools.benchmarks.length_distributions import draw_lengths
 
 
