@@ -104,9 +104,12 @@ def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Pac
     return parse_config({"source": source, **merged})
 
 
-def config_file(path: Path, source: Any, folder: Path, /, **sections: dict[str, Any]) -> Path:
-    """A configuration on disk."""
-    path.write_text(make_config(source, folder, **sections).model_dump_json(exclude_unset=True))
+def config_file(path: Path, config: PackingConfig) -> Path:
+    """A configuration on disk, in which a lone source is an object."""
+    content = config.model_dump(mode="json", exclude_unset=True)
+    if len(content["source"]) == 1:
+        (content["source"],) = content["source"]
+    write_json(path, content)
     return path
 
 

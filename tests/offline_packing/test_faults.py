@@ -26,6 +26,7 @@ from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import (
     captioning_pairs,
     config_file,
+    make_config,
     make_run,
     pack_all,
     packed_run,
@@ -57,7 +58,7 @@ def leftovers(run: Run) -> list[str]:
 def test_write_that_the_system_refuses(data: Path, tmp_path: Path, command: Command) -> None:
     """A real failure of the system call, as a disk that is full gives it."""
     output = {"packs_per_shard": 1000}
-    config = config_file(tmp_path / "config.yaml", data, tmp_path / "out", output=output)
+    config = config_file(tmp_path / "a.yaml", make_config(data, tmp_path / "out", output=output))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:
@@ -202,8 +203,7 @@ def test_changed_config_is_named(
 
 def test_two_launches_at_once(data: Path, tmp_path: Path) -> None:
     run = make_run(data, tmp_path / "out")
-    config = tmp_path / "config.yaml"
-    config.write_text(run.config.model_dump_json())
+    config = config_file(tmp_path / "config.yaml", run.config)
     with run.workspace.lock():
         second = CliRunner().invoke(cli, ["run", str(config)])
         status = CliRunner().invoke(cli, ["status", str(config)])  # may look on

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
 from offline_packing.layouts import LAYOUTS
-from tests.helpers.datasets import captioning_pairs, config_file
+from tests.helpers.datasets import captioning_pairs, config_file, make_config
 from tests.helpers.videos import make_video
 
 BLOCKED = ("av", "torch", "transformers", "megatron", "ray", "webdataset", "matplotlib")
@@ -44,7 +44,8 @@ def run_program(blocked: tuple[str, ...], statements: str) -> subprocess.Complet
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     data, pack = captioning_pairs(tmp_path / "data", 8), {"seq_length": 8192}
-    return str(config_file(tmp_path / "config.yaml", data, tmp_path / "out", pack=pack))
+    config = make_config(data, tmp_path / "out", pack=pack)
+    return str(config_file(tmp_path / "config.yaml", config))
 
 
 def test_help_and_measure_compile_nothing(config: str) -> None:

@@ -15,13 +15,13 @@ from click.testing import CliRunner
 from offline_packing.cli.commands import cli
 from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import Command, invoke
-from tests.helpers.datasets import captioning_pairs, config_file
+from tests.helpers.datasets import captioning_pairs, config_file, make_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     data, output = captioning_pairs(tmp_path / "data", 20), {"packs_per_shard": 1000}
-    return config_file(tmp_path / "config.yaml", data, tmp_path / "out", output=output)
+    return config_file(tmp_path / "pack.yaml", make_config(data, tmp_path / "out", output=output))
 
 
 def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:

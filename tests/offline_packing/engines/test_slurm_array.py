@@ -156,7 +156,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Comma
     """A rank that has done its share exits with 0; what ranks cannot share is refused."""
     engine = {"name": "slurm", "workers": 0, "samples_per_part": 4}
     data = captioning_pairs(tmp_path / "data", 12)
-    path = config_file(tmp_path / "config.yaml", data, tmp_path / "out", engine=engine)
+    path = config_file(tmp_path / "a.yaml", make_config(data, tmp_path / "out", engine=engine))
     rank_engine(monkeypatch, 1, 2)
     assert command("measure", path, "--quiet") == (
         0,

@@ -14,7 +14,7 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers import formats
 from tests.helpers.command import invoke
-from tests.helpers.datasets import packed_run
+from tests.helpers.datasets import config_file, packed_run
 from tests.helpers.energon_batches import batches_of, encoder_of
 
 #: Layout, and the file that says where media lie.
@@ -44,8 +44,7 @@ def files(run: Run) -> dict[str, bytes]:
 
 def test_moved_data_are_found_after_one_command(run: Run, tmp_path: Path) -> None:
     expected, before, content = batches(run), files(run), run.workspace.manifest.read_text()
-    config = tmp_path / "pack.yaml"
-    config.write_text(run.config.model_dump_json(exclude_unset=True))
+    config = config_file(tmp_path / "pack.yaml", run.config)
     shutil.move(tmp_path / "data", tmp_path / "elsewhere")
     result = invoke("run", config, f"source.path={tmp_path}/elsewhere", "output.overwrite=true")
     assert "problems        0\n" in result.stdout

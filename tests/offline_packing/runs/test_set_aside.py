@@ -13,11 +13,18 @@ import yaml
 from offline_packing.sources.reading.contents import describe_others, find_image_root
 from offline_packing.sources.recognise import recognise
 from tests.helpers.command import Command
-from tests.helpers.datasets import captioning_pairs, config_file, image_bytes, write_json
+from tests.helpers.datasets import (
+    captioning_pairs,
+    config_file,
+    image_bytes,
+    make_config,
+    write_json,
+)
 
 
 def make(tmp_path: Path, source: str) -> Path:
-    return config_file(tmp_path / "pack.yaml", yaml.safe_load(source), tmp_path / "out")
+    config = make_config(yaml.safe_load(source), tmp_path / "out")
+    return config_file(tmp_path / "pack.yaml", config)
 
 
 def questions(path: Path, count: int, image: str = "{i}.jpg", first: int = 0) -> None:

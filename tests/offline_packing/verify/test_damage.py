@@ -27,6 +27,7 @@ from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import invoke
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
     make_run,
     pack_all,
     packed_run,
@@ -447,8 +448,7 @@ def test_shard_of_a_source_that_changed(tmp_path: Path) -> None:
 
 def test_verify_discard_goes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pack(tmp_path)
-    config = tmp_path / "pack.yaml"
-    config.write_text(run.config.model_dump_json())
+    config = config_file(tmp_path / "pack.yaml", run.config)
     assert invoke("verify", "--discard", config).output == "nothing is damaged\n"
     flip(run.workspace.plan / "sample_ids.npy")
     assert "1 files would move to" in invoke("verify", "--discard", "--dry-run", config).output

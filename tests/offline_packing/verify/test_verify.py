@@ -20,6 +20,7 @@ from task_encoders.samples import SourceSample
 from tests.helpers.command import invoke
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
     index_rows,
     make_run,
     pack_all,
@@ -142,8 +143,7 @@ def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) ->
 
 
 def test_options_of_parts(run: Run, tmp_path: Path) -> None:
-    config = tmp_path / "pack.yaml"
-    config.write_text(run.config.model_dump_json(exclude_unset=True))
+    config = config_file(tmp_path / "pack.yaml", run.config)
     assert "drawn with seed 3" in invoke("verify", config, "--samples=2", "--seed=3").output
     assert "not opened" in invoke("verify", config, "--hash-only").output
     with pytest.raises(ConfigError, match="leave out --deep and --samples"):
