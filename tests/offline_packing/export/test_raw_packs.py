@@ -202,4 +202,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert f"exported {packs} packs in " in call(folder)
     assert call(folder, "--dry-run").startswith(f"would check the files of {packs} packs")
     assert f"checked {packs} packs in " in call(folder, "--quiet")
-    assert "export needs a local folder" in call("s3://bucket/raw")
+    assert "export needs a local folder" in call("memory://raw")
