@@ -102,6 +102,7 @@ def test_each_mode_is_fuller_than_the_one_before(
 ) -> None:
     picture = benchmark("packing_picture")
     monkeypatch.setattr(picture, "NUM_SAMPLES", 640)
+    monkeypatch.setattr(picture, "SHOWN", 6)
     monkeypatch.setattr(sys, "argv", ["packing_picture.py", str(tmp_path / "p.png")])
     picture.main()
     shares = [float(s) for s in re.findall(r"([\d.]+)% full", capsys.readouterr().out)]
