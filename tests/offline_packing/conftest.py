@@ -7,19 +7,13 @@ import pytest
 
 from offline_packing.cli import main as cli_module
 from tests.helpers.command import Command
-from tests.helpers.datasets import captioning_pairs, mixed_pairs
+from tests.helpers.datasets import captioning_pairs
 
 
 @pytest.fixture(scope="session")
 def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """40 pictures with captions, to be read only."""
     return captioning_pairs(tmp_path_factory.mktemp("captions"))
-
-
-@pytest.fixture(scope="session")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """30 dialogues with no picture, one, or two, to be read only."""
-    return mixed_pairs(tmp_path_factory.mktemp("mixed"))
 
 
 @pytest.fixture

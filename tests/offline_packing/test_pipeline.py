@@ -29,6 +29,7 @@ from tests.helpers.datasets import (
     captioning_pairs,
     index_rows,
     make_run,
+    mixed_pairs,
     pack_all,
     packed_run,
     plan_index,
@@ -55,6 +56,15 @@ def test_rotated_images_are_measured_as_they_are_seen(tmp_path: Path, image_form
 
 
 @pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Dialogues, and two records that are set aside."""
+    root = mixed_pairs(tmp_path_factory.mktemp("mixed"))
+    for name in ("0000.broken", "zz"):
+        (root / f"{name}.json").write_text("{")
+    return root
+
+
+@pytest.fixture(scope="module")
 def workers() -> Iterator[LocalEngine]:
     with LocalEngine(2) as engine:
         yield engine
@@ -77,10 +87,11 @@ def test_same_bytes_on_any_number_of_workers(
     output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 2}
     found: list[dict[str, Any]] = []
     for engine, count in ((LocalEngine(0), 4), (workers, 7)):
-        sections = {"engine": {"samples_per_part": count}, "output": output, "pack": pack}
+        sections = {"engine": {"samples_per_part": count}, "output": output}
+        sections["pack"] = {"max_set_aside": 0.5, **pack}
         made = make_run(source, tmp_path / f"{engine.workers}", **sections)
         run = replace(made, engine=engine)
-        pack_all(run)
+        assert pack_all(run).counts.set_aside["bad_json"] == 2
         assert bool(open_index(run).info.split) == bool(pack)
         assert layout != "energon" or verify(run, deep=True).ok
         for _ in range(2):
