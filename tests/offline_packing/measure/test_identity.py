@@ -1,9 +1,7 @@
 """Samples of one id, copies of samples, and samples that other outputs hold."""
 
-import io
 import json
 import logging
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from tests.helpers.datasets import (
     packed_run,
     write_json,
 )
-from tests.helpers.formats import lines, write_file
+from tests.helpers.formats import lines, tar_bytes, write_file
 from tests.helpers.outputs import packs_of
 
 NUM_KINDS = 3  # conversation, detail, complex
@@ -256,11 +254,6 @@ def test_known_samples_are_not_even_read(tmp_path: Path) -> None:
     assert sorted(outcomes(third)) == ["part0/000040", "part0/000042", "part1/000041"]
 
 
-def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-
-
 def line(identity: object, text: str, image: str | None = None) -> dict[str, Any]:
     return {"id": identity, "caption": text, **({"image": image} if image else {})}
 
@@ -271,12 +264,12 @@ def test_ids_that_records_share(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/7.jpg").write_bytes(image_bytes())
     old = [line(7, "one", "7.jpg"), line(7, "two"), line(8, "gone", "8.jpg"), line(9, "nine")]
-    write_lines(path, old)
+    write_file(path, lines(old))
     source = {"format": "jsonl", "path": str(path), "task": "captioning"}
     manifest = pack_all(make_run(source, tmp_path / "old"))
     assert manifest.counts.set_aside == {"missing_image": 1}
     (tmp_path / "data/7.jpg").unlink()
-    write_lines(path, [line(7, "three"), line(10, "ten"), *old, line(7, "two")])
+    write_file(path, lines([line(7, "three"), line(10, "ten"), *old, line(7, "two")]))
     new = skipping(source, tmp_path, "old")
     assert outcomes(new) == {"7": "ok", "10": "ok"}
     rows = open_index(new).table("key", "num_tokens")
@@ -284,13 +277,9 @@ def test_ids_that_records_share(tmp_path: Path) -> None:
 
 
 def tar(path: Path, names: Sequence[str]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as file:
-        for name in names:
-            for part, data in (("jpg", image_bytes()), ("txt", b"a red circle")):
-                member = tarfile.TarInfo(f"{name}.{part}")
-                member.size = len(data)
-                file.addfile(member, io.BytesIO(data))
+    parts = {"jpg": image_bytes(), "txt": b"a red circle"}.items()
+    members = [(f"{name}.{part}", data) for name in names for part, data in parts]
+    write_file(path, tar_bytes(members))
 
 
 def test_samples_of_tars(tmp_path: Path) -> None:
