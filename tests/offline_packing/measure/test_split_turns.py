@@ -141,12 +141,6 @@ def test_what_is_said_of_it(packed: Run) -> None:
     assert preview_measure(elsewhere(packed, "new")).endswith(told)
 
 
-def parts_of(run: Run) -> list[tuple[str, int]]:
-    """Key and tokens of each row of the index."""
-    measure(run)
-    return [(row["key"], row["num_tokens"]) for row in index_rows(run)]
-
-
 def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
     """It is set aside, or its answer cut where a token ends; a conversation of such turns only, or
     of one, stays whole."""
@@ -159,7 +153,7 @@ def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
     records[0]["messages"][3]["content"] = "Überlänge, 長い " * 300
     run = run_over(tmp_path, records, pack={"seq_length": 256})
     manifest = pack_all(run)
-    assert [key for key, _ in parts_of(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
+    assert [row["key"] for row in index_rows(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
     lost = {row["key"]: row["detail"] for row in set_aside_in_plan(run)}
     assert lost.keys() == {"a[1:2]", "b", "c"}
     assert manifest.counts.records == {"read": 4, "packed": 2, "set_aside": 2}
