@@ -1,13 +1,32 @@
-"""The pages of the documentation: links lead somewhere, the program in them runs."""
+"""README, the pages of the documentation and the notebook, as their readers use them: links lead
+somewhere, programs run, every name in them exists."""
 
 import importlib
+import itertools
+import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
-from tests.helpers.markdown import anchors, blocks
+from launch.config import load_config
+from launch.data.packed_data import read_packed_data
+from offline_packing import plan_packs
+from offline_packing.cli.commands import cli
+from task_encoders.families import FAMILIES
+from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.packs.manifest import html_table
+from tests.helpers.command import invoke
+from tests.helpers.datasets import captioning_pairs, write_json
+from tests.helpers.markdown import Block, anchors, blocks
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,3 +76,216 @@ def test_from_python_runs_as_written(
     printed = capsys.readouterr().out
     assert "PackPlan(5 packs" in printed
     assert "packed=60" in printed
+
+
+NOTEBOOK = ROOT / "examples/first_packs.ipynb"
+
+
+def outputs(notebook: Any) -> list[set[str]]:
+    """The kinds of output of each code cell: printed, HTML, a picture. Warnings do not count."""
+    return [
+        {
+            kind
+            for output in cell.outputs
+            if output.get("name") != "stderr"
+            for kind in output.get("data", [output.get("name")])
+        }
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+def test_outputs_of_the_notebook_are_stored() -> None:
+    stored = nbformat.read(NOTEBOOK, 4)
+    assert all(outputs(stored))
+    assert not re.search(r"/tmp|/home|/root|site-packages", NOTEBOOK.read_text())
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_runs() -> None:
+    """Every line of it, with one batch each that it compares or trains."""
+    notebook = nbformat.read(NOTEBOOK, 4)
+    stored = outputs(notebook)
+    for cell in notebook.cells:
+        cell.source = re.sub(r"islice\(batches\(\), \d+\)", "islice(batches(), 1)", cell.source)
+    NotebookClient(
+        notebook, timeout=500, resources={"metadata": {"path": NOTEBOOK.parent}}
+    ).execute()
+    assert outputs(notebook) == stored
+    printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
+    packed, control = map(float, re.findall(r"largest difference, .*: +(\S+)", printed))
+    assert packed < 1e-4 < 1e-1 < control
+
+
+def test_objects_show_themselves() -> None:
+    shown = plan_packs([3, 4, 9], seq_length=8)._repr_html_()
+    assert "1 of 8 tokens" in shown
+    assert "set aside: over_seq_length" in shown
+
+
+def test_tables_escape_what_data_hold() -> None:
+    assert "&lt;b&gt;" in html_table("", {"<b>": "<b>"})
+    assert "<b>" not in html_table("", {"<b>": "<b>"})
+
+
+README = (ROOT / "README.md").read_text()
+#: These run for minutes, or fetch packages; see `test_ci_runs_what_takes_long`.
+APART = ("make demo", "make test", "pip install")
+PATH = re.compile(r"[\w*]+(/|\.\w+)")
+SCRIPT = {"bash": ["bash", "-euo", "pipefail"], "python": [sys.executable]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with a reader's data: what README's blocks name, at the places they name."""
+    root = tmp_path_factory.mktemp("checkout")
+    (root / "launch").symlink_to(ROOT / "launch")
+    captioning_pairs(root / "data/pairs", 180)  # two packs, one for each worker of a loader
+    for path in (root / "data/pairs/part0").glob("000002.*"):
+        path.rename(path.with_stem("cat"))
+    write_json(root / "data/pairs/part0/cat.json", {"caption": "A cat."})
+    write_checkpoint(root / "checkpoints/Qwen2-VL-2B-Instruct")
+    (root / "Qwen").symlink_to(root / "checkpoints")
+    return root
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A checkpoint with random weights: the real vocabulary and template, a tiny model."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    tiny = FAMILIES["qwen2_vl"].presets["tiny"]
+    config = Qwen2VLConfig(
+        text_config=dict(tiny.text),
+        vision_config=dict(tiny.vision),
+        **tiny.whole,
+    )
+    Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    builtin_processor(min_pixels=3136, max_pixels=4014080).save_pretrained(folder)
+
+
+def environment() -> dict[str, str]:
+    """Environment of a user who has installed the packages; nothing leaves this machine."""
+    inherited = {name: v for name, v in os.environ.items() if not name.startswith("OFFLINE_")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "MASTER_PORT": str(free_port()),
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**inherited, **own, "OMP_NUM_THREADS": "1"}
+
+
+def run_block(block: Block, folder: Path) -> None:
+    """Write a configuration to the file that its first line names, or run a program."""
+    if block.language == "yaml":
+        name = block.text.partition("\n")[0].removeprefix("# ")
+        assert name.endswith(".yaml"), name
+        (folder / name).write_text(block.text)
+        return
+    script = folder / f"block_{block.line}"
+    script.write_text(block.text)
+    done = subprocess.run(
+        [*SCRIPT[block.language], script],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"README.md:{block.line}\n{done.stdout}\n{done.stderr}"
+
+
+def blocks_in_order() -> list[Block]:
+    """The blocks that are run, in the order in which a reader meets them."""
+    found = list(blocks(README))
+    assert {block.language for block in found} == {"bash", "yaml", "python", "text"}
+    assert "\n    " not in re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S), "indented block"
+    run = [block for block in found if block.language != "text"]
+    run = [block for block in run if not block.text.startswith(APART)]
+    assert len(run) >= 4
+    return run
+
+
+@pytest.mark.exhaustive
+def test_every_block_runs(folder: Path) -> None:
+    for block in blocks_in_order():
+        run_block(block, folder)
+    assert (folder / "out/packed/_packing/report/report.html").is_file()
+    assert (folder / "out/stage1/hf/config.json").is_file()
+
+
+def run_here(block: Block) -> None:
+    """Run a block in this folder and process; a script's training as far as its configuration."""
+    if block.language == "yaml":
+        run_block(block, Path())
+    elif block.language == "python":
+        exec(compile(block.text, f"README.md:{block.line}", "exec"), {})
+    for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
+        command, *arguments = shlex.split(line, comments=True)
+        if command == "offline-packing":
+            invoke(*arguments, "engine.workers=0")
+            continue
+        script, *overrides = arguments
+        assert (command, Path(script).is_file()) == ("bash", True)
+        config = load_config("launch/pretrain_stage1.yaml", overrides)
+        assert read_packed_data(Path(config.data.path)).tasks == ("captioning",)
+        assert Path(config.model.checkpoint or "").is_dir()
+
+
+def test_blocks_in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without training by the script, which tests/launch starts."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OFFLINE_PACKED_DATA", "0")  # a block sets it; gone after the test
+    for block in blocks_in_order():
+        run_here(block)
+    assert Path("out/packed/_packing/report/report.html").is_file()
+
+
+def test_ci_runs_what_takes_long() -> None:
+    ci = (ROOT / ".ci/run").read_text().splitlines()
+    apart = [block.text for block in blocks(README) if block.text.startswith(APART)]
+    made = {line for text in apart for line in text.splitlines() if line.startswith("make")}
+    assert {"make demo", "make test"} == made <= set(ci)
+
+
+def test_commands_and_families_are_all_named() -> None:
+    table = README.partition("### Commands")[2].partition("\n\n\n")[0]
+    named = set(re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))))
+    assert set(cli.commands) <= named
+    section = README.partition("### Models")[2].partition("###")[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == set(FAMILIES)
+
+
+def tree_paths() -> list[str]:
+    """Paths that README's source tree names; what is indented lies in the folder above."""
+    text = README.partition("## Source tree")[2]
+    tree = next(block for block in blocks(text) if block.language == "text").text
+    found: list[str] = []
+    parents: list[tuple[int, str]] = [(-1, "")]
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent > 20:  # a description that goes on
+            continue
+        while parents[-1][0] >= indent:
+            parents.pop()
+        for name in itertools.takewhile(PATH.fullmatch, line.split()):
+            found.append(parents[-1][1] + name)
+        if found[-1].endswith("/"):
+            parents.append((indent, found[-1]))
+    return found
+
+
+def test_the_tree_is_the_tree() -> None:
+    named = tree_paths()
+    assert len(named) > 30
+    for name in named:
+        assert list(ROOT.glob(name)), f"README's tree names {name}, which is not there"
+    packages = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for package in ("task_encoders", "offline_packing", "launch")
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert packages <= set(named), packages - set(named)

@@ -1,9 +1,6 @@
 """The whole mode on drawn data: measure, plan, write, verify, and what reads the result."""
 
 import itertools
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import webdataset
@@ -11,23 +8,18 @@ from click.testing import CliRunner
 from megatron.energon import WorkerConfig, get_loader
 from megatron.energon.cli.main import main as energon
 
-from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.demo import training
 from offline_packing.demo.generate import generate_demo_dataset
-from offline_packing.engines.local import LocalEngine
-from offline_packing.index.table import Index
-from offline_packing.measure.measure import measure
-from offline_packing.plan.plan import plan
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
-from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import verify
-from offline_packing.write.write import write
 from task_encoders.loading.packed_dataset import get_packed_val_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
+from tests.helpers.datasets import index_rows, packed_run
 
 SEQ_LENGTH = 1024
-MODEL = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}
+MODEL = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16}
 TASKS = {
     "captioning": [("pairs", "captioning")],
     "vqa": [("pairs", "vqa")],
@@ -35,42 +27,19 @@ TASKS = {
 }
 
 
-@dataclass
-class Written:
-    path: Path
-    config: PackingConfig
-    manifest: dict[str, Any]
-    verified: VerifyResult
-    index: Index
-
-
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     root = tmp_path_factory.mktemp("mode")
     generate_demo_dataset(root / "data", num_samples=240, progress=False)
+    output = {"packs_per_shard": 4, "split": {"train": 0.8, "val": 0.2}}
     results = {}
     for task, sources in TASKS.items():
-        config = parse_config(
-            {
-                "source": [
-                    {"format": form, "path": str(root / "data" / path), "task": task}
-                    for form, path in sources
-                ],
-                "model": MODEL,
-                "pack": {"seq_length": SEQ_LENGTH},
-                "output": {
-                    "path": str(root / task),
-                    "packs_per_shard": 4,
-                    "split": {"train": 0.8, "val": 0.2},
-                },
-            }
-        )
-        with LocalEngine(0) as engine:
-            run = Run(config, engine)
-            index = measure(run)
-            manifest = write(run, index, plan(run, index))
-            verified = verify(run, deep=True)
-        results[task] = Written(root / task, config, manifest, verified, index)
+        named = [
+            {"format": form, "path": str(root / "data" / path), "task": task}
+            for form, path in sources
+        ]
+        pack = {"seq_length": SEQ_LENGTH}
+        results[task] = packed_run(named, root / task, model=MODEL, pack=pack, output=output)
     return results
 
 
@@ -80,28 +49,29 @@ def task_encoder(task: str) -> PackedTaskEncoder:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_nothing_is_lost_doubled_or_mismeasured(task: str, written: dict[str, Written]) -> None:
-    result = written[task]
-    counts = result.manifest.counts
-    assert result.verified.ok, result.verified.problems
+def test_nothing_is_lost_doubled_or_mismeasured(task: str, written: dict[str, Run]) -> None:
+    verified = verify(written[task], deep=True)
+    counts = require_manifest(written[task].workspace.root).counts
+    assert verified.problems == []
     assert counts.samples == counts.packed + sum(counts.set_aside.values())
     assert counts.set_aside  # the drawn data hold samples that must be set aside
-    assert result.verified.num_samples == counts.packed > 50
+    assert verified.num_samples == counts.packed > 50
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_loader_gives_every_sample_once(task: str, written: dict[str, Written]) -> None:
-    result = written[task]
-    train = training.packed_train_dataset(result.path, task, SEQ_LENGTH, repeat=False, **MODEL)
+def test_the_loader_gives_every_sample_once(task: str, written: dict[str, Run]) -> None:
+    root = written[task].workspace.root
+    counts = require_manifest(root).counts
+    train = training.packed_train_dataset(root, task, SEQ_LENGTH, repeat=False, **MODEL)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    val = get_packed_val_dataset(result.path, task_encoder(task), worker_config=worker_config)
+    val = get_packed_val_dataset(root, task_encoder(task), worker_config=worker_config)
     batches = [*get_loader(train), *get_loader(val)]
     keys = [key for batch in batches for key in batch.sub_sample_keys]
     assert not any(batch.dropped for batch in batches)
-    assert len(keys) == len(set(keys)) == result.manifest.counts.packed
-    assert sum(batch.tokens.shape[1] for batch in batches) == result.manifest.counts.tokens
+    assert len(keys) == len(set(keys)) == counts.packed
+    assert sum(batch.tokens.shape[1] for batch in batches) == counts.tokens
     assert all(batch.tokens.shape[1] <= SEQ_LENGTH for batch in batches)
-    measured = dict(zip(*result.index.table("key", "num_tokens").to_pydict().values(), strict=True))
+    measured = {row["key"]: row["num_tokens"] for row in index_rows(written[task])}
     for batch in batches:
         lengths = batch.cu_lengths[0].diff().tolist()
         assert lengths == [measured[key] for key in batch.sub_sample_keys]
@@ -110,30 +80,29 @@ def test_the_loader_gives_every_sample_once(task: str, written: dict[str, Writte
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("command", [["info"], ["lint"], ["preview", "--split-parts", "train"]])
 def test_energons_own_commands_accept_the_folder(
-    task: str, command: list[str], written: dict[str, Written]
+    task: str, command: list[str], written: dict[str, Run]
 ) -> None:
-    done = CliRunner().invoke(energon, [*command, str(written[task].path)], input="n\n")
+    done = CliRunner().invoke(energon, [*command, str(written[task].workspace.root)], input="n\n")
     assert done.exit_code == 0, (done.output, done.exception)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_plain_webdataset_library_reads_every_sample(
-    task: str, written: dict[str, Written]
+    task: str, written: dict[str, Run]
 ) -> None:
-    result = written[task]
-    shards = sorted(map(str, result.path.glob("*.tar")))
+    root = written[task].workspace.root
+    shards = sorted(map(str, root.glob("*.tar")))
     samples = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).decode())
-    assert sum(len(sample["json"]["captions"]) for sample in samples) == (
-        result.manifest.counts.packed
-    )
+    packed = require_manifest(root).counts.packed
+    assert sum(len(sample["json"]["captions"]) for sample in samples) == packed
     for sample in samples:
         nested = [name if isinstance(name, list) else [name] for name in sample["json"]["images"]]
         assert all(name in sample for names in nested for name in names)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_packed_equals_unpacked_token_by_token(task: str, written: dict[str, Written]) -> None:
-    dataset = training.packed_train_dataset(written[task].path, task, SEQ_LENGTH, **MODEL)
+def test_packed_equals_unpacked_token_by_token(task: str, written: dict[str, Run]) -> None:
+    dataset = training.packed_train_dataset(written[task].workspace.root, task, SEQ_LENGTH, **MODEL)
     batches = list(itertools.islice(get_loader(dataset), 1))
     model = training.tiny_qwen2_vl(weight_std=0.08)
     difference = training.compare_packed_with_unpacked(model, batches)

@@ -42,6 +42,7 @@ def run(checkout: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_a_shared_environment_has_the_packages_of_the_checkout_that_asks(
     checkouts: list[Path],
 ) -> None:
+    """And an environment that cannot be made hides no other."""
     environment = checkouts[0].parent / "environments/none"
     made = []
     for checkout in checkouts:
@@ -52,9 +53,6 @@ def test_a_shared_environment_has_the_packages_of_the_checkout_that_asks(
         assert Path(found).is_relative_to(checkout / ".venv")
         made.append((environment / "installed.txt").stat().st_mtime_ns)
     assert made[0] == made[1]  # once
-
-
-def test_what_cannot_be_made_hides_no_other(checkouts: list[Path]) -> None:
     result = run(checkouts[0], "run.sh", "unknown", "none")
     said = result.stdout.splitlines()[-2:]
     assert result.returncode == 1

@@ -25,6 +25,7 @@ from tests.helpers.datasets import (
     make_run,
     outcomes,
     pack_all,
+    packed_run,
     write_json,
 )
 from tests.helpers.elements import Elements
@@ -39,9 +40,7 @@ MODEL = {"max_pixels": 28 * 28 * 16, "video_min_pixels": 784, "video_max_pixels"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("videos")
     source = {"format": "pairs", "path": str(video_pairs(root / "data")), "task": "bmr"}
-    run = make_run(source, root / "out", model=MODEL, pack={"seq_length": SEQ_LENGTH})
-    pack_all(run)
-    return run
+    return packed_run(source, root / "out", model=MODEL, pack={"seq_length": SEQ_LENGTH})
 
 
 def test_every_sample_is_packed_and_verified(run: Any) -> None:
@@ -142,8 +141,7 @@ def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> No
         write_json(tmp_path / "data" / f"{i}.json", record)
         (tmp_path / "data" / f"{i}.mp4").write_bytes(make_video(4 + i))
     source = {"format": "pairs", "path": str(tmp_path / "data"), "task": task}
-    run = make_run(source, tmp_path / "out", model=MODEL)
-    pack_all(run)
+    run = packed_run(source, tmp_path / "out", model=MODEL)
     result = verify(run, deep=True)
     assert result.ok, result.problems
     assert (result.num_samples, result.num_videos) == (6, 6)
@@ -154,7 +152,7 @@ def test_captions_and_questions_may_have_videos(tmp_path: Path, task: str) -> No
 
 def test_budgets_groups_and_cost_count_videos(run: Any, tmp_path: Path) -> None:
     source = run.config.source[0].model_dump()
-    limited = make_run(
+    packed_run(
         source,
         tmp_path / "out",
         model=MODEL,
@@ -165,7 +163,6 @@ def test_budgets_groups_and_cost_count_videos(run: Any, tmp_path: Path) -> None:
             "order": {"num_ranks": 2},
         },
     )
-    pack_all(limited)
     for tar in sorted((tmp_path / "out").glob("*.tar")):
         data = tar.read_bytes()
         for entry in scan_tar(tar):
@@ -226,8 +223,7 @@ def test_a_damaged_video_is_dropped_from_its_pack(tmp_path: Path) -> None:
         write_json(tmp_path / "data" / f"{name}.json", {"caption": "A bar"})
         (tmp_path / "data" / f"{name}.mp4").write_bytes(data)
     source = {"format": "pairs", "path": str(tmp_path / "data"), "task": "captioning"}
-    run = make_run(source, tmp_path / "out", model=MODEL)
-    pack_all(run)
+    run = packed_run(source, tmp_path / "out", model=MODEL)
     result = verify(run, deep=True)
     assert result.num_problems == 1
     assert "truncated_video" in result.problems[0]

@@ -135,7 +135,13 @@ def test_token_ids_are_those_of_the_strings(encoders: dict[str, Any], template: 
         assert spelled.replace(" ", "") == joined.replace(" ", "")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "first_fit_shuffle"))
+        for name in ALGORITHMS
+    ],
+)
 def test_packs_are_those_of_the_preprocessing(algorithm: str) -> None:
     stored = json.loads(STORED.read_text())["packs"][algorithm]
     packs = our_packs(algorithm, draw_lengths())

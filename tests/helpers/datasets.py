@@ -86,6 +86,10 @@ def vqa_pairs(root: Path, count: int = 24) -> Path:
     return root
 
 
+#: What writes pairs for a task.
+PAIRS = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
+
+
 def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> PackingConfig:
     """A configuration with small limits; a source that is a path is a folder of captions."""
     if isinstance(source, Path):
@@ -98,6 +102,15 @@ def make_config(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Pac
     }
     merged = {name: {**content, **sections.get(name, {})} for name, content in defaults.items()}
     return parse_config({"source": source, **merged})
+
+
+def config_file(path: Path, config: PackingConfig) -> Path:
+    """A configuration on disk, in which a lone source is an object."""
+    content = config.model_dump(mode="json", exclude_unset=True)
+    if len(content["source"]) == 1:
+        (content["source"],) = content["source"]
+    write_json(path, content)
+    return path
 
 
 def make_run(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Run:
@@ -126,6 +139,13 @@ def pack_all(run: Run) -> Manifest:
     """measure, plan, write; returns the manifest."""
     samples = measure(run)
     return write(run, samples, plan(run, samples))
+
+
+def packed_run(source: Any, folder: Path, /, **sections: dict[str, Any]) -> Run:
+    """A run that is packed already."""
+    run = make_run(source, folder, **sections)
+    pack_all(run)
+    return run
 
 
 def outcomes(run: Run) -> dict[str, str]:

@@ -62,9 +62,9 @@ def mixed_records() -> list[Record]:
             "question": f"What is {i}?",
             "answer": f"It is {i}.",
         }
-        for i in range(20)
+        for i in range(8)
     ]
-    long = conversations(20, seed=3, most=40)
+    long = conversations(8, seed=3, most=16)
     return [
         *(one for pair in zip(questions, long, strict=True) for one in pair),
         {**questions[3], "id": "copy"},

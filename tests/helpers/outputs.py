@@ -1,4 +1,4 @@
-"""Read a packed folder, and damage it."""
+"""Read a packed folder, damage it, and repair it."""
 
 import json
 import sqlite3
@@ -9,8 +9,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from offline_packing.runs.run import Run
+from offline_packing.verify.verify import discard
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
+from tests.helpers.datasets import pack_all
 
 
 def shard_files(run: Run) -> dict[str, bytes]:
@@ -41,17 +43,28 @@ def copy_tars(source: Path, target: Path) -> list[str]:
     return sorted(path.name for path in target.iterdir())
 
 
+def members_of(folder: Path, tars: str = "*.tar") -> dict[str, bytes]:
+    """Content of the members of a folder's tars, by their names."""
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob(tars)):
+        with tarfile.open(path) as tar:
+            found |= {one.name: tar.extractfile(one).read() for one in tar}  # type: ignore[union-attr]
+    return found
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Content of all files but locks, by their paths in a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def packs_of(run: Run) -> list[tuple[str, list[str]]]:
     """(split, keys of the samples) of each pack, as the written tars say it."""
     packs = []
     for path in sorted(run.workspace.root.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                if member.name.endswith(".json"):
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    keys = json.load(file)["meta"]["keys"]
-                    packs.append((path.name.partition("-")[0], keys))
+        for name, data in members_of(path.parent, path.name).items():
+            if name.endswith(".json"):
+                packs.append((path.name.partition("-")[0], json.loads(data)["meta"]["keys"]))
     return packs
 
 
@@ -59,8 +72,7 @@ def samples_of(run: Run) -> list[tuple[str, SourceSample, list[bytes]]]:
     """(split, sample, bytes of its media) of each sample, as the written tars hold them."""
     found = []
     for path in sorted(run.workspace.root.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            members = {one.name: tar.extractfile(one).read() for one in tar}  # type: ignore
+        members = members_of(path.parent, path.name)
         for name in [name for name in members if name.endswith(".json")]:
             key = name.removesuffix(".json")
             for sub in restore_pack(members[name], key).sub_samples:
@@ -73,3 +85,10 @@ def samples_of(run: Run) -> list[tuple[str, SourceSample, list[bytes]]]:
 def set_aside_in_plan(run: Run) -> list[dict[str, Any]]:
     """Rows of the plan's set-aside table."""
     return list(pq.read_table(run.workspace.plan / "set_aside.parquet").to_pylist())
+
+
+def repair(run: Run) -> str:
+    """Make again what is damaged or lost; returns what was."""
+    found = discard(run)
+    pack_all(run)
+    return found

@@ -1,9 +1,11 @@
-"""Drawn lengths and limits of packs, and sums over packs."""
+"""Drawn lengths and limits of packs, sums over packs, and packs as lists."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 from offline_packing import PackPlan
+from offline_packing.planner.strategies.composition import Composition
+from offline_packing.planner.strategies.strategy import Packs
 
 
 @st.composite
@@ -41,3 +43,19 @@ def pack_sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
 def variation(values: np.ndarray) -> float:
     """Standard deviation over the mean."""
     return float(values.std() / values.mean())
+
+
+def as_lists(packs: Packs) -> list[list[int]]:
+    """Sample numbers of each pack."""
+    parts = np.split(packs.sample_ids, packs.pack_offsets[1:-1])
+    return [ids.tolist() for ids in parts if len(ids)]
+
+
+def contents(composition: Composition) -> list[list[int]]:
+    """Lengths in every pack, in order."""
+    packs = []
+    for j, count in enumerate(composition.multiplicity):
+        entries = slice(composition.offsets[j], composition.offsets[j + 1])
+        content = np.repeat(composition.lengths[entries], composition.repeats[entries]).tolist()
+        packs += [content] * int(count)
+    return packs

@@ -1,11 +1,11 @@
 """Faults of the machine and its users: full disks, failing reads, edits, second launches."""
 
 import errno
+import multiprocessing
 import os
 import resource
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,18 @@ from offline_packing.runs.run import Run
 from offline_packing.storage import files
 from offline_packing.storage.files import remove_temporaries, write_atomically
 from offline_packing.verify.verify import verify
+from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
+    make_config,
     make_run,
     pack_all,
+    packed_run,
     plan_index,
     write_planned,
 )
-from tests.helpers.outputs import shard_files
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import repair, shard_files
 from tools import kill_test
 
 
@@ -52,29 +55,22 @@ def leftovers(run: Run) -> list[str]:
     return [path.name for path in run.workspace.root.rglob("*.tmp")]
 
 
-def test_write_that_the_system_refuses(data: Path, tmp_path: Path) -> None:
+def test_write_that_the_system_refuses(data: Path, tmp_path: Path, command: Command) -> None:
     """A real failure of the system call, as a disk that is full gives it."""
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"source: {{format: pairs, path: {data}, task: captioning}}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {workers: 0}\n"
-    )
-    failed = subprocess.run(
-        [sys.executable, "-m", "offline_packing", "run", str(config), "--quiet"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert failed.returncode == 1
-    assert failed.stderr.startswith(f"error: {tmp_path}/out/train-000000.tar cannot be written: ")
-    assert failed.stderr.endswith("; free some space and run again\n")
-    assert failed.stderr.count("\n") == 1
+    output = {"packs_per_shard": 1000}
+    config = config_file(tmp_path / "a.yaml", make_config(data, tmp_path / "out", output=output))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        code, _, error = command("run", config, "--quiet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1
+    assert error.startswith(f"error: {tmp_path}/out/train-000000.tar cannot be written: ")
+    assert error.endswith("; free some space and run again\n")
+    assert error.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.tar*"))
-    again = CliRunner().invoke(cli, ["run", str(config)])
-    assert again.exit_code == 0
-    assert "problems        0" in again.output
+    assert "problems        0" in invoke("run", config).output
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
@@ -172,7 +168,6 @@ def test_moved_source_is_the_same(planned: Run, data: Path) -> None:
     assert verify(planned, deep=True).ok
 
 
-@pytest.mark.parametrize("verb", [measure, plan_index, write_planned])
 @pytest.mark.parametrize(
     ("section", "name", "value", "stages"),
     [
@@ -192,25 +187,23 @@ def test_changed_config_is_named(
     name: str,
     value: Any,
     stages: tuple[Callable[[Run], object], ...],
-    verb: Callable[[Run], object],
 ) -> None:
     """On resuming: a stage that the field takes part in refuses it by name, the others go on."""
-    run = make_run(data, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(data, tmp_path / "out")
     run.workspace.manifest.unlink()
     run.workspace.fragment("train-000001").unlink()
     changed = make_run(data, tmp_path / "out", **{section: {name: value}})
-    if verb in stages:
-        with pytest.raises(StageError, match=rf"{section}\.{name} was "):
+    for verb in (measure, plan_index, write_planned):
+        if verb in stages:
+            with pytest.raises(StageError, match=rf"{section}\.{name} was "):
+                verb(changed)
+        else:
             verb(changed)
-    else:
-        verb(changed)
 
 
 def test_two_launches_at_once(data: Path, tmp_path: Path) -> None:
     run = make_run(data, tmp_path / "out")
-    config = tmp_path / "config.yaml"
-    config.write_text(run.config.model_dump_json())
+    config = config_file(tmp_path / "config.yaml", run.config)
     with run.workspace.lock():
         second = CliRunner().invoke(cli, ["run", str(config)])
         status = CliRunner().invoke(cli, ["status", str(config)])  # may look on
@@ -221,14 +214,15 @@ def test_two_launches_at_once(data: Path, tmp_path: Path) -> None:
 
 def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     workspace = make_run(tmp_path / "data", tmp_path / "out").workspace
-    program = (
-        "import os, signal, sys\nfrom pathlib import Path\n"
-        "from offline_packing.runs.run import Workspace\n"
-        "with Workspace(Path(sys.argv[1])).lock():\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", program, str(workspace.root)], check=False)
-    assert killed.returncode == -9
+
+    def die() -> None:
+        with workspace.lock():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = multiprocessing.get_context("fork").Process(target=die)
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     with workspace.lock():
         assert workspace.packing.exists()
 

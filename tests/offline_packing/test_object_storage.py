@@ -21,15 +21,14 @@ from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
-from tests.helpers.command import main
-from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
+from tests.helpers.command import Command
+from tests.helpers.datasets import PAIRS, captioning_pairs, make_run, pack_all
 from tests.helpers.long_conversations import mixed_records
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import files_of, repair
 
-#: Sources by task; and options of layouts that have some.
-SOURCES = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
+#: Options of layouts that have some.
 OF_LAYOUT: dict[str, dict[str, Any]] = {
     "energon": {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2},
     "references": {"split": {"train": 0.7, "val": 0.3}},
@@ -50,10 +49,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def pack_and_check(run: Run) -> None:
+def pack_and_report(run: Run) -> None:
     with run.workspace.lock(shared=False):
         pack_all(run)
-        assert verify(run, deep=True).ok
         report(run)
 
 
@@ -61,14 +59,6 @@ def run_of(root: Path, task: str, path: str, layout: str, **sections: Any) -> Ru
     source = {"format": "pairs", "path": str(root / "data"), "task": task}
     output = {"path": path, "layout": layout, **OF_LAYOUT.get(layout, {})}
     return make_run(source, Path(), output=output, **sections)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
 
 
 @pytest.mark.parametrize(
@@ -82,10 +72,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_the_same_bytes(
     tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
 ) -> None:
-    SOURCES[task](tmp_path / "data", 16)
-    pack_and_check(run_of(tmp_path, task, str(tmp_path / "out"), layout))
+    PAIRS[task](tmp_path / "data", 16)
+    pack_and_report(run_of(tmp_path, task, str(tmp_path / "out"), layout))
     remote = run_of(tmp_path, task, f"{bucket}/out", layout)
-    pack_and_check(remote)
+    pack_and_report(remote)
+    assert verify(remote, deep=True).ok
     assert len(list(preview(remote, packs=["0"]))) == 1
     assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
     keys = object_store.keys(f"{bucket}/out")
@@ -104,8 +95,9 @@ def test_the_same_bytes_with_options(
     local = run_over(tmp_path, mixed_records(), **OPTIONS[name])
     output = local.config.output.model_copy(update={"path": f"{bucket}/out"})
     remote = replace(local, config=local.config.model_copy(update={"output": output}))
-    pack_and_check(local)
-    pack_and_check(remote)
+    pack_and_report(local)
+    pack_and_report(remote)
+    assert verify(remote, deep=True).ok
     assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
 
 
@@ -113,7 +105,7 @@ def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
     captioning_pairs(tmp_path / "data", 16)
     run = run_of(tmp_path, "captioning", f"{bucket}/out", "energon")
     assert "measure   not begun" in status(run)
-    pack_and_check(run)
+    pack_and_report(run)
     before = object_store.objects(f"{bucket}/out")
     assert "complete: 16 samples" in status(run)
     assert f"report    {bucket}/out/_packing/report/report.html" in status(run)
@@ -149,11 +141,7 @@ def test_failing_requests(
 
 
 def test_denied_writes(
-    tmp_path: Path,
-    object_store: ObjectStore,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, object_store: ObjectStore, bucket: str, command: Command
 ) -> None:
     """A bucket that denies writes half-way: one line, and a run that goes on when it may."""
     captioning_pairs(tmp_path / "data", 16)
@@ -162,7 +150,7 @@ def test_denied_writes(
     config.write_bytes(to_json(run.config.model_dump(mode="json")))
     for writes in (2, 9, 16):
         object_store.set_faults(Faults(writes_allowed=writes))
-        code, said = main(monkeypatch, capsys, "run", "--quiet", config)
+        code, _, said = command("run", "--quiet", config)
         object_store.set_faults()
         assert code == 1
         assert re.fullmatch(

@@ -34,8 +34,7 @@ from task_encoders.settings import PackingSettingsError
 from tests.helpers.datasets import (
     image_bytes,
     make_config,
-    make_run,
-    pack_all,
+    packed_run,
     plan_summary,
     write_json,
 )
@@ -46,14 +45,12 @@ RANKS = {"ranks": 4, "tokens_per_rank": 384}
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("slots")
-    run = make_run(
+    return packed_run(
         heavy_pairs(root / "source", 160),
         root / "packed",
         pack={"context_parallel": RANKS, "seq_length": 1536},
         output={"packs_per_shard": 8, "split": {"train": 0.8, "val": 0.2}},
     )
-    pack_all(run)
-    return run
 
 
 def heavy_pairs(root: Path, count: int) -> Path:

@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from tests.helpers.accounting import account, open_one
 from tests.helpers.tools import BENCHMARKS, benchmark, run_benchmark
+from tools.attack import GOOD, WRITERS, damaged_records
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def test_each_mode_is_fuller_than_the_one_before(
 ) -> None:
     picture = benchmark("packing_picture")
     monkeypatch.setattr(picture, "NUM_SAMPLES", 640)
+    monkeypatch.setattr(picture, "SHOWN", 6)
     monkeypatch.setattr(sys, "argv", ["packing_picture.py", str(tmp_path / "p.png")])
     picture.main()
     shares = [float(s) for s in re.findall(r"([\d.]+)% full", capsys.readouterr().out)]
@@ -140,3 +143,24 @@ def test_killed_uploads_are_made_again() -> None:
     command = [sys.executable, "-m", "tools.kill_uploads", *options]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     assert "rerun made the local run's objects and left none" in done.stdout
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_damaged_records_are_counted(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    options = WRITERS[name](root, damaged_records(name, 20, seed=1))
+    found = [outcome for _, outcome, _ in account(open_one(options, tmp_path))]
+    assert len(found) == GOOD + 20
+    assert GOOD <= found.count("ok") < len(found)
+
+
+@pytest.mark.exhaustive
+def test_a_case_keeps_its_bounds() -> None:
+    """In a process of its own: that of a test holds gigabytes, which a child of it would report."""
+    command = [sys.executable, "-m", "tools.attack", "--records", "5", "--only", "jsonl"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, line, end = done.stdout.splitlines()
+    assert (header.split()[0], line.split()[2]) == ("case", "9")
+    assert end == "1 cases, 0 broke a bound"

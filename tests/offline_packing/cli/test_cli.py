@@ -12,25 +12,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from offline_packing.cli import main as cli_module
 from offline_packing.cli.commands import cli
 from task_encoders.storage.paths import REMEDY
-from tests.helpers.command import invoke, main
-from tests.helpers.datasets import captioning_pairs
+from tests.helpers.command import Command, invoke
+from tests.helpers.datasets import captioning_pairs, config_file, make_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    captioning_pairs(tmp_path / "data", 20)
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"source: {{format: pairs, path: {tmp_path}/data, task: captioning}}\n"
-        "model: {max_pixels: 50176}\n"
-        "pack: {seq_length: 512}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {workers: 0}\n"
-    )
-    return path
+    data, output = captioning_pairs(tmp_path / "data", 20), {"packs_per_shard": 1000}
+    return config_file(tmp_path / "pack.yaml", make_config(data, tmp_path / "out", output=output))
 
 
 def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
@@ -51,7 +42,7 @@ def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
 
 def test_preview(config: Path, tmp_path: Path) -> None:
     invoke("run", config, "output.key_prefix=''")
-    config.write_text(config.read_text().replace("output: {", "output: {key_prefix: '', "))
+    config.write_text(config.read_text().replace('"output":{', '"output":{"key_prefix":"",'))
     drawn = invoke("preview", config, "--packs", "2", "--seed", "5").stdout
     assert drawn == invoke("preview", config, "--packs", "2", "--seed", "5").stdout
     assert drawn.count("cu_lengths [0, ") == 2
@@ -129,68 +120,48 @@ def test_a_complete_output_of_two_epochs(config: Path, tmp_path: Path) -> None:
     ],
 )
 def test_errors(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
-    message: str,
+    config: Path, tmp_path: Path, command: Command, arguments: list[str], status: int, message: str
 ) -> None:
     names = {"CONFIG": str(config), "DATA": str(tmp_path / "data")}
     given = [argument.replace("DATA", names["DATA"]) for argument in arguments]
-    code, error = main(monkeypatch, capsys, *(names.get(argument, argument) for argument in given))
+    code, _, error = command(*(names.get(argument, argument) for argument in given))
     assert code == status
     assert message in error
     assert "Traceback" not in error
 
 
-def test_failed_check(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_failed_check(config: Path, tmp_path: Path, command: Command) -> None:
     invoke("run", config)
     (tmp_path / "out/train-000000.tar.idx").unlink()
-    code, error = main(monkeypatch, capsys, "verify", config)
+    code, _, error = command("verify", config)
     assert code == 1
     assert error.endswith(f"has 1 problems; 1 of damaged files: {REMEDY}\n")
 
 
 @pytest.mark.parametrize("verb", ["verify", "status", "report", "preview"])
-def test_looking_makes_no_output(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    verb: str,
-) -> None:
+def test_looking_makes_no_output(config: Path, tmp_path: Path, command: Command, verb: str) -> None:
     """An output that was never made is named as such, and no folder is made for it."""
-    monkeypatch.setattr(sys, "argv", ["offline-packing", verb, str(config)])
+    code, out, error = command(verb, config)
     if verb == "status":
-        cli_module.main()
-        assert "not begun" in capsys.readouterr().out
+        assert "not begun" in out
     else:
-        code, error = main(monkeypatch, capsys, verb, config)
         assert (code, error.count("\n")) == (1, 1)
         assert re.search(rf"no .* in {tmp_path}/out; run (measure|write) first", error)
     assert not (tmp_path / "out").exists()
 
 
 def test_unexpected_errors_are_one_line(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def explode(config: object) -> None:
         raise ZeroDivisionError("first line\nsecond line")
 
     monkeypatch.setattr("offline_packing.runs.run.build_engine", explode)
-    code, error = main(monkeypatch, capsys, "run", config)
+    code, _, error = command("run", config)
     assert code == 1
     assert error == "error: ZeroDivisionError: first line second line (--debug shows where)\n"
-    monkeypatch.setattr(sys, "argv", ["offline-packing", "run", str(config), "--debug"])
     with pytest.raises(ZeroDivisionError):
-        cli_module.main()
+        command("run", config, "--debug")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -285,12 +256,12 @@ def work_in(index: Path, when: str) -> list[tuple[str, int]]:
 
 
 def test_remarks_of_libraries_are_not_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Command
 ) -> None:
     """botocore tells where it found credentials, once per process."""
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
-    main(monkeypatch, capsys, "status", "no such.yaml")
+    command("status", "no such.yaml")
     for name in ("botocore.credentials", "offline_packing.write.write"):
         logging.getLogger(name).info("remark of %s", name)
         logging.getLogger(name).warning("warning of %s", name)
@@ -336,3 +307,44 @@ def test_signals_are_handled_before_anything_else_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout == b"set()\n"
+
+
+FOLDER = Path(__file__).parents[3] / "launch"
+
+
+def test_scripts_are_listed() -> None:
+    """With what each is for; the part that they share is not a script."""
+    lines = invoke("launch").output.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "pack", "pack_slurm", "pretrain_qwen2_vl", "sft_qwen2_vl"
+    ]  # fmt: skip
+    assert "Fine-tune Qwen2-VL" in lines[-1]
+
+
+@pytest.mark.parametrize("name", ["sft_qwen2_vl", "sft_qwen2_vl.sh", "slurm_sft.sbatch"])
+def test_paths_are_printed(name: str) -> None:
+    path = Path(invoke("launch", "--print", name).output.strip())
+    assert path.parent == FOLDER
+    assert path.name.startswith(name)
+    assert path.is_file()
+
+
+def test_a_script_takes_the_place_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all arguments, options of its own among them, and this Python before others."""
+    called: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(os, "execvp", lambda file, arguments: called.append((file, arguments)))
+    monkeypatch.setenv("PATH", "/elsewhere")
+    invoke("launch", "sft_qwen2_vl", "data.path=x", "--accept-mismatch", "train.epochs")
+    script = str(FOLDER / "sft_qwen2_vl.sh")
+    assert called == [
+        ("bash", ["bash", script, "data.path=x", "--accept-mismatch", "train.epochs"])
+    ]
+    assert os.environ["PATH"].endswith(":/elsewhere")
+
+
+@pytest.mark.parametrize("name", ["sft.yaml", "slurm_sft.sbatch"])
+def test_what_is_not_for_bash_is_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("run"))
+    result = CliRunner().invoke(cli, ["launch", name])
+    assert result.exit_code == 1
+    assert f"{name} is not run with bash; --print says where it is" in result.output

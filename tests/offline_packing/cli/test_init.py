@@ -12,7 +12,7 @@ from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.sources.recognise import recognise
 from tests.helpers import formats
-from tests.helpers.command import invoke, main
+from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import captioning_pairs, dialogue, make_run
 from tests.helpers.formats import lines, write_file
 
@@ -67,7 +67,7 @@ def test_what_is_not_found_or_not_read_is_shown(tmp_path: Path) -> None:
 
 
 def test_pictures_that_no_sample_uses_stop_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """init, run: as somebody would who has not read the guide."""
     monkeypatch.chdir(tmp_path)
@@ -83,7 +83,7 @@ def test_pictures_that_no_sample_uses_stop_a_run(
     assert f"warning: {line}" in shown
     for task in ("vqa", "bmr"):
         overrides = ("engine.workers=0", f"source.task={task}", f"output.path={task}")
-        status, said = main(monkeypatch, capsys, "run", "pack.yaml", *overrides)
+        status, _, said = command("run", "pack.yaml", *overrides)
         assert status == 1
         assert f"none of the 4 samples of 'data' has an image or a video under task {task}" in said
         assert "source.fields, such as {images: FIELD}" in said

@@ -15,7 +15,7 @@ from offline_packing.errors import ConfigError
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
+from tests.helpers.datasets import make_config, pack_all, packed_run
 from tests.helpers.ray_clusters import kill_processes
 from tests.helpers.slow_tasks import check_progress
 
@@ -92,11 +92,9 @@ def test_an_option_that_ray_lacks() -> None:
         list(engine.run(square, [1]))
 
 
-def test_equal_to_local_processes(engine: RayEngine, tmp_path: Path) -> None:
-    data = captioning_pairs(tmp_path / "data")
-    local = make_run(data, tmp_path / "local")
-    pack_all(local)
-    run = Run(make_config(data, tmp_path / "ray"), engine)
+def test_equal_to_local_processes(engine: RayEngine, captions: Path, tmp_path: Path) -> None:
+    local = packed_run(captions, tmp_path / "local")
+    run = Run(make_config(captions, tmp_path / "ray"), engine)
     pack_all(run)
     for path in (*local.workspace.root.glob("*.tar*"), local.workspace.manifest):
         assert (run.workspace.root / path.name).read_bytes() == path.read_bytes(), path.name

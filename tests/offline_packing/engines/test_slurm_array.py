@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from offline_packing.cli.main import main
 from offline_packing.engines.local import LocalEngine
 from offline_packing.engines.slurm_array import SlurmEngine, find_rank
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
+from tests.helpers.command import Command
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
     make_config,
     make_run,
-    pack_all,
+    packed_run,
     plan_index,
     write_planned,
 )
@@ -111,8 +112,7 @@ def test_array_gives_the_bytes_of_one_process(
 ) -> None:
     """In any order; what a missing rank leaves, the run that completes a stage does."""
     data = captioning_pairs(tmp_path / "data")
-    alone = make_run(data, tmp_path / "alone")
-    pack_all(alone)
+    alone = packed_run(data, tmp_path / "alone")
     path = f"{bucket}/array" if is_remote else str(tmp_path / "array")
     config = make_config(data, tmp_path, output={"path": path})
     last = Run(config, LocalEngine(0))
@@ -152,35 +152,20 @@ def test_ranks_share_the_lock_with_each_other_only(tmp_path: Path) -> None:
         pytest.fail("the lock was taken")
 
 
-def test_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """A rank that has done its share exits with 0; what ranks cannot share is refused."""
-    captioning_pairs(tmp_path / "data", 12)
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"source: {{format: pairs, path: {tmp_path}/data, task: captioning}}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {name: slurm, workers: 0, samples_per_part: 4}\n"
-    )
+    engine = {"name": "slurm", "workers": 0, "samples_per_part": 4}
+    data = captioning_pairs(tmp_path / "data", 12)
+    path = config_file(tmp_path / "a.yaml", make_config(data, tmp_path / "out", engine=engine))
     rank_engine(monkeypatch, 1, 2)
-
-    def status_of(verb: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["offline-packing", verb, str(path), "--quiet"])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, capsys.readouterr().err
-
-    assert status_of("measure") == (
+    assert command("measure", path, "--quiet") == (
         0,
+        "",
         "this rank's share of measure is done, 2 of 3 tasks are left to other ranks; after them, "
         "run measure with engine.name=local to complete it\n",
     )
     assert len(list((tmp_path / "out/_packing/index").glob("*.parquet"))) == 1
-    code, error = status_of("plan")
+    code, _, error = command("plan", path, "--quiet")
     assert code == 2
     assert "run plan with engine.name=local" in error
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +19,20 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import restore_pack
-from tests.helpers.datasets import (
-    captioning_pairs,
-    index_rows,
-    make_run,
-    mixed_pairs,
-    pack_all,
-    vqa_pairs,
-)
-from tests.helpers.outputs import flip_byte
+from tests.helpers.datasets import PAIRS, index_rows, make_run, pack_all, packed_run
+from tests.helpers.outputs import files_of, flip_byte, members_of
 
 
 def packed(path: Path, task: str, **output: Any) -> Run:
-    make = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}[task]
-    source = {"format": "pairs", "path": str(make(path / "data")), "task": task}
+    source = {"format": "pairs", "path": str(PAIRS[task](path / "data")), "task": task}
     output = {"packs_per_shard": 2, **output}
-    run = make_run(source, path / "out", output=output, pack={"seq_length": 512})
-    pack_all(run)
-    return run
-
-
-def tar_content(folder: Path, split: str = "") -> dict[str, bytes]:
-    found = {}
-    for path in sorted(folder.glob(f"{split}*.tar")):
-        with tarfile.open(path) as tar:
-            found |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
-    return found
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return packed_run(source, path / "out", output=output, pack={"seq_length": 512})
 
 
 def packs_of(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in content(folder).items() if not name.startswith("_export/")}
+    return {
+        name: data for name, data in files_of(folder).items() if not name.startswith("_export/")
+    }
 
 
 def samples_of(run: Run) -> dict[str, int]:
@@ -75,7 +53,7 @@ def test_packs_are_those_of_the_shards_and_are_read_back(
 ) -> None:
     run, folder = packed(tmp_path, task, layout=layout), tmp_path / "new" / "raw_packing_data"
     done = export(run.workspace.root, folder)
-    shards, found = tar_content(run.workspace.root), packs_of(folder)
+    shards, found = members_of(run.workspace.root), packs_of(folder)
     assert found.keys() == shards.keys()
     assert done.num_files == len(found) > 20
     for name, data in found.items():
@@ -109,7 +87,7 @@ def test_questions_survive_the_converter_of_others(tmp_path: Path) -> None:
     run, folder = packed(tmp_path, "vqa"), tmp_path / "raw_packing_data"
     export(run.workspace.root, folder)
     convert(folder, tmp_path / "wds")
-    wds = tar_content(tmp_path / "wds")
+    wds = members_of(tmp_path / "wds")
     for path in folder.glob("*.json"):
         ours, theirs = (
             restore_pack(one, path.stem, "vqa") for one in (path.read_bytes(), wds[path.name])
@@ -129,7 +107,7 @@ def test_each_split_has_a_folder(tmp_path: Path) -> None:
     names = {Path(name) for name in packs_of(tmp_path / "raw")}
     assert {name.parent.name for name in names} == {"train", "val"}
     for split in ("train", "val"):
-        shards = tar_content(run.workspace.root, split)
+        shards = members_of(run.workspace.root, f"{split}*.tar")
         assert {name.name for name in names if name.parent.name == split} == set(shards)
 
 
@@ -155,14 +133,14 @@ def test_killed_at_any_moment_and_run_again(tmp_path: Path) -> None:
     """The bytes are those of an export that nobody killed; half of one never has its name."""
     root = packed(tmp_path, "captioning").workspace.root
     export(root, tmp_path / "whole")
-    expected = content(tmp_path / "whole")
+    expected = files_of(tmp_path / "whole")
     for after in itertools.count(0, 3):
         folder = tmp_path / f"raw{after}"
         if not export_and_die(root, folder, after):
             break
         assert not folder.exists()
         assert not export(root, folder).was_complete
-        assert content(folder) == expected
+        assert files_of(folder) == expected
         assert not folder.with_name(f"{folder.name}.partial").exists()
     assert after > len(expected)
 
@@ -224,4 +202,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert f"exported {packs} packs in " in call(folder)
     assert call(folder, "--dry-run").startswith(f"would check the files of {packs} packs")
     assert f"checked {packs} packs in " in call(folder, "--quiet")
-    assert "export needs a local folder" in call("s3://bucket/raw")
+    assert "export needs a local folder" in call("memory://raw")

@@ -18,7 +18,7 @@ from offline_packing.storage.tars import TarShardWriter
 from offline_packing.verify.verify import verify
 from task_encoders.packs.manifest import read_manifest
 from task_encoders.versions import SUPPORTED
-from tests.helpers.datasets import captioning_pairs, image_bytes, make_run, pack_all
+from tests.helpers.datasets import captioning_pairs, image_bytes, make_run, pack_all, packed_run
 from tests.helpers.outputs import copy_tars, sqlite_rows
 
 
@@ -26,9 +26,7 @@ from tests.helpers.outputs import copy_tars, sqlite_rows
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     base = tmp_path_factory.mktemp("packed")
     output = {"split": {"train": 0.6, "val": 0.4}, "packs_per_shard": 2}
-    run = make_run(captioning_pairs(base / "data"), base / "out", output=output)
-    pack_all(run)
-    return run
+    return packed_run(captioning_pairs(base / "data"), base / "out", output=output)
 
 
 def test_equal_to_energon_prepare(packed: Run, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""Packs as token ids: megatron-core opens them, and their rows are those of the tars."""
+"""Packs as token ids: megatron-core opens them, and their rows are those of the tars; packs with
+texts and token ids."""
 
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,12 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import DataLoader
 
-from offline_packing.errors import StageError
+from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.energon_samples import BATCH_TENSORS
+from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -28,6 +30,7 @@ from tests.helpers import formats
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
+    make_config,
     make_run,
     mixed_pairs,
     pack_all,
@@ -35,7 +38,7 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
-from tests.helpers.energon_batches import batches_of
+from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.videos import make_video
 
 SEQ_LENGTH = 1024
@@ -154,26 +157,15 @@ def output_files(run: Run) -> dict[str, bytes]:
     }
 
 
-def test_any_number_of_workers_writes_the_same(tmp_path: Path) -> None:
-    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
-    found = []
-    for workers in (0, 2):
-        output = {"layout": "indexed", "packs_per_shard": 2, "split": {"train": 0.7, "val": 0.3}}
-        engine = {"workers": workers, "samples_per_part": 7}
-        run = make_run(source, tmp_path / str(workers), output=output, engine=engine)
-        pack_all(run)
-        found.append(output_files(run))
-    assert found[0] == found[1]
-    assert {"packed_seq_dataset.bin", "packed_seq_dataset_val.idx"} <= found[0].keys()
-    assert not any(name.startswith("train-") for name in found[0])  # put together
-
-
 def test_what_a_kill_leaves_is_completed(tmp_path: Path) -> None:
     """Killed before the pieces are joined; while they are; after it, with some removed."""
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
-    run = indexed_run(source, tmp_path / "out", packs_per_shard=1)
+    split = {"train": 0.7, "val": 0.3}
+    run = indexed_run(source, tmp_path / "out", packs_per_shard=1, split=split)
     pack_all(run)
     expected = output_files(run)
+    assert {"packed_seq_dataset.bin", "packed_seq_dataset_val.idx"} <= expected.keys()
+    assert not any(name.startswith("train-") for name in expected)  # put together
     root, fragment = run.workspace.root, run.workspace.fragment("train-000001")
     joined = root / "packed_seq_dataset.bin"
 
@@ -261,3 +253,54 @@ def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: 
     (tmp_path / prefix.name).with_suffix(".bin").write_bytes(b"\0" * 8)
     with pytest.raises(PackedFolderError, match=r"\.bin is damaged: it is not as long as \.idx"):
         PackedFolder(tmp_path / prefix.name, task_encoder())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Run]:
+    root = tmp_path_factory.mktemp("pretokenized")
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source")), "task": "bmr"}
+    runs = {}
+    for pretokenize in (False, True):
+        runs[pretokenize] = make_run(
+            source,
+            root / str(pretokenize),
+            pack={"seq_length": SEQ_LENGTH},
+            output={"pretokenize": pretokenize},
+        )
+        pack_all(runs[pretokenize])
+    return runs
+
+
+def batches(run: Run, encoder: PackedTaskEncoder | None = None) -> list[PackedBatch]:
+    return batches_of(run.workspace.root, encoder or encoder_of(run))
+
+
+def test_rows_are_the_same_without_a_tokenizer(folders: dict[bool, Run]) -> None:
+    without = encoder_of(folders[False])
+    without.encoder.texts = SimpleNamespace()  # type: ignore[attr-defined]
+    expected = batches(folders[False])
+    found = batches(folders[True], without)
+    assert len(expected) > 2
+    for one, other in zip(expected, found, strict=True):
+        for name in BATCH_TENSORS:
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert batches(folders[False], without) == []
+
+
+def test_ids_of_another_tokenizer_are_not_used(folders: dict[bool, Run]) -> None:
+    encoder = encoder_of(folders[True])
+    encoder.digest = "0" * 16
+    for one, other in zip(batches(folders[False]), batches(folders[True], encoder), strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+    encoder.encoder.texts = SimpleNamespace()  # type: ignore[attr-defined]
+    assert batches(folders[True], encoder) == []
+
+
+def test_they_are_verified_as_others_are(folders: dict[bool, Run]) -> None:
+    assert verify(folders[True], deep=True).ok
+
+
+def test_a_layout_without_room_for_them_is_refused(tmp_path: Path) -> None:
+    output = {"pretokenize": True, "layout": "llava_onevision"}
+    with pytest.raises(ConfigError, match="layout llava_onevision holds no token ids"):
+        make_config(mixed_pairs(tmp_path / "source", 2), tmp_path, output=output)

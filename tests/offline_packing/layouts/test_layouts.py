@@ -1,8 +1,11 @@
-"""Other layouts: the LLaVA-OneVision-1.5 loader finds exactly what it reads."""
+"""Splits and shards of every layout; what the loader of LLaVA-OneVision-1.5 reads; a layout of
+one's own."""
 
 import importlib.util
 import io
 import json
+import zipfile
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts import LAYOUTS, Layout
+from offline_packing.layouts.shards import ShardFragment, ShardTask, lay_out_shards
 from offline_packing.measure.measure import measure
-from offline_packing.storage.tars import scan_tar
+from offline_packing.report.preview import preview
+from offline_packing.storage.files import hash_bytes
+from offline_packing.storage.tars import PackEntry, Part, scan_tar, tar_size
 from offline_packing.verify.verify import verify
+from task_encoders.packs.pack import Pack
 from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
@@ -24,10 +33,12 @@ from tests.helpers.datasets import (
     make_config,
     make_run,
     pack_all,
+    packed_run,
     plan_index,
     write_json,
     write_planned,
 )
+from tests.helpers.outputs import repair
 
 
 def questions(root: Path, count: int = 12) -> Path:
@@ -48,8 +59,7 @@ def test_what_is_not_ours_stays_when_packs_are_overwritten(tmp_path: Path, layou
     for path in others:
         path.write_text("mine")
     output = {"layout": layout, "key_prefix": "new-", "overwrite": True}
-    again = make_run(source, tmp_path / "out", output=output)
-    pack_all(again)
+    again = packed_run(source, tmp_path / "out", output=output)
     assert verify(again).ok
     assert [path.read_text() for path in others] == ["mine", "mine"]
 
@@ -198,3 +208,96 @@ def test_layouts_and_tasks(tmp_path: Path) -> None:
         make_config(source, tmp_path / "out", output={"layout": "llava_onevision"})
     with pytest.raises(ConfigError, match=f"choose one of: {', '.join(LAYOUTS)}"):
         make_config(source, tmp_path / "out", output={"layout": "tar"})
+
+
+@given(
+    pack_bytes=st.lists(st.integers(512, 100_000), min_size=1, max_size=60),
+    packs_per_shard=st.integers(1, 20),
+    max_shard_bytes=st.none() | st.integers(1, 300_000),
+    val_share=st.floats(0.05, 0.5),
+)
+def test_lay_out_shards(
+    pack_bytes: list[int], packs_per_shard: int, max_shard_bytes: int | None, val_share: float
+) -> None:
+    first = round(len(pack_bytes) * (1 - val_share))
+    splits = {"train": range(first), "val": range(first, len(pack_bytes))}
+    sizes = np.array(pack_bytes, dtype=np.int64)
+    shards = lay_out_shards(sizes, splits, packs_per_shard, max_shard_bytes)
+    held = [pack for s in shards for pack in range(s.first_pack, s.first_pack + s.num_packs)]
+    assert held == list(range(len(pack_bytes)))
+    assert len({shard.name for shard in shards}) == len(shards)
+    for name, packs in splits.items():
+        of_split = [shard for shard in shards if shard.split == name]
+        assert sum(shard.num_packs for shard in of_split) == len(packs)
+        assert [s.name for s in of_split] == [f"{name}-{i:06d}" for i in range(len(of_split))]
+    for shard in shards:
+        size = sum(pack_bytes[shard.first_pack : shard.first_pack + shard.num_packs])
+        assert 1 <= shard.num_packs <= packs_per_shard
+        assert shard.num_packs == 1 or tar_size(size) <= (max_shard_bytes or np.inf)
+
+
+class ZipLayout(Layout):
+    """One zip a shard, its members as in a tar."""
+
+    def shard_file(self, shard_name: str) -> str:
+        return f"{shard_name}.zip"
+
+    def write(self, task: ShardTask) -> ShardFragment:
+        name = self.shard_file(task.shard.name)
+        partial = task.folder / f"{name}.tmp"
+        packs = []
+        with zipfile.ZipFile(partial, "w") as file:
+            for key, rows in task.packs():
+                members = self.checked_members(task, rows)
+                for part, data in members:
+                    file.writestr(zipfile.ZipInfo(f"{key}.{part}"), data)
+                parts = tuple(Part(part, 0, len(data)) for part, data in members)
+                packs.append(PackEntry(key, 0, sum(part.size for part in parts), parts))
+        partial.rename(task.folder / name)
+        content = (task.folder / name).read_bytes()
+        return self.fragment(task, name, len(content), hash_bytes(content), packs)
+
+    def is_there(self, shard_name: str, split: str, files: Collection[str]) -> bool:
+        return self.shard_file(shard_name) in files
+
+    def find_damage(self, task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
+        path = task.folder / self.shard_file(task.shard.name)
+        if not path.exists():
+            return [(path.name, "is missing")]
+        same = hash_bytes(path.read_bytes()) == expected_hash
+        return [] if same else [(path.name, "is not what was written")]
+
+    def read_packs(self, task: ShardTask) -> Iterator[Pack]:
+        name, keys = self.shard_file(task.shard.name), task.keys()
+        for key in keys:
+            yield self.read_pack(task.folder, name, key)
+
+    def read_pack(self, folder: Path, shard_file: str, key: str) -> Pack:
+        try:
+            with zipfile.ZipFile(folder / shard_file) as file:
+                names = [name for name in file.namelist() if name.startswith(f"{key}.")]
+                return Pack.of(key, {name.partition(".")[2]: file.read(name) for name in names})
+        except (OSError, zipfile.BadZipFile) as error:
+            raise StageError(f"{shard_file} cannot be read: {error}") from error
+
+    def remove(self, folder: Path) -> None:
+        for path in folder.glob("*.zip"):
+            path.unlink()
+
+
+def test_a_layout_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "zip", ZipLayout())
+    run = make_run(captioning_pairs(tmp_path / "data"), tmp_path / "out", output={"layout": "zip"})
+    manifest = pack_all(run)
+    shards = sorted((tmp_path / "out").glob("*.zip"))
+    assert [path.name for path in shards] == [shard.name for shard in manifest.shards]
+    assert len(shards) > 1
+    assert verify(run, deep=True).num_samples == manifest.counts.packed == 40
+    assert len(list(preview(run, num_packs=2))) == 2
+    before = shards[0].read_bytes()
+    shards[0].write_bytes(before[:-1])
+    shards[1].unlink()
+    assert not verify(run).ok
+    repair(run)
+    assert shards[0].read_bytes() == before
+    assert verify(run, deep=True).ok

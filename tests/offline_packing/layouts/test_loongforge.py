@@ -2,7 +2,6 @@
 
 import json
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.loongforge import CALL, SYSTEM, tool_dialogues
+from tests.helpers.outputs import members_of
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.videos import make_video
 
@@ -65,12 +65,8 @@ def test_packs_hold_its_fields_and_ours(tmp_path: Path) -> None:
 
 def records_of(run: Any) -> list[dict[str, Any]]:
     """The JSON of each pack."""
-    found = []
-    for shard in sorted(run.workspace.root.glob("*.tar")):
-        with tarfile.open(shard) as tar:
-            files = [tar.extractfile(member) for member in tar if member.name.endswith(".json")]
-            found += [json.load(file) for file in files if file is not None]
-    return found
+    members = members_of(run.workspace.root).items()
+    return [json.loads(data) for name, data in members if name.endswith(".json")]
 
 
 def mixed_media(root: Path, *, both: bool = False) -> Path:
@@ -98,19 +94,16 @@ def test_each_conversation_is_its_samples_own_and_has_its_picture(tmp_path: Path
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     run = run_of(tmp_path / "data.jsonl", tmp_path / "out")
     pack_all(run)
-    found = []
-    for shard in sorted(run.workspace.root.glob("*.tar")):
-        with tarfile.open(shard) as tar:
-            files: Any = {member.name: tar.extractfile(member) for member in tar}
-            files = {name: file.read() for name, file in files.items()}
-        for name in files:
-            if name.endswith(".json"):
-                record, key = json.loads(files[name]), name.removesuffix("json")
-                assert len(record["messages"]) >= 3
-                found += [
-                    (one["messages"], *(files[key + file] for file in own))
-                    for one, own in zip(record["messages"], record["media_files"], strict=True)
-                ]
+    found: list[Any] = []
+    files = members_of(run.workspace.root)
+    for name in files:
+        if name.endswith(".json"):
+            record, key = json.loads(files[name]), name.removesuffix("json")
+            assert len(record["messages"]) >= 3
+            found += [
+                (one["messages"], *(files[key + file] for file in own))
+                for one, own in zip(record["messages"], record["media_files"], strict=True)
+            ]
     assert sorted(found, key=str) == sorted(zip(dialogues, pictures, strict=True), key=str)
 
 

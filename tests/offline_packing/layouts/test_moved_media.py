@@ -14,7 +14,7 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers import formats
 from tests.helpers.command import invoke
-from tests.helpers.datasets import make_run, pack_all
+from tests.helpers.datasets import config_file, packed_run
 from tests.helpers.energon_batches import batches_of, encoder_of
 
 #: Layout, and the file that says where media lie.
@@ -26,9 +26,7 @@ FORMATS = {"pairs": formats.pairs, "webdataset": formats.webdataset_prepared}
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     layout, name = request.param
     source = FORMATS[name](tmp_path / "data", formats.draw_samples(12))
-    made = make_run({**source, "task": "bmr"}, tmp_path / "out", output={"layout": layout})
-    pack_all(made)
-    return made
+    return packed_run({**source, "task": "bmr"}, tmp_path / "out", output={"layout": layout})
 
 
 def batches(run: Run) -> list[PackedBatch]:
@@ -39,17 +37,6 @@ def batches(run: Run) -> list[PackedBatch]:
     return batches_of(root, encoder)
 
 
-def write_config(run: Run, path: Path) -> Path:
-    source = run.config.source[0]
-    path.write_text(
-        f"source: {{format: {source.format}, path: {source.path}, task: bmr}}\n"
-        f"model: {{max_pixels: {run.config.model.max_pixels}}}\npack: {{seq_length: 512}}\n"
-        f"output: {{path: {run.workspace.root}, layout: {run.config.output.layout}, "
-        "packs_per_shard: 2}\nengine: {workers: 0}\n"
-    )
-    return path
-
-
 def files(run: Run) -> dict[str, bytes]:
     root = run.workspace.root
     return {path.name: path.read_bytes() for path in root.iterdir() if path.is_file()}
@@ -57,7 +44,7 @@ def files(run: Run) -> dict[str, bytes]:
 
 def test_moved_data_are_found_after_one_command(run: Run, tmp_path: Path) -> None:
     expected, before, content = batches(run), files(run), run.workspace.manifest.read_text()
-    config = write_config(run, tmp_path / "pack.yaml")
+    config = config_file(tmp_path / "pack.yaml", run.config)
     shutil.move(tmp_path / "data", tmp_path / "elsewhere")
     result = invoke("run", config, f"source.path={tmp_path}/elsewhere", "output.overwrite=true")
     assert "problems        0\n" in result.stdout
@@ -94,8 +81,7 @@ def test_a_damaged_picture_costs_its_sample_in_every_layout(tmp_path: Path) -> N
     source = {**formats.pairs(tmp_path / "data", formats.draw_samples(12)), "task": "bmr"}
     found = []
     for layout in LAYOUTS:
-        run = make_run(source, tmp_path / layout, output={"layout": layout, "key_prefix": "a"})
-        pack_all(run)
+        run = packed_run(source, tmp_path / layout, output={"layout": layout, "key_prefix": "a"})
         found.append((run, batches(run)))
     path = sorted((tmp_path / "data").glob("*.jpg"))[3]
     before = path.stat()

@@ -33,7 +33,7 @@ from tests.helpers.tiny_tokenizer import tiny_tokenizer
 
 #: Instead of the first 4,096.
 NUM_FIRST = 60
-NUM_RECORDS = 400
+NUM_RECORDS = 220
 #: Records after the first, of which one in a hundred is looked at.
 LATER = range(NUM_FIRST, NUM_RECORDS, diagnosis.ONE_IN)
 CONTROL = "<|im_end|>"
@@ -92,7 +92,7 @@ def test_counts_are_estimates_that_no_index_exceeds(tmp_path: Path) -> None:
     ]
     info = measure(run_of(tmp_path, records)).info
     assert [count for count, _ in info.lost.values()] == [NUM_RECORDS]
-    # of the first 54 of 60; after them numbers 60, 160 … are looked at, all of which answer No
+    # of the first 54 of 60; after them numbers 60 and 160 are looked at, all of which answer No
     assert info.common["answers"] == (NUM_RECORDS - 54, "'No.'")
 
 

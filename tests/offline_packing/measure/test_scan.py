@@ -1,17 +1,28 @@
-"""Scanning: parts hold every record once, in one order, however they are cut."""
+"""Scanning and measuring of parts: every record once, in one order, however they are cut, with few
+media in memory at a time; and the index as others read it."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import orjson
+import pyarrow.dataset
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offline_packing.errors import StageError
-from offline_packing.sources import Source, SourceRecord, open_source
+from offline_packing.errors import StageError, as_sample_error
+from offline_packing.measure import measure as measuring
+from offline_packing.measure.measure import measure
+from offline_packing.sources import Embedded, Source, SourceRecord, open_source
 from offline_packing.sources.formats import jsonl as jsonl_module
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import container_hash
+from task_encoders.samples import SampleError
+from tests.helpers.accounting import measuring_of, open_one
+from tests.helpers.datasets import captioning_pairs, make_run
 
 
 def jsonl(path: Path, **options: str) -> Source:
@@ -169,3 +180,79 @@ def test_missing_source(tmp_path: Path) -> None:
         open_source({"format": "pairs", "path": str(tmp_path / "nowhere"), "task": "vqa"})
     with pytest.raises(StageError, match=r"holds no \*\.jsonl"):
         jsonl(tmp_path).scan(10)
+
+
+def test_index_is_a_folder_of_parquet_files(tmp_path: Path) -> None:
+    run = make_run(captioning_pairs(tmp_path / "data", 20), tmp_path / "out")
+    measure(run)
+    assert len(pq.read_table(run.workspace.index)) == 20
+    assert pyarrow.dataset.dataset(run.workspace.index).count_rows() == 20
+
+
+def test_very_many_parts_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(measuring, "MANY_PARTS", 5)
+    source = captioning_pairs(tmp_path / "data", 8)
+    measure(make_run(source, tmp_path / "few", engine={"samples_per_part": 2}))
+    assert "parts" not in caplog.text
+    measure(make_run(source, tmp_path / "many", engine={"samples_per_part": 1}))
+    assert "8 parts, each some files; raise engine.samples_per_part 1" in caplog.text
+
+
+#: Of the records, every seventh has an empty answer.
+NUM_RECORDS = 100
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(NUM_RECORDS):
+        answer = "" if i % 7 == 0 else f"Answer {i}."
+        record = {"id": str(i), "question": "What?", "answer": answer}
+        (folder / f"{i:03d}.json").write_bytes(orjson.dumps(record))
+    return open_one({"format": "pairs", "path": str(folder)}, Path(folder))
+
+
+def read_all(source: Source) -> list[SourceRecord]:
+    (part,) = source.scan(1000).parts
+    return [replace(record, paired_media=None) for record in source.records(part)]
+
+
+def test_rows_are_in_the_order_of_the_records(source: Source) -> None:
+    found = read_all(source)
+    rows = list(measuring_of(source).rows(enumerate(found)))
+    assert [row["key"] for row in rows] == [record.key for record in found]
+    measured = ["reason" not in row for row in rows]
+    assert measured == [i % 7 != 0 for i in range(NUM_RECORDS)]
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(0, 32), (1 << 20, 16), (20 << 20, 1)])
+def test_media_in_records_are_held_within_a_limit(
+    source: Source, num_bytes: int, most: int
+) -> None:
+    found = read_all(source)[:40]
+    medium = Embedded(found[0].locator, bytes(num_bytes))
+    drawn = 0
+
+    def draw() -> Iterator[SourceRecord]:
+        nonlocal drawn
+        for record in found:
+            drawn += 1
+            yield replace(record, embedded={"a.jpg": medium})
+
+    rows = measuring_of(source).rows(enumerate(draw()))
+    next(rows)
+    assert drawn == most
+    assert len(list(rows)) == len(found) - 1
+
+
+def test_an_error_holds_nothing_of_its_record() -> None:
+    def fail(record: bytes) -> None:
+        raise SampleError("too_costly", f"{len(record)} bytes")
+
+    with pytest.raises(SampleError) as raised:
+        fail(bytes(100))
+    assert raised.value.__traceback__ is not None  # whose frames have the record
+    kept = as_sample_error(raised.value)
+    assert (str(kept), kept.__traceback__) == ("too_costly: 100 bytes", None)

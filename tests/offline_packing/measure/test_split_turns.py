@@ -1,6 +1,8 @@
-"""pack.on_overlong: split_turns: conversations longer than a pack become several samples."""
+"""pack.on_overlong: split_turns: conversations longer than a pack become several samples, the same
+as those of a slow reference that tries every choice."""
 
 import itertools
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,12 +16,14 @@ from offline_packing.config.sections import PackConfig
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.records import record_numbers
 from offline_packing.index.table import part_name
+from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure, preview_measure
+from offline_packing.measure.measure_part import measure_part
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.set_aside import list_set_aside
 from offline_packing.sources.base import ConversationPart
 from offline_packing.storage.files import read_json
@@ -34,15 +38,22 @@ from tests.helpers.datasets import (
     make_config,
     make_run,
     pack_all,
+    packed_run,
+    plan_index,
     plan_summary,
+    write_planned,
 )
+from tests.helpers.faults import KilledError, killing
 from tests.helpers.formats import WRITERS, lines, write_file
 from tests.helpers.long_conversations import (
+    SIZES,
+    Record,
     check_packed,
     conversation,
     conversations,
     numbers,
     spoken,
+    whole_samples,
 )
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan, shard_files
@@ -53,43 +64,54 @@ from tests.helpers.videos import make_video
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Packed conversations of three parts of the index, most of them cut."""
-    run = packed_again(tmp_path_factory.mktemp("cut"), "out")
+    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
+    folder = tmp_path_factory.mktemp("cut")
+    run = run_over(folder, RECORDS, pack=pack, output={"packs_per_shard": 4})
     pack_all(run)
     return run
+
+
+def elsewhere(run: Run, name: str) -> Run:
+    """The same run over the same files, into another folder."""
+    output = run.config.output.model_copy(update={"path": f"{run.workspace.root}_{name}"})
+    return replace(run, config=run.config.model_copy(update={"output": output}))
 
 
 RECORDS = [*conversations(35, seed=3, most=40), conversation("c35", np.random.default_rng(3), 2, 1)]
 RECORDS[20]["messages"][-1]["content"] = " ".join(WORDS * 40)
 
 
-def packed_again(folder: Path, name: str, **more: Any) -> Run:
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
-    output = {"packs_per_shard": 4}
-    return run_over(folder, RECORDS, name, pack=pack, output=output, **more)
-
-
 def test_every_trained_token_is_trained_once(packed: Run) -> None:
     check_packed(packed, RECORDS)
     result = verify(packed, deep=True)
     assert result.ok, result.problems
+    assert all(len(set(names(keys))) == len(keys) for _, keys in packs_of(packed))
     lost = {row["key"]: row for row in set_aside_in_plan(packed)}
     assert re.fullmatch(r"\d+ tokens > seq_length 256", lost[max(lost)]["detail"])
 
 
-def test_the_same_bytes_on_workers_and_after_a_kill(packed: Run) -> None:
-    stopped = packed_again(packed.workspace.root.parent, "stopped", engine={"workers": 2})
-    measure(stopped)
-    stopped.workspace.index_info.unlink()
-    (stopped.workspace.index / part_name(1)).unlink()
-    (stopped.workspace.index / part_name(2)).write_bytes(b"cut")
+def measured(run: Run) -> dict[str, bytes]:
+    """All files of `measure`."""
+    packing = run.workspace.packing
+    patterns = ("index.json", "index/*", "set_aside/*", "files/*")
+    paths = [path for pattern in patterns for path in packing.glob(pattern)]
+    return {str(path.relative_to(packing)): path.read_bytes() for path in paths}
+
+
+def test_the_same_bytes_after_a_kill(packed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of index and shards, killed after the first part, with half of another."""
+    stopped = elsewhere(packed, "stopped")
+    monkeypatch.setattr(measure_module, "measure_part", killing(measure_part, 1))
+    with pytest.raises(KilledError):
+        measure(stopped)
+    monkeypatch.undo()
+    index = stopped.workspace.index
+    assert [path.name for path in index.glob("part-*")] == [part_name(0)]
+    (index / part_name(2)).write_bytes(b"cut")
     pack_all(stopped)
+    assert open_index(packed).info.part_rows[2] > 0
+    assert measured(stopped) == measured(packed)
     assert shard_files(stopped) == shard_files(packed)
-
-
-def test_parts_share_no_pack(packed: Run) -> None:
-    for _, keys in packs_of(packed):
-        names = [key.partition("[")[0] for key in keys]
-        assert len(set(names)) == len(names)
 
 
 def test_what_is_said_of_it(packed: Run) -> None:
@@ -115,15 +137,8 @@ def test_what_is_said_of_it(packed: Run) -> None:
     assert re.search(r"c\d+\[\d+:\d+\]", "".join(texts))
     shown, kept = render_result(verify(packed), deep=False), len(RECORDS) - len(whole)
     assert f"{len(RECORDS)} = {kept} in packs + {len(whole)} set aside" in shown
-    fresh = packed_again(packed.workspace.root.parent, "other")
     told = ", and cut conversations that fit no pack between turns\n"
-    assert preview_measure(fresh).endswith(told)
-
-
-def parts_of(run: Run) -> list[tuple[str, int]]:
-    """Key and tokens of each row of the index."""
-    measure(run)
-    return [(row["key"], row["num_tokens"]) for row in index_rows(run)]
+    assert preview_measure(elsewhere(packed, "new")).endswith(told)
 
 
 def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
@@ -138,7 +153,7 @@ def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
     records[0]["messages"][3]["content"] = "Überlänge, 長い " * 300
     run = run_over(tmp_path, records, pack={"seq_length": 256})
     manifest = pack_all(run)
-    assert [key for key, _ in parts_of(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
+    assert [row["key"] for row in index_rows(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
     lost = {row["key"]: row["detail"] for row in set_aside_in_plan(run)}
     assert lost.keys() == {"a[1:2]", "b", "c"}
     assert manifest.counts.records == {"read": 4, "packed": 2, "set_aside": 2}
@@ -166,16 +181,21 @@ CALLED = {
 }
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_tokenizer("qwen3_5", folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize("context_turns", [0, 1])
-def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
+def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path) -> None:
     """A result stays with its call. Of a part the last thoughts are shown, as its template does."""
     pack = {"seq_length": 1200, "split_turns": {"context_turns": context_turns}}
-    save_tokenizer("qwen3_5", tmp_path / "checkpoint")
-    model = {"family": "qwen3_5", "processor": str(tmp_path / "checkpoint"), "min_pixels": 3136}
+    model = {"family": "qwen3_5", "processor": checkpoint, "min_pixels": 3136}
     run = run_over(tmp_path, [CALLED], pack=pack, model=model)
     pack_all(run)
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     samples = {sample.key: sample for _, sample, _ in samples_of(run)}
     taken = sorted(numbers(key) for key in samples)
     assert [turn for one in taken for turn in range(*one)] == list(range(5))
@@ -193,7 +213,14 @@ def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
         assert len(shown) in (0, 2 * context_turns)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+#: They hold the files or members of other formats.
+DERIVED = ("jsonl_gz", "jsonl_zst", "tsv_gz", "webdataset_gz", "raw_packing_data")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.exhaustive] * (one in DERIVED)) for one in WRITERS],
+)
 def test_every_format(name: str, tmp_path: Path) -> None:
     """Each turn once, with its picture."""
     pictures = [image_bytes(56, 56 + 28 * i, ("JPEG", "PNG")[i % 2]) for i in range(3)]
@@ -212,10 +239,8 @@ def test_every_format(name: str, tmp_path: Path) -> None:
     if name == "csv_rows":
         source["task"] = "vqa"
     pack = {"on_overlong": "split_turns"}
-    run = make_run(source, tmp_path / "out", pack={"seq_length": 256, **pack})
-    pack_all(run)
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    run = packed_run(source, tmp_path / "out", pack={"seq_length": 256, **pack})
+    assert verify(run, deep=True).problems == []
     asked = Counter(
         turn.prompt.replace("<image>", "").strip()
         for _, one, _ in samples_of(run)
@@ -249,9 +274,6 @@ def test_what_is_refused(sections: dict[str, Any], message: str, tmp_path: Path)
         make_config({**source, "task": "captioning"}, tmp_path, pack={"on_overlong": "split_turns"})
 
 
-Record = dict[str, Any]
-
-
 def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
     """A conversation of some 40 tokens per turn; a picture in front of each of the first turns."""
     marks = ["<image>"] * len(pictures) + [""] * num_turns
@@ -270,8 +292,7 @@ def run_of(
 def packed_well(run: Run) -> list[tuple[str, list[str]]]:
     """Pack, and check that all is right; (split, keys) of each pack."""
     pack_all(run)
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     assert not set_aside_in_plan(run)
     return packs_of(run) if run.config.output.layout == "energon" else []
 
@@ -280,8 +301,7 @@ def names(keys: list[str]) -> list[str]:
     return [key.partition("[")[0].partition("#")[0] for key in keys]
 
 
-@pytest.mark.parametrize("group", [None, "doc"])
-@pytest.mark.parametrize("more", [{}, {"epochs": 2}])
+@pytest.mark.parametrize(("group", "more"), [(None, {}), ("doc", {"epochs": 2})])
 def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_path: Path) -> None:
     records = [record(f"c{i}", 12) for i in range(10)]
     records += [record(f"p{i}", 9, f"{i}.jpg", doc="d") for i in range(2)]
@@ -306,23 +326,22 @@ def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_p
         assert len(np.unique(own)) == len(own)
 
 
-@pytest.mark.parametrize("layout", ["references", "indexed"])
-def test_other_layouts(layout: str, tmp_path: Path) -> None:
+def test_other_layouts(tmp_path: Path) -> None:
     """They hold the same parts as tar shards, each as long as it was measured."""
     records = [record(f"c{i}", 9 + i, "1.jpg", "2.jpg") for i in range(6)]
-    options = {"context_turns": 1}
-    run = run_of(tmp_path, records, output={"layout": layout}, pack={"split_turns": options})
-    packed_well(run)
-    tars = run_of(tmp_path, records, "tars", pack={"split_turns": options})
-    keys = [key for _, own in packed_well(tars) for key in own]
-    assert sorted(row["key"] for row in index_rows(run)) == sorted(keys)
+    pack = {"split_turns": {"context_turns": 1}}
+    keys = [key for _, own in packed_well(run_of(tmp_path, records, pack=pack)) for key in own]
     assert min(Counter(names(keys)).values()) > 1
+    for layout in ("references", "indexed"):
+        run = run_of(tmp_path, records, layout, output={"layout": layout}, pack=pack)
+        packed_well(run)
+        assert sorted(row["key"] for row in index_rows(run)) == sorted(keys)
 
 
-@pytest.mark.parametrize("repeat", [0.5, 1.5])
+@pytest.mark.parametrize("repeat", [pytest.param(0.5, marks=pytest.mark.exhaustive), 1.5])
 def test_drawn_conversations(repeat: float, tmp_path: Path) -> None:
     """All parts of a conversation are used equally often, and no two of them share a pack."""
-    records = [record(f"c{i}", 9) for i in range(16)]
+    records = [record(f"c{i}", 9) for i in range(8)]
     run = run_of(tmp_path, records, source={"repeat": repeat}, pack={"max_set_aside": 1})
     pack_all(run)
     assert verify(run, deep=True).ok
@@ -389,9 +408,8 @@ def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pack",
     [
-        {"pad_multiple": 48},
-        {"seq_length": 256, "context_parallel": {"ranks": 4, "tokens_per_rank": 64}},
-        {"assignment": ["locality"]},
+        {"pad_multiple": 48, "assignment": ["locality"]},
+        {"context_parallel": {"ranks": 4, "tokens_per_rank": 64}},
         {"order": {"num_ranks": 2}},
     ],
 )
@@ -425,8 +443,7 @@ def test_records_that_share_an_id(tmp_path: Path) -> None:
     records = [record("c", 9), record("d", 9), {**record("x", 9), "id": "c"}]
     run = run_of(tmp_path, [*records, records[0]], pack={"max_set_aside": 1})
     counts = pack_all(run).counts
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     assert counts.records == {"read": 4, "packed": 3, "set_aside": 1}
     keys = [row["key"] for row in index_rows(run)]
     starts = list(dict.fromkeys(key.partition("[")[0] for key in keys))
@@ -495,3 +512,101 @@ def test_several_questions_of_a_record(tmp_path: Path) -> None:
     ]
     assert sorted(found) == asked
     assert sum(len(media) for _, _, media in samples_of(run)) == 1
+
+
+def sizes_of(sample: SourceSample) -> list[tuple[int, int]]:
+    return [SIZES[int(name[0])] for name in sample.images]
+
+
+def slow_part(whole: SourceSample, begin: int, first: int, end: int, image: int) -> SourceSample:
+    """Turns of a conversation whose pictures are marked, and those from `image` on in front."""
+    marks = [turn.prompt.count("<image>") for turn in whole.turns]
+    shown = whole.images[image : sum(marks[:end])]
+    turns = [
+        replace(turn, weight=0.0) if i < first else turn for i, turn in enumerate(whole.turns)
+    ][begin:end]
+    return replace(whole, turns=tuple(turns), images=shown)
+
+
+def slow_parts(
+    run: Run, whole: SourceSample
+) -> list[tuple[tuple[int, int, int], tuple[str, ...], int]] | None:
+    """(begin, first, end), pictures and tokens of each part; every choice is tried one by one."""
+    encoder, pack = open_encoder(run.config.model), run.config.pack
+    options, marks = pack.split_turns, [turn.prompt.count("<image>") for turn in whole.turns]
+
+    def measured(begin: int, first: int, end: int, image: int) -> tuple[SourceSample, int]:
+        part = slow_part(whole, begin, first, end, image)
+        return part, encoder.measure(part, sizes_of(part)).num_tokens
+
+    def fits(*cut: int) -> bool:
+        part, num_tokens = measured(*cut)
+        return num_tokens <= pack.seq_length and len(part.images) <= pack.budgets.get("images", 99)
+
+    if fits(0, 0, len(whole.turns), 0):
+        return None
+    found, first, any_fits = [], 0, False
+    while first < len(whole.turns):
+        if not whole.turns[first].weight:
+            first += 1
+            continue
+        begin = max(0, first - options.context_turns)
+        image = sum(marks[:begin])
+        while not fits(begin, first, first + 1, image):
+            if begin < first:
+                begin += 1
+                image = sum(marks[:begin])
+            else:
+                break
+        end = first + 1
+        while end < len(whole.turns) and fits(begin, first, end + 1, image):
+            end += 1
+        while not whole.turns[end - 1].weight:
+            end -= 1
+        part, num_tokens = measured(begin, first, end, image)
+        any_fits |= fits(begin, first, end, image)
+        found.append(((begin, first, end), part.images, num_tokens))
+        first = end
+    return found if any_fits else None
+
+
+def check_against_reference(run: Run, records: list[Record]) -> int:
+    """Compare the index with the slow reference; returns the number of parts."""
+    measure(run)
+    rows = index_rows(run)
+    by_record: dict[str, list[Any]] = {}
+    for row in rows:
+        if part := row["part"]:
+            turns = tuple(part[name] for name in ("begin", "first", "end"))
+            assert row["key"] == f"{part['key']}[{turns[1]}:{turns[2]}]"
+            names = tuple(medium["container"] for medium in row["media"])
+            by_record.setdefault(part["key"], []).append((turns, names, row["num_tokens"]))
+    keys = [(row["part"] or row)["key"] for row in rows]
+    assert list(dict.fromkeys(keys)) == [one["id"] for one in records]
+    for key, whole in whole_samples(records).items():
+        assert by_record.get(key) == slow_parts(run, whole), key
+    return sum(map(len, by_record.values()))
+
+
+#: conversations of the exhaustive cases; FUZZED_SAMPLES=2000 takes five CPU minutes
+MANY = int(os.environ.get("FUZZED_SAMPLES", "100"))
+LENGTHS: list[tuple[int, dict[str, Any], int]] = [
+    (256, {"context_turns": 1}, 8),
+    (512, {}, 6),
+    (1024, {"context_turns": 2}, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "options", "count"),
+    LENGTHS + [pytest.param(*own[:2], MANY, marks=pytest.mark.exhaustive) for own in LENGTHS],
+)
+def test_parts_are_those_of_a_slow_reference(
+    seq_length: int, options: dict[str, Any], count: int, tmp_path: Path
+) -> None:
+    records = conversations(count, seq_length)
+    run = run_over(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
+    assert check_against_reference(run, records) > count
+    plan_index(run)
+    write_planned(run)
+    check_packed(run, records)

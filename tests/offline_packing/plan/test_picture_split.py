@@ -19,7 +19,7 @@ from offline_packing.verify.verify import verify
 from task_encoders import PackedTaskEncoder, required_pad_multiple
 from task_encoders.families import model_cost
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.datasets import make_run, mixed_pairs, pack_all, plan_summary
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all, packed_run, plan_summary
 
 SIZE = 2
 PACK: dict[str, Any] = {
@@ -39,9 +39,7 @@ def run(source: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Run
     """References of two epochs, in two splits."""
     output = {"layout": "references", "split": {"train": 0.8, "val": 0.2}}
     folder = tmp_path_factory.mktemp("packed") / "packed"
-    run = make_run(source, folder, pack={**PACK, "epochs": 2}, output=output)
-    pack_all(run)
-    return run
+    return packed_run(source, folder, pack={**PACK, "epochs": 2}, output=output)
 
 
 def rows_of(folder: Path, size: int = SIZE) -> Any:
@@ -67,8 +65,7 @@ pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 
 def test_artifacts_say_what_was_planned(run: Run) -> None:
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     manifest, plan = require_manifest(run.workspace.root), open_plan(run).packs
     assert (manifest.pad_multiple, plan.info.pad_multiple) == (2 * SIZE, 2 * SIZE)
     assert manifest.config["pack"]["context_parallel"]["size"] == SIZE
@@ -87,7 +84,7 @@ def test_pictures_of_rows_divide_evenly(source: dict[str, str], run: Run, tmp_pa
     """Every layout and epoch, cut by count from the rows themselves."""
     idle = {}
     for name, pack in {"plain": {"pad_multiple": 2 * SIZE}, "even": PACK}.items():
-        for layout in ("energon", "indexed"):
+        for layout in ("energon", "indexed") if name == "even" else ("energon",):
             folder = tmp_path / name / layout
             pack = {"seq_length": PACK["seq_length"], **pack}
             pack_all(make_run(source, folder, pack=pack, output={"layout": layout}))

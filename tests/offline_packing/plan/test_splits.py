@@ -24,7 +24,14 @@ from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import _check_apart, render_result, verify
-from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, plan_summary
+from tests.helpers.datasets import (
+    image_bytes,
+    make_run,
+    pack_all,
+    packed_run,
+    plan_index,
+    plan_summary,
+)
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of
 
@@ -185,8 +192,7 @@ def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> Non
         path = f"{root}{tmp_path}/{name}"
         sources.append({"format": "pairs", "path": path, "task": "captioning", "name": name})
     output = {"split": {"train": 0.5, "val": 0.5}}
-    run = make_run(sources, tmp_path / "out", pack={"seq_length": 128}, output=output)
-    pack_all(run)
+    run = packed_run(sources, tmp_path / "out", pack={"seq_length": 128}, output=output)
     result = verify(run, deep=True)
     assert result.ok, result.problems
     assert result.num_images == 48
@@ -276,8 +282,7 @@ def test_an_empty_split_is_warned_of(tmp_path: Path, first: str, pack: dict[str,
     (line,) = [one for one in plan_summary(run).splitlines() if "is empty" in one]
     assert f"split {empty} is empty: " in line
     assert "set another output.split_seed, a larger share in output.split, or source" in line
-    result = verify(run, deep=True)
-    assert result.ok, result.problems
+    assert verify(run, deep=True).problems == []
     report(run)
 
 

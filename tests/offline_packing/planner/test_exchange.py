@@ -54,8 +54,8 @@ def test_every_strategy_keeps_copies_apart(strategy: str, seed: int) -> None:
 def test_copies_cost_no_fill(offset: int) -> None:
     """Short texts, of which a pack holds many of one length, by themselves and after pictures."""
     rng = np.random.default_rng(0)
-    copy_of = used(rng.integers(2, 4, 20_000))
-    lengths = (offset + np.clip(rng.lognormal(3.2, 0.6, 20_000), 4, 400).astype(np.int64))[copy_of]
+    copy_of = used(rng.integers(2, 4, 6_000))
+    lengths = (offset + np.clip(rng.lognormal(3.2, 0.6, 6_000), 4, 400).astype(np.int64))[copy_of]
     plan = plan_packs(lengths, 8192, copy_of=copy_of)
     assert doubled(plan, copy_of) == 0
     free = plan_packs(lengths, 8192)

@@ -1,16 +1,22 @@
-"""plan_packs: every sample once, nothing over a limit, the same plan for the same seed."""
+"""plan_packs: every sample once, nothing over a limit, the same plan for the same seed; its passes,
+bad input, and the plan on disk."""
 
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing import plan_packs
-from offline_packing.planner.pack_plan import PackPlan
+from offline_packing import ContextParallel, plan_packs
+from offline_packing.config.sections import PackConfig
+from offline_packing.planner.pack_plan import PackPlan, PlanInfo
+from offline_packing.planner.passes import PlanOptions, PlanRequest
+from offline_packing.planner.ranks.layout import RankLayout
+from offline_packing.planner.samples import admit_samples
 from offline_packing.planner.strategies import STRATEGIES
 
 
@@ -84,21 +90,21 @@ import numpy as np
 from offline_packing.planner.strategies.pattern_lp import pattern_lp
 lengths = 596 + np.random.default_rng(0).geometric(0.015, 5000)
 found = pattern_lp(np.bincount(lengths, minlength=8193))
-print(hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest())
+digest = hashlib.sha256(b"".join(array.tobytes() for array in found[:4])).hexdigest()
+print(digest)
 """
-    hashes = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
-            capture_output=True,
-            text=True,
-        ).stdout
-        for threads in ("1", "2")
-    }
-    assert len(hashes) == 1
-    assert len(hashes.pop()) == 65
+    here: dict[str, str] = {}
+    exec(code, here)
+    threads = "2" if os.environ.get("OMP_NUM_THREADS") == "1" else "1"
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
+        capture_output=True,
+        text=True,
+    )
+    assert other.stdout == here["digest"] + "\n"
 
 
 def test_samples_inside_packs() -> None:
@@ -110,3 +116,201 @@ def test_samples_inside_packs() -> None:
     for strategy in ("first_fit_decreasing", "to_constant_volume"):
         longest_first = plan_packs(lengths, 1000, strategy=strategy)
         assert all((np.diff(lengths[pack]) <= 0).all() for pack in longest_first)
+
+
+def make_plan() -> PackPlan:
+    info = PlanInfo(
+        seq_length=10,
+        strategy="auto",
+        seed=7,
+        pad_multiple=1,
+        num_tokens=18,
+        lower_bound=2,
+        reason_names=("empty", "over_seq_length"),
+        settings={"shuffle": True},
+    )
+    return PackPlan(
+        np.array([4, 0, 2, 1], np.int32),
+        np.array([0, 2, 4], np.int64),
+        np.array([3], np.int32),
+        np.array([1], np.uint8),
+        info,
+    )
+
+
+def test_round_trip(tmp_path) -> None:
+    plan = make_plan()
+    plan.save(tmp_path / "plan")
+    loaded = PackPlan.load(tmp_path / "plan")
+    assert loaded.info == plan.info
+    assert loaded.statistics() == plan.statistics()
+    for name in ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons"):
+        before, after = getattr(plan, name), getattr(loaded, name)
+        assert before.dtype == after.dtype
+        assert before.tolist() == after.tolist()
+    assert isinstance(loaded.sample_ids, np.memmap)
+
+
+def test_interrupted_save_is_not_loadable(tmp_path, monkeypatch) -> None:
+    plan = make_plan()
+    plan.save(tmp_path)
+
+    def fail(*args, **kwargs) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plan.save(tmp_path)
+    with pytest.raises(FileNotFoundError, match="run the plan stage again"):
+        PackPlan.load(tmp_path)
+
+
+def test_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
+    make_plan().save(tmp_path)
+    np.save(tmp_path / "sample_ids.npy", np.arange(3))
+    with pytest.raises(ValueError, match=r"sample_ids\.npy has shape"):
+        PackPlan.load(tmp_path)
+    text = (tmp_path / "plan.json").read_text()
+    text = text.replace('"format_version": 1', '"format_version": 99')
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match="format_version 99"):
+        PackPlan.load(tmp_path)
+
+
+def test_a_plan_is_a_sequence_of_packs() -> None:
+    plan = plan_packs([5, 4, 3, 8, 20], 8)
+    assert len(plan) == plan.num_packs == 3
+    assert [pack.tolist() for pack in plan] == [plan.pack(i).tolist() for i in range(3)]
+    assert repr(plan) == (
+        "PackPlan(3 packs of 8 tokens, 4 samples, 1 set aside, fill 83.33%, gap 0.000%)"
+    )
+    assert bool(plan)
+
+
+def test_reasons_are_aligned_and_ordered() -> None:
+    tokens = np.array([10, 0, 200, 50, 50, 100])
+    patches = np.array([1, 1, 9, 9, 1, 4])
+    images = np.array([1, 1, 1, 5, 1, 3])
+    result = admit_samples(tokens, 100, budgets={"patches": (patches, 4), "images": (images, 2)})
+    assert result.sample_ids is not None
+    assert result.sample_ids.tolist() == [0, 4]
+    reasons = [result.reason_names[code] for code in result.set_aside_reasons]
+    assert dict(zip(result.set_aside_ids.tolist(), reasons, strict=True)) == {
+        1: "empty",
+        2: "over_seq_length",
+        3: "over_budget:patches",
+        5: "over_budget:images",
+    }
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64])
+def test_any_integer_type_is_accepted_and_lengths_are_padded(dtype) -> None:
+    result = admit_samples(np.array([1, 8, 9, 100], dtype), 100, multiple=8)
+    # 100 pads to 104 > 100, so it cannot be packed at this multiple.
+    assert result.samples.lengths.tolist() == [8, 8, 16]
+    assert result.samples.lengths.dtype == np.int32
+    assert result.set_aside_ids.tolist() == [3]
+
+
+def test_lengths_beyond_int32_are_set_aside() -> None:
+    result = admit_samples(np.array([2**40, 3]), 10)
+    assert result.set_aside_ids.tolist() == [0]
+    assert result.samples.lengths.tolist() == [3]
+
+
+def test_input_is_not_changed() -> None:
+    tokens = np.arange(1, 20, dtype=np.int32)
+    tokens.setflags(write=False)
+    lengths = admit_samples(tokens, 32).samples.lengths
+    assert lengths.flags.writeable
+    assert lengths.tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"num_tokens": np.array([3, -2])}), r"num_tokens\[1\] is -2 < 0"),
+        (({"num_tokens": np.array([1.5])}), "one-dimensional integer"),
+        (({"num_tokens": np.array([[1]])}), "one-dimensional integer"),
+        (({"budgets": {"patches": (np.array([1]), 4)}}), "1 entries for 2 samples"),
+        (({"budgets": {"patches": (np.array([1, 1]), 0)}}), "limit 0"),
+        (({"budgets": {"patches": (np.array([1, -1]), 3)}}), r"budgets\['patches'\]\[1\] is -1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message) -> None:
+    valid = {"num_tokens": np.array([3, 2]), "seq_length": 8}
+    with pytest.raises(ValueError, match=message):
+        admit_samples(**{**valid, **arguments})
+
+
+SLOTS = {"context_parallel": ContextParallel(8, 64)}
+LOCALITY = {"assignment": "locality", "source_order": np.arange(9)}
+IMAGES = {"budgets": {"images": (np.ones(9, int), 4)}}
+PICTURES = {"picture_ranks": 2, "units": np.ones(9, int), "tower_cost": np.ones(9)}
+
+
+def test_passes_stand_in_the_order_in_which_they_run() -> None:
+    layout = RankLayout(2, uniform=True)
+    request = PlanRequest(PlanOptions(assignment=("balance",)), order=layout, picture_ranks=2)
+    assert [one.name for one in request.passes()] == (
+        "compose balance uniform equal_cost sample_order picture_split".split()
+    )
+    shuffled = PlanRequest(PlanOptions(max_samples=4), mixed=True).passes()
+    assert [one.name for one in shuffled] == "limits epochs compose shuffle sample_order".split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "bdf"}, r"strategy is 'bdf'; not a known name; choose one of.*, best_fit_de"),
+        ({"assignment": "locallity"}, "'locallity'.*; it must be 'shuffle', 'locality'"),
+        ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
+        ({"pad_multiple": 0}, "pad_multiple is 0; it must be at least 1"),
+        ({"pad_multiple": 640}, "pad_multiple 640 > seq_length 512; no sample would fit a pack"),
+        (PICTURES | {"picture_ranks": 0}, "picture_ranks is 0; it must be at least 1"),
+        ({"assignment": "locality"}, "assignment locality needs source_order, an array with one "),
+        ({"assignment": "balance"}, "assignment balance needs balance_by"),
+        ({"homogeneous": True}, "homogeneous needs groups"),
+        ({"order": RankLayout(2, uniform=True)}, "order.uniform needs media"),
+        (PICTURES | {"units": None}, "picture_ranks needs units"),
+        (PICTURES | {"tower_cost": None}, "picture_ranks needs tower_cost"),
+        ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 9 samples"),
+        ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot keep a limit of samples"),
+        (IMAGES | {"strategy": "hash_bucket"}, "keep a limit of images: .*; choose one of auto, "),
+        (IMAGES | LOCALITY, "assignment locality cannot keep a limit of images: it exchanges"),
+        (IMAGES | {"assignment": "balance"}, "assignment balance cannot keep a limit of images"),
+        (LOCALITY | {"order": RankLayout(2)}, "order cannot keep assignment locality"),
+        (LOCALITY | {"strategy": "knapsack"}, "locality cannot keep strategy 'knapsack'"),
+        (LOCALITY | {"mixed": True}, "assignment locality cannot keep several epochs"),
+        ({"mixed": True, "strategy": "sequential"}, "'sequential' cannot keep several epochs"),
+        (SLOTS | {"strategy": "sequential"}, "context_parallel cannot keep strategy 'sequential'"),
+        (SLOTS | LOCALITY, "context_parallel cannot keep assignment locality"),
+        (SLOTS | {"assignment": "balance"}, "assignment balance cannot keep context_parallel"),
+        (SLOTS | {"max_samples": 4}, "context_parallel cannot keep a limit of samples"),
+        (SLOTS | IMAGES, "context_parallel cannot keep a limit of images"),
+        (SLOTS | {"order": RankLayout(8)}, "order cannot keep context_parallel"),
+        (SLOTS | {"mixed": True}, "context_parallel cannot keep several epochs"),
+    ],
+)
+def test_what_is_missing_or_cannot_be_kept_is_named(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_packs(np.full(9, 8), 512, **arguments)
+
+
+def test_an_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(TypeError, match="max_sample is unknown; valid: seq_length, strategy, seed"):
+        plan_packs(np.array([3, 4, 5]), 10, max_sample=2)
+
+
+def test_options_are_said_once() -> None:
+    """Every option of a plan is a field of the configuration and an argument, and in the guide."""
+    for name, field in PlanOptions.model_fields.items():
+        assert PackConfig.model_fields[name].default == field.default
+        assert name in (plan_packs.__doc__ or "")
+    config = PackConfig(strategy="best_fit_decreasing", pad_multiple=4, homogeneous=True)
+    options = config.model_dump(include=set(PlanOptions.model_fields))
+    plan = plan_packs(np.array([3, 4, 5]), groups=np.zeros(3, int), **options)
+    assert (plan.info.strategy, plan.info.pad_multiple) == ("best_fit_decreasing", 4)
+    assert plan.info.settings["homogeneous"]

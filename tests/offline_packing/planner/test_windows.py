@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from offline_packing import plan_packs
 from offline_packing.planner.strategies.strategy import join_packs
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
-from tests.helpers.pack_lists import as_lists
-from tests.helpers.sizes import caption_lengths, pack_sums, variation
+from tests.helpers.sizes import as_lists, caption_lengths, pack_sums, variation
 from tests.helpers.windows import window_options
 from tools.benchmarks.length_distributions import draw_lengths
 

@@ -1,4 +1,4 @@
-"""preview: what it shows is what the encoder gives; and it shows nothing else."""
+"""preview: what it shows is what the encoder gives, as text; and it shows nothing else."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ import tiktoken
 
 from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
+from offline_packing.report import pages
 from offline_packing.report.pages import render_packs
 from offline_packing.report.preview import PackPreview, SubSamplePreview, choose, preview
 from offline_packing.report.preview_text import first_words, render_pack, safe
@@ -22,13 +23,13 @@ from offline_packing.runs.run import Run, open_encoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
 from tests.helpers.datasets import (
+    PAIRS,
     captioning_pairs,
     dialogue,
     image_bytes,
     index_rows,
     make_run,
-    mixed_pairs,
-    pack_all,
+    packed_run,
     plan_index,
     vqa_pairs,
     write_json,
@@ -37,18 +38,14 @@ from tests.helpers.elements import HOSTILE, Elements
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.video_packs import CLIPS, MODEL
 
-MAKE = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}
 
-
-@pytest.fixture(scope="module", params=list(MAKE))
+@pytest.fixture(scope="module", params=list(PAIRS))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     source = {"format": "pairs", "task": request.param}
-    root = MAKE[request.param](folder / "data")
+    root = PAIRS[request.param](folder / "data")
     output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
-    run = make_run({**source, "path": str(root)}, folder / "out", output=output)
-    pack_all(run)
-    return run
+    return packed_run({**source, "path": str(root)}, folder / "out", output=output)
 
 
 def all_packs(run: Run) -> list[PackPreview]:
@@ -151,8 +148,7 @@ def test_long_texts_are_cut_unless_asked_for(tmp_path: Path) -> None:
     root = tmp_path / "data"
     answer = " ".join(f"w{i}" for i in range(120))
     write_json(root / "output_00000000.json", {"messages": dialogue("Count.", answer)})
-    run = make_run({"format": "pairs", "path": str(root), "task": "bmr"}, tmp_path / "out")
-    pack_all(run)
+    run = packed_run({"format": "pairs", "path": str(root), "task": "bmr"}, tmp_path / "out")
     (pack,) = preview(run)
     assert f"{answer}<|im_end|>" in render_pack(pack, full=True)
     cut = render_pack(pack, max_characters=50)
@@ -168,8 +164,7 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     answer = f"{HOSTILE}\x1b[31m\x9b2J <|im_end|>\n<|image_pad|>"
     write_json(root / "a.json", {"messages": dialogue("<image>\nX\u202e", answer)})
     (root / "a.jpg").write_bytes(image_bytes())
-    run = make_run({"format": "pairs", "path": str(root), "task": "vqa"}, tmp_path / "out")
-    pack_all(run)
+    run = packed_run({"format": "pairs", "path": str(root), "task": "vqa"}, tmp_path / "out")
     (pack,) = preview(run)
     (sub,) = pack.sub_samples
     kinds = {(piece.kind, piece.text) for span in sub.spans for piece in span.pieces}
@@ -193,8 +188,7 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
 def test_packs_for_llava_onevision(tmp_path: Path, qwen: tiktoken.Encoding) -> None:
     root = vqa_pairs(tmp_path / "data", 12)
     source = {"format": "pairs", "path": str(root), "task": "vqa"}
-    run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    pack_all(run)
+    run = packed_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
     packs = all_packs(run)
     assert sum(len(pack.sub_samples) for pack in packs) == 12
     for pack in packs:
@@ -220,8 +214,7 @@ def test_videos_in_one_run_of_tokens_or_in_several(family: str, tmp_path: Path) 
         save_tokenizer(family, tmp_path / "tokenizer")
         model |= {"processor": str(tmp_path / "tokenizer")}
     source = {"format": "pairs", "task": "vqa", "path": str(root)}
-    run = make_run(source, tmp_path / "out", model=model)
-    pack_all(run)
+    run = packed_run(source, tmp_path / "out", model=model)
     (pack,) = all_packs(run)
     (sub,) = pack.sub_samples
     shown = [piece.text for span in sub.spans for piece in span.pieces if piece.kind == "vision"]
@@ -238,8 +231,7 @@ def test_videos_in_one_run_of_tokens_or_in_several(family: str, tmp_path: Path) 
 
 def test_padding_inside_a_pack(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 12)
-    run = make_run(root, tmp_path / "out", pack={"seq_length": 512, "pad_multiple": 16})
-    pack_all(run)
+    run = packed_run(root, tmp_path / "out", pack={"seq_length": 512, "pad_multiple": 16})
     rows = {row["key"]: row["num_tokens"] for row in index_rows(run)}
     padded = 0
     for pack in all_packs(run):
@@ -277,8 +269,7 @@ def test_packs_must_be_written(tmp_path: Path) -> None:
 
 def test_another_model_or_a_damaged_shard_is_refused(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 8)
-    run = make_run(root, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(root, tmp_path / "out")
     other = make_run(root, tmp_path / "out", model={"max_pixels": 28 * 28 * 32})
     with pytest.raises(StageError, match="measured with max_pixels 50176"):
         list(preview(other))
@@ -291,3 +282,14 @@ def test_another_model_or_a_damaged_shard_is_refused(tmp_path: Path) -> None:
 def test_safe() -> None:
     assert safe("a\tb\nc") == "a\tb\nc"
     assert safe("\x1b[0m\r\u202e") == "\\u001b[0m\\u000d\\u202e"
+
+
+def test_nothing_breaks_out_of_a_page() -> None:
+    page = pages.render_packs([], f"</title>{HOSTILE}\x1b\ud800").decode()
+    elements = Elements(page)
+    assert elements.names.keys() <= {
+        *("html", "head", "meta", "title", "style", "body", "main", "h1", "p", "span")
+    }
+    assert elements.text.count(HOSTILE) == 2  # the title and the heading
+    assert "\x1b" not in page
+    assert page.count("\ufffd") == 4

@@ -21,14 +21,13 @@ from offline_packing.upkeep.status import status
 from task_encoders.families.qwen2_vl import QWEN2_VL
 from task_encoders.samples import REASONS
 from tests.helpers.datasets import (
+    PAIRS,
     captioning_pairs,
     dialogue,
     index_rows,
     make_run,
-    mixed_pairs,
-    pack_all,
+    packed_run,
     plan_index,
-    vqa_pairs,
     write_json,
     write_planned,
 )
@@ -47,17 +46,14 @@ def with_faults(root: Path) -> Path:
 @pytest.fixture(scope="module", params=["captioning", "vqa", "bmr"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
-    make = {"captioning": captioning_pairs, "vqa": vqa_pairs, "bmr": mixed_pairs}[request.param]
-    root = make(folder / "data")
+    root = PAIRS[request.param](folder / "data")
     if request.param == "captioning":
         (root / "broken.json").write_text("{")
     else:
         with_faults(root)
     source = {"format": "pairs", "path": str(root), "task": request.param}
     output = {"split": {"train": 0.8, "val": 0.2}, "split_seed": 5, "key_prefix": "a_"}
-    run = make_run(source, folder / "out", output=output, report={"padded_batch_size": 4})
-    pack_all(run)
-    return run
+    return packed_run(source, folder / "out", output=output, report={"padded_batch_size": 4})
 
 
 def read_report(run: Run) -> dict[str, Any]:
@@ -215,8 +211,7 @@ def test_several_sources(tmp_path: Path) -> None:
         {"format": "pairs", "path": str(two), "name": "x/y", "task": "captioning"},
         {"format": "pairs", "path": str(three), "name": "x/z", "task": "captioning", "repeat": 0.5},
     ]
-    run = make_run(sources, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(sources, tmp_path / "out")
     found = read_report(run)
     rows = index_rows(run)
     uses = [rows[i] for i in PackPlan.load(run.workspace.plan).sample_ids.tolist()]
@@ -244,21 +239,6 @@ def test_several_sources(tmp_path: Path) -> None:
     assert sum(source["share_of_tokens"] for source in found["sources"]) == pytest.approx(1)
 
 
-def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
-    root = with_faults(mixed_pairs(tmp_path / "data"))
-    source = {"format": "pairs", "path": str(root), "task": "bmr"}
-    files = []
-    for name, workers in (("one", 0), ("two", 2)):
-        run = make_run(source, tmp_path / name, engine={"workers": workers})
-        pack_all(run)
-        for _ in range(2):
-            report(run)
-            paths = sorted(run.workspace.report.iterdir())
-            files.append({path.name: path.read_bytes() for path in paths})
-    assert files[0].keys() == {"report.html", "report.json"}
-    assert files[0] == files[1] == files[2] == files[3]
-
-
 def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     path = tmp_path / "data" / "a.jsonl"
     path.parent.mkdir()
@@ -266,8 +246,7 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     records += [{"id": f"{HOSTILE}\x1b[2J$title", "caption": " "}]
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     source = {"format": "jsonl", "path": str(path), "task": "captioning", "name": HOSTILE}
-    run = make_run(source, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(source, tmp_path / "out")
     report(run)
     page = read_page(run)
     elements = Elements(page)

@@ -3,50 +3,28 @@
 import csv
 import io
 import json
+import logging
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
-from offline_packing.cli import main as cli
 from offline_packing.sources.reading.contents import describe_others, find_image_root
 from offline_packing.sources.recognise import recognise
-from tests.helpers.datasets import captioning_pairs, image_bytes, write_json
+from tests.helpers.command import Command
+from tests.helpers.datasets import (
+    captioning_pairs,
+    config_file,
+    image_bytes,
+    make_config,
+    write_json,
+)
 
 
 def make(tmp_path: Path, source: str) -> Path:
-    path = tmp_path / "pack.yaml"
-    path.write_text(
-        f"source: {source}\n"
-        "model: {max_pixels: 50176}\n"
-        "pack: {seq_length: 512}\n"
-        f"output: {{path: {tmp_path}/out}}\n"
-        "engine: {workers: 0}\n"
-    )
-    return path
-
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The real entry point: its exit status, stdout and stderr."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["offline-packing", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = int(end.code or 0)
-        found = capsys.readouterr()
-        return status, found.out, found.err
-
-    return call
+    config = make_config(yaml.safe_load(source), tmp_path / "out")
+    return config_file(tmp_path / "pack.yaml", config)
 
 
 def questions(path: Path, count: int, image: str = "{i}.jpg", first: int = 0) -> None:
@@ -64,12 +42,12 @@ def images(folder: Path, count: int) -> None:
         (folder / f"{i}.jpg").write_bytes(image_bytes())
 
 
-def test_pictures_that_are_elsewhere(tmp_path: Path, run: Command) -> None:
+def test_pictures_that_are_elsewhere(tmp_path: Path, command: Command) -> None:
     """Every picture is somewhere else: the run stops, and says where they are."""
     questions(tmp_path / "data/vqa.jsonl", 30)
     images(tmp_path / "data/pictures/train", 30)
     config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
-    status, out, error = run("run", config)
+    status, out, error = command("run", config)
     assert status == 1
     assert "'vqa:1' in " in error
     assert "'0.jpg': No such file" in error
@@ -78,17 +56,17 @@ def test_pictures_that_are_elsewhere(tmp_path: Path, run: Command) -> None:
     images(tmp_path / "deep/pictures/train", 30)
     config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/deep/anno/vqa.jsonl, task: vqa}}")
     shutil.rmtree(tmp_path / "out")
-    status, out, error = run("run", config)
+    status, out, error = command("run", config)
     root = f"{tmp_path}/deep/pictures"
     assert f"it is under {root!r}: set source.image_root={root}" in error
     assert f"  missing_image             30  'vqa:1' in {tmp_path}/deep/anno/vqa.jsonl: " in out
     shutil.rmtree(tmp_path / "out")
-    status, out, error = run("run", config, f"source.image_root={root}")
+    status, out, error = command("run", config, f"source.image_root={root}")
     assert status == 0
     assert "30 packed, 0 set aside" in out
 
 
-def test_one_source_of_two_is_lost(tmp_path: Path, run: Command) -> None:
+def test_one_source_of_two_is_lost(tmp_path: Path, command: Command) -> None:
     """Though it is few of all samples."""
     captioning_pairs(tmp_path / "pairs", 60)
     write_json(tmp_path / "gone/a.json", {"caption": "a circle"})
@@ -96,16 +74,16 @@ def test_one_source_of_two_is_lost(tmp_path: Path, run: Command) -> None:
         f"[{{format: pairs, path: {tmp_path}/pairs, task: captioning}}, "
         f"{{format: pairs, path: {tmp_path}/gone, task: captioning}}]"
     )
-    status, out, error = run("run", make(tmp_path, source))
+    status, out, error = command("run", make(tmp_path, source))
     assert status == 1
     assert f"source '{tmp_path}/gone' yields no sample, all are set aside: missing_image 1" in error
     assert "'gone/a' in" in error
-    status, out, _ = run("run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet")
+    status, out, _ = command("run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet")
     assert status == 0
     assert "60 packed + 1 set aside" in out
 
 
-def test_too_many_of_a_source(tmp_path: Path, run: Command) -> None:
+def test_too_many_of_a_source(tmp_path: Path, command: Command) -> None:
     """The limit, how to go on, and that going on neither measures nor plans again; what measure
     and plan left out counts, what the configuration leaves out does not."""
     root = captioning_pairs(tmp_path / "data", 36)
@@ -114,7 +92,7 @@ def test_too_many_of_a_source(tmp_path: Path, run: Command) -> None:
     write_json(root / "long.json", {"caption": "red " * 900})
     (root / "long.jpg").write_bytes(image_bytes())
     config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
-    status, out, error = run("run", config)
+    status, out, error = command("run", config)
     assert status == 1
     assert (
         "error: 3 of 39 samples (7.7%) are set aside, more than pack.max_set_aside=0.05: "
@@ -123,23 +101,27 @@ def test_too_many_of_a_source(tmp_path: Path, run: Command) -> None:
     assert "go on with pack.max_set_aside=0.077" in error
     assert "set aside by the plan, for example:\n  overlong                   1  'long' in " in out
     assert "raise pack.seq_length or lower model.max_pixels" in out
-    assert "go on with pack.max_set_aside=0.077" in run("write", config)[2]
+    assert "go on with pack.max_set_aside=0.077" in command("write", config)[2]
     assert not list((tmp_path / "out").glob("*.tar"))
     plan = (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns
-    status, out, error = run("run", config, "pack.max_set_aside=0.077")
+    status, out, error = command("run", config, "pack.max_set_aside=0.077")
     assert status == 0
     assert (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns == plan
     # What is complete stays so.
-    assert run("run", config)[0] == 0
+    assert command("run", config)[0] == 0
     shutil.rmtree(tmp_path / "out")
     for path in root.glob("broken*"):
         path.unlink()
-    status, out, error = run("run", config, "source.repeat=0.5")
+    status, out, error = command("run", config, "source.repeat=0.5")
     assert status == 0, error
 
 
-def test_nothing_of_the_data_reaches_a_terminal_raw(tmp_path: Path) -> None:
+def test_nothing_of_the_data_reaches_a_terminal_raw(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ids, names and fields with control characters: in warnings, lists and errors."""
+    for name, value in {"handlers": [], "level": logging.WARNING}.items():
+        monkeypatch.setattr(logging.root, name, value)  # the command sets its own
     evil = "\x1b[2J\x9b\u202e"
     records = [
         {"id": f"{evil}{i}", "question": "What?", "answer": f"It is {i}.", f"n{evil}": "Some text."}
@@ -149,35 +131,34 @@ def test_nothing_of_the_data_reaches_a_terminal_raw(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in [*records, lost]))
     config = make(tmp_path, f"{{format: jsonl, path: {path}, task: vqa, text_only: true}}")
-    command = [sys.executable, "-m", "offline_packing"]
     shown = ""
     for verb in ("measure", "plan", "write", "set-aside", "set-aside --csv"):
-        done = subprocess.run([*command, *verb.split(), config], capture_output=True, text=True)
-        shown += done.stdout + done.stderr
+        _, out, error = command(*verb.split(), config)
+        shown += out + error
     assert "measure: warning: field " in shown
     assert shown.count("x1b[2J") > 4
     assert not {"\x1b", "\x9b", "\u202e"} & set(shown)
 
 
-def test_list_of_what_is_set_aside(tmp_path: Path, run: Command) -> None:
+def test_list_of_what_is_set_aside(tmp_path: Path, command: Command) -> None:
     root = captioning_pairs(tmp_path / "data", 30)
     (root / 'with "quotes", commas.json').write_text("{")
     write_json(root / "long.json", {"caption": "red " * 900})
     (root / "long.jpg").write_bytes(image_bytes())
     config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
-    status, _, error = run("set-aside", config)
+    status, _, error = command("set-aside", config)
     assert (status, "run measure first" in error) == (1, True)
-    run("measure", config)
-    run("plan", config)
-    _, out, _ = run("set-aside", config, "--csv")
+    command("measure", config)
+    command("plan", config)
+    _, out, _ = command("set-aside", config, "--csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [(row["key"], row["source"], row["reason"]) for row in rows] == [
         ('with "quotes", commas', str(root), "bad_json"),
         ("long", str(root), "overlong"),
     ]
-    _, out, _ = run("set-aside", config, "--reason", "overlong")
+    _, out, _ = command("set-aside", config, "--reason", "overlong")
     assert [line.split("\t")[::2] for line in out.splitlines()] == [["long", "overlong"]]
-    assert run("set-aside", config, "--reason", "nonsense")[0] == 2
+    assert command("set-aside", config, "--reason", "nonsense")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -188,26 +169,26 @@ def test_list_of_what_is_set_aside(tmp_path: Path, run: Command) -> None:
         ("parquet", "holds no *.parquet; set source.path, or 2 *.tar here: "),
     ],
 )
-def test_another_format(tmp_path: Path, run: Command, source_format: str, message: str) -> None:
+def test_another_format(tmp_path: Path, command: Command, source_format: str, message: str) -> None:
     (tmp_path / "data/shards").mkdir(parents=True)
     for i in range(2):
         (tmp_path / f"data/shards/{i}.tar").write_bytes(b"")
     config = make(tmp_path, f"{{format: {source_format}, path: {tmp_path}/data, task: captioning}}")
-    status, _, error = run("run", config)
+    status, _, error = command("run", config)
     assert status == 1
     assert message in error
 
 
-def test_a_folder_of_pictures_that_is_a_link(tmp_path: Path, run: Command) -> None:
+def test_a_folder_of_pictures_that_is_a_link(tmp_path: Path, command: Command) -> None:
     """init and the run name the link's target, with which the run succeeds."""
     questions(tmp_path / "data/vqa.jsonl", 30, "train/{i}.jpg")
     images(tmp_path / "far/away/train", 30)
     (tmp_path / "data/train").symlink_to(tmp_path / "far/away/train")
     config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
     root = f"source.image_root={tmp_path}/far/away"
-    assert run("run", config)[2].count(f"; set {root};") == 1
+    assert command("run", config)[2].count(f"; set {root};") == 1
     shutil.rmtree(tmp_path / "out")
-    assert run("run", config, root)[0] == 0
+    assert command("run", config, root)[0] == 0
     found = recognise(str(tmp_path / "data/vqa.jsonl"))
     assert found.options["image_root"] == f"{tmp_path}/far/away"
     (tmp_path / "far/away/train").rename(tmp_path / "far/away/other")
@@ -216,7 +197,7 @@ def test_a_folder_of_pictures_that_is_a_link(tmp_path: Path, run: Command) -> No
     found = recognise(str(tmp_path / "data/vqa.jsonl"))
     assert "REFUSED: 'train/0.jpg' is behind a link to" in found.examples[0].missing["train/0.jpg"]
     shutil.rmtree(tmp_path / "out")
-    assert "rename what the link leads to" in run("run", config)[2]
+    assert "rename what the link leads to" in command("run", config)[2]
 
 
 def test_hints_look_near_only(tmp_path: Path) -> None:

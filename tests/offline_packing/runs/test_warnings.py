@@ -1,4 +1,5 @@
-"""Warnings about the data as a whole, given before anybody trains on them."""
+"""Warnings about the data as a whole, given before anybody trains on them; and the progress of a
+stage where there is no terminal."""
 
 import re
 import shutil
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from offline_packing.report.report import report
+from offline_packing.runs import run as run_module
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
 from task_encoders.families import model_options
@@ -112,3 +114,29 @@ def test_packs_longer_than_the_positions_of_a_checkpoint(
             f"pack.seq_length 64 > max_position_embeddings 60 of {checkpoint}; "
         )
         assert re.search(r"; [1-9] of 10 samples are longer than that", lines[0])
+
+
+def make(tmp_path: Path, shown: bool = True) -> Run:
+    return replace(make_run(tmp_path / "data", tmp_path / "out"), progress=shown)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute takes no time."""
+    monkeypatch.setattr(run_module, "_SECONDS_BETWEEN_LINES", 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_without_a_terminal_there_are_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with make(tmp_path).bar("measure", 600_000, "record") as bar:
+        for _ in range(3):
+            bar.update(100_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    for line in lines:
+        assert re.fullmatch(
+            r"measure: [\d,]+ of 600,000 records, \d+%, (\d\d:\d\d|\?) left", line
+        ), line
+    assert lines[-1].startswith("measure: 300,000 of 600,000 records, 50%, ")

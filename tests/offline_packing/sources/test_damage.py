@@ -5,17 +5,20 @@ import io
 import json
 import os
 import re
+import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.sources.formats import webdataset
+from offline_packing.sources.reading.rows import ArrowBatches
 from offline_packing.storage import streams
 from task_encoders.samples import SampleError
 from tests.helpers import formats
@@ -380,3 +383,22 @@ def test_sources_that_cannot_be_used(tmp_path: Path, name: str) -> None:
         (root / "a.tar").symlink_to(tmp_path / "outside.tar")
     with pytest.raises(StageError, match=message):
         outcomes({**config, "path": str(root)}, tmp_path)
+
+
+def test_a_compressed_buffer_outside_of_its_batch() -> None:
+    table = pa.table({"a": range(1000)})
+    file = io.BytesIO()
+    with pa.ipc.new_stream(
+        file, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")
+    ) as writer:
+        writer.write_table(table)
+    data = file.getvalue()
+    (message,) = (
+        m for m in pa.ipc.MessageReader.open_stream(io.BytesIO(data)) if m.type == "record batch"
+    )
+    buffers = struct.pack("<qqq", 0, 0, 0)  # no nulls; then the values, from the first byte on
+    place = data.index(buffers, data.index(message.metadata.to_pybytes())) + 16
+    hostile = data[:place] + struct.pack("<q", 1 << 40) + data[place + 8 :]
+    assert ArrowBatches(io.BytesIO(data)).num_rows == [1000]
+    with pytest.raises(pa.ArrowInvalid, match="outside"):
+        ArrowBatches(io.BytesIO(hostile))

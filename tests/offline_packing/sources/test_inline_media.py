@@ -14,7 +14,7 @@ import pytest
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting
-from tests.helpers.datasets import image_bytes, make_run, pack_all
+from tests.helpers.datasets import image_bytes, make_run, pack_all, packed_run
 from tests.helpers.formats import lines, tar_bytes, write_file
 from tests.helpers.videos import make_video
 
@@ -123,8 +123,7 @@ def test_broken_ones_are_set_aside(tmp_path: Path, name: str, reason: str) -> No
 def test_packs_hold_the_bytes(tmp_path: Path) -> None:
     records = [{"id": key, **record} for key, (record, _) in RECORDS.items()]
     source = {**write_jsonl(tmp_path / "data", records), "task": "bmr"}
-    run = make_run(source, tmp_path / "out", pack={"seq_length": 512})
-    pack_all(run)
+    run = packed_run(source, tmp_path / "out", pack={"seq_length": 512})
     assert verify(run, deep=True).ok
     with pytest.raises(StageError, match=r"references: Energon has no address .*: record"):
         pack_all(make_run(source, tmp_path / "b", output={"layout": "references"}))

@@ -22,6 +22,7 @@ from offline_packing.storage.tars import (
     scan_tar,
     tar_size,
 )
+from tests.helpers.formats import tar_bytes
 
 PACKS = [
     ("ps_00000000", [("img000.jpg", b"a" * 700), ("img001.png", b""), ("json", b"{}")]),
@@ -182,13 +183,7 @@ def _members_before_damage(content: bytes) -> list[object]:
 
 
 def _tar(*names: str) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = 3
-            tar.addfile(info, io.BytesIO(b"abc"))
-    return buffer.getvalue()
+    return tar_bytes((name, b"abc") for name in names)
 
 
 @pytest.mark.parametrize("kind", [io.BytesIO, Stream])

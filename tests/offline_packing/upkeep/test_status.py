@@ -1,21 +1,20 @@
-"""`status` says how much of how much is done, also of a run that was stopped in the middle."""
+"""`status` says how much of how much is done, also of a run that was stopped in the middle; and a
+packed dataset in one call from Python."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from offline_packing.errors import StageError
+import offline_packing
+from offline_packing.config.packing import parse_config
+from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.status import status
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all
-
-
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_pairs(tmp_path_factory.mktemp("captions"))
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all, packed_run
 
 
 def test_totals(captions: Path, tmp_path: Path) -> None:
@@ -52,9 +51,7 @@ def test_stopped_in_the_middle(captions: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("status")
-    run = make_run(captioning_pairs(root / "data", 20), root / "out")
-    pack_all(run)
-    return run
+    return packed_run(captioning_pairs(root / "data", 20), root / "out")
 
 
 def changed(packed: Run, **sections: dict[str, Any]) -> Run:
@@ -72,3 +69,37 @@ def test_remedy_of_another_plan_does_not_lead_in_a_circle(packed: Run) -> None:
     """Planning again would refuse to replace the shards."""
     with pytest.raises(StageError, match=r"pack\.seed was 0, is 1; .* run with output\.overwrite"):
         open_plan(changed(packed, pack={"seed": 1}))
+
+
+def test_a_dict_a_file_and_a_configuration_give_the_same(tmp_path: Path) -> None:
+    content = {
+        "source": {
+            "format": "pairs",
+            "path": str(captioning_pairs(tmp_path / "data", 20)),
+            "task": "captioning",
+        },
+        "model": {"max_pixels": 50_176},
+        "pack": {"seq_length": 512},
+        "output": {"path": str(tmp_path / "from_dict")},
+        "engine": {"workers": 0},
+    }
+    packed = offline_packing.pack(content, deep=True)
+    assert packed.path == tmp_path / "from_dict"
+    assert packed.manifest.counts.packed == packed.verified.num_samples == 20
+    assert packed.report.is_file()
+    file = tmp_path / "pack.yaml"
+    file.write_text(yaml.safe_dump(content))
+    from_file = offline_packing.pack(file, f"output.path={tmp_path / 'from_file'}")
+    assert from_file.manifest == packed.manifest
+    assert offline_packing.pack(parse_config(content)).manifest == packed.manifest  # as it is
+
+
+def test_what_goes_wrong_raises(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pack"):
+        offline_packing.pack({"pack": {"sequence_length": 1}})
+    source = {"format": "pairs", "path": str(tmp_path), "task": "captioning"}
+    content = {"source": source, "output": {"path": str(tmp_path.parent / "out")}}
+    with pytest.raises(StageError, match=str(tmp_path)):
+        offline_packing.pack(content)
+    with pytest.raises(TypeError, match="overrides"):
+        offline_packing.pack(content, "pack.seed=1")

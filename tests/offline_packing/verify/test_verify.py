@@ -11,6 +11,7 @@ import pytest
 
 from offline_packing.errors import ConfigError
 from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.run import Run
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import Drawn, verify
 from task_encoders.families.base.family import FamilyEncoder
@@ -19,16 +20,19 @@ from task_encoders.samples import SourceSample
 from tests.helpers.command import invoke
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
     index_rows,
     make_run,
     pack_all,
+    packed_run,
 )
 from tests.helpers.outputs import flip_byte
 
 
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captioning_pairs(tmp_path_factory.mktemp("captions"))
+@pytest.fixture
+def run(captions: Path, tmp_path: Path) -> Run:
+    """Packs that a test may change."""
+    return packed_run(captions, tmp_path / "out")
 
 
 def flip_bit(root: Path) -> None:
@@ -69,11 +73,7 @@ def change_text(root: Path) -> None:
         (change_text, "text differs from the source"),
     ],
 )
-def test_verify_names_the_damage(
-    captions: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
-) -> None:
-    run = make_run(captions, tmp_path / "out")
-    pack_all(run)
+def test_verify_names_the_damage(run: Run, damage: Callable[[Path], None], problem: str) -> None:
     assert verify(run, deep=True).ok
     damage(run.workspace.root)
     result = verify(run, deep=True)
@@ -100,8 +100,7 @@ def test_verify_finds_a_wrong_length(
     assert re.search(r"'part0/000004': encodes to \d+ tokens, measured", result.problems[0])
 
 
-def test_verify_counts(captions: Path, tmp_path: Path) -> None:
-    run = make_run(captions, tmp_path / "out")
+def test_verify_counts(run: Run) -> None:
     manifest = pack_all(run)
     result = verify(run, deep=True)
     tokens = sum(row["num_tokens"] for row in index_rows(run))
@@ -116,14 +115,16 @@ def test_verify_counts(captions: Path, tmp_path: Path) -> None:
     )
 
 
-def test_hashes_alone(captions: Path, tmp_path: Path) -> None:
-    run = make_run(captions, tmp_path / "out", output={"packs_per_shard": 2})
-    counts = pack_all(run).counts
+def test_hashes_alone_and_drawn_packs(run: Run) -> None:
     found = verify(run, hash_only=True)
-    assert (found.problems, found.num_samples) == ([], counts.packed)
+    assert (found.problems, found.num_samples) == ([], 40)
     flip_bit(run.workspace.root)
     assert "its hash differs" in verify(run, hash_only=True).problems[0]
-    assert verify(run, drawn=Drawn(0.01)).num_packs == 1
+    some = verify(run, drawn=Drawn(0.01))
+    assert (some.problems, some.num_packs) == ([], 1)
+    swap_shards(run.workspace.root)
+    problems = verify(run, drawn=Drawn(0.999)).problems
+    assert any("train-000000.tar" in one for one in problems)  # the bit is in the other
 
 
 @pytest.mark.parametrize("layout", ["energon", "references", "indexed"])
@@ -141,18 +142,8 @@ def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) ->
     assert len(seeds) > 1
 
 
-def test_drawn_packs_are_compared(captions: Path, tmp_path: Path) -> None:
-    run = make_run(captions, tmp_path / "out", output={"packs_per_shard": 2})
-    pack_all(run)
-    swap_shards(run.workspace.root)
-    assert not verify(run, drawn=Drawn(0.999)).ok
-
-
-def test_options_of_parts(captions: Path, tmp_path: Path) -> None:
-    config = tmp_path / "pack.yaml"
-    run = make_run(captions, tmp_path / "out")
-    config.write_text(run.config.model_dump_json(exclude_unset=True))
-    invoke("run", config)
+def test_options_of_parts(run: Run, tmp_path: Path) -> None:
+    config = config_file(tmp_path / "pack.yaml", run.config)
     assert "drawn with seed 3" in invoke("verify", config, "--samples=2", "--seed=3").output
     assert "not opened" in invoke("verify", config, "--hash-only").output
     with pytest.raises(ConfigError, match="leave out --deep and --samples"):
@@ -163,8 +154,7 @@ def test_a_picture_that_is_damaged_in_the_source_is_named_as_such(tmp_path: Path
     root = captioning_pairs(tmp_path / "data", 8)
     picture = root / "part0" / "000000.png"
     flip_byte(picture, picture.stat().st_size // 2)  # shows when its pixels are read
-    run = make_run(root, tmp_path / "out")
-    pack_all(run)
+    run = packed_run(root, tmp_path / "out")
     result = verify(run, deep=True)
     assert (result.num_problems, result.num_in_source) == (1, 1)
     assert result.problems[0].endswith(

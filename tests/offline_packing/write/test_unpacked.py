@@ -23,7 +23,7 @@ from offline_packing.verify.verify import verify
 from task_encoders.packs.manifest import Manifest
 from tests.helpers import formats
 from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
-from tests.helpers.repairs import repair
+from tests.helpers.outputs import repair
 
 NUM_ROWS = 200
 
@@ -161,7 +161,7 @@ def _slow_copy(folder: Path, content: bytes, started: str, pause: float) -> None
 def test_copies_are_made_by_one_and_survive_a_kill(tmp_path: Path) -> None:
     """The first process is killed half-way; of the next four only one makes the copy."""
     folder, started, content = tmp_path / "unpacked", tmp_path / "started", os.urandom(1 << 16)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     first = context.Process(target=_slow_copy, args=(folder, content, str(started), 600.0))
     first.start()
     while not (started.exists() and started.read_bytes()):

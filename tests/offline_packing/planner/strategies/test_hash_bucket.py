@@ -24,7 +24,7 @@ from offline_packing.planner.strategies.peers.hash_bucket import (
     select_seeds,
 )
 from tests.helpers.markdown import blocks
-from tests.helpers.pack_lists import as_lists, contents
+from tests.helpers.sizes import as_lists, contents
 
 PAGE = (Path(__file__).parents[4] / "docs/configuration.md").read_text()
 POWERS = PowersOfTwoPhase(kind="powers_of_two")

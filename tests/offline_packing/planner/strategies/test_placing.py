@@ -19,8 +19,7 @@ from offline_packing.planner.strategies.peers.placing import (
     shuffle_and_pack,
     to_constant_volume,
 )
-from tests.helpers.pack_lists import as_lists
-from tests.helpers.sizes import limited_sizes
+from tests.helpers.sizes import as_lists, limited_sizes
 
 Score = Callable[[int, int], int]
 SCORES: dict[int, Score] = {

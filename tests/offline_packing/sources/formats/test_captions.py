@@ -7,7 +7,7 @@ import pytest
 from offline_packing.sources.recognise import recognise
 from offline_packing.verify.verify import verify
 from tests.helpers import accounting
-from tests.helpers.datasets import image_bytes, make_run, pack_all
+from tests.helpers.datasets import image_bytes, packed_run
 from tests.helpers.formats import write_file
 from tests.helpers.videos import make_video
 
@@ -47,6 +47,5 @@ def test_init_to_packs(folder: Path, tmp_path: Path) -> None:
     (folder / "a.json").unlink()
     options = recognise(str(folder)).options
     assert options == {"format": "captions", "path": str(folder), "task": "captioning"}
-    run = make_run(options, tmp_path / "out", pack={"seq_length": 512, "max_set_aside": 0.9})
-    pack_all(run)
+    run = packed_run(options, tmp_path / "out", pack={"seq_length": 512, "max_set_aside": 0.9})
     assert verify(run, deep=True).ok

@@ -1,9 +1,7 @@
 """Packs as other packers write them: read, packed again and exported, nothing lost."""
 
 import json
-import tarfile
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +12,8 @@ from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
 from tests.helpers.datasets import image_bytes, index_rows, make_run, pack_all
+from tests.helpers.formats import tar_bytes
+from tests.helpers.outputs import members_of
 
 Texts = tuple[tuple[tuple[str, str], ...], tuple[bytes, ...]]
 
@@ -91,20 +91,14 @@ def write_pack(pack: Pack, root: Path, form: str) -> Path:
         for name, data in members.items():
             (folder / name).write_bytes(data)
         return folder
-    with tarfile.open(folder / "pretrain-000000.tar", "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, BytesIO(data))
+    (folder / "pretrain-000000.tar").write_bytes(tar_bytes(members.items()))
     return folder
 
 
 def read_packs(folder: Path, task: str) -> list[Texts]:
     """Texts and images of all sub-samples in a folder of tars or of files, in any order."""
     files = {path.name: path.read_bytes() for path in folder.glob("*ps_*")}
-    for path in folder.glob("*.tar"):
-        with tarfile.open(path) as tar:
-            files |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    files |= members_of(folder)
     found: list[Texts] = []
     for name in sorted(files):
         if not name.endswith(".json"):

@@ -288,7 +288,7 @@ def test_a_table_above_the_memory_of_its_task(
     source = write_repeated(tmp_path / "data", form, 1500, 1 << 20)
     (tmp_path / "data" / f"a.{form}").rename(tmp_path / "data" / f"large.{form}")
     write_repeated(tmp_path / "data", form, 3)
-    run = make_run(source, tmp_path / "out", engine={"workers": 2}, pack={"max_set_aside": 1})
+    run = make_run(source, tmp_path / "out", engine={"workers": 1}, pack={"max_set_aside": 1})
     info = measure(run).info
     assert (info.num_samples, dict(info.set_aside)) == (3, {"damaged_source": 3})
 
