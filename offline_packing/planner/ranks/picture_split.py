@@ -159,7 +159,8 @@ def _even_all(packs: Packs, pictures: _Pictures) -> None:
         own = ids[ends[pack] : ends[pack + 1]]
         places = np.flatnonzero(pictures.units[own] > 0)
         some = own[places]
-        rank, rescans = np.empty(len(some), np.int64), _RESCANS
+        rank = np.empty(len(some), np.int64)
+        rescans = np.int64(_RESCANS)  # a literal would be compiled apart
         _count_shares(some, pictures, rank, shares)
         while rescans >= 0 and shares.max() > shares.mean() * (1 + _EVEN):
             if not _swap_alike(some, pictures, rank, shares):

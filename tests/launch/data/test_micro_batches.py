@@ -60,7 +60,7 @@ def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
     assert "left out, in pack 01 or before: 01: bad_record" in caplog.text
     config = DataConfig(path=str(tmp_path / "all"), num_workers=0)
     batches = LoaderBatches(config, encoder, initialize_parallel())
-    with pytest.raises(StageError, match="of 100 rows in a row can be used: 00: bad_record"):
+    with pytest.raises(StageError, match="100 consecutive rows have no usable sample: 00: "):
         list(iter(batches.next, None))
 
 

@@ -99,7 +99,7 @@ def test_what_online_data_have_not_is_refused(folder: Path, tmp_path: Path) -> N
         make_config(folder, tmp_path, data={"online": ONLINE}, validation={"every": 2})
     own = {"online": ONLINE, "task_encoder": "task_encoders:PackedTaskEncoder"}
     config = make_config(folder, tmp_path, data=own).data
-    with pytest.raises(ValueError, match="'task_encoders:PackedTaskEncoder' is no OnlineTaskEnc"):
+    with pytest.raises(ValueError, match="PackedTaskEncoder' is not a subclass of Online"):
         build_task_encoder(config, read_data(config))
 
 

@@ -69,9 +69,7 @@ def _best_leaf(tree: np.ndarray, size: np.ndarray, limits: np.ndarray, stack: np
 
 
 @njit(cache=True, nogil=True)
-def place_samples(
-    sizes: np.ndarray, limits: np.ndarray, choice: int, num_open: int = 0
-) -> np.ndarray:
+def place_samples(sizes: np.ndarray, limits: np.ndarray, choice: int, num_open: int) -> np.ndarray:
     """Pack of every sample, int64 (num_samples,), counted in the order of opening.
 
     ``sizes`` int64 (num_samples, num_limits), tokens first, in the order of placing, each within
@@ -109,7 +107,7 @@ def place_samples(
 
 def place_in_order(sizes: np.ndarray, limits: np.ndarray, order: np.ndarray, choice: int) -> Packs:
     """Packs of the samples ``order``, int64 (k,), placed in that order by :func:`place_samples`."""
-    pack_of = place_samples(sizes[order], limits, choice)
+    pack_of = place_samples(sizes[order], limits, choice, 0)  # a default would be compiled apart
     return group_into_packs(order, pack_of, int(pack_of.max(initial=-1)) + 1)
 
 
