@@ -7,7 +7,6 @@ torch_varlen        torch.nn.attention.varlen on CUDA
 sdpa                one scaled_dot_product_attention per segment: CPU, or float32 on CUDA
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -15,6 +14,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -287,9 +287,10 @@ class PackedCoreAttention(torch.nn.Module):
                 query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
             )
         else:
-            params, keys = packed_seq_params, contextlib.nullcontext((key, value))
+            params = packed_seq_params
+            keys: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
             if isinstance(params, RowPart):  # its tokens attend to the keys of all ranks
-                keys = contextlib.nullcontext(params.gather_keys(key, value))
+                keys = nullcontext(params.gather_keys(key, value))
             elif isinstance(params, RowTrees):
                 keys = params.gather_keys(key, value)
             padded = params.cu_seqlens_q_padded is not None

@@ -5,22 +5,26 @@
     queries                 cu_seqlens_q   [0 4 6 9]
     keys                    cu_seqlens_kv  [0 4 10 17]      [a a a a|a a a a b b|a a a a c c c]
 
-All other layers see each token once, at the position that it has in its own sample. Attention gathers
-the keys of every segment and calls an ordinary kernel, causal and aligned at the end; gathering's
-backward adds up the trunk's gradients. So each branch has the logits, the loss and the gradient of
-its sample alone. Deduplicated prefixes of text are trained alike in Molmo2 and in RL trainers.
+All other layers see each token once, at the position that it has in its own sample. Attention
+gathers the keys of every segment and calls an ordinary kernel, causal and aligned at the end; the
+backward of gathering adds up the trunk's gradients. So each branch has the logits, the loss and the
+gradient of its sample alone.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.autograd.graph import saved_tensors_hooks
 
-from launch.model.context_parallel import _boundaries, _ranges
+from launch.model.context_parallel import boundaries_of, ranges
+from task_encoders.model_inputs import to_packed_seq_params
+
+if TYPE_CHECKING:
+    from task_encoders.energon_samples import PackedBatch
 
 
 @dataclasses.dataclass
@@ -73,7 +77,7 @@ class _View:
     @classmethod
     def of(cls, tensor: torch.Tensor, width: int) -> "_View":
         """`width`: elements of a row."""
-        first, stride = tensor.storage_offset(), tensor.stride()
+        first, stride = int(tensor.storage_offset()), tensor.stride()
         last = first + sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=True))
         begin = first // width
         return cls(begin, last // width + 1, tensor.shape, stride, first - begin * width)
@@ -82,16 +86,24 @@ class _View:
         return rows.as_strided(self.size, self.stride, self.offset)
 
 
-def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.Tensor) -> RowTrees:
-    """The attention of a row with trees.
-
-    Args:
-        params: its segments, of `to_packed_seq_params`.
-        parents: (P,) the trunk of each segment, which stands before it; -1: none.
-        attn_mask: (S,) True = padding.
+def segment_params(batch: "PackedBatch", cp_group: Any = None) -> PackedSeqParams:
+    """The segments of a row; with prefix trees `RowTrees`.
 
     Raises:
-        ValueError: a trunk is a branch itself, or not before its branches; or ranks share the row.
+        ValueError: a row with trees is to be cut over ranks, or its trunks do not stand before
+            their branches, or are branches themselves.
+    """
+    params = to_packed_seq_params(batch, cp_group, trees=True)
+    return row_trees(params, batch.parents, batch.attn_mask) if batch.parents.numel() else params
+
+
+def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.Tensor) -> RowTrees:
+    """The attention of a row with trees, see `segment_params`.
+
+    Args:
+        params: its P segments.
+        parents: (P,) the trunk of each segment, which stands before it; -1: none.
+        attn_mask: (S,) True = padding.
     """
     if params.cp_group is not None and params.cp_group.size() > 1:
         raise ValueError("a row with prefix trees cannot be cut over context parallel ranks")
@@ -111,8 +123,8 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
     return RowTrees(
         qkv_format=params.qkv_format,
         cu_seqlens_q=layout.to(torch.int32),
-        cu_seqlens_kv=_boundaries(seen),
+        cu_seqlens_kv=boundaries_of(seen),
         max_seqlen_q=params.max_seqlen_q,
         max_seqlen_kv=int(seen.max()),
-        keys=_ranges(starts, lengths, int(seen.sum())),
+        keys=ranges(starts, lengths, int(seen.sum())),
     )
