@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.settings import TREES
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
@@ -77,10 +78,7 @@ def refuse_trees(batch: "PackedBatch") -> None:
     train without them."""
     parents = getattr(batch, "parents", None)  # a trainer's own batch may lack it
     if parents is not None and parents.numel():
-        raise ValueError(
-            "the row holds prefix trees (pack.share_prefixes), whose branches attend to a trunk; "
-            "train it with launch.train or launch.train_transformers, or pack without"
-        )
+        raise ValueError(TREES.format("the row"))
 
 
 def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: bool = False) -> Any:
