@@ -381,15 +381,29 @@ def tree_attention(
     return out[None], None
 
 
-def register_attention() -> None:
-    """Make `vision_attention` and `tree_attention` known to transformers, by their names."""
+def register_vision_attention() -> str:
+    """Make `vision_attention` known to transformers, and return the name to ask for."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VISION_ATTENTION, vision_attention)
-    AttentionInterface.register(TREE_ATTENTION, tree_attention)
-
-
-def register_vision_attention() -> str:
-    """Make `vision_attention` known to transformers, and return the name to ask for."""
-    register_attention()
     return VISION_ATTENTION
+
+
+def use_tree_attention(model: Any) -> None:
+    """Give the language model of one of transformers `tree_attention`. Raises ValueError where it
+    has layers that are not attention."""
+    from transformers import AttentionInterface
+
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if unknown := [kind for kind in kinds if not kind.endswith("attention") or "linear" in kind]:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {unknown[0]!r}, whose state cannot branch: "
+            "pack without pack.share_prefixes"
+        )
+    AttentionInterface.register(TREE_ATTENTION, tree_attention)
+    model.set_attn_implementation({"text_config": TREE_ATTENTION})
+
+
+def has_tree_attention(config: Any) -> bool:
+    """Whether a model of transformers has got it."""
+    return bool(config.get_text_config()._attn_implementation == TREE_ATTENTION)

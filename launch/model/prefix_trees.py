@@ -97,6 +97,22 @@ def segment_params(batch: "PackedBatch", cp_group: Any = None) -> PackedSeqParam
     return row_trees(params, batch.parents, batch.attn_mask) if batch.parents.numel() else params
 
 
+def as_trees(params: PackedSeqParams) -> RowTrees:
+    """The same of a row that may have none."""
+    if isinstance(params, RowTrees):
+        return params
+    padded = params.cu_seqlens_q_padded
+    layout = params.cu_seqlens_q if padded is None else padded
+    return RowTrees(
+        qkv_format=params.qkv_format,
+        cu_seqlens_q=layout,
+        cu_seqlens_kv=layout,
+        max_seqlen_q=params.max_seqlen_q,
+        max_seqlen_kv=params.max_seqlen_kv,
+        keys=torch.arange(int(layout[-1]), device=layout.device),
+    )
+
+
 def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.Tensor) -> RowTrees:
     """The attention of a row with trees, see `segment_params`.
 

@@ -192,7 +192,7 @@ def _trees(stored: Any, count: int, key: str) -> list[Tree]:
         trees = [Tree(*map(operator.index, one)) for one in stored]
     except TypeError as error:
         raise PackFormatError(f"pack {key!r}: meta.trees is {stored!r}"[:200]) from error
-    ends = [0, *(tree.first + tree.count for tree in trees)]
+    ends = [0, *(tree.first + tree.num_samples for tree in trees)]
     firsts = [*(tree.first for tree in trees), count]
     if min([0, *itertools.chain(*trees)]) < 0 or any(map(operator.gt, ends, firsts)):
         raise PackFormatError(f"pack {key!r}: meta.trees {stored} are not of {count} sub-samples")
@@ -217,7 +217,7 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
         members = match_images(pack.record.get("images"), pack.key.rpartition("/")[2], pack.media)
     count, tokenized = len(restored.keys), restored.tokenized
     texts = tokenized.texts if tokenized and tokenized.made_with == made_with else [None] * count
-    tree_of = {tree.first + i: tree for tree in restored.trees for i in range(tree.count)}
+    tree_of = {tree.first + i: tree for tree in restored.trees for i in range(tree.num_samples)}
     read = functools.cache(pack.media.__getitem__)  # a tree's media once
     columns = restored.keys, restored.sub_samples, texts, restored.num_tokens or [None] * count
     found = []

@@ -63,7 +63,7 @@ class Tree(NamedTuple):
     """Consecutive sub-samples of a pack that begin alike."""
 
     first: int  #: number of the first of them
-    count: int
+    num_samples: int
     num_tokens: int  #: equal tokens, up to the end of the media in them
     num_images: int
     num_videos: int
@@ -158,7 +158,7 @@ def pack_json(
     images = [[name for name in own if not is_video_name(name)] for own in own_names]
     videos = [[name for name in own if is_video_name(name)] for own in own_names]
     for tree in trees:
-        for number in range(tree.first + 1, tree.first + tree.count):
+        for number in range(tree.first + 1, tree.first + tree.num_samples):
             images[number] = images[tree.first][: tree.num_images] + images[number]
             videos[number] = videos[tree.first][: tree.num_videos] + videos[number]
     samples = [sub.sample for sub in sub_samples]

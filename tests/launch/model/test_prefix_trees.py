@@ -1,32 +1,40 @@
 """Branches of a prefix tree equal their samples alone."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.autograd.graph import saved_tensors_hooks
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
 from launch.model.megatron_model import build_model
-from launch.model.packed_attention import PackedCoreAttention, varlen_attention
-from launch.model.prefix_trees import RowTrees, row_trees
+from launch.model.packed_attention import use_tree_attention, varlen_attention
+from launch.model.prefix_trees import row_trees, segment_params
+from launch.model.segments import isolate_segments
+from launch.model.transformers_model import PackedTransformersModel
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.model_inputs import to_packed_seq_params
+from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import SourceSample, Turn
+from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import (
     IMAGE,
+    VISION_END,
     forward,
     packed_batch,
     random_sample,
     row_samples,
     transformers_model,
-    VISION_END,
 )
+from tests.helpers.tiny_families import FURTHER, QWEN, encoder_options, save_tokenizer, tiny_model
 
 
 def boundaries(lengths: Sequence[int]) -> torch.Tensor:
@@ -70,7 +78,8 @@ def test_branches_follow_their_trunk(parents: list[int]) -> None:
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_gathered_keys_are_not_kept_for_backward(groups: int) -> None:
+def test_gathered_keys_are_gathered_again(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not kept for the backward pass, but for copies that a kernel makes of fewer groups."""
     lengths, parents = [64, *[4] * 32], torch.tensor([-1, *[0] * 32])
     padding = torch.zeros(sum(lengths), dtype=torch.bool)
     trees = row_trees(params_of(lengths), parents, padding)
@@ -92,25 +101,27 @@ def test_gathered_keys_are_not_kept_for_backward(groups: int) -> None:
             backend="sdpa",
         )
 
-    kept: dict[int, int] = {}
+    kept = list[Any]()
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+    def recorded(pack: Any, unpack: Any) -> Any:
+        return saved_tensors_hooks(lambda saved: kept.append(pack(saved)) or kept[-1], unpack)
 
+    monkeypatch.setattr("launch.model.prefix_trees.saved_tensors_hooks", recorded)
     expected = attend(*(one[trees.keys] for one in leaves[1:]))
     expected.square().sum().backward()
     gradients = [one.grad for one in leaves]
     for one in leaves:
         one.grad = None
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        with trees.gather_keys(*leaves[1:]) as gathered:
-            found = attend(*gathered)
+    with trees.gather_keys(*leaves[1:]) as gathered:
+        found = attend(*gathered)
+        copies = {one.untyped_storage().data_ptr() for one in gathered}
+    tensors = [one for one in kept if isinstance(one, torch.Tensor)]
+    assert not copies & {one.untyped_storage().data_ptr() for one in tensors}
+    assert len(tensors) < len(kept) or groups < 4
     assert torch.equal(found, expected)
     found.square().sum().backward()
     for one, gradient in zip(leaves, gradients, strict=True):
         torch.testing.assert_close(one.grad, gradient)
-    print(sum(kept.values()), gathered[0].nbytes, leaves[1].nbytes)
 
 
 def with_tail(
@@ -128,7 +139,7 @@ def with_tail(
         image_grid_thw=torch.from_numpy(base.image_grid_thw).long(),
         video_grid_thw=None,
     )
-    return dataclasses.replace(
+    return replace(
         base,
         key=f"tail-{seed}",
         tokens=tokens,
@@ -137,30 +148,18 @@ def with_tail(
     )
 
 
-def cut(sample: EncodedSample, begin: int, end: int | None, *, media: bool) -> EncodedSample:
-    images = slice(None) if media else slice(0)
-    return dataclasses.replace(
-        sample,
-        tokens=sample.tokens[begin:end],
-        loss_weights=sample.loss_weights[begin:end],
-        position_ids=sample.position_ids[:, begin:end],
-        image_grid_thw=sample.image_grid_thw[images],
-        image_pixels=sample.image_pixels[images],
-    )
-
-
-def tree_forward(model: Any, batch: PackedBatch, parents: torch.Tensor) -> torch.Tensor:
-    params = row_trees(to_packed_seq_params(batch), parents, batch.attn_mask)
-    return model(
+def tree_forward(model: Any, batch: PackedBatch) -> torch.Tensor:
+    losses: torch.Tensor = model(
         batch.tokens,
         batch.position_ids,
-        params,
+        segment_params(batch),
         batch.imgs,
         batch.image_grid_thw,
         shift_labels(batch.labels),
         batch.pixel_values_videos,
         batch.video_grid_thw,
     )
+    return losses
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -187,87 +186,72 @@ def test_branches_equal_their_samples_alone(family: str, multiple: int, tmp_path
     losses.sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    trunk = cut(samples[0], 0, length, media=True)
-    branches = [cut(one, length, None, media=False) for one in samples]
-    batch = packed_batch([trunk, *branches, *other], multiple=multiple)
-    parents = torch.tensor([-1, *[0] * len(branches), *[-1] * len(other)])
-    found = tree_forward(model, batch, parents)
+    segments = [*as_tree(samples, length, 1, 0), *other]
+    parents = [-1, *[0] * len(samples), *[-1] * len(other)]
+    batch = packed_batch(segments, parents=parents, multiple=multiple)
+    found = tree_forward(model, batch)
     found.sum().backward()
     assert len(batch.tokens[0]) < sum(len(one.tokens) for one in [*samples, *other]) or multiple > 1
     torch.testing.assert_close(found[found > 0], losses[losses > 0], atol=1e-5, rtol=1e-5)
     for name, gradient in gradients.items():
         own = dict(model.named_parameters())[name].grad
         assert (own - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
-    alone = forward(model, batch, shift_labels(batch.labels))
+    plain = replace(batch, parents=batch.parents[:, :0])
+    alone = forward(model, plain, shift_labels(batch.labels))
     assert (alone[found > 0] - losses[losses > 0]).abs().max() > 0.5
 
 
-FAMILIES_ = [
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "llava_onevision_1_5",
-    "llava_1_5",
-    "glm4v",
-    "glm46v",
-    "mistral3",
-    "internvl3",
-    "gemma4",
-    "gemma4_unified",
-]
+#: Families of transformers whose layers are all attention.
+ATTENTION = [f for f in (*QWEN, *FURTHER) if f not in ("qwen3_5", "llava_onevision_1_5")]
 
 
-@pytest.mark.parametrize("family", FAMILIES_)
-def test_models_of_transformers(family: str, tmp_path: Any) -> None:
-    from launch.model.packed_attention import TREE_ATTENTION, register_attention
-    from launch.model.segments import isolate_segments
-    from task_encoders.families import build_sample_encoder
-    from task_encoders.model_inputs import to_transformers_kwargs
-    from task_encoders.samples import SourceSample, Turn
-    from tests.helpers.texts_and_images import random_image
-    from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
-
-    save_tokenizer(family, tmp_path)
-    encoder: Any = build_sample_encoder(family, str(tmp_path), **encoder_options(family))
+def questions(family: str, folder: Path) -> tuple[Any, list[EncodedSample], int]:
+    """A tiny model, questions on one picture, and the tokens that they share."""
+    save_tokenizer(family, folder)
+    encoder: Any = build_sample_encoder(family, str(folder), **encoder_options(family))
     image = random_image(np.random.default_rng(0), 100, 70)
     samples = []
-    for i, question in enumerate(
-        [
-            "What is it?",
-            "Name the colour of bar 3.",
-            "Why?",
-            "Which one is the largest of all of them?",
-        ]
-    ):
-        sample = SourceSample(str(i), "vqa", (Turn(question, f"Because {i} is a colour."),), ("0",))
+    for i, question in enumerate(["What is it?", "Name the colour of bar 3.", "Why?"]):
+        turn = Turn(question, f"Because {i} is a colour, as anyone can see who looks at it.")
+        sample = SourceSample(str(i), "vqa", (turn,), ("0",))
         samples.append(encoder.encode(sample, [image], []))
+    is_image = samples[0].tokens == encoder.media_token_ids["image_token_id"]
     model = tiny_model(family, encoder.media_token_ids)
+    return model, samples, int(np.flatnonzero(is_image)[-1]) + 1
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+def test_models_of_transformers(family: str, tmp_path: Path) -> None:
+    model, samples, shared = questions(family, tmp_path)
     isolate_segments(model)
-    expected = to_transformers_kwargs(packed_batch(samples))
-    logits = model(**expected).logits[0]
-    image_token = encoder.media_token_ids["image_token_id"]
-    length = int(np.flatnonzero(samples[0].tokens == image_token)[-1]) + 1
-    trunk = cut(samples[0], 0, length, media=True)
-    branches = [cut(one, length, None, media=False) for one in samples]
-    batch = packed_batch([trunk, *branches])
-    register_attention()
-    model.set_attn_implementation({"text_config": TREE_ATTENTION})
-    parents = torch.tensor([-1, *[0] * len(branches)])
-    kwargs = to_transformers_kwargs(batch)
-    if len(batch.position_ids) == 1:
-        kwargs["position_ids"] = batch.position_ids[0]
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-        kwargs.pop(name)
-    kwargs["row_trees"] = row_trees(to_packed_seq_params(batch), parents, batch.attn_mask)
-    if family.startswith("gemma4"):
-        is_image = batch.tokens[0] == image_token
-        begins = is_image & ~torch.nn.functional.pad(is_image, (1, -1))
-        kwargs["row_trees"].blocks = torch.where(is_image, begins.cumsum(0) - 1, -1)
-    found = model(**kwargs).logits[0]
-    begin, at = 0, length
-    for sample, branch in zip(samples, branches):
-        end, size = begin + len(sample.tokens), len(branch.tokens)
-        torch.testing.assert_close(
-            found[at : at + size], logits[end - size : end], atol=1e-5, rtol=0
-        )
-        begin, at = end, at + size
+    layout = FAMILIES[family].build.IMAGE_LAYOUT
+    packed = PackedTransformersModel(model, torch.float32, image_layout=layout).train()
+    others = [samples[0], *samples]
+    alone = packed_batch([*others, *samples])
+    expected = forward(packed, alone, shift_labels(alone.labels))
+    expected.sum().backward()
+    gradients = {n: p.grad.clone() for n, p in packed.named_parameters() if p.grad is not None}
+    packed.zero_grad()
+    use_tree_attention(model)
+    again = forward(packed, alone, shift_labels(alone.labels))  # a row without trees
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=0)
+    segments = [*others, *as_tree(samples, shared, 1, 0)]
+    parents = [-1] * len(others) + [-1] + [len(others)] * len(samples)
+    batch = packed_batch(segments, parents=parents)
+    found = tree_forward(packed, batch)
+    found.sum().backward()
+    torch.testing.assert_close(found[found > 0], expected[expected > 0], atol=1e-5, rtol=0)
+    for name, gradient in gradients.items():
+        own = dict(packed.named_parameters())[name].grad
+        assert own is not None
+        assert (own - gradient).norm() < 1e-4 * gradient.norm() + 1e-8, name
+    leaking = forward(
+        packed, replace(batch, parents=batch.parents[:, :0]), shift_labels(batch.labels)
+    )
+    assert (leaking[found > 0] - expected[expected > 0]).abs().max() > 0.5
+
+
+def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    model, _, _ = questions("qwen3_5", tmp_path)
+    with pytest.raises(ValueError, match="'linear_attention', whose state cannot branch"):
+        use_tree_attention(model)
