@@ -7,6 +7,8 @@
 
 A row is never padded unless asked to. `multiple` pads every sub-sample inside its own segment;
 `pad_to_length` adds a last segment of padding, so that `cu_lengths[-1]` is always the row's length.
+Samples that share a prefix are a trunk and branches (`rows.trees`): `parents` names the trunk of
+each segment, and a tree is padded as a whole.
 
 Pixels become values here, in one pass from the bytes of all samples to the row's own memory; or,
 with `pixel_transport="uint8"`, on the device (`model_inputs.normalise_pixels`).
@@ -36,6 +38,8 @@ class PackedRow:
     position_ids: torch.Tensor  #: (3, S) or (1, S) int64
     attn_mask: torch.Tensor  #: (S,) bool, True = padding
     cu_lengths: torch.Tensor  #: (P + 1,) int32
+    #: (P,) int32, the trunk whose tokens a segment sees as well, -1: none; (0,) without trees
+    parents: torch.Tensor
     pixel_values: torch.Tensor  #: (L, D) float32, or (L, C·p·p) uint8
     image_grid_thw: torch.Tensor  #: (N, 3) int32
     pixel_values_videos: torch.Tensor  #: (K, D) float32 or uint8
@@ -74,6 +78,7 @@ def concatenate(
     samples: Sequence[EncodedSample],
     *,
     pad_token_id: int,
+    parents: Sequence[int] | None = None,
     multiple: int = 1,
     pad_to_length: int | None = None,
     cross_sample_attention: bool = False,
@@ -83,7 +88,8 @@ def concatenate(
     """Concatenate a pack's samples into one row.
 
     Args:
-        multiple: every sub-sample is padded to a multiple of this many tokens.
+        parents: the trunk of each sample, which stands before it; -1: none.
+        multiple: every sub-sample, or tree, is padded to a multiple of this many tokens.
         pad_to_length: the row is padded to this length.
         cross_sample_attention: one segment of all, unlike unpacked training.
         pixel_transport: "uint8" leaves the conversion of pixels to values to the device.
@@ -92,15 +98,41 @@ def concatenate(
     Raises:
         ValueError: no samples, or a row longer than `pad_to_length`.
     """
-    lengths = [-(-len(sample.tokens) // multiple) * multiple for sample in samples]
+    if parents is not None and cross_sample_attention:
+        raise ValueError("cross_sample_attention: branches would see each other")
+    lengths = padded_lengths([len(sample.tokens) for sample in samples], parents, multiple)
     starts, total = place_samples(lengths, pad_to_length)
     ends = boundaries(starts[[0, -1]] if cross_sample_attention else starts, total)
     return PackedRow(
         **_texts(samples, starts, total, pad_token_id, running=cross_sample_attention),
         **_media(samples, starts, ends, pixel_transport, map_),
         cu_lengths=ends,
+        parents=as_parents(parents, len(ends) - 1),
         is_padded=multiple > 1 or pad_to_length is not None,
     )
+
+
+def padded_lengths(
+    lengths: Sequence[int], parents: Sequence[int] | None, multiple: int
+) -> list[int]:
+    """Room of each sample: up to a multiple; of a tree, whose last branch takes its padding."""
+    if parents is None:
+        return [-(-length // multiple) * multiple for length in lengths]
+    found, tree = [], 0
+    for length, goes_on in zip(
+        lengths, [*(parent >= 0 for parent in parents[1:]), False], strict=True
+    ):
+        tree += length
+        found.append(length if goes_on else length + -tree % multiple)
+        tree = tree if goes_on else 0
+    return found
+
+
+def as_parents(parents: Sequence[int] | None, num_segments: int) -> torch.Tensor:
+    """int32, with -1 for a last segment of padding; (0,) without trees."""
+    if parents is None or max(parents, default=-1) < 0:
+        return torch.empty(0, dtype=torch.int32)
+    return torch.tensor([*parents, *[-1] * (num_segments - len(parents))], dtype=torch.int32)
 
 
 def place_samples(
@@ -204,10 +236,12 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
 
     Segments stay as they are: cu_lengths [0, 3, 5] and [0, 4] give [0, 3, 5, 9].
     """
-    ends = [rows[0].cu_lengths[:1]]
+    ends, parents = [rows[0].cu_lengths[:1]], list[int]()
     length = 0
     for row in rows:
         ends.append(row.cu_lengths[1:] + length)
+        own, count = row.parents.tolist(), len(row.cu_lengths) - 1
+        parents += [one + len(parents) if one >= 0 else -1 for one in own] or [-1] * count
         length += len(row.tokens)
     return PackedRow(
         tokens=torch.cat([row.tokens for row in rows]),
@@ -215,6 +249,7 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         position_ids=torch.cat([row.position_ids for row in rows], dim=1),
         attn_mask=torch.cat([row.attn_mask for row in rows]),
         cu_lengths=torch.cat(ends),
+        parents=as_parents(parents, len(parents)),
         is_padded=any(row.is_padded for row in rows),
         normalisation=rows[0].normalisation,
         image_layout=rows[0].image_layout,
@@ -223,8 +258,25 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
 
 
 def split_row(row: PackedRow) -> list[PackedRow]:
-    """The sub-samples of a row, each a row of one segment, with its own padding; a segment that is
-    nothing but padding is left out. `merge_rows` joins them again."""
+    """The sub-samples of a row, each a row of one segment, with its own padding, and with the
+    tokens and media of its trunk; a segment that is nothing but padding is left out. `merge_rows`
+    joins them again, but for trees, whose trunks then stand once per branch."""
+    segments = _segments(row)
+    parents = row.parents.tolist() or [-1] * len(segments)
+    found = []
+    for number, (own, parent) in enumerate(zip(segments, parents, strict=True)):
+        if own.attn_mask.all() or number in parents:
+            continue
+        if parent >= 0:
+            own = merge_rows([segments[parent], own])
+            counts = own.media_counts.sum(0, keepdim=True, dtype=torch.int32)
+            own = replace(own, cu_lengths=own.cu_lengths[[0, -1]], media_counts=counts)
+        found.append(own)
+    return found
+
+
+def _segments(row: PackedRow) -> list[PackedRow]:
+    """Each segment as a row without a trunk."""
     lengths = row.cu_lengths.diff().tolist()
     images, videos = row.media_counts.T.tolist()
     parts = {
@@ -237,11 +289,22 @@ def split_row(row: PackedRow) -> list[PackedRow]:
         "video_grid_thw": row.video_grid_thw.split(videos),
     }
     for pixels, grids in _GRIDS_OF.items():
-        per_patch = len(getattr(row, pixels)) > len(getattr(row, grids))  # else a row per image
+        all_pixels = getattr(row, pixels)
+        per_patch = len(all_pixels) > len(getattr(row, grids))  # else a row per image
         sizes = [int(g.prod(1).sum()) if per_patch else len(g) for g in parts[grids]]
-        parts[pixels] = getattr(row, pixels).split(sizes)
+        parts[pixels] = all_pixels.split(sizes)
     return [
-        replace(row, cu_lengths=torch.tensor([0, length], dtype=torch.int32), **segment)
+        replace(
+            row,
+            cu_lengths=torch.tensor([0, length], dtype=torch.int32),
+            parents=as_parents(None, 1),
+            **dict(zip(parts, values, strict=True)),
+        )
         for length, *values in zip(lengths, *parts.values(), strict=True)
-        if not (segment := dict(zip(parts, values, strict=True)))["attn_mask"].all()
     ]
+
+
+def pixel_rows(num_rows: int, grids: npt.NDArray[Any]) -> list[int]:
+    """Rows of pixels of each medium: its patches; or one, where a whole image is a row."""
+    patches: list[int] = grids.prod(1).tolist()
+    return patches if num_rows > len(grids) else [1] * len(grids)

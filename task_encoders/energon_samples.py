@@ -162,6 +162,8 @@ class PackedBatch(Batch):
     #: M-RoPE's temporal, height and width position (R = 3); R = 1 where positions count tokens
     position_ids: torch.Tensor = _tensor(torch.int64, "R", "1", "S")
     cu_lengths: torch.Tensor = _tensor(torch.int32, "1", "P+1")
+    #: the trunk whose tokens a segment sees as well, -1: none; (1, 0) without prefix trees
+    parents: torch.Tensor = _tensor(torch.int32, "1", "P|0")
     #: the longest segment
     max_lengths: torch.Tensor = _tensor(torch.int32, "1")
     #: [[0.]] without images; as bytes: (L, C·p·p), one frame
@@ -221,6 +223,7 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
         attn_mask=row.attn_mask[None],
         position_ids=row.position_ids[:, None],
         cu_lengths=row.cu_lengths[None],
+        parents=row.parents[None],
         max_lengths=row.cu_lengths.diff().max()[None],
         imgs=row.pixel_values if num_images else row.pixel_values.new_zeros(1, 1),
         image_grid_thw=row.image_grid_thw,
@@ -262,6 +265,7 @@ def empty_batch(
         attn_mask=torch.ones(1, num_tokens, dtype=torch.bool),
         position_ids=torch.arange(num_tokens).expand(position_rows, 1, -1),
         cu_lengths=torch.tensor([[0, num_tokens]], dtype=torch.int32),
+        parents=torch.empty(1, 0, dtype=torch.int32),
         max_lengths=torch.tensor([num_tokens], dtype=torch.int32),
         imgs=torch.zeros(1, 1),
         image_grid_thw=no_grid,

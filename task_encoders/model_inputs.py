@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.settings import TREES
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
@@ -72,14 +73,30 @@ def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> tor
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
 
 
-def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None) -> Any:
+def refuse_trees(batch: "PackedBatch") -> None:
+    """Raise ValueError for a row whose segments share prefixes, which ordinary attention would
+    train without them."""
+    parents = getattr(batch, "parents", None)  # a trainer's own batch may lack it
+    if parents is not None and parents.numel():
+        raise ValueError(TREES.format("the row"))
+
+
+def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: bool = False) -> Any:
     """megatron-core's `PackedSeqParams` in thd format.
 
     `cu_seqlens_*` count real tokens. Where padding was asked for, `cu_seqlens_*_padded` hold the
     boundaries in the row, even if it happened to need none: under context parallelism
     models read them in any case. Otherwise they are None. `local_cp_size` is the number of ranks
     that the row goes over, where packs differ in that; `cp_group`: the process group of these.
+
+    Args:
+        trees: the caller hands `batch.parents` to an attention that knows them.
+
+    Raises:
+        ValueError: the row holds prefix trees, and `trees` is false.
     """
+    if not trees:
+        refuse_trees(batch)
     from megatron.core.packed_seq_params import PackedSeqParams
 
     padded = batch.cu_lengths.flatten()
@@ -128,6 +145,9 @@ def pad_batch(batch: "PackedBatch", length: int, pad_token_id: int) -> "PackedBa
         attn_mask=filled(batch.attn_mask, True),
         position_ids=torch.cat([batch.position_ids, positions], dim=-1),
         cu_lengths=cu_lengths,
+        parents=torch.nn.functional.pad(
+            batch.parents, (0, int(padding > 0 and batch.parents.numel() > 0)), value=-1
+        ),
         max_lengths=cu_lengths.flatten().diff().max()[None],
         is_padded=True,
     )
@@ -151,7 +171,11 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
         with images what the family's `image_layout` makes of them; likewise for videos. Labels are
         shifted inside the model, whose loss takes no weights: where `loss_mask` holds values other
         than 0 and 1, labels are left out: compute the loss from the logits.
+
+    Raises:
+        ValueError: the row holds prefix trees.
     """
+    refuse_trees(batch)
     batch = normalise_pixels(batch)
     weights = batch.loss_mask
     labels = {} if ((weights > 0) & (weights != 1)).any() else {"labels": batch.labels}

@@ -45,6 +45,7 @@ from task_encoders.rows.unpacked import cook, is_pack, unpacked_sub_sample
 from task_encoders.settings import (
     FRACTIONS,
     NO_PACKS,
+    TREES,
     PackingSettings,
     PackingSettingsError,
     check_manifest,
@@ -75,6 +76,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         check_lengths: compare each sub-sample's tokens with the length stored in the pack, and
             stop on the first that differs: the shards were measured with other settings.
         settings: instead of the environment variables.
+        trees: rows go to an attention that knows `parents`; otherwise packs of samples that share
+            prefixes (`pack.share_prefixes`) stop the run.
     """
 
     decoder = TextDecoder()
@@ -94,6 +97,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         encode_threads: Count = 1,
         check_lengths: bool = True,
         settings: PackingSettings | None = None,
+        trees: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -114,6 +118,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             encode_threads=encode_threads,
             check_lengths=check_lengths,
         )
+        self._trees = trees
         self.is_blend = False
         #: whose loss takes no weights but 0 and 1; and the folders that were checked
         self._trainer = ""
@@ -168,6 +173,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         Raises SampleError: there is none; FatalSampleError: see encode_sample."""
         meta = (sample.record.get("meta") or {}) if isinstance(sample, PackedSample) else {}
         num_ranks = meta.get("cp_size")
+        if not self._trees and any(one.tree is not None for one in sub_samples):
+            raise FatalSampleError(TREES.format(f"pack {sample.__key__!r}"))
         row, keys, dropped = self._rows.encode(sub_samples, num_ranks)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))

@@ -7,7 +7,7 @@ The invariant that the whole system rests on, for every sample:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,10 @@ class EncodedSample:
         return self.normalisation.values(self.video_pixels)
 
 
+#: Patches (P, C·p·p), or (Q, C·T·p·p) of a video, and the family's description of their grid.
+EncodedMedium = tuple[npt.NDArray[np.uint8], Any]
+
+
 class SampleEncoder(Protocol):
     """Turns one sample into its length, or into its arrays, by the same code."""
 
@@ -140,17 +144,24 @@ class SampleEncoder(Protocol):
     def decode_image(self, data: bytes) -> Image.Image:
         """The first half of encoding an image. Raises SampleError."""
 
+    def encode_image(self, image: Image.Image) -> EncodedMedium:
+        """The second half: its patches, and what its tokens follow from. Raises SampleError."""
+
+    def encode_video(self, data: bytes) -> EncodedMedium:
+        """The same of a video file. Raises SampleError, and MissingPyAVError."""
+
     def encode(
         self,
         sample: SourceSample,
-        images: Sequence[bytes | Image.Image],
-        videos: Sequence[bytes] = (),
+        images: Sequence[bytes | Image.Image | EncodedMedium],
+        videos: Sequence[bytes | EncodedMedium] = (),
         tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
         """Arrays of a sample whose images and videos are these files.
 
         Args:
-            images: or what `decode_image` returned for them.
+            images: or what `decode_image` or `encode_image` returned for them.
+            videos: or what `encode_video` returned for them.
             tokenized: what `tokenize` returned for it, with an encoder of the same fingerprint.
 
         Raises:

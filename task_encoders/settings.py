@@ -42,6 +42,14 @@ FRACTIONS: Final = (
 )
 
 
+#: Error of samples that share prefixes, where ordinary attention would train branches without
+#: their trunk.
+TREES: Final = (
+    "{} holds samples that share prefixes (pack.share_prefixes); train it with launch.train or "
+    "launch.train_transformers, or pack without"
+)
+
+
 #: Fields of a sample encoder's fingerprint that it lacks where they are the default.
 OWN_FIELDS: Final = ("chat_template", "loss_on")
 

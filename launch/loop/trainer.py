@@ -33,9 +33,9 @@ from launch.loop.metrics import (
 from launch.loop.optimizer import RankAdamW
 from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import TrainPlan
+from launch.model.prefix_trees import segment_params
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import TRAINING
-from task_encoders.model_inputs import to_packed_seq_params
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class Trainer:
         token_losses = self._model(
             tokens=row.tokens,
             position_ids=row.position_ids,
-            packed_seq_params=to_packed_seq_params(row, group),
+            packed_seq_params=segment_params(row, group),
             imgs=row.imgs,
             image_grid_thw=row.image_grid_thw,
             labels=labels,

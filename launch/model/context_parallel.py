@@ -72,33 +72,34 @@ def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
     for one in range(size):
         starts = [boundaries[:-1] + chunks * number for number in (one, 2 * size - 1 - one)]
         pairs = torch.stack(starts, dim=1).flatten()
-        parts.append(_ranges(pairs, chunks.repeat_interleave(2), num_tokens // size))
+        parts.append(ranges(pairs, chunks.repeat_interleave(2), num_tokens // size))
     place = torch.cat(parts).argsort()
     ends = torch.stack([chunks * (rank + 1), chunks * (2 * size - rank)], dim=1).flatten()
     num_keys = num_tokens // (2 * size) * (2 * size + 1)
     longest = params.max_seqlen_q // (2 * size)
     return RowPart(
         qkv_format=params.qkv_format,
-        cu_seqlens_q=_boundaries(chunks.repeat_interleave(2)),
-        cu_seqlens_kv=_boundaries(ends),
+        cu_seqlens_q=boundaries_of(chunks.repeat_interleave(2)),
+        cu_seqlens_kv=boundaries_of(ends),
         max_seqlen_q=longest,
         max_seqlen_kv=longest * (2 * size - rank),
         local_cp_size=size,
         cp_group=params.cp_group,
         own=parts[rank],
         owner=place // (num_tokens // size),
-        keys=place[_ranges(boundaries[:-1].repeat_interleave(2), ends, num_keys)],
+        keys=place[ranges(boundaries[:-1].repeat_interleave(2), ends, num_keys)],
     )
 
 
-def _ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+def ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
     """Starts [0, 7] and lengths [2, 3] -> [0, 1, 7, 8, 9]; `total` numbers."""
     before = starts - (lengths.cumsum(0) - lengths)
     shifts = before.repeat_interleave(lengths, output_size=total)
     return shifts + torch.arange(total, device=starts.device)
 
 
-def _boundaries(lengths: torch.Tensor) -> torch.Tensor:
+def boundaries_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Lengths [2, 3] -> [0, 2, 5], int32."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 

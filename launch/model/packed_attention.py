@@ -14,6 +14,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -23,23 +24,37 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from launch.model.context_parallel import RowPart
+from launch.model.prefix_trees import RowTrees
 
 #: cu_seqlens of queries and of keys, and the longest of each, as flash attention takes them.
 Lengths = tuple[Tensor, Tensor, int, int]
-#: (query, key, value, lengths, scale, causal) -> output, shapes as varlen_attention.
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, bool], Tensor]
+#: (query, key, value, lengths, scale, causal, window) -> output, shapes as varlen_attention.
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, bool, int], Tensor]
 
 
 def _flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    causal: bool,
+    window: int,
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, causal=causal)
+    options = {"softmax_scale": scale, "causal": causal, "window_size": (window, -1)}
+    return flash_attn_varlen_func(query, key, value, *lengths, **options)
 
 
 def _torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    causal: bool,
+    window: int,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -50,15 +65,23 @@ def _torch_varlen(
         else:  # torch before 2.13
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-    window = (-1, 0) if causal else (-1, -1)
-    out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, **options)
+    sides = (window, 0 if causal else -1)
+    out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=sides, **options)
     assert isinstance(out, Tensor)  # a pair only where return_aux asks for it
     return out
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    causal: bool,
+    window: int,
+    visible: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
+    """`visible`: blocks of queries and of keys that see each other, -1: none; under a window."""
     gqa = query.shape[1] != key.shape[1]
     outputs = []
     queries, keys = (itertools.pairwise(cu_seqlens.tolist()) for cu_seqlens in lengths[:2])
@@ -68,13 +91,29 @@ def _sdpa(
             for t, bounds in ((query, own), (key, seen), (value, seen))
         )
         options: dict[str, Any] = {"is_causal": causal}
-        if causal and q.shape[2] != k.shape[2]:  # is_causal would align the first tokens
-            shape, diagonal = (q.shape[2], k.shape[2]), k.shape[2] - q.shape[2]
-            mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(diagonal)
-            options = {"attn_mask": mask}
+        if causal and (window >= 0 or q.shape[2] != k.shape[2]):
+            # is_causal would align the first tokens, and knows no window
+            blocks = (
+                None if visible is None else (visible[0][slice(*own)], visible[1][slice(*seen)])
+            )
+            options = {"attn_mask": _visible(q, k, window, blocks)}
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa, **options)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _visible(
+    query: Tensor, key: Tensor, window: int, blocks: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """(…, n, …) queries, the last of m keys, see these keys: bool (n, m)."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    keys = torch.arange(num_keys, device=query.device)
+    queries = keys[num_keys - num_queries :, None]
+    found = keys <= queries
+    if blocks is not None:
+        own, seen = blocks
+        found |= (own[:, None] == seen) & (seen >= 0)
+    return found & (keys >= queries - window) if window >= 0 else found
 
 
 KERNELS: Final[Mapping[str, VarlenKernel]] = {
@@ -139,6 +178,7 @@ def varlen_attention(
     scale: float,
     causal: bool,
     backend: str,
+    window: int = -1,
 ) -> Tensor:
     """Attention of every token to its own segment.
 
@@ -152,6 +192,7 @@ def varlen_attention(
         scale: factor of the scores.
         causal: whether a token sees only itself and earlier tokens.
         backend: a name in KERNELS.
+        window: earlier tokens that a token sees, under `causal`; -1: all.
 
     Returns:
         (T, H, D).
@@ -162,12 +203,13 @@ def varlen_attention(
         max_seqlen,
         max_seqlen if max_seqlen_kv is None else max_seqlen_kv,
     )
-    return KERNELS[backend](query, key, value, lengths, scale, causal)
+    return KERNELS[backend](query, key, value, lengths, scale, causal, window)
 
 
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
 #: the whole row with its boundaries instead of calling once per image.
 VISION_ATTENTION: Final = "packed_flash"
+TREE_ATTENTION: Final = "prefix_trees"
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -238,27 +280,33 @@ class PackedCoreAttention(torch.nn.Module):
         if self.backend == "transformer_engine":
             if isinstance(packed_seq_params, RowPart):
                 raise ValueError("attention transformer_engine has no context parallelism here")
+            if isinstance(packed_seq_params, RowTrees):  # its causal mask is aligned at the start
+                raise ValueError("attention transformer_engine cannot compute prefix trees")
             thd = dataclasses.replace(packed_seq_params, qkv_format="thd")
             out = self.transformer_engine(
                 query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
             )
         else:
             params = packed_seq_params
+            keys: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
             if isinstance(params, RowPart):  # its tokens attend to the keys of all ranks
-                key, value = params.gather_keys(key, value)
+                keys = nullcontext(params.gather_keys(key, value))
+            elif isinstance(params, RowTrees):
+                keys = params.gather_keys(key, value)
             padded = params.cu_seqlens_q_padded is not None
-            out = varlen_attention(
-                query,
-                key,
-                value,
-                cu_seqlens=params.cu_seqlens_q_padded if padded else params.cu_seqlens_q,
-                max_seqlen=params.max_seqlen_q,
-                cu_seqlens_kv=params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv,
-                max_seqlen_kv=params.max_seqlen_kv,
-                scale=self.scale,
-                causal=True,
-                backend=self.backend,
-            )
+            with keys as (key, value):
+                out = varlen_attention(
+                    query,
+                    key,
+                    value,
+                    cu_seqlens=params.cu_seqlens_q_padded if padded else params.cu_seqlens_q,
+                    max_seqlen=params.max_seqlen_q,
+                    cu_seqlens_kv=params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv,
+                    max_seqlen_kv=params.max_seqlen_kv,
+                    scale=self.scale,
+                    causal=True,
+                    backend=self.backend,
+                )
         return out if is_thd else out.reshape(out.shape[0], 1, -1)
 
 
@@ -295,9 +343,67 @@ def vision_attention(
     return out[None], None
 
 
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    row_trees: RowTrees,
+    sliding_window: int | None = None,
+    **_: Any,  # transformers' own bookkeeping
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function of a language model on rows with prefix trees: windows, and
+    images whose tokens see each other, are at places in a sample, not in the row.
+
+    Args:
+        query: (1, H, S, D).
+        key, value: (1, G, S, D).
+        row_trees: handed down by the model's forward.
+
+    Returns:
+        (1, S, H, D), and no attention weights.
+    """
+    backend = select_backend(query.device, query.dtype)
+    backend = "torch_varlen" if backend == "transformer_engine" else backend
+    window = -1 if sliding_window is None else sliding_window - 1
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+    kernel = KERNELS[backend]
+    if sliding_window is not None and row_trees.blocks is not None:
+        blocks = row_trees.blocks, row_trees.blocks[row_trees.keys]
+        kernel = functools.partial(_sdpa, visible=blocks)
+    trees = row_trees
+    lengths = trees.cu_seqlens_q, trees.cu_seqlens_kv, trees.max_seqlen_q, trees.max_seqlen_kv
+    with trees.gather_keys(key, value) as (key, value):
+        out = kernel(query, key, value, lengths, scaling, True, window)
+    return out[None], None
+
+
 def register_vision_attention() -> str:
     """Make `vision_attention` known to transformers, and return the name to ask for."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VISION_ATTENTION, vision_attention)
     return VISION_ATTENTION
+
+
+def use_tree_attention(model: Any) -> None:
+    """Give the language model of one of transformers `tree_attention`. Raises ValueError where it
+    has layers that are not attention."""
+    from transformers import AttentionInterface
+
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if unknown := [kind for kind in kinds if not kind.endswith("attention") or "linear" in kind]:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {unknown[0]!r}, whose state cannot branch: "
+            "pack without pack.share_prefixes"
+        )
+    AttentionInterface.register(TREE_ATTENTION, tree_attention)
+    model.set_attn_implementation({"text_config": TREE_ATTENTION})
+
+
+def has_tree_attention(config: Any) -> bool:
+    """Whether a model of transformers has got it."""
+    return bool(config.get_text_config()._attn_implementation == TREE_ATTENTION)

@@ -14,12 +14,15 @@ with empty states:
 A call's cost is that of its tokens, so a row costs the same as its samples alone.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import nn
+
+from launch.model.prefix_trees import RowTrees
 
 #: Layers that see other tokens through the attention mask alone.
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -136,6 +139,8 @@ def _hand_down_masks(
     """
     from transformers import masking_utils as masks
 
+    if "row_trees" in kwargs:  # its attention needs no masks
+        return args, kwargs
     lengths, tokens = _segment_lengths(kwargs), kwargs.get("input_ids")
     if lengths is None or tokens is None or kwargs.get("attention_mask") is not None:
         return args, kwargs
@@ -143,9 +148,7 @@ def _hand_down_masks(
     check_attention(text, text._attn_implementation)
     number = torch.arange(len(lengths), device=device)
     segments = number.repeat_interleave(torch.tensor(lengths, device=device))[None]
-    is_image = (tokens == model.config.image_token_id) | (tokens == model.config.video_token_id)
-    begins = is_image & ~nn.functional.pad(is_image, (1, -1))
-    blocks = torch.where(is_image, begins.cumsum(-1) - 1, -1)  # [. i i . i] -> [-1 0 0 -1 1]
+    blocks = _image_blocks(model.config, tokens)
     given = {
         "config": text,
         "inputs_embeds": tokens.new_empty((*tokens.shape, 0), dtype=model.dtype),
@@ -163,6 +166,20 @@ def _hand_down_masks(
         ),
     }
     return args, {**kwargs, "attention_mask": found}
+
+
+def _image_blocks(config: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The number of the image that a token belongs to: [. i i . i] -> [-1 0 0 -1 1]."""
+    is_image = (tokens == config.image_token_id) | (tokens == config.video_token_id)
+    begins = is_image & ~nn.functional.pad(is_image, (1, -1))
+    return torch.where(is_image, begins.cumsum(-1) - 1, -1)
+
+
+def with_image_blocks(trees: RowTrees, config: Any, tokens: torch.Tensor) -> RowTrees:
+    """The row (1, S) with its images, for a model in which their tokens see each other."""
+    if not _shows_images(config):
+        return trees
+    return dataclasses.replace(trees, blocks=_image_blocks(config, tokens)[0])
 
 
 def _hand_down_segments(

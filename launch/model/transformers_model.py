@@ -22,7 +22,14 @@ from torch.nn import functional as F
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
 from launch.model.megatron_model import token_losses
-from launch.model.segments import check_attention, isolate_segments, why_no_flash
+from launch.model.packed_attention import has_tree_attention, use_tree_attention
+from launch.model.prefix_trees import as_trees
+from launch.model.segments import (
+    check_attention,
+    isolate_segments,
+    why_no_flash,
+    with_image_blocks,
+)
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
 from task_encoders.model_inputs import media_kwargs, segment_kwargs
@@ -82,13 +89,11 @@ class PackedTransformersModel(nn.Module):
             With labels the loss of every token, (1, S) float32, 0 where ignored. Without, the
             logits, (1, S, vocab_size).
         """
-        padded = packed_seq_params.cu_seqlens_q_padded
-        boundaries = packed_seq_params.cu_seqlens_q if padded is None else padded
         videos = pixel_values_videos, video_grid_thw
         with torch.autocast(tokens.device.type, self._dtype, self._dtype != torch.float32):
             hidden = self.whole.model(
                 input_ids=tokens,
-                **segment_kwargs(position_ids, boundaries),
+                **self._segments(tokens, position_ids, packed_seq_params),
                 **media_kwargs(imgs, image_grid_thw, *videos, self._layout),
             ).last_hidden_state
             if labels is None:
@@ -103,6 +108,20 @@ class PackedTransformersModel(nn.Module):
             # No weight that this row uses is trained: keep backward() possible.
             losses.requires_grad_()
         return losses
+
+    def _segments(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor, params: PackedSeqParams
+    ) -> dict[str, Any]:
+        """Arguments that keep the samples of a row apart."""
+        if not has_tree_attention(self.hf_config):
+            padded = params.cu_seqlens_q_padded
+            return segment_kwargs(position_ids, params.cu_seqlens_q if padded is None else padded)
+        positions = torch.cat([position_ids[:1], position_ids])
+        return {
+            "position_ids": position_ids[0] if len(position_ids) == 1 else positions,
+            "use_cache": False,
+            "row_trees": with_image_blocks(as_trees(params), self.hf_config, tokens),
+        }
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's logits, within a limit where the model has one (Gemma's)."""
@@ -144,6 +163,7 @@ def build_transformers_model(
     device: torch.device,
     seed: int = 0,
     tokenizer: Path | None = None,
+    trees: bool = False,
     **packs: Any,
 ) -> PackedTransformersModel:
     """The whole model, the same on all ranks.
@@ -153,6 +173,7 @@ def build_transformers_model(
         device: for its weights.
         seed: of random weights, including adapters'.
         tokenizer: folder whose tokenizer the packs were measured with, for a random model.
+        trees: samples of the packs share prefixes.
         packs: see `ModelConfig.random_config`.
 
     Raises:
@@ -160,7 +181,7 @@ def build_transformers_model(
             packs (see `isolate_segments`).
     """
     dtype = config.resolve_dtype(device)
-    make = partial(_make, config, device, dtype, seed, packs)
+    make = partial(_make, config, device, dtype, seed, packs, trees=trees)
     layout = FAMILIES[config.family].build.IMAGE_LAYOUT
     model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer, layout)
     if not config.fsdp:
@@ -176,6 +197,8 @@ def _make(
     dtype: torch.dtype,
     seed: int,
     packs: Mapping[str, Any],
+    *,
+    trees: bool,
 ) -> Any:
     """transformers' model, on the CPU, or peft's around it."""
     is_random = config.checkpoint is None
@@ -198,6 +221,8 @@ def _make(
 
         model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
     isolate_segments(model)
+    if trees:
+        use_tree_attention(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part_of(name) not in config.freeze)
     if config.recompute == "full":

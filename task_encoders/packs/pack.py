@@ -5,9 +5,12 @@ where they are have a root's name and a file under it; an output keeps the roots
 packs, in one small file, so that its data can move.
 """
 
+import functools
+import itertools
+import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +19,7 @@ import orjson
 from task_encoders.packs.pack_format import (
     JSON_PART,
     MEDIA_EXTENSIONS,
+    Tree,
     checksum,
     is_video_name,
 )
@@ -90,6 +94,8 @@ class SubSample(NamedTuple):
     tokenized: TokenizedText | None = None
     #: as stored in its pack
     num_tokens: int | None = None
+    #: the sub-samples with which it shares its first tokens and media
+    tree: Tree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,8 @@ class RestoredPack:
     cp_size: int | None = None
     #: of the bytes of its media, by member name; {}: they lie elsewhere, or others wrote it
     checksums: Mapping[str, str] = field(default_factory=dict)
+    #: in the order of their sub-samples
+    trees: Sequence[Tree] = ()
 
 
 def parse_json(record: bytes | Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
@@ -174,8 +182,21 @@ def restore_pack(
         meta = {"loss_weights": [[]] * count, **meta}
         texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
         tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
-    cp_size = meta.get("cp_size")
-    return RestoredPack(subs, keys, meta.get("task"), num_tokens, tokenized, cp_size, checksums)
+    described = meta.get("task"), num_tokens, tokenized, meta.get("cp_size"), checksums
+    return RestoredPack(subs, keys, *described, _trees(meta.get("trees", []), count, key))
+
+
+def _trees(stored: Any, count: int, key: str) -> list[Tree]:
+    """`meta.trees` of a pack of `count` sub-samples."""
+    try:
+        trees = [Tree(*map(operator.index, one)) for one in stored]
+    except TypeError as error:
+        raise PackFormatError(f"pack {key!r}: meta.trees is {stored!r}"[:200]) from error
+    ends = [0, *(tree.first + tree.num_samples for tree in trees)]
+    firsts = [*(tree.first for tree in trees), count]
+    if min([0, *itertools.chain(*trees)]) < 0 or any(map(operator.gt, ends, firsts)):
+        raise PackFormatError(f"pack {key!r}: meta.trees {stored} are not of {count} sub-samples")
+    return trees
 
 
 def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample]:
@@ -196,9 +217,11 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
         members = match_images(pack.record.get("images"), pack.key.rpartition("/")[2], pack.media)
     count, tokenized = len(restored.keys), restored.tokenized
     texts = tokenized.texts if tokenized and tokenized.made_with == made_with else [None] * count
+    tree_of = {tree.first + i: tree for tree in restored.trees for i in range(tree.num_samples)}
+    read = functools.cache(pack.media.__getitem__)  # a tree's media once
     columns = restored.keys, restored.sub_samples, texts, restored.num_tokens or [None] * count
     found = []
-    for key, sample, text, num_tokens in zip(*columns, strict=True):
+    for number, (key, sample, text, num_tokens) in enumerate(zip(*columns, strict=True)):
         if isinstance(sample, SampleError):
             found.append(SubSample(key, sample))
             continue
@@ -207,12 +230,13 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
         if missing:
             found.append(SubSample(key, SampleError("missing_image", f"no member {missing[0]!r}")))
             continue
-        files, clips = (tuple(map(pack.media.__getitem__, own)) for own in (images, sample.videos))
+        files, clips = (tuple(map(read, own)) for own in (images, sample.videos))
         damage = find_damage((*images, *sample.videos), (*files, *clips), restored.checksums)
         if damage is not None:
             found.append(SubSample(key, damage))
             continue
-        found.append(SubSample(key, sample, files, clips, text, num_tokens))
+        tree = tree_of.get(number)
+        found.append(SubSample(key, sample, files, clips, text, num_tokens, tree))
     return found
 
 

@@ -23,8 +23,10 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 default); if any has them, also `tools` (JSON; "": none) and `turns`, the fields of turns besides
 prompt and answer (`Turn.details`; null: none). Tokenized packs have `token_ids`, `loss` and
 `loss_weights` (see `TokenizedText`) with `tokenized_with`; packs over 1, 2, 4 … context-parallel
-ranks have `cp_size`, that number. `generation` is the output's (see `Manifest`); `checksums` are of
-the media in the pack, by member name.
+ranks have `cp_size`, that number. Sub-samples that begin with the same media may be `trees`: each
+[first, count, tokens, images, videos] says that `count` sub-samples from `first` on have so many
+tokens and media in common; they name the same members, which stand once. `generation` is the
+output's (see `Manifest`); `checksums` are of the media in the pack, by member name.
 
 Packs written by others may have `prompts` for `prompt`, or neither; `img0` for `img000`; empty or
 null names for missing media; `videos` without `images`; no `meta`; and names of images that differ
@@ -35,7 +37,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 import xxhash
@@ -55,6 +57,16 @@ METADATASET: Final = "metadataset.yaml"
 IMAGE_EXTENSIONS: Final = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
 VIDEO_EXTENSIONS: Final = frozenset({"mp4", "m4v", "mov", "3gp", "webm", "mkv", "avi"})
 MEDIA_EXTENSIONS: Final = IMAGE_EXTENSIONS | VIDEO_EXTENSIONS
+
+
+class Tree(NamedTuple):
+    """Consecutive sub-samples of a pack that begin alike."""
+
+    first: int  #: number of the first of them
+    num_samples: int
+    num_tokens: int  #: equal tokens, up to the end of the media in them
+    num_images: int
+    num_videos: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,7 @@ def pack_json(
     tokenized: TokenizedPack | None = None,
     cp_size: int | None = None,
     *,
+    trees: Sequence[Tree] = (),
     generation: str = "",
     media: Sequence[bytes] = (),
 ) -> bytes:
@@ -135,6 +148,7 @@ def pack_json(
     Deterministic: same sub-samples, same bytes.
 
     Args:
+        trees: the extensions of all but a tree's first sub-sample are without those of its media.
         generation: of the output that the pack is written for.
         media: content of all media in that order, for their checksums; none: they lie elsewhere.
     """
@@ -143,6 +157,10 @@ def pack_json(
     own_names = [[next(names) for _ in sub.extensions] for sub in sub_samples]
     images = [[name for name in own if not is_video_name(name)] for own in own_names]
     videos = [[name for name in own if is_video_name(name)] for own in own_names]
+    for tree in trees:
+        for number in range(tree.first + 1, tree.first + tree.num_samples):
+            images[number] = images[tree.first][: tree.num_images] + images[number]
+            videos[number] = videos[tree.first][: tree.num_videos] + videos[number]
     samples = [sub.sample for sub in sub_samples]
     prompts: list[Any] = [[turn.prompt for turn in sample.turns] for sample in samples]
     captions: list[Any] = [[turn.answer for turn in sample.turns] for sample in samples]
@@ -166,6 +184,8 @@ def pack_json(
         record["meta"] |= tokenized.meta()
     if cp_size is not None:
         record["meta"]["cp_size"] = cp_size
+    if trees:
+        record["meta"]["trees"] = [list(tree) for tree in trees]
     if generation:
         record["meta"]["generation"] = generation
     if media:

@@ -1,6 +1,7 @@
 """Sub-samples as a row: each is encoded, and the usable ones are concatenated."""
 
 import io
+import itertools
 import logging
 import os
 from collections import deque
@@ -9,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 from megatron.energon.errors import FatalSampleError
 from PIL import Image
@@ -19,7 +20,13 @@ from task_encoders.media.patches import PixelTransport
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import cut_multiple
-from task_encoders.sample_encoder import EncodedSample, SampleEncoder, SampleLength
+from task_encoders.rows.trees import as_tree
+from task_encoders.sample_encoder import (
+    EncodedMedium,
+    EncodedSample,
+    SampleEncoder,
+    SampleLength,
+)
 from task_encoders.samples import SampleError
 from task_encoders.threads import map_in, result_of, submit
 
@@ -65,28 +72,41 @@ class RowEncoder:
             SampleError: none can be used.
             FatalSampleError: see `_encode_one`; or a pack over ranks would be padded like others.
         """
+        groups = [list(group) for _, group in itertools.groupby(sub_samples, key=_group_of)]
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
-        each = self._in_threads(sub_samples, pool) if pool else map(self._encode_one, sub_samples)
+        each = self._in_threads(groups, pool) if pool else map(self._encode_group, groups)
         multiple = self.multiple if num_ranks is None else self._cut_multiple(num_ranks)
         encoded: list[EncodedSample] = []
+        parents: list[int] = []
+        keys: list[str] = []
         dropped: list[str] = []
         room = self.seq_length
-        for sub_sample, result in zip(sub_samples, each, strict=True):
-            if not isinstance(result, SampleError):
-                padded = -(-len(result.tokens) // multiple) * multiple
-                if padded <= room:
-                    encoded.append(result)
-                    room -= padded
-                    continue
-                result = SampleError("overlong", f"{padded} tokens do not fit the {room} left")
-            if len(sub_samples) == 1:
-                raise result
-            dropped.append(f"{sub_sample.key}: {result}")
-            logger.warning("dropped from its pack %s", dropped[-1])
+        for group, results in zip(groups, each, strict=True):
+            usable = [one for one in results if not isinstance(one, SampleError)]
+            segments, tree = usable, group[0].tree
+            if tree is not None and usable:
+                segments = as_tree(usable, tree.num_tokens, tree.num_images, tree.num_videos)
+            padded = -(-sum(len(one.tokens) for one in segments) // multiple) * multiple
+            fits = padded <= room
+            if fits and segments:
+                parents += [-1] + [len(encoded)] * (len(segments) - 1)
+                encoded += segments
+                keys += [one.key for one in usable]
+                room -= padded
+            for sub_sample, error in zip(group, results, strict=True):
+                if not isinstance(error, SampleError):
+                    if fits:
+                        continue
+                    error = SampleError("overlong", f"{padded} tokens do not fit the {room} left")
+                if len(sub_samples) == 1:
+                    raise error
+                dropped.append(f"{sub_sample.key}: {error}")
+                logger.warning("dropped from its pack %s", dropped[-1])
         if not encoded:
             raise SampleError("bad_record", f"nothing of it can be used: {'; '.join(dropped)}")
         row = concatenate(
             encoded,
+            parents=parents if max(parents) >= 0 else None,
             pad_token_id=self.encoder.pad_token_id,
             multiple=multiple,
             pad_to_length=self.seq_length if self.pad_to_seq_length else None,
@@ -94,7 +114,7 @@ class RowEncoder:
             pixel_transport=self.pixel_transport,
             map_=partial(map_in, pool) if pool else map,
         )
-        return row, [one.key for one in encoded], dropped
+        return row, keys, dropped
 
     def _cut_multiple(self, num_ranks: int) -> int:
         """Divisor of sub-samples' padded lengths in a pack over `num_ranks`."""
@@ -106,45 +126,66 @@ class RowEncoder:
         return cut_multiple(num_ranks, self.multiple)
 
     def _in_threads(
-        self, sub_samples: Sequence[SubSample], pool: ThreadPoolExecutor
-    ) -> Iterator[EncodedSample | SampleError]:
-        """Encode each sub-sample in two tasks that never wait: decoding an image, then the rest,
-        queued after the decoding of other images. The largest begin first, so that threads end
+        self, groups: Sequence[Sequence[SubSample]], pool: ThreadPoolExecutor
+    ) -> Iterator[list[EncodedSample | SampleError]]:
+        """Encode each group in two tasks that never wait: decoding an image, then the rest, queued
+        after the decoding of other images. The largest begin first, so that threads end
         together."""
 
-        def begin(sub_sample: SubSample) -> Future[EncodedSample | SampleError]:
+        def begin(group: Sequence[SubSample]) -> Future[list[EncodedSample | SampleError]]:
             first: list[Image.Image] = []
             with suppress(SampleError):  # encoding it raises the same
-                first += map(self.encoder.decode_image, sub_sample.images[:1])
-            return submit(pool, self._encode_one, sub_sample, first)
+                first += map(self.encoder.decode_image, group[0].images[:1])
+            return submit(pool, self._encode_group, group, first)
 
-        sizes = [-sum(map(len, one.images + one.videos)) for one in sub_samples]
-        order = sorted(range(len(sub_samples)), key=sizes.__getitem__)
-        begun: deque[Future[Future[EncodedSample | SampleError]]] = deque()
-        ended: list[EncodedSample | SampleError] = []
+        sizes = [-sum(map(len, one.images + one.videos)) for (one, *_) in groups]
+        order = sorted(range(len(groups)), key=sizes.__getitem__)
+        begun: deque[Future[Future[list[EncodedSample | SampleError]]]] = deque()
+        ended: list[list[EncodedSample | SampleError]] = []
         for number in order:
             if len(begun) == _BEGUN_PER_THREAD * self.encode_threads:
                 ended.append(result_of(result_of(begun.popleft())))
-            begun.append(submit(pool, begin, sub_samples[number]))
+            begun.append(submit(pool, begin, groups[number]))
         ended += (result_of(result_of(one)) for one in begun)
         results = dict(zip(order, ended, strict=True))
         return (results[number] for number in range(len(order)))
 
+    def _encode_group(
+        self, group: Sequence[SubSample], decoded: Sequence[Image.Image] = ()
+    ) -> list[EncodedSample | SampleError]:
+        """The arrays of each sub-sample of a tree, or of one alone; or why it cannot be used. Media
+        that they share are encoded once. `decoded`: the first images of the first."""
+        if len(group) == 1:
+            return [self._encode_one(group[0], decoded)]
+        known: dict[int, EncodedMedium] = {}
+        first, *others = group
+        return [
+            self._encode_one(first, decoded, known),
+            *(self._encode_one(one, (), known) for one in others),
+        ]
+
     def _encode_one(
-        self, sub_sample: SubSample, decoded: Sequence[Image.Image] = ()
+        self,
+        sub_sample: SubSample,
+        decoded: Sequence[Image.Image] = (),
+        known: dict[int, EncodedMedium] | None = None,
     ) -> EncodedSample | SampleError:
         """The arrays of a sub-sample, whose first images may be decoded already; or why it cannot
-        be used.
+        be used. `known`: media of its tree that are encoded, by the identity of their bytes.
 
         Raises:
             FatalSampleError: PyAV is missing; or its length is not the one stored in its pack.
         """
-        key, sample, images, videos, tokenized, measured = sub_sample
+        key, sample, images, videos, tokenized, measured, _ = sub_sample
         if isinstance(sample, SampleError):
             return sample
-        pictures: tuple[bytes | Image.Image, ...] = (*decoded, *images[len(decoded) :])
+        pictures: Sequence[Any] = (*decoded, *images[len(decoded) :])
+        clips: Sequence[Any] = videos
         try:
-            encoded = self.encoder.encode(sample, pictures, videos, tokenized)
+            if known is not None:
+                pictures = list(map(partial(self._once, known), images, pictures))
+                clips = [self._once(known, data) for data in videos]
+            encoded = self.encoder.encode(sample, pictures, clips, tokenized)
         except SampleError as error:
             return error
         except MissingPyAVError as error:
@@ -156,6 +197,26 @@ class RowEncoder:
                 "manifest.json"
             )
         return encoded
+
+    def _once(
+        self,
+        known: dict[int, EncodedMedium],
+        data: bytes,
+        image: bytes | Image.Image | None = None,
+    ) -> EncodedMedium:
+        """A video, or an image, that is encoded unless it is known. Raises SampleError."""
+        if id(data) not in known:
+            if image is None:
+                known[id(data)] = self.encoder.encode_video(data)
+            else:
+                decoded = self.encoder.decode_image(image) if isinstance(image, bytes) else image
+                known[id(data)] = self.encoder.encode_image(decoded)
+        return known[id(data)]
+
+
+def _group_of(sub_sample: SubSample) -> object:
+    """Equal for the sub-samples of a tree."""
+    return sub_sample.tree or object()
 
 
 def measure(sub_sample: SubSample, encoder: SampleEncoder) -> SampleLength:

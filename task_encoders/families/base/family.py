@@ -34,7 +34,7 @@ from task_encoders.media.patches import Bytes, Normalisation, frame_patches
 from task_encoders.media.video import SampledVideo, video_patches
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES, VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
-from task_encoders.sample_encoder import EncodedSample, SampleLength
+from task_encoders.sample_encoder import EncodedMedium, EncodedSample, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.chat_templates import ChatTemplate
@@ -311,15 +311,13 @@ class FamilyEncoder(ABC):
     def encode(
         self,
         sample: SourceSample,
-        images: Sequence[bytes | PillowImage.Image],
-        videos: Sequence[bytes] = (),
+        images: Sequence[bytes | PillowImage.Image | EncodedMedium],
+        videos: Sequence[bytes | EncodedMedium] = (),
         tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
-        image_rows = [
-            self.encode_image(self.decode_image(image) if isinstance(image, bytes) else image)
-            for image in images
-        ]
-        video_rows = [self.encode_video(data) for data in videos]
+        decoded = [self.decode_image(one) if isinstance(one, bytes) else one for one in images]
+        image_rows = [one if isinstance(one, tuple) else self.encode_image(one) for one in decoded]
+        video_rows = [one if isinstance(one, tuple) else self.encode_video(one) for one in videos]
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
         spans = self._layout(sample, of_images, of_videos, tokenized)

@@ -1,0 +1,146 @@
+"""Segments of a row that share a prefix: attention of each branch to its trunk and to itself.
+
+    a trunk, two branches   tokens         [a a a a|b b|c c c]
+                            parents        [-1       0   0]
+    queries                 cu_seqlens_q   [0 4 6 9]
+    keys                    cu_seqlens_kv  [0 4 10 17]      [a a a a|a a a a b b|a a a a c c c]
+
+All other layers see each token once, at the position that it has in its own sample. Attention
+gathers the keys of every segment and calls an ordinary kernel, causal and aligned at the end; the
+backward of gathering adds up the trunk's gradients. So each branch has the logits, the loss and the
+gradient of its sample alone.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch.autograd.graph import saved_tensors_hooks
+
+from launch.model.context_parallel import boundaries_of, ranges
+from task_encoders.model_inputs import to_packed_seq_params
+
+if TYPE_CHECKING:
+    from task_encoders.energon_samples import PackedBatch
+
+
+@dataclasses.dataclass
+class RowTrees(PackedSeqParams):
+    """A row of S tokens whose segments attend to their trunk as well: `cu_seqlens_q` are those of
+    the layout, padding included; `cu_seqlens_kv` leave out a trunk's padding."""
+
+    #: (cu_seqlens_kv[-1],) places of the keys in the row
+    keys: torch.Tensor = dataclasses.field(kw_only=True)
+    #: (S,) number of the image of each token, -1: none; where a model's images see themselves
+    blocks: torch.Tensor | None = None
+
+    @contextmanager
+    def gather_keys(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values (S, G, D) in the order of `cu_seqlens_kv`, for a kernel that is called
+        in this context. They are not kept for the backward pass, but gathered again: a trunk of
+        8,000 tokens with 100 branches would take 100 times its memory in every layer."""
+        gathered = key[self.keys], value[self.keys]
+        sources = {
+            copy.untyped_storage().data_ptr(): source.detach()
+            for copy, source in zip(gathered, (key, value), strict=True)
+        }
+
+        def pack(saved: torch.Tensor) -> Any:
+            source = sources.get(saved.untyped_storage().data_ptr())
+            return saved if source is None else (source, _View.of(saved, source[0].numel()))
+
+        def unpack(kept: Any) -> torch.Tensor:
+            if isinstance(kept, torch.Tensor):
+                return kept
+            source, view = kept
+            return view.of_rows(source[self.keys[view.begin : view.end]])
+
+        with saved_tensors_hooks(pack, unpack):
+            yield gathered
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _View:
+    """A view of the rows [begin, end) of a contiguous tensor of rows."""
+
+    begin: int
+    end: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, width: int) -> "_View":
+        """`width`: elements of a row."""
+        first, stride = int(tensor.storage_offset()), tensor.stride()
+        last = first + sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=True))
+        begin = first // width
+        return cls(begin, last // width + 1, tensor.shape, stride, first - begin * width)
+
+    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.as_strided(self.size, self.stride, self.offset)
+
+
+def segment_params(batch: "PackedBatch", cp_group: Any = None) -> PackedSeqParams:
+    """The segments of a row; with prefix trees `RowTrees`.
+
+    Raises:
+        ValueError: a row with trees is to be cut over ranks, or its trunks do not stand before
+            their branches, or are branches themselves.
+    """
+    params = to_packed_seq_params(batch, cp_group, trees=True)
+    return row_trees(params, batch.parents, batch.attn_mask) if batch.parents.numel() else params
+
+
+def as_trees(params: PackedSeqParams) -> RowTrees:
+    """The same of a row that may have none."""
+    if isinstance(params, RowTrees):
+        return params
+    padded = params.cu_seqlens_q_padded
+    layout = params.cu_seqlens_q if padded is None else padded
+    return RowTrees(
+        qkv_format=params.qkv_format,
+        cu_seqlens_q=layout,
+        cu_seqlens_kv=layout,
+        max_seqlen_q=params.max_seqlen_q,
+        max_seqlen_kv=params.max_seqlen_kv,
+        keys=torch.arange(int(layout[-1]), device=layout.device),
+    )
+
+
+def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.Tensor) -> RowTrees:
+    """The attention of a row with trees, see `segment_params`.
+
+    Args:
+        params: its P segments.
+        parents: (P,) the trunk of each segment, which stands before it; -1: none.
+        attn_mask: (S,) True = padding.
+    """
+    if params.cp_group is not None and params.cp_group.size() > 1:
+        raise ValueError("a row with prefix trees cannot be cut over context parallel ranks")
+    padded = params.cu_seqlens_q_padded
+    layout = (params.cu_seqlens_q if padded is None else padded).long()
+    parents = parents.flatten().long()
+    has_trunk, trunks = parents >= 0, parents.clamp(min=0)
+    places = torch.arange(len(parents), device=parents.device)
+    if (has_trunk & (has_trunk[trunks] | (trunks >= places))).any():
+        raise ValueError(f"parents {parents.tolist()} are not trunks that stand before branches")
+    real = torch.nn.functional.pad((~attn_mask.flatten()).long().cumsum(0), (1, 0))
+    shared = (real[layout[1:]] - real[layout[:-1]])[trunks] * has_trunk
+    own = layout.diff()
+    lengths = torch.stack([shared, own], dim=1).flatten()
+    starts = torch.stack([layout[trunks], layout[:-1]], dim=1).flatten()
+    seen = shared + own
+    return RowTrees(
+        qkv_format=params.qkv_format,
+        cu_seqlens_q=layout.to(torch.int32),
+        cu_seqlens_kv=boundaries_of(seen),
+        max_seqlen_q=params.max_seqlen_q,
+        max_seqlen_kv=int(seen.max()),
+        keys=ranges(starts, lengths, int(seen.sum())),
+    )

@@ -1,0 +1,74 @@
+"""Samples that begin with the same media, as a trunk and branches.
+
+    samples  [s s v v v a a]  [s s v v v b b b]        s: system message, v: the medium
+    shared   5
+    segments [s s v v v] [a a] [b b b]                 parents  [-1, 0, 0]
+
+Each branch goes on at the positions of its own sample. Its first token must not be trained, as the
+trunk's last token, which would predict it, has many successors; where it is trained (captions), the
+trunk ends a token earlier, and its last token heads every branch and predicts it there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from task_encoders.concatenate import pixel_rows
+from task_encoders.sample_encoder import EncodedSample
+
+_COMPARED: Final = (
+    "tokens",
+    "position_ids",
+    "image_grid_thw",
+    "video_grid_thw",
+    "image_pixels",
+    "video_pixels",
+)
+
+
+def as_tree(
+    samples: Sequence[EncodedSample], shared: int, num_images: int, num_videos: int
+) -> list[EncodedSample]:
+    """The trunk and the branches of samples.
+
+    Args:
+        shared: tokens at the beginning of all samples that are equal, up to the end of their media.
+        num_images, num_videos: media in them, equal as well.
+
+    Raises:
+        ValueError: the samples are not equal so far, or tokens of the trunk are trained.
+    """
+    media = slice(num_images), slice(num_videos)
+    alike = [_part(sample, slice(shared), *media) for sample in samples]
+    for sample, own in zip(samples, alike, strict=True):
+        if len(sample.tokens) <= shared or not all(
+            np.array_equal(getattr(own, name), getattr(alike[0], name)) for name in _COMPARED
+        ):
+            raise ValueError(f"sample {own.key!r} does not begin as {alike[0].key!r} does")
+        if own.loss_weights.any():
+            raise ValueError(f"sample {own.key!r} has loss in the {shared} tokens that it shares")
+    end = shared - any(sample.loss_weights[shared] > 0 for sample in samples)
+    rest = slice(end, None), slice(num_images, None), slice(num_videos, None)
+    return [_part(samples[0], slice(end), *media), *(_part(one, *rest) for one in samples)]
+
+
+def _part(sample: EncodedSample, tokens: slice, images: slice, videos: slice) -> EncodedSample:
+    """Some of a sample's tokens and media."""
+
+    def pixels(all_pixels: np.ndarray, grids: np.ndarray, media: slice) -> np.ndarray:
+        ends = np.cumsum([0, *pixel_rows(len(all_pixels), grids)])
+        begin, end, _ = media.indices(len(grids))
+        return all_pixels[ends[begin] : ends[max(begin, end)]]
+
+    return replace(
+        sample,
+        tokens=sample.tokens[tokens],
+        loss_weights=sample.loss_weights[tokens],
+        position_ids=sample.position_ids[:, tokens],
+        image_pixels=pixels(sample.image_pixels, sample.image_grid_thw, images),
+        image_grid_thw=sample.image_grid_thw[images],
+        video_pixels=pixels(sample.video_pixels, sample.video_grid_thw, videos),
+        video_grid_thw=sample.video_grid_thw[videos],
+    )
