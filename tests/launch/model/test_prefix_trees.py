@@ -162,8 +162,15 @@ def tree_forward(model: Any, batch: PackedBatch) -> torch.Tensor:
     return losses
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize(
+    ("family", "multiple"),
+    [
+        pytest.param("qwen2_vl", 1, marks=pytest.mark.exhaustive),
+        pytest.param("qwen2_5_vl", 8, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_vl", 1, marks=pytest.mark.exhaustive),
+        ("qwen3_vl", 8),
+    ],
+)
 def test_branches_equal_their_samples_alone(family: str, multiple: int, tmp_path: Any) -> None:
     initialize_parallel(1)
     reference = transformers_model(family, tied=True)
@@ -220,7 +227,13 @@ def questions(family: str, folder: Path) -> tuple[Any, list[EncodedSample], int]
     return model, samples, int(np.flatnonzero(is_image)[-1]) + 1
 
 
-@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name == "gemma4" else pytest.mark.exhaustive)
+        for name in ATTENTION
+    ],
+)
 def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     model, samples, shared = questions(family, tmp_path)
     isolate_segments(model)
