@@ -45,6 +45,11 @@ class RowTrees(PackedSeqParams):
         in this context. They are not kept for the backward pass, but gathered again: a trunk of
         8,000 tokens with 100 branches would take 100 times its memory in every layer."""
         gathered = key[self.keys], value[self.keys]
+        # Hooks hide those around them, such as torch's checkpoint has, which keeps nothing at all;
+        # torch has no public name for them.
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            yield gathered
+            return
         sources = {
             copy.untyped_storage().data_ptr(): source.detach()
             for copy, source in zip(gathered, (key, value), strict=True)

@@ -118,6 +118,11 @@ def test_gathered_keys_are_gathered_again(groups: int, monkeypatch: pytest.Monke
     tensors = [one for one in kept if isinstance(one, torch.Tensor)]
     assert not copies & {one.untyped_storage().data_ptr() for one in tensors}
     assert len(tensors) < len(kept) or groups < 4
+    kept.clear()
+    around = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with around, trees.gather_keys(*leaves[1:]) as gathered:
+        assert torch.equal(attend(*gathered), found)
+    assert kept == []  # left to the hooks around it
     assert torch.equal(found, expected)
     found.square().sum().backward()
     for one, gradient in zip(leaves, gradients, strict=True):
