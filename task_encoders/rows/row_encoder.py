@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 _BEGUN_PER_THREAD: Final = 2
 
 
+_AS_MEASURED: Final = (
+    "give the task encoder the processor and pixel limits of the folder's manifest.json"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RowEncoder:
     """Options of rows; the fields are those of the task encoder."""
@@ -70,7 +75,8 @@ class RowEncoder:
 
         Raises:
             SampleError: none can be used.
-            FatalSampleError: see `_encode_one`; or a pack over ranks would be padded like others.
+            FatalSampleError: see `_encode_one`; sub-samples of a tree do not begin alike; or a pack
+                over ranks would be padded like others.
         """
         groups = [list(group) for _, group in itertools.groupby(sub_samples, key=_group_of)]
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
@@ -85,7 +91,10 @@ class RowEncoder:
             usable = [one for one in results if not isinstance(one, SampleError)]
             segments, tree = usable, group[0].tree
             if tree is not None and usable:
-                segments = as_tree(usable, tree.num_tokens, tree.num_images, tree.num_videos)
+                try:
+                    segments = as_tree(usable, tree.num_tokens, tree.num_images, tree.num_videos)
+                except ValueError as error:
+                    raise FatalSampleError(f"{error}; {_AS_MEASURED}") from error
             padded = -(-sum(len(one.tokens) for one in segments) // multiple) * multiple
             fits = padded <= room
             if fits and segments:
@@ -193,8 +202,7 @@ class RowEncoder:
         if self.check_lengths and measured not in (None, len(encoded.tokens)):
             raise FatalSampleError(
                 f"sub-sample {key!r} has {len(encoded.tokens)} tokens but was measured with "
-                f"{measured}; give the task encoder the processor and pixel limits of the folder's "
-                "manifest.json"
+                f"{measured}; {_AS_MEASURED}"
             )
         return encoded
 

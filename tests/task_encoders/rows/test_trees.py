@@ -221,3 +221,10 @@ def test_trees_that_are_not_of_the_pack(trees: Any) -> None:
     given.record["meta"]["trees"] = trees
     with pytest.raises(PackFormatError, match="trees"):
         task_encoder(trees=True).encode_pack(given)
+
+
+def test_samples_that_do_not_begin_alike_end_the_run() -> None:
+    given = pack(2)
+    given.record["meta"]["trees"][0][2] += 6  # their questions differ
+    with pytest.raises(FatalSampleError, match=r"'s1' does not begin as 's0' does; give the task"):
+        task_encoder(trees=True).encode_pack(given)
