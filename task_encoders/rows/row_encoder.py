@@ -93,8 +93,8 @@ class RowEncoder:
             if tree is not None and usable:
                 try:
                     segments = as_tree(usable, tree.num_tokens, tree.num_images, tree.num_videos)
-                except ValueError as error:
-                    raise FatalSampleError(f"{error}; {_AS_MEASURED}") from error
+                except ValueError as differs:
+                    raise FatalSampleError(f"{differs}; {_AS_MEASURED}") from differs
             padded = -(-sum(len(one.tokens) for one in segments) // multiple) * multiple
             fits = padded <= room
             if fits and segments:
