@@ -100,19 +100,19 @@ def concatenate(
     """
     if parents is not None and cross_sample_attention:
         raise ValueError("cross_sample_attention: branches would see each other")
-    lengths = padded_lengths([len(sample.tokens) for sample in samples], parents, multiple)
+    lengths = _padded_lengths([len(sample.tokens) for sample in samples], parents, multiple)
     starts, total = place_samples(lengths, pad_to_length)
     ends = boundaries(starts[[0, -1]] if cross_sample_attention else starts, total)
     return PackedRow(
         **_texts(samples, starts, total, pad_token_id, running=cross_sample_attention),
         **_media(samples, starts, ends, pixel_transport, map_),
         cu_lengths=ends,
-        parents=as_parents(parents, len(ends) - 1),
+        parents=_as_parents(parents, len(ends) - 1),
         is_padded=multiple > 1 or pad_to_length is not None,
     )
 
 
-def padded_lengths(
+def _padded_lengths(
     lengths: Sequence[int], parents: Sequence[int] | None, multiple: int
 ) -> list[int]:
     """Room of each sample: up to a multiple; of a tree, whose last branch takes its padding."""
@@ -128,7 +128,7 @@ def padded_lengths(
     return found
 
 
-def as_parents(parents: Sequence[int] | None, num_segments: int) -> torch.Tensor:
+def _as_parents(parents: Sequence[int] | None, num_segments: int) -> torch.Tensor:
     """int32, with -1 for a last segment of padding; (0,) without trees."""
     if parents is None or max(parents, default=-1) < 0:
         return torch.empty(0, dtype=torch.int32)
@@ -249,7 +249,7 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         position_ids=torch.cat([row.position_ids for row in rows], dim=1),
         attn_mask=torch.cat([row.attn_mask for row in rows]),
         cu_lengths=torch.cat(ends),
-        parents=as_parents(parents, len(parents)),
+        parents=_as_parents(parents, len(parents)),
         is_padded=any(row.is_padded for row in rows),
         normalisation=rows[0].normalisation,
         image_layout=rows[0].image_layout,
@@ -289,15 +289,15 @@ def _segments(row: PackedRow) -> list[PackedRow]:
         "video_grid_thw": row.video_grid_thw.split(videos),
     }
     for pixels, grids in _GRIDS_OF.items():
-        all_pixels = getattr(row, pixels)
-        per_patch = len(all_pixels) > len(getattr(row, grids))  # else a row per image
-        sizes = [int(g.prod(1).sum()) if per_patch else len(g) for g in parts[grids]]
+        all_pixels, grid_thw = getattr(row, pixels), getattr(row, grids).numpy()
+        ends = np.cumsum([0, *pixel_rows(len(all_pixels), grid_thw)])
+        sizes = np.diff(ends[np.cumsum([0, *map(len, parts[grids])])]).tolist()
         parts[pixels] = all_pixels.split(sizes)
     return [
         replace(
             row,
             cu_lengths=torch.tensor([0, length], dtype=torch.int32),
-            parents=as_parents(None, 1),
+            parents=_as_parents(None, 1),
             **dict(zip(parts, values, strict=True)),
         )
         for length, *values in zip(lengths, *parts.values(), strict=True)

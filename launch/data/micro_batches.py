@@ -237,7 +237,8 @@ def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
 
 
 def _share(folder: PackedFolder, rows: SlotRows, numbers: Sequence[int]) -> Share:
-    """The share that has this row of a slot; likewise."""
+    """A rank's share of a slot, by the number of its row; of a pack without a usable sub-sample, a
+    row of padding."""
     (number,) = numbers
     pack, slot = rows.pack_of(number), number // rows.slots.over.ranks
     num_ranks = int(rows.slots.cp_sizes[pack])
@@ -253,8 +254,8 @@ def _share(folder: PackedFolder, rows: SlotRows, numbers: Sequence[int]) -> Shar
 def _padding(
     folder: PackedFolder, packs: Sequence[RawPack], error: SampleError, num_ranks: int | None = None
 ) -> PackedBatch:
-    """A row in place of packs without a usable sub-sample, so that ranks keep in step; over
-    `num_ranks` if packs differ in that."""
+    """Return a row of padding in place of packs without a usable sub-sample, so that ranks keep in
+    step; over `num_ranks` if packs differ in that."""
     encoder, keys = folder.task_encoder, [pack.key for pack in packs]
     assert encoder is not None
     multiple = encoder.pad_multiple

@@ -1,5 +1,6 @@
 """Attention inside the segments of a packed row, with the best kernel available: for the language
-model (through the layer spec) and for the vision tower (through transformers' registry).
+model (through the layer spec) and for the vision tower (through transformers' registry); and of
+branches to their trunk (`prefix_trees`), in both kinds of language model.
 
 flash_attn          flash-attn's flash_attn_varlen_func, where importable
 transformer_engine  TransformerEngine's DotProductAttention (language model only)
@@ -28,33 +29,24 @@ from launch.model.prefix_trees import RowTrees
 
 #: cu_seqlens of queries and of keys, and the longest of each, as flash attention takes them.
 Lengths = tuple[Tensor, Tensor, int, int]
-#: (query, key, value, lengths, scale, causal, window) -> output, shapes as varlen_attention.
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, bool, int], Tensor]
+#: Earlier and later tokens of its segment that a token sees, besides itself; -1: all.
+Window = tuple[int, int]
+CAUSAL: Final[Window] = (-1, 0)
+#: (query, key, value, lengths, scale, window) -> output, shapes as varlen_attention.
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, Window], Tensor]
 
 
 def _flash_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    scale: float,
-    causal: bool,
-    window: int,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, window: Window
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    options = {"softmax_scale": scale, "causal": causal, "window_size": (window, -1)}
+    options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
     return flash_attn_varlen_func(query, key, value, *lengths, **options)
 
 
 def _torch_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    scale: float,
-    causal: bool,
-    window: int,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, window: Window
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -65,8 +57,7 @@ def _torch_varlen(
         else:  # torch before 2.13
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-    sides = (window, 0 if causal else -1)
-    out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=sides, **options)
+    out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, **options)
     assert isinstance(out, Tensor)  # a pair only where return_aux asks for it
     return out
 
@@ -77,11 +68,11 @@ def _sdpa(
     value: Tensor,
     lengths: Lengths,
     scale: float,
-    causal: bool,
-    window: int,
-    visible: tuple[Tensor, Tensor] | None = None,
+    window: Window,
+    blocks: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`visible`: blocks of queries and of keys that see each other, -1: none; under a window."""
+    """`blocks`: numbers of the blocks of queries and of keys, -1: none. Tokens of a block see each
+    other, within the window's earlier side."""
     gqa = query.shape[1] != key.shape[1]
     outputs = []
     queries, keys = (itertools.pairwise(cu_seqlens.tolist()) for cu_seqlens in lengths[:2])
@@ -90,30 +81,26 @@ def _sdpa(
             t[slice(*bounds)].transpose(0, 1)[None]
             for t, bounds in ((query, own), (key, seen), (value, seen))
         )
-        options: dict[str, Any] = {"is_causal": causal}
-        if causal and (window >= 0 or q.shape[2] != k.shape[2]):
-            # is_causal would align the first tokens, and knows no window
-            blocks = (
-                None if visible is None else (visible[0][slice(*own)], visible[1][slice(*seen)])
-            )
-            options = {"attn_mask": _visible(q, k, window, blocks)}
+        options: dict[str, Any] = {"is_causal": window == CAUSAL}
+        # is_causal would align the first tokens, and knows no window.
+        if window[0] >= 0 or (window == CAUSAL and q.shape[2] != k.shape[2]):
+            mask = _visible(q.shape[2], k.shape[2], window, q.device)
+            if blocks is not None:
+                rows, columns = blocks[0][slice(*own), None], blocks[1][slice(*seen)]
+                near = _visible(q.shape[2], k.shape[2], (window[0], -1), q.device)
+                mask |= near & (rows == columns) & (columns >= 0)
+            options = {"attn_mask": mask}
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa, **options)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _visible(
-    query: Tensor, key: Tensor, window: int, blocks: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """(…, n, …) queries, the last of m keys, see these keys: bool (n, m)."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    keys = torch.arange(num_keys, device=query.device)
-    queries = keys[num_keys - num_queries :, None]
-    found = keys <= queries
-    if blocks is not None:
-        own, seen = blocks
-        found |= (own[:, None] == seen) & (seen >= 0)
-    return found & (keys >= queries - window) if window >= 0 else found
+def _visible(num_queries: int, num_keys: int, window: Window, device: torch.device) -> Tensor:
+    """Whether queries, the last of the keys, see these: bool (num_queries, num_keys)."""
+    everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    (earlier, later), first = window, num_keys - num_queries
+    found = everything if later < 0 else everything.tril(first + later)
+    return found if earlier < 0 else found.triu(first - earlier)
 
 
 KERNELS: Final[Mapping[str, VarlenKernel]] = {
@@ -178,7 +165,6 @@ def varlen_attention(
     scale: float,
     causal: bool,
     backend: str,
-    window: int = -1,
 ) -> Tensor:
     """Attention of every token to its own segment.
 
@@ -192,7 +178,6 @@ def varlen_attention(
         scale: factor of the scores.
         causal: whether a token sees only itself and earlier tokens.
         backend: a name in KERNELS.
-        window: earlier tokens that a token sees, under `causal`; -1: all.
 
     Returns:
         (T, H, D).
@@ -203,12 +188,13 @@ def varlen_attention(
         max_seqlen,
         max_seqlen if max_seqlen_kv is None else max_seqlen_kv,
     )
-    return KERNELS[backend](query, key, value, lengths, scale, causal, window)
+    return KERNELS[backend](query, key, value, lengths, scale, CAUSAL if causal else (-1, -1))
 
 
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
 #: the whole row with its boundaries instead of calling once per image.
 VISION_ATTENTION: Final = "packed_flash"
+#: Another, for language models on rows with prefix trees.
 TREE_ATTENTION: Final = "prefix_trees"
 
 
@@ -367,17 +353,16 @@ def tree_attention(
         (1, S, H, D), and no attention weights.
     """
     backend = select_backend(query.device, query.dtype)
-    backend = "torch_varlen" if backend == "transformer_engine" else backend
-    window = -1 if sliding_window is None else sliding_window - 1
+    kernel = KERNELS["torch_varlen" if backend == "transformer_engine" else backend]
+    trees, window = row_trees, CAUSAL
+    if sliding_window is not None:
+        window = sliding_window - 1, 0
+        if trees.blocks is not None:
+            kernel = functools.partial(_sdpa, blocks=(trees.blocks, trees.blocks[trees.keys]))
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    kernel = KERNELS[backend]
-    if sliding_window is not None and row_trees.blocks is not None:
-        blocks = row_trees.blocks, row_trees.blocks[row_trees.keys]
-        kernel = functools.partial(_sdpa, visible=blocks)
-    trees = row_trees
     lengths = trees.cu_seqlens_q, trees.cu_seqlens_kv, trees.max_seqlen_q, trees.max_seqlen_kv
     with trees.gather_keys(key, value) as (key, value):
-        out = kernel(query, key, value, lengths, scaling, True, window)
+        out = kernel(query, key, value, lengths, scaling, window)
     return out[None], None
 
 

@@ -103,7 +103,7 @@ def segment_params(batch: "PackedBatch", cp_group: Any = None) -> PackedSeqParam
 
 
 def as_trees(params: PackedSeqParams) -> RowTrees:
-    """The same of a row that may have none."""
+    """Return `params` as `RowTrees`, also of a row without trees."""
     if isinstance(params, RowTrees):
         return params
     padded = params.cu_seqlens_q_padded

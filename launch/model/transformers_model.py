@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
 from launch.model.megatron_model import token_losses
-from launch.model.packed_attention import has_tree_attention, use_tree_attention
+from launch.model.packed_attention import has_tree_attention
 from launch.model.prefix_trees import as_trees
 from launch.model.segments import (
     check_attention,
@@ -163,7 +163,6 @@ def build_transformers_model(
     device: torch.device,
     seed: int = 0,
     tokenizer: Path | None = None,
-    trees: bool = False,
     **packs: Any,
 ) -> PackedTransformersModel:
     """The whole model, the same on all ranks.
@@ -173,7 +172,6 @@ def build_transformers_model(
         device: for its weights.
         seed: of random weights, including adapters'.
         tokenizer: folder whose tokenizer the packs were measured with, for a random model.
-        trees: samples of the packs share prefixes.
         packs: see `ModelConfig.random_config`.
 
     Raises:
@@ -181,7 +179,7 @@ def build_transformers_model(
             packs (see `isolate_segments`).
     """
     dtype = config.resolve_dtype(device)
-    make = partial(_make, config, device, dtype, seed, packs, trees=trees)
+    make = partial(_make, config, device, dtype, seed, packs)
     layout = FAMILIES[config.family].build.IMAGE_LAYOUT
     model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer, layout)
     if not config.fsdp:
@@ -197,8 +195,6 @@ def _make(
     dtype: torch.dtype,
     seed: int,
     packs: Mapping[str, Any],
-    *,
-    trees: bool,
 ) -> Any:
     """transformers' model, on the CPU, or peft's around it."""
     is_random = config.checkpoint is None
@@ -221,8 +217,6 @@ def _make(
 
         model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
     isolate_segments(model)
-    if trees:
-        use_tree_attention(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part_of(name) not in config.freeze)
     if config.recompute == "full":

@@ -233,7 +233,7 @@ def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> Non
         total.problem("manifest.json does not list the planned ranks of each pack")
     for split, slots in found.items():
         try:
-            slots.offsets  # noqa: B018 - checks them
+            len(slots)  # finds where each ends
         except ValueError as error:
             total.problem(f"manifest.json, split {split}: {error}")
 

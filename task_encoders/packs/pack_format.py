@@ -23,9 +23,8 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 default); if any has them, also `tools` (JSON; "": none) and `turns`, the fields of turns besides
 prompt and answer (`Turn.details`; null: none). Tokenized packs have `token_ids`, `loss` and
 `loss_weights` (see `TokenizedText`) with `tokenized_with`; packs over 1, 2, 4 … context-parallel
-ranks have `cp_size`, that number. Sub-samples that begin with the same media may be `trees`: each
-[first, count, tokens, images, videos] says that `count` sub-samples from `first` on have so many
-tokens and media in common; they name the same members, which stand once. `generation` is the
+ranks have `cp_size`, that number. `trees` lists sub-samples that begin with the same media, each
+entry a `Tree`; their media are named by all of them, and are members once. `generation` is the
 output's (see `Manifest`); `checksums` are of the media in the pack, by member name.
 
 Packs written by others may have `prompts` for `prompt`, or neither; `img0` for `img000`; empty or

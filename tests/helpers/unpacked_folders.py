@@ -66,8 +66,8 @@ def blend_of(
     epochs: int | None = None,
     splits: Sequence[str] = ("train",),
 ) -> Path:
-    """A metadataset of parts: entries as they are, or folders of equal weights or of so many epochs
-    each."""
+    """Write a metadataset of parts: entries as they are, or folders, each with the same weight or
+    repeated for `epochs`."""
     weight = "weight: 1" if epochs is None else f"repetitions: {epochs}"
     entries = [part if isinstance(part, str) else f"path: {part}, {weight}" for part in parts]
     kind = "blend_epochized" if "repetitions:" in entries[0] else "blend"

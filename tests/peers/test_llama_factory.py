@@ -368,7 +368,7 @@ def split_packs(case: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 class _Losses(TrainerCallback):
-    """What a run validates to, and what it trains on."""
+    """Records the losses of a run's validations, and the number of samples that it trains on."""
 
     def __init__(self) -> None:
         self.validation: list[float] = []

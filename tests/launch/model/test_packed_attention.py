@@ -16,6 +16,7 @@ from launch.model.packed_attention import (
     KERNELS,
     PackedCoreAttention,
     _is_importable,
+    _sdpa,
     register_vision_attention,
     select_backend,
     varlen_attention,
@@ -80,6 +81,25 @@ def test_segments_equal_a_masked_matrix(
     )
     expected = masked_attention(query, key, value, lengths, causal=causal, scale=0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_windows_and_blocks_are_at_places_in_a_segment() -> None:
+    """The last 2 of 4 keys are queries: each sees itself and the key before it, and its block."""
+    query, key, value = random_tensors((2, 1, 8), (4, 1, 8), (4, 1, 8))
+    lengths = boundaries([2]), boundaries([4]), 2, 4
+
+    def masked(seen: list[list[bool]]) -> torch.Tensor:
+        scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+        weights = scores.masked_fill(~torch.tensor(seen), -torch.inf).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, value)
+
+    found = KERNELS["sdpa"](query, key, value, lengths, 0.3, (1, 0))
+    expected = masked([[False, True, True, False], [False, False, True, True]])
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    numbers = torch.tensor([5, 5, 5, 5])  # one image: the first query sees the key after it
+    found = _sdpa(query, key, value, lengths, 0.3, (1, 0), (numbers[2:], numbers))
+    expected = masked([[False, True, True, True], [False, False, True, True]])
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def core_attention(backend: str = "sdpa", **config: Any) -> PackedCoreAttention:

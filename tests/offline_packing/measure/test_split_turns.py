@@ -99,7 +99,7 @@ def measured(run: Run) -> dict[str, bytes]:
 
 
 def test_the_same_bytes_after_a_kill(packed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of index and shards, killed after the first part, with half of another."""
+    """A kill after the first part, half-way into another, changes neither index nor shards."""
     stopped = elsewhere(packed, "stopped")
     monkeypatch.setattr(measure_module, "measure_part", killing(measure_part, 1))
     with pytest.raises(KilledError):

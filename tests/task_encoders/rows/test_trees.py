@@ -165,7 +165,7 @@ ENCODER = build_sample_encoder("qwen2_vl", "builtin", min_pixels=784, max_pixels
 
 
 def shared_tokens(image: bytes) -> int:
-    """Of any sample of this picture, up to its end."""
+    """Number of tokens up to the end of this picture, in any sample that begins with it."""
     sample = SourceSample("any", "vqa", (Turn("What?", "This."),), ("a",))
     tokens = ENCODER.encode(sample, [image]).tokens
     return int(np.flatnonzero(tokens == ENCODER.media_token_ids["image_token_id"])[-1]) + 2

@@ -195,8 +195,8 @@ def test_equals_the_oracle(counts) -> None:
 @given(counts=length_counts())
 @example(counts=np.bincount([138, 136, 2, 1], minlength=140))
 def test_best_fit_leaves_the_room_that_the_oracle_leaves(counts) -> None:
-    """Of packs with equal room either may take a length: 139 holds [138 1] and [136 2], or [138]
-    and [136 2 1]."""
+    """Two packs may have equal room, and either is a best fit: 139 tokens hold [138 1] and [136 2],
+    or [138] and [136 2 1]."""
     descending = np.repeat(np.arange(len(counts)), counts)[::-1].tolist()
     expected = best_fit_decreasing_oracle(descending, len(counts) - 1)
     packs = contents(best_fit_decreasing(counts))
