@@ -23,7 +23,7 @@ from launch.model.config import LoraOptions, TransformersModelConfig, part_of, t
 from launch.model.hf_checkpoint import replace_folder, write_companions
 from launch.model.megatron_model import token_losses
 from launch.model.packed_attention import has_tree_attention
-from launch.model.prefix_trees import as_trees
+from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
     check_attention,
     isolate_segments,
@@ -112,8 +112,11 @@ class PackedTransformersModel(nn.Module):
     def _segments(
         self, tokens: torch.Tensor, position_ids: torch.Tensor, params: PackedSeqParams
     ) -> dict[str, Any]:
-        """Arguments that keep the samples of a row apart."""
+        """Arguments that keep the samples of a row apart. Raises ValueError for a row with prefix
+        trees, if the model was not given their attention."""
         if not has_tree_attention(self.hf_config):
+            if isinstance(params, RowTrees):
+                raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
             padded = params.cu_seqlens_q_padded
             return segment_kwargs(position_ids, params.cu_seqlens_q if padded is None else padded)
         positions = torch.cat([position_ids[:1], position_ids])

@@ -250,12 +250,14 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     expected.sum().backward()
     gradients = {n: p.grad.clone() for n, p in packed.named_parameters() if p.grad is not None}
     packed.zero_grad()
-    use_tree_attention(model)
-    again = forward(packed, alone, shift_labels(alone.labels))  # a row without trees
-    torch.testing.assert_close(again, expected, atol=1e-5, rtol=0)
     segments = [*others, *as_tree(samples, shared, 1, 0)]
     parents = [-1] * len(others) + [-1] + [len(others)] * len(samples)
     batch = packed_batch(segments, parents=parents)
+    with pytest.raises(ValueError, match="needs `use_tree_attention"):
+        tree_forward(packed, batch)
+    use_tree_attention(model)
+    again = forward(packed, alone, shift_labels(alone.labels))  # a row without trees
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=0)
     found = tree_forward(packed, batch)
     found.sum().backward()
     torch.testing.assert_close(found[found > 0], expected[expected > 0], atol=1e-5, rtol=0)
