@@ -7,7 +7,7 @@ The invariant that the whole system rests on, for every sample:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,19 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
 
 
+class Prefix(NamedTuple):
+    """Beginning of a sample that others may share (see `rows.trees`): all up to its last leading
+    medium, without loss. Leading media are the first one, and media after it with nothing of the
+    sample's own text between them."""
+
+    #: of `families.base.spans`, which describe its tokens and their positions
+    spans: Sequence[Sequence[Any]]
+    #: tokens of a trunk: one less where the token after the media is trained
+    num_tokens: int
+    num_images: int
+    num_videos: int
+
+
 @dataclass(frozen=True, slots=True)
 class SampleLength:
     """Length of one sample, known without decoding its media. `grid_thw` holds the grids of
@@ -31,6 +44,7 @@ class SampleLength:
     num_loss_tokens: int
     num_vision_patches: int
     grid_thw: tuple[tuple[int, int, int], ...]
+    prefix: Prefix | None = None
 
 
 def sizes_of(

@@ -1,4 +1,4 @@
-"""Values of a row of the index: the traits of a sample, and the stamp of its files."""
+"""Values of a row of the index: the traits of a sample, the stamp of its files, its prefix."""
 
 import itertools
 import os
@@ -8,16 +8,20 @@ from collections.abc import Iterable, Sequence
 from enum import IntFlag
 from typing import Final
 
+import orjson
 import xxhash
 
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.roots.roots import MediaRoot
+from task_encoders.sample_encoder import Prefix
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSample
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
 #: Name of the times in --accept-mismatch; not a field of a fingerprint.
 MODIFICATION_TIME: Final = "modification_time"
+
+_PREFIX: Final = tuple(f"prefix_{name}" for name in ("hash", "media", "tokens", "images", "videos"))
 
 #: Line breaks at the start of an answer, which tokenizers merge with the header's.
 _BREAK: Final = re.compile(r"\s*[\r\n]")
@@ -125,3 +129,33 @@ def modification_time(root: object, container: str) -> int:
         return os.stat(root.path(container)).st_mtime_ns
     except OSError:
         return 0
+
+
+def prefix_row(
+    prefix: Prefix | None, media_hashes: Iterable[int], media: Sequence[int]
+) -> dict[str, int]:
+    """Return a row's columns of a prefix.
+
+    Args:
+        media_hashes: `measure.identity.hash_medium` of its media.
+        media: a hash of all bytes of each of its media where they were at hand, otherwise of its
+            place (`hash_place`). The other hashes cover some bytes only: samples share a prefix
+            where these are equal, too, or where the files are found to be.
+    """
+    if prefix is None:
+        return dict.fromkeys(_PREFIX, 0)
+    spans = [(span[0], span[1], *span[3:]) for span in prefix.spans]
+    content = orjson.dumps([spans, [*media_hashes]], option=orjson.OPT_SERIALIZE_NUMPY)
+    values = xxhash.xxh3_64_intdigest(content) or 1, join_hashes(media), *prefix[1:]
+    return dict(zip(_PREFIX, values, strict=True))
+
+
+def join_hashes(hashes: Sequence[int]) -> int:
+    """One hash of several, in order."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(hashes)}Q", *hashes))
+
+
+def hash_place(source_id: int, medium: Locator) -> int:
+    """xxh3_64 of where a medium lies."""
+    at = [medium.kind, medium.container, medium.offset, medium.size, medium.column]
+    return xxhash.xxh3_64_intdigest(orjson.dumps([source_id, *at]))

@@ -34,7 +34,7 @@ from offline_packing.storage.files import (
 )
 from task_encoders.storage.paths import REMEDY
 
-INDEX_VERSION: Final = 1
+INDEX_VERSION: Final = 2
 
 #: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
 #: and the warning.
@@ -186,6 +186,11 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("json", pa.struct(LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
         pa.field("media_hash", pa.large_list(pa.uint64())),  # of the bytes of each medium
+        # of what the sample begins with and may share: its trunk's tokens and their media, see
+        # `prefix_row` in measured.py; all 0 where there is nothing
+        pa.field("prefix_hash", pa.uint64()),
+        pa.field("prefix_media", pa.uint64()),
+        *(pa.field(f"prefix_{name}", pa.int32()) for name in ("tokens", "images", "videos")),
         pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: there is none
         # the record that this is a part of; then json has the size of the turns that the sample has
         # of it. None: the whole record at json

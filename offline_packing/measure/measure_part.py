@@ -7,6 +7,7 @@ the chat template treats last turns, or their thoughts. A turn that answers the 
 stays with the turn that called it.
 """
 
+import io
 import itertools
 from bisect import bisect_left
 from collections import Counter
@@ -23,12 +24,13 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from offline_packing.config.sections import SplitTurnsConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index import table as index
-from offline_packing.index.measured import sample_stamp, sample_traits
+from offline_packing.index.measured import hash_place, prefix_row, sample_stamp, sample_traits
 from offline_packing.index.table import escape
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
@@ -352,6 +354,8 @@ class _Found:
     #: of each image, then of each video; and its extension
     media: list[tuple[Locator, str]] = field(init=False)
     media_hashes: list[int] = field(init=False)
+    #: see prefix_row
+    same_media: list[int] = field(init=False)
     #: (height, width) of each image
     sizes: list[tuple[int, int]] = field(init=False)
     #: mode of each image by its name
@@ -421,15 +425,17 @@ class Measuring:
         found.sample = self.source.sample(found.record, found.key)
 
     def _read_headers(self, found: _Found) -> None:
-        found.media, found.media_hashes, found.sizes, found.videos = [], [], [], []
+        found.media, found.media_hashes, found.same_media = [], [], []
+        found.sizes, found.videos = [], []
         record, sample = found.record, found.sample
         images = {
             name: self._header(record, name, self.encoder.image_header)
             for name in dict.fromkeys(sample.images)
         }
         for name in sample.images:
-            locator, media_hash, header = images[name]
+            locator, media_hash, same, header = images[name]
             found.media_hashes.append(media_hash)
+            found.same_media.append(same)
             found.media.append((locator, image_extension(name, header.format)))
             found.sizes.append((header.height, header.width))
         found.modes = {name: header.mode for name, (*_, header) in images.items()}
@@ -438,20 +444,26 @@ class Measuring:
             for name in dict.fromkeys(sample.videos)
         }
         for name in sample.videos:
-            locator, media_hash, video = videos[name]
+            locator, media_hash, same, video = videos[name]
             found.media_hashes.append(media_hash)
+            found.same_media.append(same)
             found.media.append((locator, video_extension(name, video.extension)))
             found.videos.append(video)
 
     def _header(
         self, record: SourceRecord, name: str, read: Callable[[BinaryIO], Header]
-    ) -> tuple[Locator, int, Header]:
+    ) -> tuple[Locator, int, int, Header]:
+        """Place of a medium, its `hash_medium`, its hash for `prefix_row`, and its header."""
         locator, file = self.source.open_media(record, name)
         try:
             with file:
                 media_hash = hash_medium(locator.size, file)
+                if isinstance(file, io.BytesIO):
+                    same = xxhash.xxh3_64_intdigest(file.getbuffer())
+                else:
+                    same = hash_place(self.task.source_id, locator)
                 file.seek(0)
-                return locator, media_hash, read(file)
+                return locator, media_hash, same, read(file)
         except SampleError as error:
             where = "in its record" if is_inline(name) else repr(name[:_MAX_NAME])
             raise SampleError(error.reason, f"{where}: {error.detail}") from error
@@ -515,6 +527,10 @@ class Measuring:
     ) -> Row:
         """A sample's own fields of a row: of a record, or of a part with some of its media."""
         media = [found.media[i] for i in kept]
+        prefix, leading = length.prefix, list[int]()
+        if prefix is not None:
+            videos = kept[len(sample.images) :]
+            leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]
         traits = None
         if self.task.with_traits:
             traits = sample_traits(sample, [found.sizes[i] for i in kept if i < len(found.sizes)])
@@ -532,4 +548,9 @@ class Measuring:
             "json": _locator_values(at),
             "media": [(*_locator_values(locator), extension) for locator, extension in media],
             "media_hash": [found.media_hashes[i] for i in kept],
+            **prefix_row(
+                prefix,
+                [found.media_hashes[i] for i in leading],
+                [found.same_media[i] for i in leading],
+            ),
         }

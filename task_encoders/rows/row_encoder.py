@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
 
+import numpy as np
 from megatron.energon.errors import FatalSampleError
 from PIL import Image
 
@@ -19,7 +20,7 @@ from task_encoders.concatenate import PackedRow, concatenate
 from task_encoders.media.patches import PixelTransport
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
-from task_encoders.packs.pack_format import cut_multiple
+from task_encoders.packs.pack_format import Tree, cut_multiple
 from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import (
     EncodedMedium,
@@ -92,7 +93,7 @@ class RowEncoder:
             segments, tree = usable, group[0].tree
             if tree is not None and usable:
                 try:
-                    segments = as_tree(usable, tree.num_tokens, tree.num_images, tree.num_videos)
+                    segments = as_tree(usable, tree.num_tokens, *self._media_of(tree, usable[0]))
                 except ValueError as differs:
                     raise FatalSampleError(f"{differs}; {_AS_MEASURED}") from differs
             padded = -(-sum(len(one.tokens) for one in segments) // multiple) * multiple
@@ -124,6 +125,14 @@ class RowEncoder:
             map_=partial(map_in, pool) if pool else map,
         )
         return row, keys, dropped
+
+    def _media_of(self, tree: Tree, sample: EncodedSample) -> tuple[int, int]:
+        """Images and videos of the trunk among the arrays of a sample, in which the steps of a
+        video may be pictures."""
+        if not tree.num_videos or len(sample.video_grid_thw):
+            return tree.num_images, tree.num_videos
+        shared = sample.tokens[: tree.num_tokens] == self.encoder.media_token_ids["image_token_id"]
+        return int(np.count_nonzero(np.diff(shared.astype(np.int8), prepend=0) > 0)), 0
 
     def _cut_multiple(self, num_ranks: int) -> int:
         """Divisor of sub-samples' padded lengths in a pack over `num_ranks`."""

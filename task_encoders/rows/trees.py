@@ -5,8 +5,8 @@
     segments [s s v v v] [a a] [b b b]                 parents  [-1, 0, 0]
 
 Each branch goes on at the positions of its own sample. Its first token must not be trained, as the
-trunk's last token, which would predict it, has many successors; where it is trained (captions), the
-trunk ends a token earlier, and its last token heads every branch and predicts it there.
+trunk's last token, which would predict it, has many successors; where the token after the media is
+trained (captions), the trunk ends a token earlier.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,12 @@ def as_tree(
     """The trunk and the branches of samples.
 
     Args:
-        shared: tokens at the beginning of all samples that are equal, up to the end of their media.
+        shared: tokens at the beginning of all samples that are equal, the trunk.
         num_images, num_videos: media in them, equal as well.
 
     Raises:
-        ValueError: the samples are not equal so far, or tokens of the trunk are trained.
+        ValueError: the samples are not equal so far, or tokens of the trunk, or the token after it,
+            are trained.
     """
     media = slice(num_images), slice(num_videos)
     alike = [_part(sample, slice(shared), *media) for sample in samples]
@@ -47,11 +48,12 @@ def as_tree(
             np.array_equal(getattr(own, name), getattr(alike[0], name)) for name in _COMPARED
         ):
             raise ValueError(f"sample {own.key!r} does not begin as {alike[0].key!r} does")
-        if own.loss_weights.any():
-            raise ValueError(f"sample {own.key!r} has loss in the {shared} tokens that it shares")
-    end = shared - any(sample.loss_weights[shared] > 0 for sample in samples)
-    rest = slice(end, None), slice(num_images, None), slice(num_videos, None)
-    return [_part(samples[0], slice(end), *media), *(_part(one, *rest) for one in samples)]
+        if sample.loss_weights[: shared + 1].any():
+            raise ValueError(
+                f"sample {own.key!r} has loss in the {shared} tokens that it shares, or the next"
+            )
+    rest = slice(shared, None), slice(num_images, None), slice(num_videos, None)
+    return [alike[0], *(_part(one, *rest) for one in samples)]
 
 
 def _part(sample: EncodedSample, tokens: slice, images: slice, videos: slice) -> EncodedSample:

@@ -5,7 +5,7 @@ template, its media and its positions are.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -34,16 +34,18 @@ from task_encoders.media.patches import Bytes, Normalisation, frame_patches
 from task_encoders.media.video import SampledVideo, video_patches
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES, VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
-from task_encoders.sample_encoder import EncodedMedium, EncodedSample, SampleLength
+from task_encoders.sample_encoder import EncodedMedium, EncodedSample, Prefix, SampleLength
 from task_encoders.samples import SampleError, SourceSample, check_sample
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import (
     CHATML,
+    Answer,
     Control,
     Dialect,
     Image,
     Piece,
+    Text,
     Video,
     caption_pieces,
     without_end,
@@ -193,6 +195,12 @@ class FamilyEncoder(ABC):
         self.media_token_ids: Mapping[str, int] = {
             name: tokenizer.special_id(token) for name, token in self.MEDIA_TOKENS.items()
         }
+        #: Ids of the tokens that stand for parts of pictures.
+        self._placeholder_ids = frozenset(
+            self.media_token_ids[name]
+            for name in ("image_token_id", "video_token_id")
+            if name in self.media_token_ids
+        )
 
     # Decided by a family.
 
@@ -262,14 +270,42 @@ class FamilyEncoder(ABC):
         images = [self.image_medium(height, width) for height, width in image_sizes]
         clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
         of_images, of_videos = ([*map(self.medium_spans, own)] for own in (images, clips))
-        spans = self._layout(sample, of_images, of_videos)
+        placed = [*self._placed(sample, of_images, of_videos)]
+        spans = [span for _, own in placed for span in own]
         num_tokens = sum([span.num_tokens for span in spans])
         num_loss_tokens = sum([span.num_tokens for span in spans if span.weight])
         if spans[0].weight:  # the very first token has nothing to be predicted from
             num_loss_tokens -= 1
         grids = tuple(medium.grid for medium in images + clips)
         num_patches = sum([t * h * w for t, h, w in grids])
-        return SampleLength(num_tokens, num_loss_tokens, num_patches, grids)
+        prefix = self._prefix(placed, spans) if grids else None
+        return SampleLength(num_tokens, num_loss_tokens, num_patches, grids, prefix)
+
+    def _prefix(
+        self, placed: Sequence[tuple[Piece | Span, Sequence[Span]]], spans: Sequence[Span]
+    ) -> Prefix | None:
+        """The prefix of a sample of these parts, whose spans are all `spans`."""
+        end = num_images = num_videos = num_spans = 0
+        for part, own in placed:
+            is_own_text = isinstance(part, Text | Answer) and part.text.strip()
+            if any(span.weight for span in own) or (end and is_own_text):
+                break
+            num_spans += len(own)
+            if isinstance(part, Image | Video):
+                end = num_spans
+                num_images += isinstance(part, Image)
+                num_videos += isinstance(part, Video)
+        rest = [span for span in spans[end:] if span.num_tokens]
+        if not end or not rest:
+            return None
+        num_tokens = sum([span.num_tokens for span in spans[:end]])
+        if rest[0].weight:
+            # The trunk's last token has to predict the first of each branch, so it heads each. One
+            # that stands for part of a picture cannot: it would be another picture's.
+            if spans[end - 1].ids[-1] in self._placeholder_ids:
+                return None
+            num_tokens -= 1
+        return Prefix(spans[:end], num_tokens, num_images, num_videos)
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         ids: list[int] = []
@@ -378,6 +414,17 @@ class FamilyEncoder(ABC):
     ) -> list[Span]:
         """The sample's tokens as spans, in order, with the given ones of its media in their places.
         Raises SampleError."""
+        placed = self._placed(sample, images, videos, tokenized)
+        return [span for _, own in placed for span in own]
+
+    def _placed(
+        self,
+        sample: SourceSample,
+        images: Sequence[Iterable[Span]],
+        videos: Sequence[Iterable[Span]],
+        tokenized: TokenizedText | None = None,
+    ) -> Iterator[tuple[Piece | Span, Sequence[Span]]]:
+        """The parts of a sample, each with its spans; see `_layout`."""
         if len(images) != len(sample.images) or len(videos) != len(sample.videos):
             raise ValueError(
                 f"{len(images)} images and {len(videos)} videos given for the "
@@ -385,17 +432,15 @@ class FamilyEncoder(ABC):
             )
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
-        spans: list[Span] = []
         for part in self.parts(sample, tokenized):
             if isinstance(part, Image):
-                spans += next(of_images)
+                yield part, [*next(of_images)]
             elif isinstance(part, Video):
-                spans += next(of_videos)
+                yield part, [*next(of_videos)]
             elif isinstance(part, Span):
-                spans.append(part)
+                yield part, [part]
             else:
-                spans += self.texts.spans(part)
-        return spans
+                yield part, self.texts.spans(part)
 
 
 #: Prefixes of tensor names in published checkpoints: model and visual; model.language_model and

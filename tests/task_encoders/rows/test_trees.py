@@ -27,12 +27,12 @@ from tests.helpers.tiny_checkpoints import NORMALISATION
 SHARED = 6
 
 
-def sample(number: int, length: int, images: int = 1, *, first: bool = False) -> EncodedSample:
+def sample(number: int, length: int, images: int = 1) -> EncodedSample:
     """A sample whose first `SHARED` tokens, and its first image of 8 patches, all have."""
     rng, common = np.random.default_rng(number), np.random.default_rng(99)
     tokens = np.append(common.integers(0, 100, SHARED), rng.integers(0, 100, length - SHARED))
     weights = np.ones(length, np.float32)
-    weights[: SHARED + (not first)] = 0
+    weights[: SHARED + 1] = 0
     pixels = [common.integers(0, 256, (8, 12), dtype=np.uint8)]
     pixels += [rng.integers(0, 256, (4, 12), dtype=np.uint8) for _ in range(images - 1)]
     grids = [[1, 2, 4], *[[1, 2, 2]] * (images - 1)]
@@ -98,13 +98,8 @@ def test_a_tree_is_padded_as_a_whole() -> None:
     assert int(found.attn_mask.sum()) == 5 + 5 + 5
 
 
-def test_a_first_token_that_is_trained_is_predicted_in_each_branch() -> None:
-    captions = [sample(0, 9, first=True), sample(1, 8)]
-    trunk, *branches = as_tree(captions, SHARED, 1, 0)
-    assert trunk.tokens.tolist() == captions[0].tokens[: SHARED - 1].tolist()
-    for branch, one in zip(branches, captions, strict=True):
-        assert branch.tokens.tolist() == one.tokens[SHARED - 1 :].tolist()
-        assert branch.loss_weights[0] == 0
+def with_loss(one: EncodedSample, place: int) -> EncodedSample:
+    return replace(one, loss_weights=np.eye(1, len(one.tokens), place, dtype=np.float32)[0])
 
 
 def other_pixels(one: EncodedSample) -> EncodedSample:
@@ -120,6 +115,7 @@ def other_pixels(one: EncodedSample) -> EncodedSample:
         (lambda one: replace(one, tokens=one.tokens[:SHARED]), "does not begin as"),
         (other_pixels, "does not begin as"),
         (lambda one: replace(one, loss_weights=np.ones_like(one.loss_weights)), "has loss in the"),
+        (lambda one: with_loss(one, SHARED), "has loss in the"),
     ],
 )
 def test_what_is_not_shared_is_refused(
