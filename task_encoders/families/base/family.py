@@ -287,19 +287,20 @@ class FamilyEncoder(ABC):
         """The prefix of a sample of these parts, whose spans are all `spans`."""
         end = num_images = num_videos = num_spans = 0
         for part, own in placed:
-            is_own_text = isinstance(part, Text | Answer) and part.text.strip()
-            if any(span.weight for span in own) or (end and is_own_text):
+            if any(span.weight for span in own):
+                break
+            if end and isinstance(part, Text | Answer) and part.text.strip():
                 break
             num_spans += len(own)
             if isinstance(part, Image | Video):
                 end = num_spans
                 num_images += isinstance(part, Image)
                 num_videos += isinstance(part, Video)
-        rest = [span for span in spans[end:] if span.num_tokens]
-        if not end or not rest:
+        following = next((span for span in spans[end:] if span.num_tokens), None)
+        if not end or following is None:
             return None
         num_tokens = sum([span.num_tokens for span in spans[:end]])
-        if rest[0].weight:
+        if following.weight:
             # The trunk's last token has to predict the first of each branch, so it heads each. One
             # that stands for part of a picture cannot: it would be another picture's.
             if spans[end - 1].ids[-1] in self._placeholder_ids:
