@@ -21,7 +21,8 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import FieldOptions
 from offline_packing.storage.yaml_file import read_config, validate
-from task_encoders.families import AnyModelOptions, model_options
+from task_encoders.families import FAMILIES, AnyModelOptions, model_options
+from task_encoders.families.base.cost import dynamic_from
 
 
 class PackingConfig(Section):
@@ -94,6 +95,8 @@ class PackingConfig(Section):
                 f"output.layout={self.output.layout!r} does not store over how many ranks a pack "
                 "goes; choose energon or references, or leave out pack.context_parallel"
             )
+        if self.pack.share_prefixes is not None:
+            self._check_prefixes()
         tasks = LAYOUTS[self.output.layout].TASKS
         if self.task not in tasks:
             raise ValueError(
@@ -101,6 +104,29 @@ class PackingConfig(Section):
                 f"{self.task}; choose another layout"
             )
         return self
+
+    def _check_prefixes(self) -> None:
+        """Refuse pack.share_prefixes where packs cannot hold trees, or the model cannot branch."""
+        output, model = self.output, self.model
+        why, remedy = "", "leave out pack.share_prefixes"
+        if not LAYOUTS[output.layout].OWN_JSON:
+            why = f"output.layout={output.layout!r} does not store which samples share a prefix"
+            remedy = f"choose energon or references, or {remedy}"
+        elif output.pretokenize:
+            why, remedy = (
+                "token ids of packs hold each sample whole",
+                "leave out output.pretokenize",
+            )
+        elif FAMILIES[model.family].is_recurrent:
+            why = f"family {model.family} has recurrent layers, whose state cannot branch"
+        elif (limit := dynamic_from(model.processor)) is not None and self.pack.seq_length > limit:
+            why = (
+                f"the rotary angles of {model.processor} (rope_type dynamic) depend on the length "
+                f"of samples above max_position_embeddings {limit}"
+            )
+            remedy = f"set pack.seq_length to at most {limit}, or {remedy}"
+        if why:
+            raise ValueError(f"pack.share_prefixes: {why}; {remedy}")
 
     @property
     def task(self) -> str:

@@ -88,6 +88,19 @@ class SplitTurnsConfig(Section):
     context_turns: NonNegative = 0
 
 
+class SharePrefixesConfig(Section):
+    """Prefix trees: samples that begin with the same images and videos, and the same text up to
+    them, stand in one pack, and that beginning (the trunk) stands there once."""
+
+    #: samples that share a trunk at most; 16 save nearly all of what there is to save
+    max_branches: Annotated[Count, Field(ge=2)] = 16
+
+
+def _as_section(value: Any) -> Any:
+    """{} for true, and None for false."""
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
 class PackConfig(PlanOptions, Section):
     """Options of packing: options of a plan, and further ones of the configuration."""
 
@@ -104,6 +117,8 @@ class PackConfig(PlanOptions, Section):
     budgets: dict[BudgetName, Count] = {}
     #: plans this many epochs, each with other packs of the train split; layout references only
     epochs: Count = 1
+    #: store once what samples share at their beginning, media included: true, or {max_branches: 16}
+    share_prefixes: Annotated[SharePrefixesConfig | None, BeforeValidator(_as_section)] = None
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
@@ -160,6 +175,16 @@ class PackConfig(PlanOptions, Section):
             raise ValueError(
                 f"split_turns changes nothing under on_overlong {self.on_overlong}; set it to "
                 "split_turns, or leave out the options"
+            )
+        if self.share_prefixes and self.context_parallel:
+            raise ValueError(
+                "share_prefixes cannot go with context_parallel, whose ranks would each need the "
+                "trunk of a tree; leave out one of them"
+            )
+        if self.share_prefixes and self.strategy in ("hash_bucket", "sequential"):
+            raise ValueError(
+                f"strategy {self.strategy} counts samples as the packer that it is taken from does,"
+                " and share_prefixes joins some; choose strategy auto, or leave out one of them"
             )
         PlanRequest(self, self.budgets, self.layout, self.slots, mixed=self.epochs > 1).passes()
         if self.padding > self.seq_length:

@@ -32,6 +32,8 @@ SAMPLES_IN_MEMORY: Final = 1 << 17
 #: Number of groups; each holds a scratch file open.
 _MAX_GROUPS: Final = 256
 _MAX_INT32: Final = 2**31 - 1
+#: Columns of sizes of samples, and the same of their prefixes.
+_OF_PREFIX: Final = {f"num_{name}": f"prefix_{name}" for name in ("tokens", "images", "videos")}
 
 #: Row numbers of the index, over all parts.
 SampleIds = npt.NDArray[np.integer]
@@ -79,6 +81,51 @@ def sum_over_grids(
         numbers = of_grids(grids.flatten().to_numpy().reshape(-1, 3))
         sums.append(np.bincount(owner, numbers, len(grids)).astype(numbers.dtype))
     return np.concatenate(sums) if sums else np.empty(0)
+
+
+class Prefixes(Index):
+    """An index of what samples may share with others: their prefixes as samples of their own, in
+    the columns of tokens, loss and media; other columns are the samples'. A further branch of a
+    tree adds any quantity of its sample less that of its prefix."""
+
+    def __init__(self, samples: Index) -> None:
+        self.__dict__.update(vars(samples))
+
+    def part(self, number: int, *columns: str) -> pa.Table:
+        whole = super().part(number, *{_OF_PREFIX.get(name, name) for name in columns})
+        values = {name: whole[_OF_PREFIX.get(name, name)] for name in columns}
+        if "num_loss_tokens" in values:
+            values["num_loss_tokens"] = pa.array(np.zeros(len(whole), np.int32))
+        if {"grid_thw", "num_vision_patches"} & values.keys():
+            counts = ("num_images", *list(_OF_PREFIX.values())[1:])
+            table = super().part(number, "grid_thw", *counts)
+            lists = table["grid_thw"].combine_chunks()
+            num_media = lists.value_lengths().to_numpy() // 3
+            owner = np.repeat(np.arange(len(table)), num_media)
+            place = np.arange(len(owner)) - np.repeat(np.cumsum(num_media) - num_media, num_media)
+            images, leading, videos = (table[name].to_numpy()[owner] for name in counts)
+            leads = np.where(place < images, place < leading, place - images < videos)
+            grids = lists.flatten().to_numpy().reshape(-1, 3)[leads]
+            kept = np.bincount(owner[leads], minlength=len(table))
+            patches = np.bincount(owner[leads], grids.prod(axis=1), minlength=len(table))
+            ends = pa.array(np.concatenate([[0], 3 * np.cumsum(kept)]), pa.int32())
+            made = {
+                "grid_thw": pa.ListArray.from_arrays(ends, pa.array(grids.ravel())),
+                "num_vision_patches": pa.array(patches.astype(np.int32)),
+            }
+            values |= {name: made[name] for name in made.keys() & values.keys()}
+        return pa.table(values)
+
+
+def of_uses(
+    samples: Index, plan: PackPlan, values: Callable[[Index], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    """What each of a plan's `sample_ids` adds to its pack: (…, num_packed). `values` gives those of
+    all samples of an index, (…, num_samples)."""
+    own = values(samples)[..., plan.sample_ids]
+    if plan.branches is not None:
+        own = own - values(Prefixes(samples))[..., plan.sample_ids] * plan.branches
+    return own
 
 
 class SampleFlops(NamedTuple):
@@ -247,9 +294,10 @@ def _sample_bytes(path: Path) -> npt.NDArray[np.int64]:
 
 def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackColumns:
     """The columns of a plan with ids of the index. The plan has at least one pack."""
-    flops, media = sample_flops(samples, cost), media_of_samples(samples.array)
+    flops = of_uses(samples, packs, lambda index: np.stack(sample_flops(index, cost)))
+    media = media_of_samples(samples.array)
     ids, starts = packs.sample_ids, packs.pack_offsets[:-1]
-    tower, language = (np.add.reduceat(some[ids], starts, dtype=np.float64) for some in flops)
+    tower, language = (np.add.reduceat(some, starts, dtype=np.float64) for some in flops)
     return PackColumns(np.bitwise_or.reduceat(media[ids], starts), tower, language)
 
 

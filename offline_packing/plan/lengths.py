@@ -68,6 +68,11 @@ def plan_lengths(
     cannot be read, lacks columns, or a length is not a whole number from 0."""
     settings = read_config(LengthsConfig, config, overrides)
     pack = settings.pack
+    if pack.share_prefixes is not None:
+        raise StageError(
+            "pack.share_prefixes needs samples that were measured, and a table of lengths does not "
+            "say which begin alike; leave it out"
+        )
     try:
         samples = _read_lengths(lengths)
     except (OSError, pa.ArrowException) as error:

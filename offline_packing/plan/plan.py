@@ -22,6 +22,7 @@ from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.records import find_duplicates, record_numbers
 from offline_packing.index.rows import (
+    Prefixes,
     SampleIds,
     media_of_samples,
     name_samples,
@@ -229,7 +230,12 @@ def make_plan(run: Run, samples: Index) -> Planned:
     if len(aside.ids):
         kept = np.delete(kept, aside.ids)
     uses = choose_uses(run.config, samples, kept)
-    packs = _pack_uses(run.config, samples, num_tokens, uses)
+    groups = None
+    if run.config.pack.share_prefixes is not None:
+        from offline_packing.plan.prefixes import group_samples  # compiled
+
+        groups = group_samples(run, samples)
+    packs = _pack_uses(run.config, samples, num_tokens, uses, groups)
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
     different, codes = np.unique(kinds, return_inverse=True)
     texts = tuple(
@@ -273,9 +279,14 @@ def _check_planned(run: Run, samples: Index, planned: Planned) -> None:
 
 
 def _pack_uses(
-    config: PackingConfig, samples: Index, num_tokens: npt.NDArray[np.integer], uses: Uses
+    config: PackingConfig,
+    samples: Index,
+    num_tokens: npt.NDArray[np.integer],
+    uses: Uses,
+    groups: npt.NDArray[np.integer] | None,
 ) -> PackPlan:
-    """The plan of all uses, split after split, over the ids of the index."""
+    """The plan of all uses, split after split, over the ids of the index. `groups` (num_samples,):
+    see `prefixes.group_samples`; None: samples share no prefixes."""
     plans: dict[str, list[PackPlan]] = {}
     # Samples with one number share no pack: copies, and parts of a conversation.
     apart = record_numbers(samples) if samples.info.split or uses.repeated else None
@@ -287,13 +298,38 @@ def _pack_uses(
             if apart is not None:
                 arguments["copy_of"] = apart[ids]
             epochs = 1 if plans else config.pack.epochs
-            own = plan_epochs(epochs, lengths, **arguments)
-            plans[name] = own if is_all else [plan.of(ids) for plan in own]
+            if groups is None:
+                own = plan_epochs(epochs, lengths, **arguments)
+                plans[name] = own if is_all else [plan.of(ids) for plan in own]
+            else:
+                plans[name] = _plan_trees(
+                    config, samples, ids, groups[ids], epochs, {**arguments, "num_tokens": lengths}
+                )
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if config.pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
         return next(iter(plans.values()))[0]
     return join_plans(plans)
+
+
+def _plan_trees(
+    config: PackingConfig,
+    samples: Index,
+    ids: SampleIds,
+    groups: npt.NDArray[np.integer],
+    epochs: int,
+    arguments: Mapping[str, Any],
+) -> list[PackPlan]:
+    """`plan_epochs` of the items that the uses of a split form, over the ids of the index."""
+    from offline_packing.plan.prefixes import form_items
+
+    assert config.pack.share_prefixes is not None
+    prefixes = Prefixes(samples)
+    of_prefixes = plan_arguments(config, prefixes, ids)
+    of_prefixes["num_tokens"] = prefixes.array("num_tokens")[ids]
+    most = config.pack.share_prefixes.max_branches
+    items = form_items(ids, groups, arguments, of_prefixes, most)
+    return [items.expand(plan).of(ids) for plan in plan_epochs(epochs, **items.arguments)]
 
 
 def plan_epochs(
@@ -341,6 +377,8 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
         done = [plan.info.settings["uniform"] for plan in plans]
         settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
     info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
+    if plans[0].branches is not None:
+        columns["branches"] = np.concatenate([plan.branches for plan in plans])
     return PackPlan(*packs, aside[lost], reasons, info, **columns)
 
 

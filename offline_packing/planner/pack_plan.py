@@ -5,6 +5,7 @@ plan/pack_offsets.npy        int64 (num_packs + 1,)
 plan/set_aside_ids.npy       int32 or int64 (num_set_aside,)
 plan/set_aside_reasons.npy   uint8 (num_set_aside,): index into reason_names
 plan/cp_sizes.npy            int32 (num_packs,), if packs go over 1, 2, 4 … ranks
+plan/branches.npy            uint8 (num_packed,), if samples share prefixes
 plan/plan.json               everything else; written last, so its presence means complete
 """
 
@@ -42,7 +43,8 @@ class PlanInfo:
     strategy: str
     seed: int
     pad_multiple: int
-    #: tokens in all packs, each sample padded to pad_multiple, or to what its pack's ranks cut
+    #: tokens in all packs, each sample padded to pad_multiple, or to what its pack's ranks cut; of
+    #: samples that share a prefix, that once, and all of them padded together
     num_tokens: int
     #: no plan for these samples has fewer packs (of the same groups and budgets); or fewer slots
     lower_bound: int
@@ -79,6 +81,9 @@ class PackPlan:
     info: PlanInfo
     #: int32 (num_packs,): ranks that each pack goes over; None: all packs are alike
     cp_sizes: np.ndarray | None = None
+    #: uint8 (num_packed,): 1 for a sample that shares its prefix with the one before it in its
+    #: pack; None: samples are stored whole
+    branches: np.ndarray | None = None
 
     @property
     def num_packs(self) -> int:
@@ -239,6 +244,7 @@ class PackPlan:
         (folder / "plan.json").unlink(missing_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         arrays |= {f"{name}s": values for name, values in self.columns.items()}
+        arrays |= {} if self.branches is None else {"branches": self.branches}
         for name, array in arrays.items():
             kind = np.dtype(id_type if id_type and name.endswith("_ids") else array.dtype)
             # as `np.save` would write an array of this type, some of it at a time

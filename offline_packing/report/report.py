@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
-from offline_packing.index.rows import name_samples, pack_table
+from offline_packing.index.rows import name_samples, of_uses, pack_table
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
@@ -184,9 +184,14 @@ def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -
     numbers = np.unique(chosen.astype(np.int64)).tolist()
     rows = [plan.pack(number).astype(np.int64) for number in numbers]
     named = name_samples(samples, np.concatenate(rows))
-    lengths, images = (samples.array(f"num_{name}") for name in ("tokens", "images"))
+    lengths = samples.array("num_tokens")
+    tokens, images = (
+        of_uses(samples, plan, lambda index, name=name: index.array(f"num_{name}"))
+        for name in ("tokens", "images")
+    )
     packs, start = [], 0
     for number, ids in zip(numbers, rows, strict=True):
+        places = slice(*plan.pack_offsets[number : number + 2])
         names = named.slice(start, len(ids))
         start += len(ids)
         packs.append(
@@ -194,8 +199,8 @@ def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -
                 "key": pack_key(number, prefix),
                 "keys": names["key"].to_pylist(),
                 "sources": names["source_id"].to_pylist(),
-                "tokens": lengths[ids].tolist(),
-                "images": images[ids].tolist(),
+                "tokens": tokens[places].tolist(),
+                "images": images[places].tolist(),
             }
         )
     packed = np.repeat(lengths, count_uses(samples, plan))
@@ -267,18 +272,21 @@ def pack_figures(
 ) -> dict[str, Any]:
     """Fill, samples and cost per pack. The plan has one pack at least."""
 
-    def sums(per_sample: npt.NDArray[Any], kind: type = np.int64) -> npt.NDArray[Any]:
-        return np.add.reduceat(per_sample[plan.sample_ids], plan.pack_offsets[:-1], dtype=kind)
+    def sums(column: str, kind: type = np.int64, power: int = 1) -> npt.NDArray[Any]:
+        def values(index: Index) -> npt.NDArray[Any]:
+            return index.array(column).astype(kind, copy=False) ** power
 
-    lengths, num_samples = samples.array("num_tokens"), np.diff(plan.pack_offsets)
-    tokens = sums(lengths)
+        each = of_uses(samples, plan, values)
+        return np.add.reduceat(each, plan.pack_offsets[:-1], dtype=kind)
+
+    num_samples, tokens = np.diff(plan.pack_offsets), sums("num_tokens")
     at_least = [int((tokens >= np.ceil(share * plan.rooms)).sum()) for share in _FILL_BANDS]
     bands = zip(_FILL_BANDS, np.diff(at_least, prepend=0).tolist(), strict=True)
     values = {
         "tokens": tokens,
-        "attention": sums(np.square(lengths, dtype=np.float64), np.float64),
-        "vision_patches": sums(samples.array("num_vision_patches")),
-        "images": sums(samples.array("num_images")),
+        "attention": sums("num_tokens", np.float64, 2),
+        "vision_patches": sums("num_vision_patches"),
+        "images": sums("num_images"),
         "samples": num_samples,
         "operations": table.cost,
     }

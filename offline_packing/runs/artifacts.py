@@ -37,8 +37,8 @@ _PLAN_FILES: Final = (
     "set_aside.parquet",
     "summary.txt",
 )
-#: Files that say which samples form which pack.
-_PACKS: Final = ("sample_ids.npy", "pack_offsets.npy")
+#: Files that say which samples form which pack; the last where samples share prefixes.
+_PACKS: Final = ("sample_ids.npy", "pack_offsets.npy", "branches.npy")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
 
 def plan_files(config: PackingConfig) -> tuple[str, ...]:
     """Files of a plan, whose hashes stage.json holds."""
-    return (*_PLAN_FILES, *(["cp_sizes.npy"] if config.pack.slots is not None else []))
+    pack = config.pack
+    own = {"cp_sizes.npy": pack.slots, "branches.npy": pack.share_prefixes}
+    return (*_PLAN_FILES, *(name for name, option in own.items() if option is not None))
 
 
 def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
@@ -116,23 +118,25 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
     folder = run.workspace.plan
     try:
         packs = PackPlan.load(folder)
-        found = plan_identity({name: hash_file(folder / name) for name in _PACKS})
+        names = [name for name in _PACKS if name in info["files"]]
+        found = plan_identity({name: hash_file(folder / name) for name in names})
     except (FileNotFoundError, ValueError, StageError) as error:
         raise DamagedError(f"{str(error).removesuffix('; plan again')}; {REMEDY}") from error
     if found != info["hash"]:
-        names = " or ".join(
+        differ = " or ".join(
             str(folder / name)
-            for name, one in zip(_PACKS, found.split("-"), strict=True)
+            for name, one in zip(names, found.split("-"), strict=True)
             if one not in info["hash"].split("-")
         )
-        raise DamagedError(f"{names} differs from what was planned; {REMEDY}")
+        raise DamagedError(f"{differ} differs from what was planned; {REMEDY}")
     return StoredPlan(packs, info)
 
 
 def plan_fingerprint(run: Run) -> Fingerprint:
     """Settings that a plan depends on."""
     config = run.config
-    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
+    off = {"share_prefixes"} if config.pack.share_prefixes is None else set()  # as before there was
+    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", *off})
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
         for name, value in pack.items()
@@ -163,7 +167,7 @@ def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
 
 def plan_identity(files: Mapping[str, str]) -> str:
     """The file hashes that identify which samples form which pack."""
-    return "-".join(files[name] for name in _PACKS)
+    return "-".join(files[name] for name in _PACKS if name in files)
 
 
 def key_prefix(run: Run, plan_hash: str) -> str:

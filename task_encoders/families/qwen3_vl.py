@@ -209,4 +209,5 @@ QWEN3_5: Final = Family(
     cost_of_sizes("Qwen3.5-9B", _QWEN3_5_9B, _vision(1152, 4304, 27, 16, 4096, [])),
     "Qwen3_5",
     presets=QWEN3_5_PRESETS,
+    is_recurrent=True,
 )

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offline_packing.errors import StageError
-from offline_packing.index.rows import pack_table
+from offline_packing.index.rows import of_uses, pack_table
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan, read_manifest
@@ -83,7 +83,8 @@ def _of_output(
     table = pack_table(
         samples, plan, model or model_cost(model_options(**manifest.config["model"]))
     )
-    tokens = np.add.reduceat(samples.array("num_tokens")[plan.sample_ids], plan.pack_offsets[:-1])
+    each = of_uses(samples, plan, lambda index: index.array("num_tokens"))
+    tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
     return tokens, table.media, table.tower, table.language
 
 

@@ -135,6 +135,17 @@ def most_positions(folder: str) -> int | None:
     return found
 
 
+def dynamic_from(folder: str) -> int | None:
+    """Tokens of a sample above which the rotary angles of the model in a checkpoint folder depend
+    on its length; None: they never do."""
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
+    text = config.get("text_config", config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
+    return most_positions(folder) if is_dynamic else None
+
+
 def cost_of_checkpoint(folder: str) -> ModelCost | None:
     """The cost of the model in a checkpoint folder, from its config.json; None if it has none.
 

@@ -503,6 +503,8 @@ class Family:
     presets: Mapping[str, Preset] = field(default_factory=dict)
     #: whether `launch` builds its language model of megatron-core's layers
     megatron_core: bool = False
+    #: whether its language model has recurrent layers: no branches begin from one state
+    is_recurrent: bool = False
 
     @property
     def model_types(self) -> tuple[str, ...]:

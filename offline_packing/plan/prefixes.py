@@ -1,0 +1,321 @@
+"""Prefix trees: samples that begin alike form items, and the planner packs items.
+
+    samples of a prefix of 900 tokens    [1000, 950, 980], with a fourth [120] of another beginning
+    items                                [1000 + 50 + 80], [120]
+
+Any quantity of an item is that of its first sample, and of every further one what it has beyond the
+prefix: tokens, media, operations. So limits, orders and balance hold for trees as for samples.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from numba import njit
+
+from offline_packing.index.measured import join_hashes
+from offline_packing.index.records import Hashes, places_of_equal
+from offline_packing.index.rows import (
+    SAMPLES_IN_MEMORY,
+    SampleIds,
+    media_of_samples,
+    samples_of_shards,
+)
+from offline_packing.index.table import Index
+from offline_packing.planner.exchange import rounds_of_copies
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.strategies.kernels import counting_sort
+from offline_packing.runs.run import Run, open_sources
+from offline_packing.sources import Locator, Source
+from offline_packing.sources.roots.roots import MediaRoot
+from task_encoders.threads import in_threads
+
+#: Files read at a time.
+_THREADS: Final = 8
+#: Kinds of media whose bytes measuring did not hold.
+_PLACES: Final = ("file", "bytes")
+#: Arguments of `plan_packs` that are the same for all samples of an item.
+_ALIKE: Final = ("groups", "media", "source_order")
+
+Numbers = npt.NDArray[np.int64]
+
+
+def group_samples(run: Run, samples: Index) -> Numbers:
+    """(num_samples,) the group of each sample: samples of one group have the same prefix, and media
+    of the same kinds. -1: no other sample has its prefix. Raises StageError if a file cannot be
+    read."""
+    hashes = samples.array("prefix_hash")
+    places = places_of_equal(hashes)
+    places = places[hashes[places] != 0]
+    hashes, media = hashes[places], samples.array("prefix_media")[places]
+    numbers, firsts = _number(media, hashes)
+    # Of each prefix and its media, by their places, the first sample.
+    of_firsts, same = hashes[firsts], media[firsts]
+    _, of_hash, counts = np.unique(of_firsts, return_inverse=True, return_counts=True)
+    unclear = counts[of_hash] > 1
+    same[unclear] = _identities(run, samples, places[firsts[unclear]], same[unclear])
+    groups = np.full(samples.info.num_samples, -1)
+    groups[places] = _number(same, of_firsts)[0][numbers] * 4
+    groups[places] += media_of_samples(samples.array)[places]
+    return groups
+
+
+def _number(*keys: npt.NDArray[Any]) -> tuple[Numbers, Numbers]:
+    """Numbers from 0 for the different tuples of keys, (num_tuples,) arrays: of each tuple, and the
+    place of the first with each number."""
+    order = np.lexsort(keys)
+    is_new = np.arange(len(order)) == 0
+    for key in keys:
+        is_new[1:] |= key[order[1:]] != key[order[:-1]]
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.cumsum(is_new) - 1
+    return numbers, order[is_new]
+
+
+def _identities(run: Run, samples: Index, ids: SampleIds, by_place: Hashes) -> Hashes:
+    """(num_ids,) hashes of all bytes of the leading media of samples, as measuring makes them where
+    it holds the bytes; `by_place` where it did, and of remote files."""
+    sources, found = open_sources(run.config), by_place.copy()
+    columns = ("source_id", "media", "num_images", "prefix_images", "prefix_videos")
+    shards = np.split(ids, range(SAMPLES_IN_MEMORY, len(ids), SAMPLES_IN_MEMORY))
+    tables = samples_of_shards(samples, columns, shards, run.workspace.packing)
+    first = 0
+    with run.bar("plan: media of equal prefixes", len(ids), "sample") as bar, run.unpacked_files():
+        for table in tables if len(ids) else ():
+            read = in_threads(
+                lambda row: _hash_media(sources[row["source_id"]], row),
+                table.to_pylist(),
+                _THREADS,
+                2 * _THREADS,
+            )
+            for number, digest in enumerate(read, first):
+                if digest is not None:
+                    found[number] = digest
+                bar.update()
+            first += len(table)
+    return found
+
+
+def _hash_media(source: Source, row: Mapping[str, Any]) -> int | None:
+    """Hash of all bytes of a sample's leading media; None: of some, measuring held the bytes, or
+    they are remote."""
+    images, media = row["num_images"], row["media"]
+    leading = media[: row["prefix_images"]] + media[images : images + row["prefix_videos"]]
+    places = [Locator(*(one[name] for name in Locator.__slots__)) for one in leading]
+    if any(
+        at.kind not in _PLACES or not isinstance(source.media_root(at), MediaRoot) for at in places
+    ):
+        return None
+    return join_hashes([xxhash.xxh3_64_intdigest(source.read_media(at)) for at in places])
+
+
+@dataclass(frozen=True)
+class Items:
+    """Uses of samples in items, in the order of each item's first use: item i has the uses
+    ``uses[offsets[i]:offsets[i + 1]]``, numbers of `ids`."""
+
+    uses: Numbers
+    #: (num_items + 1,)
+    offsets: Numbers
+    #: arguments of `plan_packs` for the items
+    arguments: Mapping[str, Any]
+
+    def expand(self, plan: PackPlan) -> PackPlan:
+        """The plan of the uses, from the plan of the items."""
+        order = np.argsort(ids := self._uses_of(plan.set_aside_ids)[0])
+        sizes = np.diff(self.offsets)[plan.set_aside_ids]
+        uses, ends, branches = self._uses_of(plan.sample_ids)
+        num_admitted = len(self.uses) - len(ids)
+        return replace(
+            plan,
+            sample_ids=uses,
+            pack_offsets=ends[plan.pack_offsets],
+            set_aside_ids=ids[order],
+            set_aside_reasons=np.repeat(plan.set_aside_reasons, sizes)[order],
+            info=replace(plan.info, num_copies=len(uses) - num_admitted),
+            branches=branches,
+        )
+
+    def _uses_of(self, items: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
+        """The uses of some items, one item after the other; where each begins, and the end; and 1
+        for all uses but the first of an item, uint8."""
+        starts, sizes = self.offsets[items], np.diff(self.offsets)[items]
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        places = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], sizes)
+        branches = np.ones(len(places), np.uint8)
+        branches[ends[:-1]] = 0
+        return self.uses[places], ends, branches
+
+
+def form_items(
+    ids: SampleIds,
+    groups: npt.NDArray[np.integer],
+    arguments: Mapping[str, Any],
+    of_prefixes: Mapping[str, Any],
+    max_branches: int,
+) -> Items:
+    """Items of samples that share a prefix.
+
+    The samples of a group, in order, are cut into chunks: of at most `max_branches` samples, within
+    every limit of a pack, without two samples of one record, and of even size where nothing but
+    their number is limited (17 -> 9, 8). The k-th uses of a chunk's samples form an item.
+
+    Args:
+        ids: (num_uses,) samples, all first uses in order, then all second ones, and so on.
+        groups: (num_uses,) from 0; -1: it stands alone.
+        arguments: of `plan_packs`, num_tokens included, for the uses. `copy_of`: items of which two
+            hold the same number, or lead from one to another by such, share no pack.
+        of_prefixes: the same of their prefixes.
+        max_branches: samples of an item, at most.
+    """
+    ones, most = np.ones(len(ids), np.int32), arguments["max_samples"]
+    arguments = {**arguments, "budgets": dict(arguments["budgets"]), "max_samples": None}
+    shared = dict(of_prefixes["budgets"])
+    if most is not None:
+        arguments["budgets"]["samples"], shared["samples"] = (ones, most), (0 * ones, most)
+    of_prefixes = {**of_prefixes, "budgets": shared}
+    multiple = arguments["pad_multiple"]
+    limits = [arguments["seq_length"] // multiple * multiple]
+    limits += [limit for _, limit in arguments["budgets"].values()]
+
+    def sizes(given: Mapping[str, Any], some: Numbers) -> Numbers:
+        arrays = [given["num_tokens"], *(array for array, _ in given["budgets"].values())]
+        return np.stack([array[some] for array in arrays], axis=1).astype(np.int64)
+
+    records = arguments.get("copy_of")
+    rounds = rounds_of_copies(ids) if records is not None else np.zeros(len(ids), np.int32)
+    some = np.flatnonzero((groups >= 0) & (rounds == 0))
+    some = some[(sizes(arguments, some) <= limits).all(axis=1)]
+    held, numbers = np.empty(0, np.int64), np.zeros(len(some), np.int64)
+    if records is not None:
+        # Parts of a record that has parts in several groups stand alone: each would tie all items
+        # of its group to all of another.
+        last = np.full(int(records.max(initial=-1)) + 1, -1)
+        last[records[some]] = groups[some]
+        ties = records[some[last[records[some]] != groups[some]]]
+        some = some[~np.isin(records[some], ties)]
+        held = records[some]
+        # All first parts of records, then all second ones, so that few chunks meet two.
+        numbers = rounds_of_copies(_number(groups[some], held)[0])
+    order = np.lexsort((numbers, groups[some]))
+    some, held = some[order], held[order] if records is not None else held
+    whole = sizes(arguments, some)
+    added = whole - sizes(of_prefixes, some)
+    chunks = _cut(groups[some], held, whole, added, np.array(limits), max_branches)
+    of_sample = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
+    of_sample[ids[some]] = chunks
+    items = _number_items(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(items))])
+    uses = np.empty(len(ids), np.int64)
+    counting_sort(items, offsets[:-1], uses)
+    return Items(uses, offsets, _of_items(uses, offsets, items, arguments, of_prefixes))
+
+
+def _of_items(
+    uses: Numbers,
+    offsets: Numbers,
+    items: Numbers,
+    arguments: Mapping[str, Any],
+    of_prefixes: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """Arguments of `plan_packs` for items from the arguments for uses; `items` (num_uses,) has the
+    item of each use."""
+    firsts = offsets[:-1]
+    is_branch = np.ones(len(uses), np.uint8)
+    is_branch[firsts] = 0
+
+    def sums(values: npt.NDArray[Any], of_prefix: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        each = values[uses] - of_prefix[uses] * is_branch
+        kind = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
+        return np.add.reduceat(each, firsts, dtype=kind)
+
+    made = {}
+    for name, value in arguments.items():
+        other = of_prefixes.get(name)
+        if name == "budgets":
+            made[name] = {n: (sums(own, other[n][0]), most) for n, (own, most) in value.items()}
+        elif name == "features":
+            made[name] = [sums(*pair) for pair in zip(value, other, strict=True)]
+        elif name == "copy_of":
+            made[name] = _components(items, value)[: len(firsts)]
+        elif name in _ALIKE:
+            made[name] = value[uses[firsts]]
+        else:
+            made[name] = sums(value, other) if isinstance(value, np.ndarray) else value
+    return made
+
+
+def _components(items: Numbers, records: Numbers) -> Numbers:
+    """A number for all items and records, in this order, that lead from one to another."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    num_items = int(items.max(initial=-1)) + 1
+    size = num_items + int(records.max(initial=-1)) + 1
+    edges = coo_array((np.ones(len(items), np.bool_), (items, num_items + records)), (size, size))
+    labels: Numbers = connected_components(edges, directed=False)[1]
+    return labels
+
+
+@njit(cache=True)
+def _cut(
+    groups: np.ndarray,
+    records: np.ndarray,
+    whole: np.ndarray,
+    added: np.ndarray,
+    limits: np.ndarray,
+    max_branches: int,
+) -> np.ndarray:
+    """The chunk of each sample, int32 (num_samples,), from 0; see `form_items`.
+
+    Args:
+        groups: (num_samples,) ascending.
+        records: (num_samples,); a chunk holds no two of one. Of no length: all differ.
+        whole, added: int64 (num_samples, num_limits), what a sample takes as the first of a chunk,
+            and as another.
+        limits: int64 (num_limits,), within which `whole` is.
+    """
+    chunks = np.empty(len(groups), np.int32)
+    last = np.full(records.max() + 1 if len(records) else 0, -1, np.int32)
+    held = np.zeros(len(limits), np.int64)
+    chunk, num_held, most, end = -1, 0, 0, 0
+    for sample in range(len(groups)):
+        fits = sample < end and num_held < most and (held + added[sample] <= limits).all()
+        if fits and len(records):
+            fits = last[records[sample]] != chunk
+        if not fits:
+            while end < len(groups) and (end <= sample or groups[end] == groups[sample]):
+                end += 1
+            num_chunks = -(-(end - sample) // max_branches)
+            most = -(-(end - sample) // num_chunks)
+            chunk, num_held = chunk + 1, 0
+            held[:] = 0
+        held += added[sample] if num_held else whole[sample]
+        num_held += 1
+        chunks[sample] = chunk
+        if len(records):
+            last[records[sample]] = chunk
+    return chunks
+
+
+@njit(cache=True)
+def _number_items(chunks: np.ndarray, rounds: np.ndarray, num_chunks: int) -> np.ndarray:
+    """The item of each use, int64 (num_uses,), numbered by their first uses: the uses of one chunk
+    in one round, which follow each other; of no chunk (-1): an item each."""
+    number_of = np.empty(num_chunks, np.int64)
+    round_of = np.full(num_chunks, -1, np.int32)
+    items = np.empty(len(chunks), np.int64)
+    num_items = 0
+    for use in range(len(chunks)):
+        chunk = chunks[use]
+        if chunk >= 0 and round_of[chunk] == rounds[use]:
+            items[use] = number_of[chunk]
+            continue
+        if chunk >= 0:
+            number_of[chunk], round_of[chunk] = num_items, rounds[use]
+        items[use] = num_items
+        num_items += 1
+    return items
