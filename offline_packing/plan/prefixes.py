@@ -232,19 +232,20 @@ def _of_items(
         kind = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
         return np.add.reduceat(each, firsts, dtype=kind)
 
-    made = {}
+    made: dict[str, Any] = {}
     for name, value in arguments.items():
-        other = of_prefixes.get(name)
         if name == "budgets":
-            made[name] = {n: (sums(own, other[n][0]), most) for n, (own, most) in value.items()}
+            shared = of_prefixes[name]
+            made[name] = {n: (sums(own, shared[n][0]), most) for n, (own, most) in value.items()}
         elif name == "features":
-            made[name] = [sums(*pair) for pair in zip(value, other, strict=True)]
+            made[name] = list(map(sums, value, of_prefixes[name]))
         elif name == "copy_of":
             made[name] = _components(items, value)[: len(firsts)]
         elif name in _ALIKE:
             made[name] = value[uses[firsts]]
         else:
-            made[name] = sums(value, other) if isinstance(value, np.ndarray) else value
+            is_sum = isinstance(value, np.ndarray)
+            made[name] = sums(value, of_prefixes[name]) if is_sum else value
     return made
 
 

@@ -71,9 +71,23 @@ def _content_rows(found: Figures) -> Iterator[tuple[str, str]]:
         f"{media['images']:,} images, {media['videos']:,} videos in {media['samples']:,} of "
         f"{plan['samples']:,} packed samples; {each:,.0f} patches each",
     )
+    if plan["sharing"]:
+        yield from _sharing_rows(plan["sharing"])
     if plan["splits"]:
         form = "{split} {samples:,} samples ({share:.1%}) in {packs:,} packs"
         yield "splits", "; ".join(map(form.format_map, plan["splits"]))
+
+
+def _sharing_rows(sharing: Figures) -> Iterator[tuple[str, str]]:
+    """Figures of the packed samples, each stored whole -> their prefixes stored once."""
+    trees = "{trees:,} trees of {samples:,} samples; each sample whole -> as packed:"
+    yield "shared prefixes", trees.format_map(sharing)
+    titles = {"media": "images and videos"}
+    for name in ("tokens", "media", "vision_patches", "samples_per_pack", "iterations"):
+        whole, shared = sharing[name]
+        form = ",.1f" if name == "samples_per_pack" else ",d"
+        title = titles.get(name, name.replace("_", " "))
+        yield f"  {title}", f"{whole:{form}} -> {shared:{form}}"
 
 
 def _rank_rows(found: Figures) -> Iterator[tuple[str, str]]:

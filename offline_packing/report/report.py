@@ -5,6 +5,7 @@ _packing/report/report.json    the same figures
 """
 
 from collections import defaultdict
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 
@@ -186,7 +187,7 @@ def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -
     named = name_samples(samples, np.concatenate(rows))
     lengths = samples.array("num_tokens")
     tokens, images = (
-        of_uses(samples, plan, lambda index, name=name: index.array(f"num_{name}"))
+        of_uses(samples, plan, methodcaller("array", f"num_{name}"))
         for name in ("tokens", "images")
     )
     packs, start = [], 0

@@ -7,6 +7,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,14 @@ import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig
-from offline_packing.index.rows import media_of_samples, pack_table, split_of_packs, sums_by_source
+from offline_packing.index.records import places_of_equal
+from offline_packing.index.rows import (
+    media_of_samples,
+    of_uses,
+    pack_table,
+    split_of_packs,
+    sums_by_source,
+)
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import samples_of_splits, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
@@ -73,10 +81,14 @@ def run_figures(
     cost, lengths = model_cost(config.model), np.repeat(samples.array("num_tokens"), uses)
     if table is None and (plan.order is not None or plan.slots is not None):
         table = pack_table(samples, plan, cost)
-    found |= plan_figures(config.report, lengths, plan, None if table is None else table.cost)
+    sharing = None if plan.branches is None else _sharing(config, samples, plan)
+    shared = sharing["tokens"][0] - sharing["tokens"][1] if sharing else 0
+    own_cost = None if table is None else table.cost
+    found |= plan_figures(config.report, lengths, plan, own_cost, shared)
     picture_split = split_of_packs(samples, plan, cost)
     found["plan"] |= {
         "splits": _split_figures(config, plan),
+        "sharing": sharing,
         "ranks_of_a_pack": config.pack.cp_size,
         "picture_split": None if picture_split is None else picture_split._asdict(),
         "waiting": None if table is None else _waiting(config, plan, table),
@@ -99,9 +111,11 @@ def plan_figures(
     lengths: npt.NDArray[np.integer],
     plan: PackPlan,
     cost: npt.NDArray[np.float64] | None = None,
+    shared: int = 0,
 ) -> Figures:
     """Figures of a plan that need only the tokens (num_packed,) of each use of a sample, at least
-    one, and if it is known the cost of its packs. `saving` is that of packing, against batches of
+    one, if it is known the cost of its packs, and how many of the tokens packs do not hold because
+    an earlier sample has them (`shared`). `saving` is that of packing, against batches of
     samples padded to their longest: tokens, shares of padding, and steps of an epoch."""
     info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
@@ -120,7 +134,7 @@ def plan_figures(
             "samples": len(plan.sample_ids),
             "lower_bound": info.lower_bound,
             "gap": plan.gap,
-            "fill": tokens / plan.room,
+            "fill": (tokens - shared) / plan.room,
             "packing_factor": plan.packing_factor,
             "epochs": max(1, len(info.epochs)),
             "pairs_again": plan.pairs_again() if info.epochs else None,
@@ -128,12 +142,13 @@ def plan_figures(
         },
         "saving": {
             "tokens": tokens,
+            "shared_tokens": shared,
             "tokens_in_packs": info.num_tokens,
             "padded_batch_size": compared.padded_batch_size,
             "tokens_in_padded_batches": in_batches,
             "tokens_padded_to_seq_length": num_samples * seq_length,
             "padding_before": 1 - tokens / in_batches,
-            "padding_after": 1 - tokens / info.num_tokens,
+            "padding_after": 1 - (tokens - shared) / info.num_tokens,
             "speedup": in_batches / info.num_tokens,
             "global_batch_size": batch,
             "iterations_before": math.ceil(num_samples / batch),
@@ -210,6 +225,37 @@ def _split_figures(config: PackingConfig, plan: PackPlan) -> list[Figures]:
     ]
 
 
+def _sharing(config: PackingConfig, samples: Index, plan: PackPlan) -> Figures:
+    """What shared prefixes save, over all uses of samples: [whole, shared] figures, each sample
+    stored whole and as planned. Packs of whole samples are counted by their lower bound."""
+    from offline_packing.planner.strategies.budgets import size_lower_bound  # compiled
+
+    assert plan.branches is not None
+    is_branch, batch = plan.branches.astype(bool), config.report.global_batch_size
+    in_trees = is_branch | np.append(is_branch[1:], False)
+    whole, held = dict[str, npt.NDArray[Any]](), dict[str, int]()
+    for name in ("tokens", "vision_patches", "images", "videos"):
+        column = f"num_{name}"
+        whole[name] = samples.array(column)[plan.sample_ids]
+        each = of_uses(samples, plan, methodcaller("array", column))
+        held[name] = int(each.sum(dtype=np.int64))
+    sums = {name: int(values.sum(dtype=np.int64)) for name, values in whole.items()}
+    padded = -(-whole["tokens"] // config.pack.padding) * config.pack.padding
+    whole["samples"] = np.ones(len(padded), np.int32)
+    limits = plan.info.settings["budgets"].items()
+    bounds = [size_lower_bound(padded, plan.info.seq_length)]
+    least = max(bounds + [size_lower_bound(whole[name], limit) for name, limit in limits])
+    return {
+        "trees": int(np.count_nonzero(in_trees & ~is_branch)),
+        "samples": int(np.count_nonzero(in_trees)),
+        "tokens": [sums["tokens"], held["tokens"]],
+        "media": [one["images"] + one["videos"] for one in (sums, held)],
+        "vision_patches": [sums["vision_patches"], held["vision_patches"]],
+        "samples_per_pack": [len(is_branch) / packs for packs in (least, plan.num_packs)],
+        "iterations": [math.ceil(packs / batch) for packs in (least, plan.num_packs)],
+    }
+
+
 def _waiting(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Figures:
     """Shares of time that data-parallel ranks wait for the slowest, in the order written, in the
     first epoch of the first split; and where they wait after the vision tower as well. `shares` are
@@ -269,6 +315,8 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
         )
     lines.extend(_source_warnings(config.source_names(), samples))
     lines.extend(_position_warnings(config, samples))
+    if config.pack.share_prefixes is not None:
+        lines.extend(_prefix_warnings(samples))
     lines.extend(_split_warnings(config.output.split))
     splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
     for name in [name for name, own in splits.items() if not own]:
@@ -318,6 +366,19 @@ def _position_warnings(config: PackingConfig, samples: Index) -> Iterator[str]:
             f"pack.seq_length {seq_length:,} > max_position_embeddings {limit:,} of "
             f"{config.model.processor}; {longer:,} of {samples.info.num_samples:,} samples are "
             "longer than that (positions restart with each sample)"
+        )
+
+
+def _prefix_warnings(samples: Index) -> Iterator[str]:
+    """Warn of samples that show the media of others, but share no prefix with any."""
+    media = samples.array("prefix_media")
+    shown = places_of_equal(media)
+    alone = np.setdiff1d(shown[media[shown] != 0], places_of_equal(samples.array("prefix_hash")))
+    if len(alone):
+        yield (
+            f"{len(alone):,} of {len(media):,} samples show images or videos of other samples, but "
+            "share no prefix, as text of their own stands before these; put images and videos at "
+            "the beginning of the first prompt, below one system message for all"
         )
 
 

@@ -1,5 +1,6 @@
 """Training cost of each pack of a written folder, for a `RankSchedule`."""
 
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _of_output(
     table = pack_table(
         samples, plan, model or model_cost(model_options(**manifest.config["model"]))
     )
-    each = of_uses(samples, plan, lambda index: index.array("num_tokens"))
+    each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
     tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
     return tokens, table.media, table.tower, table.language
 
