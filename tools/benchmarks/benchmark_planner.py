@@ -2,7 +2,7 @@
 
 python tools/benchmarks/benchmark_planner.py speed --samples 1000000 --seq-length 8192
 python tools/benchmarks/benchmark_planner.py scale --samples 100000000
-python tools/benchmarks/benchmark_planner.py budgets | assignment | order | streaming
+python tools/benchmarks/benchmark_planner.py budgets | assignment | order | streaming | prefixes
 
 A distribution is one of length_distributions.py or a measured index: a folder of Parquet parts, or
 an output.
@@ -19,10 +19,11 @@ from typing import Any
 
 import click
 import numpy as np
-from length_distributions import DISTRIBUTIONS, draw_lengths, draw_sft
+from length_distributions import DISTRIBUTIONS, PER_MEDIUM, draw_lengths, draw_sft, draw_trees
 from planner_peers import OWN, PEERS, missing_packages
 
 from offline_packing import PackPlan, plan_packs
+from offline_packing.plan.prefixes import form_items
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import count_lengths, lower_bound
@@ -369,6 +370,61 @@ def order(samples: int, ranks: int, workers: int) -> None:
                 }
             )
     print_table(rows)
+
+
+@main.command()
+@click.option("--samples", default=1_000_000, show_default=True)
+@click.option("--seq-length", default=8192, show_default=True)
+@click.option("--max-branches", default=16, show_default=True)
+def prefixes(samples: int, seq_length: int, max_branches: int) -> None:
+    """Tokens, packs and CPU time with shared prefixes, on samples per medium as data sets have."""
+    for name in PER_MEDIUM:  # compiles
+        _plan_trees(draw_trees(name, WARM_UP_SAMPLES), seq_length, max_branches)
+        plan_packs(draw_trees(name, WARM_UP_SAMPLES)[:, 2], seq_length)
+    rows = []
+    for name in PER_MEDIUM:
+        drawn = draw_trees(name, samples)
+        media, prefix, tokens = drawn.T.astype(np.int64)
+        starts = [time.process_time()]
+        plain = plan_packs(tokens, seq_length)
+        starts.append(time.process_time())
+        plan = _plan_trees(drawn, seq_length, max_branches)
+        starts.append(time.process_time())
+        before, after = np.diff(starts)
+        trunks = prefix[np.unique(media, return_index=True)[1]].sum()
+        saved = tokens.sum() - plan.info.num_tokens
+        rows.append(
+            {
+                "data set": name,
+                "tokens, times fewer": round(tokens.sum() / plan.info.num_tokens, 2),
+                "of a tree's saving %": round(
+                    100 * saved / (tokens.sum() - trunks - (tokens - prefix).sum()), 2
+                ),
+                "packs whole": plain.num_packs,
+                "packs": plan.num_packs,
+                "gap %": round(100 * plan.gap, 3),
+                "fill %": round(100 * plan.fill, 2),
+                "CPU seconds whole": round(before, 2),
+                "CPU seconds": round(after, 2),
+                "ratio": round(after / before, 2),
+            }
+        )
+    print_table(rows)
+
+
+def _plan_trees(drawn: np.ndarray, seq_length: int, max_branches: int) -> PackPlan:
+    media, prefix, tokens = drawn.T
+    arguments = {
+        "num_tokens": tokens,
+        "seq_length": seq_length,
+        "pad_multiple": 1,
+        "budgets": {},
+        "max_samples": None,
+    }
+    items = form_items(
+        np.arange(len(drawn)), media, arguments, {**arguments, "num_tokens": prefix}, max_branches
+    )
+    return items.expand(plan_packs(**items.arguments))
 
 
 if __name__ == "__main__":

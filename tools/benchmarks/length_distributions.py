@@ -74,3 +74,29 @@ def draw_sft(num_samples: int, seed: int = 1234) -> tuple[np.ndarray, np.ndarray
     high = np.select([kind < 0.3, kind < 0.7, kind < 0.9], [0.0, 0.95, 0.9], 0.95)
     vision_tokens = tokens * rng.uniform(low, high)
     return tokens, np.minimum(4 * vision_tokens.astype(np.int32), 14_000)
+
+
+#: Samples per image or video, as the data sets' papers count them: mean, and the least.
+PER_MEDIUM = {"vqav2": (5.4, 3), "gqa": (13.0, 1), "docvqa": (3.9, 1), "llava_video": (7.5, 1)}
+#: Tokens of the shared beginning, and of what a sample adds: median, sigma, least and most.
+_TREE_TOKENS = {
+    "vqav2": ((380, 0.2, 150, 700), (32, 0.3, 20, 90)),
+    "gqa": ((380, 0.2, 150, 700), (36, 0.3, 20, 90)),
+    "docvqa": ((2600, 0.4, 600, 5000), (40, 0.4, 20, 200)),
+    "llava_video": ((3500, 0.5, 600, 6500), (180, 0.8, 20, 1500)),
+}
+
+
+def draw_trees(data_set: str, num_samples: int, seed: int = 1234) -> np.ndarray:
+    """int32 (num_samples, 3), in random order: the number of each sample's medium, tokens of the
+    beginning that it shares with others on that medium, and all its tokens."""
+    rng = np.random.default_rng(seed)
+    mean, least = PER_MEDIUM[data_set]
+    num_media = int(num_samples / mean) + 1
+    # Counts above the least are geometric, with the standard deviation of such data sets.
+    counts = least - 1 + rng.geometric(1 / (mean - least + 1), 2 * num_media + 10)
+    media = np.repeat(np.arange(len(counts)), counts)[:num_samples]
+    shared, own = _TREE_TOKENS[data_set]
+    prefixes = _lognormal(rng, len(counts), *shared)[media]
+    tokens = prefixes + _lognormal(rng, num_samples, *own)
+    return rng.permutation(np.stack([media, prefixes, tokens], axis=1).astype(np.int32))

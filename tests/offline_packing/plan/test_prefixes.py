@@ -1,0 +1,595 @@
+"""Samples that share a prefix: which do, the items that they form, and plans of items."""
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from offline_packing import plan_packs
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.index import table as index
+from offline_packing.index.records import record_numbers
+from offline_packing.index.rows import Prefixes, pack_table, sample_flops
+from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo
+from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import make_plan, plan
+from offline_packing.plan.prefixes import Items, form_items, group_samples
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.report.report import report
+from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.run import Run
+from task_encoders.families import model_cost
+from tests.helpers.datasets import dialogue, make_run, plan_index, plan_summary
+from tests.helpers.formats import lines, write_file
+from tools.benchmarks.length_distributions import PER_MEDIUM, draw_trees
+
+SEQ_LENGTH = 100
+
+
+def drawn_uses(
+    rng: np.random.Generator, repeated: bool, cut: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Ids of uses round by round, the group of each, and the numbers of their records."""
+    num_samples = int(rng.integers(1, 60))
+    kept = np.flatnonzero(rng.random(num_samples) < 0.9)
+    groups = rng.integers(-1, max(1, num_samples // int(rng.integers(2, 9))), num_samples)
+    rounds = [kept]
+    while repeated and len(rounds[-1]):
+        rounds.append(rounds[-1][rng.random(len(rounds[-1])) < 0.5])
+    ids = np.concatenate(rounds)
+    records = np.arange(num_samples)
+    if cut:
+        records = np.cumsum(rng.random(num_samples) < 0.5)
+    return ids, groups[ids], records[ids] if repeated or cut else None
+
+
+def drawn_arguments(
+    rng: np.random.Generator, ids: np.ndarray, groups: np.ndarray, records: np.ndarray | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `plan_packs` for uses, and of their prefixes."""
+    of_group = rng.integers(0, [[50], [5], [9]], (3, int(groups.max(initial=0)) + 2))[:, groups]
+    own = rng.integers(1, [[30], [3], [20]], (3, int(ids.max(initial=0)) + 1))[:, ids]
+    whole, most = of_group + own, [None, int(rng.integers(1, 9))][int(rng.integers(2))]
+    made = [
+        {
+            "num_tokens": sizes[0],
+            "seq_length": SEQ_LENGTH,
+            "pad_multiple": multiple,
+            "budgets": {"images": (sizes[1], 9)},
+            "max_samples": most,
+            "cost": sizes[2].astype(np.float64),
+            "features": [sizes[2]],
+            "source_order": ids,
+            "seed": 3,
+        }
+        for multiple in [int(rng.choice([1, 8]))]
+        for sizes in (whole, of_group)
+    ]
+    if records is not None:
+        made[0]["copy_of"] = records
+    return made[0], made[1]
+
+
+def items_of(items: Items) -> list[list[int]]:
+    return [part.tolist() for part in np.split(items.uses, items.offsets[1:-1])]
+
+
+def slow_items(
+    ids: np.ndarray,
+    groups: np.ndarray,
+    arguments: dict[str, Any],
+    of_prefixes: dict[str, Any],
+    most: int,
+) -> list[list[int]]:
+    """The uses of each item, one after the other."""
+    records = arguments.get("copy_of", ids)
+    room = SEQ_LENGTH // arguments["pad_multiple"] * arguments["pad_multiple"]
+
+    def fits(uses: list[int]) -> bool:
+        sizes = [(arguments["num_tokens"], of_prefixes["num_tokens"], room)]
+        for name, (values, limit) in arguments["budgets"].items():
+            sizes.append((values, of_prefixes["budgets"][name][0], limit))
+        sums = [(sum(v[uses]) - sum(p[uses[1:]]), limit) for v, p, limit in sizes]
+        return all(total <= limit for total, limit in sums) and len(uses) <= (
+            arguments["max_samples"] or len(uses)
+        )
+
+    firsts: dict[int, int] = {}
+    for use, sample in enumerate(ids.tolist()):
+        firsts.setdefault(sample, use)
+    by_group = defaultdict[int, list[int]](list)
+    for use in firsts.values():
+        if groups[use] >= 0 and fits([use]):
+            by_group[int(groups[use])].append(use)
+    of_record = defaultdict[int, set[int]](set)
+    for group, members in by_group.items():
+        for use in members:
+            of_record[int(records[use])].add(group)
+    chunks: list[list[int]] = []
+    for group in sorted(by_group):
+        seen = Counter[int]()
+        members = []
+        for use in by_group[group]:
+            if len(of_record[int(records[use])]) == 1:
+                members.append((seen[int(records[use])], use))
+                seen[int(records[use])] += 1
+        left = [use for _, use in sorted(members)]
+        while left:
+            size = -(-len(left) // -(-len(left) // most))
+            chunk = [left.pop(0)]
+            while left and len(chunk) < size and fits([*chunk, left[0]]):
+                if records[left[0]] in records[chunk]:
+                    break
+                chunk.append(left.pop(0))
+            chunks.append(chunk)
+    chunk_of = {int(ids[use]): i for i, chunk in enumerate(chunks) for use in chunk}
+    made: dict[Any, list[int]] = {}
+    rounds = Counter[int]()
+    for use, sample in enumerate(ids.tolist()):
+        key = ("alone", use) if sample not in chunk_of else (chunk_of[sample], rounds[sample])
+        made.setdefault(key, []).append(use)
+        rounds[sample] += 1
+    return list(made.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), repeated=st.booleans(), cut=st.booleans())
+def test_items_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> None:
+    rng = np.random.default_rng(seed)
+    ids, groups, records = drawn_uses(rng, repeated, cut)
+    arguments, of_prefixes = drawn_arguments(rng, ids, groups, records)
+    most = int(rng.integers(2, 6))
+    items = form_items(ids, groups, arguments, of_prefixes, most)
+    found = items_of(items) if len(ids) else []
+    assert found == slow_items(ids, groups, arguments, of_prefixes, most)
+    assert sorted(itertools.chain(*found)) == list(range(len(ids)))
+    made = items.arguments
+    for name, uses in enumerate(found):
+        whole, prefix = arguments["num_tokens"], of_prefixes["num_tokens"]
+        assert made["num_tokens"][name] == sum(whole[uses]) - sum(prefix[uses[1:]])
+        assert made["cost"][name] == sum(arguments["cost"][uses]) - sum(
+            of_prefixes["cost"][uses[1:]]
+        )
+        assert made["features"][0][name] == made["cost"][name]
+        assert made["source_order"][name] == ids[uses[0]]
+        assert len(uses) <= most
+        assert len({int(groups[use]) for use in uses}) == 1
+        if records is not None:
+            assert len({int(records[use]) for use in uses}) == len(uses)
+    if records is not None:
+        labels = made["copy_of"]
+        for one, other in itertools.combinations(range(len(found)), 2):
+            if {*records[found[one]]} & {*records[found[other]]}:
+                assert labels[one] == labels[other]
+        assert len({*labels.tolist()}) >= len({*labels.tolist()} & {*range(len(found))})
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(16, [16]), (17, [9, 8]), (33, [11] * 3), (1, [1])])
+def test_even_sizes(count: int, sizes: list[int]) -> None:
+    ones = np.ones(count, np.int32)
+    given: dict[str, Any] = {"seq_length": 100, "pad_multiple": 1, "budgets": {}}
+    given |= {"max_samples": None, "num_tokens": 2 * ones}
+    items = form_items(np.arange(count), 0 * ones, given, {**given, "num_tokens": ones}, 16)
+    assert [len(uses) for uses in items_of(items)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("data_set", "seq_length"), [*zip(PER_MEDIUM, [8192] * 3 + [32768], strict=True)]
+)
+def test_16_branches_keep_what_a_tree_saves(data_set: str, seq_length: int) -> None:
+    """With the counts per image or video of the data sets' papers."""
+    media, prefix, tokens = draw_trees(data_set, 40_000).T.astype(np.int64)
+    assert len(media) / len(np.unique(media)) == pytest.approx(PER_MEDIUM[data_set][0], rel=0.05)
+    given: dict[str, Any] = {"seq_length": seq_length, "pad_multiple": 1, "budgets": {}}
+    given |= {"max_samples": None, "num_tokens": tokens}
+    items = form_items(np.arange(len(media)), media, given, {**given, "num_tokens": prefix}, 16)
+    packs = items.expand(plan_packs(**items.arguments))
+    trunks = prefix[np.unique(media, return_index=True)[1]].sum()
+    least = trunks + (tokens - prefix).sum()
+    assert tokens.sum() - packs.info.num_tokens >= 0.95 * (tokens.sum() - least)
+    assert packs.num_packs <= 1.001 * packs.info.lower_bound
+    assert np.array_equal(np.sort(packs.sample_ids), np.arange(len(media)))
+    assert packs.branches is not None
+    held = tokens[packs.sample_ids] - prefix[packs.sample_ids] * packs.branches
+    assert np.add.reduceat(held, packs.pack_offsets[:-1]).max() <= seq_length
+
+
+# Plans of an index, under all options.
+
+NUM_SAMPLES = 400
+RANKS = {"num_ranks": 2, "num_workers": 2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "order": {"pack": {"order": RANKS}},
+    "uniform": {"pack": {"order": {**RANKS, "uniform": True}}},
+    "homogeneous": {"pack": {"homogeneous": True}},
+    "locality": {"pack": {"assignment": "locality"}, "output": {"packs_per_shard": 4}},
+    "balance": {"pack": {"assignment": ["shuffle", "balance"]}},
+    "budgets": {"pack": {"budgets": {"images": 5, "vision_patches": 300, "videos": 3}}},
+    "max_samples": {"pack": {"max_samples": 11}},
+    "repeat": {"repeat": (2.3, 1)},
+    "weight": {"weight": (3, 1)},
+    "epochs": {"pack": {"epochs": 2}, "output": {"layout": "references"}},
+    "splits": {"output": {"split": {"train": 0.7, "val": 0.3}}},
+    "split_turns": {"pack": {"on_overlong": "split_turns"}},
+    "pad_multiple": {"pack": {"pad_multiple": 16}},
+    "best_fit": {"pack": {"strategy": "best_fit_decreasing"}},
+    "first_fit": {"pack": {"strategy": "first_fit_shuffle"}},
+}
+
+
+def run_with(folder: Path, *names: str, shared: Any = True) -> Run:
+    """A run over two sources, under some of OPTIONS. Raises ConfigError where they contradict each
+    other."""
+    sections: dict[str, dict[str, Any]] = {"pack": {"seq_length": 300}, "output": {}}
+    sources = [{"format": "jsonl", "path": f"{folder}/{one}.jsonl", "task": "bmr"} for one in "ab"]
+    for name in names:
+        for section, content in OPTIONS[name].items():
+            if section in sections:
+                sections[section] |= content
+            else:
+                for source, value in zip(sources, content, strict=True):
+                    source[section] = value
+    for source in sources:
+        write_file(Path(source["path"]), b"{}\n")
+    if shared is not None:
+        sections["pack"]["share_prefixes"] = shared
+    return make_run(sources, folder / "out", **sections)
+
+
+def make_index(folder: Path, cut: bool, seed: int = 0) -> Index:
+    """An index of questions about images and videos, some about two, a few with one more picture
+    of their own; texts; and, if `cut`, records in several parts."""
+    rng = np.random.default_rng(seed)
+    grids, rows = [(1, 2, 2 + i % 5) for i in range(60)], list[dict[str, Any]]()
+    record = medium = -1
+    for i in range(NUM_SAMPLES):
+        is_new = rng.random() < 0.6 or not cut or not rows
+        record = i if is_new else record
+        if is_new or rng.random() < 0.2:  # most parts of a record show its picture
+            medium = int(rng.integers(60)) if rng.random() < 0.85 else -1
+        leading = [] if medium < 0 else [medium, medium + 1][: 1 + medium % 2]
+        is_video = medium % 7 == 0 and medium >= 0
+        others = [] if rng.random() < 0.9 or not leading else [int(rng.integers(60))]
+        shown = [*others, *leading] if is_video else [*leading, *others]  # images, then videos
+        own = 5 + int(rng.integers(60)) + 12 * len(others) + (300 if rng.random() < 0.02 else 0)
+        prefix = 15 * len(leading) + medium % 20 if leading else 0
+        sizes = [grids[one % 60] for one in ([*others, *leading] if is_video else shown)]
+        first = i - record
+        rows.append(
+            {
+                "key": f"k{i}",
+                "key_hash": record + 1,
+                "sample_hash": record + 1,
+                "content_hash": 0,
+                "group_hash": 0,
+                "source_id": int(i >= 250),
+                "task": "bmr",
+                "num_tokens": prefix + own,
+                "num_loss_tokens": own // 2,
+                "num_vision_patches": sum(int(np.prod(size)) for size in sizes),
+                "num_images": len(shown) - len(leading) * is_video,
+                "num_videos": len(leading) * is_video,
+                "num_turns": 1,
+                "grid_thw": [int(n) for size in sizes for n in size],
+                "media": [],
+                "media_hash": [one + 1 for one in shown],
+                "prefix_hash": medium + 1,
+                "prefix_media": medium + 1,
+                "prefix_tokens": prefix,
+                "prefix_images": len(leading) * (not is_video),
+                "prefix_videos": len(leading) * is_video,
+                "part": {"first": first, "end": first + 1} if cut else None,
+            }
+        )
+    with index.table_writer(folder / "part-00000.parquet", INDEX_SCHEMA) as write:
+        write(pa.Table.from_pylist(rows, INDEX_SCHEMA))
+    split = {"conversations": 1, "samples": 2} if cut else {}
+    return Index(folder, IndexInfo({}, {}, [NUM_SAMPLES], {}, split=split))
+
+
+def check_trees(run: Run, samples: Index, packs: PackPlan) -> None:
+    """Every pack holds what it may, counted sample by sample."""
+    pack = run.config.pack
+    assert packs.branches is not None
+    assert pack.share_prefixes is not None
+    rows, records = samples.table().to_pylist(), record_numbers(samples)
+    limits = {"tokens": pack.seq_length, **pack.budgets}
+    apart = bool(samples.info.split) or packs.copy_numbers() is not None
+    total, in_trees = 0, 0
+    for number in range(packs.num_packs):
+        begin, end = packs.pack_offsets[number : number + 2]
+        ids = packs.sample_ids[begin:end].tolist()
+        held, tree, trunk = Counter[str](), 0, 0
+        padded = 0
+        for place, sample in zip(range(begin, end), ids, strict=True):
+            row = rows[sample]
+            sizes = {name: row[f"num_{name}"] for name in limits}
+            if packs.branches[place]:
+                before = rows[packs.sample_ids[place - 1]]
+                assert place > begin
+                assert row["prefix_hash"] == before["prefix_hash"] > 0
+                kinds = [(one["num_images"] > 0, one["num_videos"] > 0) for one in (row, before)]
+                assert kinds[0] == kinds[1]
+                grid = row["grid_thw"]
+                videos = grid[3 * row["num_images"] :][: 3 * row["prefix_videos"]]
+                leading = [*grid[: 3 * row["prefix_images"]], *videos]
+                patches = np.reshape(leading, (-1, 3)).prod(axis=1).sum()
+                less = {"vision_patches": int(patches)} | {
+                    name: row[f"prefix_{name}"] for name in ("tokens", "images", "videos")
+                }
+                sizes = {name: size - less[name] for name, size in sizes.items()}
+                trunk, in_trees = trunk + 1, in_trees + 1
+                assert trunk < pack.share_prefixes.max_branches
+            else:
+                padded += -(-tree // pack.padding) * pack.padding
+                tree = trunk = 0
+            tree += sizes["tokens"]
+            held.update(sizes)
+        padded += -(-tree // pack.padding) * pack.padding
+        assert padded <= pack.seq_length
+        assert all(held[name] <= limit for name, limit in limits.items())
+        assert len(ids) <= (pack.max_samples or len(ids))
+        if apart:
+            assert len({int(records[sample]) for sample in ids}) == len(ids)
+        if pack.homogeneous:
+            assert len({not rows[sample]["media_hash"] for sample in ids}) == 1
+        total += padded
+    assert total == packs.info.num_tokens
+    assert in_trees > 50
+    distinct = len(np.unique(packs.sample_ids))
+    assert len(packs.sample_ids) - distinct == packs.info.num_copies
+
+
+def check_order(run: Run, samples: Index, packs: PackPlan) -> None:
+    """What pack.order and locality promise, of the first epoch of the first split."""
+    pack, config = run.config.pack, run.config
+    first = next(iter(splits_of_plan(packs, config.output.split).values()))
+    size = [*packs.info.epochs, len(first)]
+    own = slice(0, size[0])
+    if pack.order is not None:
+        table, layout = pack_table(samples, packs, model_cost(config.model)), pack.layout
+        assert layout is not None
+        order = np.random.default_rng(0).permutation(size[0])
+        at_random = layout.idle_shares(table.cost[own][order], table.tower[own][order])[0]
+        assert layout.idle_shares(table.cost[own], table.tower[own])[0] <= at_random
+        if pack.order.uniform:
+            assert size[0] % 4 == 0
+            kinds = np.sort(table.media[own])
+            assert (kinds.reshape(-1, 2)[:, 0] == kinds.reshape(-1, 2)[:, 1]).all()
+    # Groups, and copies and parts in rounds, each follow the source by themselves.
+    by_rounds = pack.homogeneous or samples.info.split or packs.copy_numbers() is not None
+    if pack.has_locality and not by_rounds:
+        assert packs.branches is not None
+        firsts = np.where(packs.branches, np.nan, packs.sample_ids)
+        means = [np.nanmean(one) for one in np.split(firsts, packs.pack_offsets[1:-1])][own]
+        assert np.corrcoef(np.arange(len(means)), means)[0, 1] > 0.8
+
+
+def plan_with(folder: Path, *names: str) -> None:
+    """Plan twice with trees and once without, under some options, and check all."""
+    try:
+        plain = run_with(folder, *names, shared=None)
+    except ConfigError:
+        return  # they contradict each other without trees, too
+    run = run_with(folder, *names, shared={"max_branches": 7})
+    samples = make_index(folder, "split_turns" in names)
+    made, again = (make_plan(run, samples) for _ in range(2))
+    without = make_plan(plain, samples)
+    for name in ("sample_ids", "pack_offsets", "branches", "set_aside_ids", "set_aside_reasons"):
+        assert np.array_equal(getattr(made.packs, name), getattr(again.packs, name))
+    assert made.set_aside.reasons == without.set_aside.reasons
+    uses = [Counter(one.packs.sample_ids.tolist()) for one in (made, without)]
+    assert uses[0] == uses[1] or ("uniform" in names and uses[0].keys() == uses[1].keys())
+    assert made.packs.info.settings.keys() == without.packs.info.settings.keys()
+    assert made.packs.info.num_tokens < 0.9 * without.packs.info.num_tokens
+    assert made.packs.info.reason_names == without.packs.info.reason_names
+    check_trees(run, samples, made.packs)
+    check_order(run, samples, made.packs)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_with_trees(name: str, tmp_path: Path) -> None:
+    plan_with(tmp_path, name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", itertools.combinations(OPTIONS, 2), ids="-".join)
+def test_options_in_pairs_with_trees(names: tuple[str, str], tmp_path: Path) -> None:
+    plan_with(tmp_path, *names)
+
+
+def test_operations_of_prefixes(tmp_path: Path) -> None:
+    """A prefix that is the whole sample costs what the sample costs."""
+    samples = make_index(tmp_path, False)
+    cost = model_cost(run_with(tmp_path).config.model)
+    whole, prefix = sample_flops(samples, cost), sample_flops(Prefixes(samples), cost)
+    rows = samples.table().to_pylist()
+    alone = [len(row["media_hash"]) == row["prefix_images"] + row["prefix_videos"] for row in rows]
+    assert 0 < sum(alone) < len(alone)
+    assert np.array_equal(whole.tower[alone], prefix.tower[alone])
+    shows = np.array([bool(row["media_hash"]) for row in rows])
+    assert (whole.tower > prefix.tower)[~np.array(alone) & shows].all()
+    assert np.allclose(
+        prefix.language, cost.language_flops(samples.array("prefix_tokens")), rtol=1e-6
+    )
+    assert not Prefixes(samples).array("num_loss_tokens").any()
+
+
+# Which media are the same.
+
+
+def bitmap(path: Path, shade: int = 0, last: int = 0, side: int = 112) -> str:
+    """An uncompressed picture, 37 KB of which only the end depends on `last`."""
+    pixels = np.full((side, side, 3), shade, np.uint8)
+    pixels[0, -1] = last  # stored from the bottom
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, "BMP")
+    return path.name
+
+
+def question(number: int, *names: str, before: str = "", system: str = "") -> dict[str, Any]:
+    text = f"{before}{'<image>' * len(names)}\nWhat is {number}?"
+    messages = dialogue(text, f"It is {number}.")
+    if system:
+        messages = [{"role": "system", "content": system}, *messages]
+    return {"id": f"q{number}", "messages": messages, "images": names}
+
+
+def asked(folder: Path, records: list[dict[str, Any]], **sections: Any) -> tuple[Run, Index]:
+    write_file(folder / "source" / "r.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(folder / "source" / "r.jsonl"), "task": "bmr"}
+    sections["pack"] = {"share_prefixes": True, **sections.get("pack", {})}
+    run = make_run(source, folder / "out", **sections)
+    return run, measure(run)
+
+
+def partition(run: Run, samples: Index) -> list[list[str]]:
+    """Keys of the samples of each group of several."""
+    groups = defaultdict(list)
+    for key, group in zip(
+        samples.table("key")["key"].to_pylist(), group_samples(run, samples).tolist(), strict=True
+    ):
+        groups[group if group >= 0 else key].append(key)
+    return sorted(keys for keys in groups.values() if len(keys) > 1)
+
+
+def test_pictures_that_differ_where_the_sampled_hash_does_not_read(tmp_path: Path) -> None:
+    """And equal ones in several files."""
+    source = tmp_path / "source"
+    names = [bitmap(source / f"{i}.bmp", last=i % 2) for i in range(5)]
+    assert len({(source / name).read_bytes()[:16384] for name in names}) == 1
+    run, samples = asked(tmp_path, [question(i, name) for i, name in enumerate(names)])
+    assert len({*samples.array("prefix_hash").tolist()}) == 1
+    assert partition(run, samples) == [["q0", "q2", "q4"], ["q1", "q3"]]
+
+
+def test_equal_ids_with_other_pixels(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    names = [bitmap(source / f"{i}.bmp", shade=i) for i in range(2)]
+    records = [question(i, names[i % 2]) for i in range(4)]
+    run, samples = asked(tmp_path, [*records, question(9, names[0], before="Look: ")])
+    assert len({*samples.array("prefix_tokens")[:4].tolist()}) == 1
+    assert partition(run, samples) == [["q0", "q2"], ["q1", "q3"]]
+
+
+def test_files_are_read_only_where_they_may_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost file is an error only then."""
+    source = tmp_path / "source"
+    for i, shade in enumerate([0, 1, 0]):
+        bitmap(source / f"{i}.bmp", shade=shade)
+    run, samples = asked(tmp_path, [question(i, f"{i % 3}.bmp") for i in range(6)])
+    assert partition(run, samples) == [["q0", "q2", "q3", "q5"], ["q1", "q4"]]
+    (source / "1.bmp").unlink()
+    assert len(partition(run, samples)) == 2
+    (source / "2.bmp").unlink()
+    with pytest.raises(StageError, match=r"2\.bmp"):
+        group_samples(run, samples)
+    monkeypatch.setattr("offline_packing.plan.prefixes.MediaRoot", int)  # as if it were remote
+    assert partition(run, samples) == [["q0", "q3"], ["q1", "q4"], ["q2", "q5"]]
+
+
+def test_pictures_in_tables_and_in_files(tmp_path: Path) -> None:
+    """Of the former, measuring holds the bytes."""
+    source = tmp_path / "source"
+    contents = [(source / bitmap(source / f"{i}.bmp", last=i)).read_bytes() for i in range(2)]
+    write_file(source / "r.jsonl", lines([question(i, f"{i % 2}.bmp") for i in range(4)]))
+    table = {
+        "id": [f"t{i}" for i in range(3)],
+        "messages": [question(i, "x")["messages"] for i in range(3)],
+        "images": [[{"bytes": contents[i % 2], "path": f"{i}.bmp"}] for i in range(3)],
+    }
+    (tmp_path / "table").mkdir()
+    pq.write_table(pa.table(table), tmp_path / "table" / "t.parquet")
+    sources = [
+        {"format": "jsonl", "path": str(source / "r.jsonl"), "task": "bmr", "name": "a"},
+        {"format": "parquet", "path": str(tmp_path / "table"), "task": "bmr", "name": "b"},
+    ]
+    run = make_run(sources, tmp_path / "out", pack={"share_prefixes": True})
+    found = partition(run, measure(run))
+    assert found == [["a/q0", "a/q2", "b/t0", "b/t2"], ["a/q1", "a/q3", "b/t1"]]
+
+
+# The plan's files, figures and refusals.
+
+
+def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
+    names = [bitmap(tmp_path / "source" / f"{i}.bmp", shade=i) for i in range(4)]
+    records = [question(i, names[i % 4]) for i in range(40)]
+    apart = [question(100 + i, names[0], before=f"In {i}: ") for i in range(3)]
+    run, samples = asked(tmp_path, records + apart)
+    made = plan_index(run)
+    whole = int(samples.array("num_tokens").sum())
+    shared = int(samples.array("prefix_tokens")[:40].sum()) // 40 * 36
+    loaded = open_plan(run)
+    assert np.array_equal(loaded.packs.branches, made.packs.branches)  # type: ignore[arg-type]
+    assert loaded.hash.count("-") == 2
+    assert loaded.packs.info.num_tokens == whole - shared
+    summary = " ".join(plan_summary(run).split())
+    assert "shared prefixes 4 trees of 40 samples" in summary
+    assert f"tokens {whole:,} -> {whole - shared:,} images and videos 43 -> 7" in summary
+    assert "3 of 43 samples show images or videos of other samples" in summary
+    least = -(-whole // 512)
+    each = [f"{len(records + apart) / count:.1f}" for count in (least, loaded.packs.num_packs)]
+    assert f"samples per pack {' -> '.join(each)}" in summary
+    assert f"fill {(whole - shared) / (512 * loaded.packs.num_packs):.2%}" in summary
+    report(run)
+    page = (run.workspace.report / "report.html").read_text()
+    assert "What shared prefixes save" in page
+    document = json.loads((run.workspace.report / "report.json").read_text())
+    assert sum(document["plan"]["sharing"]["samples_per_pack"]) > 0
+    assert document["packs"]["spread"]["tokens"]["max"] <= 512
+    # Lost, it is made again; another number of branches is another plan.
+    (run.workspace.plan / "branches.npy").unlink()
+    assert plan(run, samples).hash == made.hash
+    assert (run.workspace.plan / "branches.npy").exists()
+    other, _ = asked(tmp_path, records + apart, pack={"share_prefixes": {"max_branches": 5}})
+    assert plan(other, samples).hash != made.hash
+
+
+def test_off_leaves_no_trace(tmp_path: Path) -> None:
+    names = [bitmap(tmp_path / "source" / f"{i}.bmp", shade=i) for i in range(2)]
+    run, _ = asked(
+        tmp_path, [question(i, names[i % 2]) for i in range(8)], pack={"share_prefixes": False}
+    )
+    made = plan_index(run)
+    assert made.packs.branches is None
+    assert not (run.workspace.plan / "branches.npy").exists()
+    assert not [name for name in made.info["fingerprint"] if "share_prefixes" in name]
+    assert "shared prefixes" not in plan_summary(run)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"pack": {"context_parallel": {"size": 2}}}, r"share_prefixes cannot go with context_par"),
+        ({"output": {"layout": "indexed"}}, r"layout='indexed' .*choose energon or references"),
+        ({"output": {"layout": "llava_onevision"}}, r"layout='llava_onevision' .*choose energon"),
+        ({"output": {"pretokenize": True}}, r"leave out output\.pretokenize"),
+        ({"pack": {"strategy": "sequential"}}, r"strategy sequential counts samples"),
+        ({"pack": {"share_prefixes": {"max_branches": 1}}}, r"max_branches"),
+        ({"model": {"family": "qwen3_5"}}, r"qwen3_5 has recurrent layers"),
+        ({"model": {}, "pack": {"seq_length": 600}}, r"depend on the length"),
+    ],
+)
+def test_refused_by_name(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+    text = {"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    if "model" in sections:
+        processor = {"processor": str(tmp_path), "min_pixels": 3136}
+        sections = {**sections, "model": {**sections["model"], **processor}}
+    pack = {"share_prefixes": True, **sections.get("pack", {})}
+    (tmp_path / "source").mkdir()
+    with pytest.raises(ConfigError, match=message):
+        make_run(tmp_path / "source", tmp_path / "out", **{**sections, "pack": pack})
