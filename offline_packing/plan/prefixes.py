@@ -189,7 +189,6 @@ def form_items(
     rounds = rounds_of_copies(ids) if records is not None else np.zeros(len(ids), np.int32)
     some = np.flatnonzero((groups >= 0) & (rounds == 0))
     some = some[(sizes(arguments, some) <= limits).all(axis=1)]
-    held, numbers = np.empty(0, np.int64), np.zeros(len(some), np.int64)
     if records is not None:
         # Parts of a record that has parts in several groups stand alone: each would tie all items
         # of its group to all of another.
@@ -197,21 +196,27 @@ def form_items(
         last[records[some]] = groups[some]
         ties = records[some[last[records[some]] != groups[some]]]
         some = some[~np.isin(records[some], ties)]
-        held = records[some]
         # All first parts of records, then all second ones, so that few chunks meet two.
-        numbers = rounds_of_copies(_number(groups[some], held)[0])
-    order = np.lexsort((numbers, groups[some]))
-    some, held = some[order], held[order] if records is not None else held
+        numbers = rounds_of_copies(_number(groups[some], records[some])[0])
+        some = some[np.argsort(numbers, kind="stable")]
+    some = some[_sort(groups[some])[0]]
+    held = np.empty(0, np.int64) if records is None else records[some]
     whole = sizes(arguments, some)
     added = whole - sizes(of_prefixes, some)
     chunks = _cut(groups[some], held, whole, added, np.array(limits), max_branches)
     of_sample = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
     of_sample[ids[some]] = chunks
     items = _number_items(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(items))])
-    uses = np.empty(len(ids), np.int64)
-    counting_sort(items, offsets[:-1], uses)
+    uses, offsets = _sort(items)
     return Items(uses, offsets, _of_items(uses, offsets, items, arguments, of_prefixes))
+
+
+def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
+    """Places that sort integers from 0, stable; and where each integer's places start, and end."""
+    order = np.empty(len(keys), np.int64)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(keys))])
+    counting_sort(keys, starts, order)
+    return order, starts
 
 
 def _of_items(

@@ -19,17 +19,23 @@ from typing import Any
 
 import click
 import numpy as np
+import pyarrow as pa
 from length_distributions import DISTRIBUTIONS, PER_MEDIUM, draw_lengths, draw_sft, draw_trees
 from planner_peers import OWN, PEERS, missing_packages
 
 from offline_packing import PackPlan, plan_packs
-from offline_packing.plan.prefixes import form_items
+from offline_packing.config.packing import parse_config
+from offline_packing.engines.local import LocalEngine
+from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, part_name, table_writer
+from offline_packing.plan.plan import make_plan
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import count_lengths, lower_bound
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from offline_packing.runs.run import Run
 
 WARM_UP_SAMPLES = 2000
+ROWS_PER_PART = 4096
 
 
 def peak_mib() -> float:
@@ -377,54 +383,67 @@ def order(samples: int, ranks: int, workers: int) -> None:
 @click.option("--seq-length", default=8192, show_default=True)
 @click.option("--max-branches", default=16, show_default=True)
 def prefixes(samples: int, seq_length: int, max_branches: int) -> None:
-    """Tokens, packs and CPU time with shared prefixes, on samples per medium as data sets have."""
-    for name in PER_MEDIUM:  # compiles
-        _plan_trees(draw_trees(name, WARM_UP_SAMPLES), seq_length, max_branches)
-        plan_packs(draw_trees(name, WARM_UP_SAMPLES)[:, 2], seq_length)
+    """Tokens, packs and CPU time of `plan` with shared prefixes, and without, on an index with as
+    many samples per image or video as data sets have."""
     rows = []
     for name in PER_MEDIUM:
-        drawn = draw_trees(name, samples)
-        media, prefix, tokens = drawn.T.astype(np.int64)
-        starts = [time.process_time()]
-        plain = plan_packs(tokens, seq_length)
-        starts.append(time.process_time())
-        plan = _plan_trees(drawn, seq_length, max_branches)
-        starts.append(time.process_time())
-        before, after = np.diff(starts)
-        trunks = prefix[np.unique(media, return_index=True)[1]].sum()
-        saved = tokens.sum() - plan.info.num_tokens
-        rows.append(
-            {
-                "data set": name,
-                "tokens, times fewer": round(tokens.sum() / plan.info.num_tokens, 2),
-                "of a tree's saving %": round(
-                    100 * saved / (tokens.sum() - trunks - (tokens - prefix).sum()), 2
-                ),
-                "packs whole": plain.num_packs,
-                "packs": plan.num_packs,
-                "gap %": round(100 * plan.gap, 3),
-                "fill %": round(100 * plan.fill, 2),
-                "CPU seconds whole": round(before, 2),
-                "CPU seconds": round(after, 2),
-                "ratio": round(after / before, 2),
-            }
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            for count in (WARM_UP_SAMPLES, samples):  # compiles
+                row = _plan_trees(Path(folder), draw_trees(name, count), seq_length, max_branches)
+            rows.append({"data set": name, **row})
     print_table(rows)
 
 
-def _plan_trees(drawn: np.ndarray, seq_length: int, max_branches: int) -> PackPlan:
-    media, prefix, tokens = drawn.T
-    arguments = {
-        "num_tokens": tokens,
-        "seq_length": seq_length,
-        "pad_multiple": 1,
-        "budgets": {},
-        "max_samples": None,
+def _plan_trees(
+    folder: Path, drawn: np.ndarray, seq_length: int, max_branches: int
+) -> dict[str, Any]:
+    index, made, seconds = _index_of(folder, drawn), [], []
+    for shared in (None, {"max_branches": max_branches}):
+        config = {
+            "source": {"format": "jsonl", "path": str(folder), "task": "vqa"},
+            "pack": {"seq_length": seq_length, "share_prefixes": shared},
+            "output": {"path": str(folder.with_suffix(".out"))},
+        }
+        start = time.process_time()
+        made.append(make_plan(Run(parse_config(config), LocalEngine(0)), index).packs)
+        seconds.append(time.process_time() - start)
+    media, prefix, tokens = drawn[made[0].sample_ids].T.astype(np.int64)
+    least = prefix[np.unique(media, return_index=True)[1]].sum() + (tokens - prefix).sum()
+    whole, plan = tokens.sum(), made[1]
+    return {
+        "tokens, times fewer": round(whole / plan.info.num_tokens, 2),
+        "of a tree's saving %": round(100 * (whole - plan.info.num_tokens) / (whole - least), 2),
+        "packs whole": made[0].num_packs,
+        "packs": plan.num_packs,
+        "gap %": round(100 * plan.gap, 3),
+        "fill %": round(100 * plan.fill, 2),
+        "CPU seconds whole": round(seconds[0], 2),
+        "CPU seconds": round(seconds[1], 2),
+        "ratio": round(seconds[1] / seconds[0], 2),
     }
-    items = form_items(
-        np.arange(len(drawn)), media, arguments, {**arguments, "num_tokens": prefix}, max_branches
-    )
-    return items.expand(plan_packs(**items.arguments))
+
+
+def _index_of(folder: Path, drawn: np.ndarray) -> Index:
+    """An index of samples with these media, tokens of prefixes and tokens; 0 in all else."""
+    media, prefix, tokens = drawn.T
+    count = len(drawn)
+    given = {"prefix_hash": media + 1, "prefix_media": media + 1, "prefix_tokens": prefix}
+    given |= {"num_tokens": tokens, "key_hash": np.arange(count), "key": np.arange(count)}
+    given |= {name: np.ones(count, np.int32) for name in ("num_images", "prefix_images")}
+    rows = {
+        field.name: pa.array(given[field.name]).cast(field.type)
+        if field.name in given
+        else pa.nulls(count, field.type)
+        if pa.types.is_nested(field.type) or pa.types.is_string(field.type)
+        else pa.array(np.zeros(count, field.type.to_pandas_dtype()))
+        for field in INDEX_SCHEMA
+    }
+    starts = range(0, count, ROWS_PER_PART)
+    for number, start in enumerate(starts):
+        with table_writer(folder / part_name(number), INDEX_SCHEMA) as write:
+            write(pa.table(rows, INDEX_SCHEMA).slice(start, ROWS_PER_PART))
+    sizes = [min(ROWS_PER_PART, count - start) for start in starts]
+    return Index(folder, IndexInfo({}, {}, sizes, {}))
 
 
 if __name__ == "__main__":
