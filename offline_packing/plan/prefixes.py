@@ -47,10 +47,11 @@ def group_samples(run: Run, samples: Index) -> Numbers:
     """(num_samples,) the group of each sample: samples of one group have the same prefix, and media
     of the same kinds. -1: no other sample has its prefix. Raises StageError if a file cannot be
     read."""
-    hashes = samples.array("prefix_hash")
+    columns = samples.table("prefix_hash", "prefix_media", "num_images", "num_videos")
+    hashes = columns["prefix_hash"].to_numpy()
     places = places_of_equal(hashes)
     places = places[hashes[places] != 0]
-    hashes, media = hashes[places], samples.array("prefix_media")[places]
+    hashes, media = hashes[places], columns["prefix_media"].to_numpy()[places]
     numbers, firsts = _number(media, hashes)
     # Of each prefix and its media, by their places, the first sample.
     of_firsts, same = hashes[firsts], media[firsts]
@@ -59,7 +60,7 @@ def group_samples(run: Run, samples: Index) -> Numbers:
     same[unclear] = _identities(run, samples, places[firsts[unclear]], same[unclear])
     groups = np.full(samples.info.num_samples, -1)
     groups[places] = _number(same, of_firsts)[0][numbers] * 4
-    groups[places] += media_of_samples(samples.array)[places]
+    groups[places] += media_of_samples(lambda name: columns[name].to_numpy())[places]
     return groups
 
 

@@ -7,7 +7,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import methodcaller
 from typing import Any, Final
 
 import numpy as np
@@ -19,8 +18,8 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig
 from offline_packing.index.records import places_of_equal
 from offline_packing.index.rows import (
+    Prefixes,
     media_of_samples,
-    of_uses,
     pack_table,
     split_of_packs,
     sums_by_source,
@@ -81,7 +80,9 @@ def run_figures(
     cost, lengths = model_cost(config.model), np.repeat(samples.array("num_tokens"), uses)
     if table is None and (plan.order is not None or plan.slots is not None):
         table = pack_table(samples, plan, cost)
-    sharing = None if plan.branches is None else _sharing(config, samples, plan)
+    sharing = None
+    if plan.branches is not None:
+        sharing = _sharing(config, samples, plan, total, lengths)
     shared = sharing["tokens"][0] - sharing["tokens"][1] if sharing else 0
     own_cost = None if table is None else table.cost
     found |= plan_figures(config.report, lengths, plan, own_cost, shared)
@@ -225,34 +226,41 @@ def _split_figures(config: PackingConfig, plan: PackPlan) -> list[Figures]:
     ]
 
 
-def _sharing(config: PackingConfig, samples: Index, plan: PackPlan) -> Figures:
-    """What shared prefixes save, over all uses of samples: [whole, shared] figures, each sample
-    stored whole and as planned. Packs of whole samples are counted by their lower bound."""
+def _sharing(
+    config: PackingConfig,
+    samples: Index,
+    plan: PackPlan,
+    whole: Mapping[str, int],
+    lengths: npt.NDArray[np.integer],
+) -> Figures:
+    """What shared prefixes save, as [each sample whole, as planned]; packs of whole samples are
+    counted by a lower bound. `whole` are sums over all uses of samples by the names of _SUMS, and
+    `lengths` (num_packed,) the tokens of each."""
     from offline_packing.planner.strategies.budgets import size_lower_bound  # compiled
 
     assert plan.branches is not None
     is_branch, batch = plan.branches.astype(bool), config.report.global_batch_size
     in_trees = is_branch | np.append(is_branch[1:], False)
-    whole, held = dict[str, npt.NDArray[Any]](), dict[str, int]()
-    for name in ("tokens", "vision_patches", "images", "videos"):
-        column = f"num_{name}"
-        whole[name] = samples.array(column)[plan.sample_ids]
-        each = of_uses(samples, plan, methodcaller("array", column))
-        held[name] = int(each.sum(dtype=np.int64))
-    sums = {name: int(values.sum(dtype=np.int64)) for name, values in whole.items()}
-    padded = -(-whole["tokens"] // config.pack.padding) * config.pack.padding
-    whole["samples"] = np.ones(len(padded), np.int32)
-    limits = plan.info.settings["budgets"].items()
-    bounds = [size_lower_bound(padded, plan.info.seq_length)]
-    least = max(bounds + [size_lower_bound(whole[name], limit) for name, limit in limits])
+    names = ("tokens", "images", "videos", "vision_patches")
+    prefixes = Prefixes(samples).table(*(f"num_{name}" for name in names))
+    shared = plan.sample_ids[is_branch]
+    held = {
+        name: whole[name] - int(prefixes[f"num_{name}"].to_numpy()[shared].sum(dtype=np.int64))
+        for name in names
+    }
+    padded = -(-lengths // config.pack.padding) * config.pack.padding
+    sums, limits = {**whole, "samples": len(lengths)}, plan.info.settings["budgets"].items()
+    bounds = [-(-sums[name] // limit) for name, limit in limits]
+    least = max([*bounds, size_lower_bound(padded, plan.info.seq_length)])
+    packs = (least, plan.num_packs)
     return {
         "trees": int(np.count_nonzero(in_trees & ~is_branch)),
         "samples": int(np.count_nonzero(in_trees)),
-        "tokens": [sums["tokens"], held["tokens"]],
-        "media": [one["images"] + one["videos"] for one in (sums, held)],
-        "vision_patches": [sums["vision_patches"], held["vision_patches"]],
-        "samples_per_pack": [len(is_branch) / packs for packs in (least, plan.num_packs)],
-        "iterations": [math.ceil(packs / batch) for packs in (least, plan.num_packs)],
+        "tokens": [whole["tokens"], held["tokens"]],
+        "media": [one["images"] + one["videos"] for one in (whole, held)],
+        "vision_patches": [whole["vision_patches"], held["vision_patches"]],
+        "samples_per_pack": [len(lengths) / count for count in packs],
+        "iterations": [math.ceil(count / batch) for count in packs],
     }
 
 
@@ -371,12 +379,14 @@ def _position_warnings(config: PackingConfig, samples: Index) -> Iterator[str]:
 
 def _prefix_warnings(samples: Index) -> Iterator[str]:
     """Warn of samples that show the media of others, but share no prefix with any."""
-    media = samples.array("prefix_media")
-    shown = places_of_equal(media)
-    alone = np.setdiff1d(shown[media[shown] != 0], places_of_equal(samples.array("prefix_hash")))
-    if len(alone):
+    columns = samples.table("prefix_media", "prefix_hash")
+    media, hashes = (column.to_numpy() for column in columns.columns)
+    is_alone = np.zeros(len(media), bool)
+    is_alone[places_of_equal(media)] = True
+    is_alone[places_of_equal(hashes)] = False
+    if count := int(np.count_nonzero(is_alone & (media != 0))):
         yield (
-            f"{len(alone):,} of {len(media):,} samples show images or videos of other samples, but "
+            f"{count:,} of {len(media):,} samples show images or videos of other samples, but "
             "share no prefix, as text of their own stands before these; put images and videos at "
             "the beginning of the first prompt, below one system message for all"
         )

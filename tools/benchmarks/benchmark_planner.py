@@ -11,6 +11,7 @@ an output.
 import json
 import multiprocessing
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,12 +28,12 @@ from offline_packing import PackPlan, plan_packs
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, part_name, table_writer
-from offline_packing.plan.plan import make_plan
+from offline_packing.plan.plan import plan
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import count_lengths, lower_bound
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Run, Workspace
 
 WARM_UP_SAMPLES = 2000
 ROWS_PER_PART = 4096
@@ -397,53 +398,61 @@ def prefixes(samples: int, seq_length: int, max_branches: int) -> None:
 def _plan_trees(
     folder: Path, drawn: np.ndarray, seq_length: int, max_branches: int
 ) -> dict[str, Any]:
-    index, made, seconds = _index_of(folder, drawn), [], []
+    """One row of the table; both plans are of one index, one after the other."""
+    made, seconds = [], []
     for shared in (None, {"max_branches": max_branches}):
         config = {
             "source": {"format": "jsonl", "path": str(folder), "task": "vqa"},
             "pack": {"seq_length": seq_length, "share_prefixes": shared},
-            "output": {"path": str(folder.with_suffix(".out"))},
+            "output": {"path": f"{folder}.out", "overwrite": True},
         }
+        run = Run(parse_config(config), LocalEngine(0))
+        samples = _index_of(run.workspace, drawn)
         start = time.process_time()
-        made.append(make_plan(Run(parse_config(config), LocalEngine(0)), index).packs)
+        made.append(plan(run, samples).packs)
         seconds.append(time.process_time() - start)
-    media, prefix, tokens = drawn[made[0].sample_ids].T.astype(np.int64)
+    shutil.rmtree(run.workspace.root)
+    media, prefix, tokens = drawn.T.astype(np.int64)
     least = prefix[np.unique(media, return_index=True)[1]].sum() + (tokens - prefix).sum()
-    whole, plan = tokens.sum(), made[1]
+    whole, (plain, packs) = tokens.sum(), made
     return {
-        "tokens, times fewer": round(whole / plan.info.num_tokens, 2),
-        "of a tree's saving %": round(100 * (whole - plan.info.num_tokens) / (whole - least), 2),
-        "packs whole": made[0].num_packs,
-        "packs": plan.num_packs,
-        "gap %": round(100 * plan.gap, 3),
-        "fill %": round(100 * plan.fill, 2),
+        "tokens, times fewer": round(whole / packs.info.num_tokens, 2),
+        "of a tree's saving %": round(100 * (whole - packs.info.num_tokens) / (whole - least), 2),
+        "packs whole": plain.num_packs,
+        "packs": packs.num_packs,
+        "gap %": round(100 * packs.gap, 3),
+        "fill %": round(100 * packs.fill, 2),
         "CPU seconds whole": round(seconds[0], 2),
         "CPU seconds": round(seconds[1], 2),
         "ratio": round(seconds[1] / seconds[0], 2),
     }
 
 
-def _index_of(folder: Path, drawn: np.ndarray) -> Index:
-    """An index of samples with these media, tokens of prefixes and tokens; 0 in all else."""
-    media, prefix, tokens = drawn.T
+def _index_of(workspace: Workspace, drawn: np.ndarray) -> Index:
+    """An index of samples with these media, tokens of prefixes and tokens, an image each."""
     count = len(drawn)
+    sizes = {"kind": "bytes", "container": "a.tar", "offset": 0, "size": 0, "column": ""}
+    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {"key": "", "task": "vqa", "part": None}
+    row |= {"json": sizes, "media": [sizes], "media_hash": [0], "grid_thw": [1, 24, 24]}
+    row |= {"num_images": 1, "prefix_images": 1, "num_vision_patches": 576}
+    rows = pa.Table.from_pylist([row], INDEX_SCHEMA).take(pa.array(np.zeros(count, np.int64)))
+    media, prefix, tokens = drawn.T
     given = {"prefix_hash": media + 1, "prefix_media": media + 1, "prefix_tokens": prefix}
     given |= {"num_tokens": tokens, "key_hash": np.arange(count), "key": np.arange(count)}
-    given |= {name: np.ones(count, np.int32) for name in ("num_images", "prefix_images")}
-    rows = {
-        field.name: pa.array(given[field.name]).cast(field.type)
-        if field.name in given
-        else pa.nulls(count, field.type)
-        if pa.types.is_nested(field.type) or pa.types.is_string(field.type)
-        else pa.array(np.zeros(count, field.type.to_pandas_dtype()))
-        for field in INDEX_SCHEMA
-    }
-    starts = range(0, count, ROWS_PER_PART)
-    for number, start in enumerate(starts):
-        with table_writer(folder / part_name(number), INDEX_SCHEMA) as write:
-            write(pa.table(rows, INDEX_SCHEMA).slice(start, ROWS_PER_PART))
-    sizes = [min(ROWS_PER_PART, count - start) for start in starts]
-    return Index(folder, IndexInfo({}, {}, sizes, {}))
+    given["sample_hash"] = np.arange(count)
+    for name, values in given.items():
+        place = INDEX_SCHEMA.get_field_index(name)
+        rows = rows.set_column(
+            place, INDEX_SCHEMA.field(name), pa.array(values).cast(INDEX_SCHEMA.field(name).type)
+        )
+    workspace.index.mkdir(parents=True, exist_ok=True)
+    parts = [rows.slice(start, ROWS_PER_PART) for start in range(0, count, ROWS_PER_PART)]
+    for number, part in enumerate(parts):
+        with table_writer(workspace.index / part_name(number), INDEX_SCHEMA) as write:
+            write(part)
+    info = IndexInfo({}, {}, list(map(len, parts)), {})
+    info.save(workspace.index_info)
+    return Index(workspace.index, info)
 
 
 if __name__ == "__main__":
