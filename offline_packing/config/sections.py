@@ -10,7 +10,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -92,7 +94,8 @@ class SharePrefixesConfig(Section):
     """Prefix trees: samples that begin with the same images and videos, and the same text up to
     them, stand in one pack, and that beginning (the trunk) stands there once."""
 
-    #: samples that share a trunk at most; 16 save nearly all of what there is to save
+    #: samples that may share one copy of their common beginning, with its images and videos; off by
+    #: default, and `pack.share_prefixes: true` is short for 16
     max_branches: Annotated[Count, Field(ge=2)] = 16
 
 
@@ -131,6 +134,12 @@ class PackConfig(PlanOptions, Section):
             case {"ranks": int(count), "tokens_per_rank": int(room)} if "seq_length" not in content:
                 return {**content, "seq_length": count * room}
         return content
+
+    @model_serializer(mode="wrap")
+    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """share_prefixes only if it is on: manifests and fingerprints are those from before it."""
+        content: dict[str, Any] = serialize(self)
+        return {name: v for name, v in content.items() if name != "share_prefixes" or v is not None}
 
     @property
     def layout(self) -> RankLayout | None:

@@ -92,28 +92,31 @@ class Prefixes(Index):
         self.__dict__.update(vars(samples))
 
     def part(self, number: int, *columns: str) -> pa.Table:
-        whole = super().part(number, *{_OF_PREFIX.get(name, name) for name in columns})
+        counts = ("num_images", *list(_OF_PREFIX.values())[1:])
+        of_media = {"grid_thw", "num_vision_patches"} & {*columns}
+        wanted = {_OF_PREFIX.get(name, name) for name in columns}
+        if of_media:
+            wanted |= {"grid_thw", *counts}
+        whole = super().part(number, *wanted)
         values = {name: whole[_OF_PREFIX.get(name, name)] for name in columns}
         if "num_loss_tokens" in values:
             values["num_loss_tokens"] = pa.array(np.zeros(len(whole), np.int32))
-        if {"grid_thw", "num_vision_patches"} & values.keys():
-            counts = ("num_images", *list(_OF_PREFIX.values())[1:])
-            table = super().part(number, "grid_thw", *counts)
-            lists = table["grid_thw"].combine_chunks()
+        if of_media:
+            lists = whole["grid_thw"].combine_chunks()
             num_media = lists.value_lengths().to_numpy() // 3
-            owner = np.repeat(np.arange(len(table)), num_media)
+            owner = np.repeat(np.arange(len(whole)), num_media)
             place = np.arange(len(owner)) - np.repeat(np.cumsum(num_media) - num_media, num_media)
-            images, leading, videos = (table[name].to_numpy()[owner] for name in counts)
+            images, leading, videos = (whole[name].to_numpy()[owner] for name in counts)
             leads = np.where(place < images, place < leading, place - images < videos)
             grids = lists.flatten().to_numpy().reshape(-1, 3)[leads]
-            kept = np.bincount(owner[leads], minlength=len(table))
-            patches = np.bincount(owner[leads], grids.prod(axis=1), minlength=len(table))
+            kept = np.bincount(owner[leads], minlength=len(whole))
+            patches = np.bincount(owner[leads], grids.prod(axis=1), minlength=len(whole))
             ends = pa.array(np.concatenate([[0], 3 * np.cumsum(kept)]), pa.int32())
             made = {
                 "grid_thw": pa.ListArray.from_arrays(ends, pa.array(grids.ravel())),
                 "num_vision_patches": pa.array(patches.astype(np.int32)),
             }
-            values |= {name: made[name] for name in made.keys() & values.keys()}
+            values |= {name: made[name] for name in of_media}
         return pa.table(values)
 
 

@@ -135,8 +135,7 @@ def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
 def plan_fingerprint(run: Run) -> Fingerprint:
     """Settings that a plan depends on."""
     config = run.config
-    off = {"share_prefixes"} if config.pack.share_prefixes is None else set()  # as before there was
-    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside", *off})
+    pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
         for name, value in pack.items()

@@ -22,11 +22,13 @@ from offline_packing.index.rows import Prefixes, pack_table, sample_flops
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
+from offline_packing.plan.lengths import plan_lengths
 from offline_packing.plan.plan import make_plan, plan
 from offline_packing.plan.prefixes import Items, form_items, group_samples
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.manifest import stored_config
 from offline_packing.runs.run import Run
 from task_encoders.families import model_cost
 from tests.helpers.datasets import dialogue, make_run, plan_index, plan_summary
@@ -567,7 +569,15 @@ def test_off_leaves_no_trace(tmp_path: Path) -> None:
     assert made.packs.branches is None
     assert not (run.workspace.plan / "branches.npy").exists()
     assert not [name for name in made.info["fingerprint"] if "share_prefixes" in name]
+    assert "share_prefixes" not in stored_config(run.config)["pack"]
     assert "shared prefixes" not in plan_summary(run)
+
+
+def test_a_table_of_lengths_names_no_prefixes(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("pack: {share_prefixes: true}")
+    (tmp_path / "l.tsv").write_text("a\t10\n")
+    with pytest.raises(StageError, match=r"pack\.share_prefixes needs samples that were measured"):
+        plan_lengths(tmp_path / "p.yaml", (), tmp_path / "l.tsv", None)
 
 
 @pytest.mark.parametrize(
