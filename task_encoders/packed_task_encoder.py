@@ -281,6 +281,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             model=self.encoder.fingerprint,
             seq_length=self.seq_length,
             multiple=1 if self._fits_padded else self.pad_multiple,
+            trees=self._trees,
         )
         self._folders.append(folder)
         if self._trainer:

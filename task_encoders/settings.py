@@ -45,8 +45,8 @@ FRACTIONS: Final = (
 #: Error of samples that share prefixes, where ordinary attention would train branches without
 #: their trunk.
 TREES: Final = (
-    "{} holds samples that share prefixes (pack.share_prefixes); train it with launch.train or "
-    "launch.train_transformers, or pack without"
+    "{} holds samples that share prefixes; train it with launch.train or "
+    "launch.train_transformers, and without data.online, or pack without pack.share_prefixes"
 )
 
 
@@ -122,7 +122,7 @@ class PackingSettings:
 
 
 def check_manifest(
-    folder: Any, *, model: Mapping[str, Any], seq_length: int, multiple: int
+    folder: Any, *, model: Mapping[str, Any], seq_length: int, multiple: int, trees: bool = False
 ) -> None:
     """Compare the settings that a packed folder was made with to the reader's.
 
@@ -131,14 +131,18 @@ def check_manifest(
     Args:
         folder: a Path, or Energon's EPath.
         model: the fingerprint of the sample encoder.
+        trees: whether rows go to an attention that knows prefix trees.
 
     Raises:
-        PackingSettingsError: sub-samples would have different lengths, or packs would not fit.
+        PackingSettingsError: sub-samples would have different lengths, packs would not fit, or
+            they share prefixes, which the reader does not know.
         ManifestError: the manifest cannot be read.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         return
+    if manifest.version == 2 and not trees:
+        raise PackingSettingsError(TREES.format(folder))
     measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
     for field, value in measured.items():
         name = field.removeprefix("model.")

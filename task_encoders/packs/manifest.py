@@ -99,7 +99,8 @@ class Counts(_Model):
 class Manifest(_Model):
     """Content of a folder of packs, and the settings it was made with."""
 
-    version: Literal[1]
+    #: 2: packs hold samples that share prefixes (pack.share_prefixes)
+    version: Literal[1, 2]
     task: str
     layout: str
     seq_length: int
