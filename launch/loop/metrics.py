@@ -238,17 +238,23 @@ def peak_flops(device: torch.device) -> float | None:
 def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
     """(3,) float64, on the row's device: operations that the vision tower and the language model
     need, forward, for its real tokens and the logits of its labels; and the language model with the
-    logits of all tokens, as plans count it."""
+    logits of all tokens, as plans count it. A branch costs what it adds to its trunk."""
 
     def counts(mask: torch.Tensor) -> torch.Tensor:
         until = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
         return until[row.cu_lengths.flatten().long()].diff().double()  # of each segment
 
-    tokens = counts(~row.attn_mask)
-    language = cost.language_flops(tokens, counts(row.labels != IGNORE_INDEX)).sum()
+    tokens, labels = counts(~row.attn_mask), counts(row.labels != IGNORE_INDEX)
+    shared = torch.zeros_like(tokens)
+    if row.parents.numel():
+        parents = row.parents.flatten().long()
+        shared = tokens[parents.clamp(min=0)] * (parents >= 0)
+    seen = shared + tokens
+    language = cost.language_flops(seen, labels) - cost.language_flops(shared, 0)
+    planned = cost.language_flops(seen) - cost.language_flops(shared)
     steps, height, width = torch.cat([row.image_grid_thw, row.video_grid_thw]).double().T
     tower = (steps * cost.tower_flops(height * width)).sum()
-    return torch.stack([tower, language, cost.language_flops(tokens).sum()])
+    return torch.stack([tower, language.sum(), planned.sum()])
 
 
 def memory_gib(device: torch.device) -> float:

@@ -128,6 +128,7 @@ def test_operations_are_those_of_real_tokens_labels_and_pictures() -> None:
     padding[0, [3, 8, 9, 10, 11]] = True
     row: Any = types.SimpleNamespace(
         cu_lengths=torch.tensor([[0, 4, 9, 12]], dtype=torch.int32),  # 3 and 4 tokens, then none
+        parents=torch.empty(1, 0, dtype=torch.int32),
         attn_mask=padding,
         labels=labels,
         image_grid_thw=torch.tensor([[1, 8, 6], [1, 2, 2]], dtype=torch.int32),
@@ -140,6 +141,10 @@ def test_operations_are_those_of_real_tokens_labels_and_pictures() -> None:
     assert tower == pytest.approx(sum(map(cost.tower_flops, pictures)))
     row.image_grid_thw = row.video_grid_thw = torch.empty(0, 3, dtype=torch.int32)
     assert row_flops(cost, row).tolist() == [0, language, planned]
+    row.parents = torch.tensor([[-1, 0, -1]], dtype=torch.int32)
+    _, language, planned = row_flops(cost, row).tolist()
+    assert planned == pytest.approx(cost.language_flops(3 + 4))  # and attention across
+    assert language == pytest.approx(cost.language_flops(3 + 4, 1 + 2))
 
 
 def test_the_time_left_is_that_of_the_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
