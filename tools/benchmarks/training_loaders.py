@@ -168,8 +168,9 @@ def build_loader(
         return ScheduledLoader(packs, InTurn.of(packs, repeat=False), 0, num_workers=num_workers)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     if mode == "offline":
+        reader = PackedTaskEncoder(**options, trees=manifest.version == 2)
         dataset = get_packed_train_dataset(
-            packed, PackedTaskEncoder(**options), worker_config=worker_config, repeat=False
+            packed, reader, worker_config=worker_config, repeat=False
         )
         return get_savable_loader(dataset)
     encoder, batch_size, packing_buffer_size = {
