@@ -68,7 +68,12 @@ class MicroBatches(Protocol):
 
 
 def build_task_encoder(
-    config: DataConfig, data: PackedData, family: str | None = None, *, pad_multiple: int = 1
+    config: DataConfig,
+    data: PackedData,
+    family: str | None = None,
+    *,
+    pad_multiple: int = 1,
+    trees: bool = False,
 ) -> PackedTaskEncoder:
     """The task encoder with the settings that the packs were measured with.
 
@@ -76,6 +81,7 @@ def build_task_encoder(
         family: of the model that is trained (default: as measured). Lengths are the same in both
             families; the positions of videos are not.
         pad_multiple: of each sub-sample's tokens; packs have room for it, see `check_room`.
+        trees: the model has an attention that knows prefix trees.
     """
     model = change_options(data.model, family=family, processor=config.processor)
     kind = PackedTaskEncoder if config.online is None else OnlineTaskEncoder
@@ -86,12 +92,12 @@ def build_task_encoder(
                 f"data.task_encoder {config.task_encoder!r} is not a subclass of {kind.__name__}"
             )
         kind = own
-    padding: dict[str, Any] = (
-        {"pad_multiple": pad_multiple, "fits_padded": True} if pad_multiple > 1 else {}
-    )
+    given: dict[str, Any] = {"trees": True} if trees else {}  # a class of one's own may lack it
+    if pad_multiple > 1:
+        given |= {"pad_multiple": pad_multiple, "fits_padded": True}
     return kind(
         seq_length=data.seq_length,
-        **padding,
+        **given,
         pad_to_seq_length=config.pad_to_seq_length,
         cross_sample_attention=config.cross_sample_attention,
         pixel_transport=config.pixel_transport,

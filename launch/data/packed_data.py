@@ -52,6 +52,8 @@ class PackedData:
     ordered_for: int | None = None
     #: where packs go over 1, 2, 4 … ranks; otherwise each pack is a slot of one rank
     slots: Slots | None = None
+    #: whether samples share prefixes (pack.share_prefixes)
+    has_trees: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -113,6 +115,7 @@ def read_packed_data(path: str | Path) -> PackedData:
         ),
         ordered_for=_ordered_for(manifests[0]) if len(manifests) == 1 else None,
         slots=_slots_of(path, manifests),
+        has_trees=any(manifest.version == 2 for manifest in manifests),
     )
 
 

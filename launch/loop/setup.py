@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.trainer import Trainer
 from launch.model.config import ModelConfig, TransformersModelConfig
 from launch.model.megatron_model import build_model
+from launch.model.packed_attention import check_layers
+from launch.model.segments import check_positions
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
@@ -82,6 +85,7 @@ def build_trainer(
     """The trainer of this rank, and its model. Needs `initialize_parallel`."""
     data = read_data(config.data)
     check_slots(config, data)
+    check_trees(config, data)
     check_ends(config)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     checkpoints = build_checkpoints(config, data, plan, accept_mismatch)
@@ -97,7 +101,9 @@ def build_trainer(
     if config.data.online is None:
         check_room(config.data.path, context)
     multiple = required_pad_multiple(context_parallel=context)
-    task_encoder = build_task_encoder(config.data, data, config.model.family, pad_multiple=multiple)
+    task_encoder = build_task_encoder(
+        config.data, data, config.model.family, pad_multiple=multiple, trees=data.has_trees
+    )
     check_token_ids(config.model, task_encoder.encoder.media_token_ids)
     train_data = LoaderBatches(config.data, task_encoder, device, seed=config.train.seed)
     validation_data = None
@@ -134,11 +140,14 @@ def build_run_model(
     config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
 ) -> Any:
     """The model of a run, for the packs that it trains."""
-    options: dict[str, Any] = {"device": device, "seed": config.train.seed}
+    options: dict[str, Any] = {
+        "device": device,
+        "seed": config.train.seed,
+        "trees": data.has_trees,
+    }
     if not isinstance(config.model, TransformersModelConfig):
         shares_rows = config.parallel.context > 1 or data.slot_ranks > 1
         return build_model(config.model, **options, shares_rows=shares_rows)
-    from launch.model.segments import check_positions
     from launch.model.transformers_model import build_transformers_model
 
     if config.model.checkpoint is not None:
@@ -150,6 +159,26 @@ def build_run_model(
         vision=data.model.model_dump(include={"image_size", "patch_size"}),
         token_ids=task_encoder.encoder.media_token_ids,
     )
+
+
+def check_trees(config: LaunchConfig, data: PackedData) -> None:
+    """Check a run against packs of samples that share prefixes. Raises StageError, or ValueError
+    where the model cannot compute them; `build_model` refuses kernels."""
+    if not data.has_trees:
+        return
+    fields: dict[str, Any] = {"parallel.context": 1, "data.cross_sample_attention": False}
+    if isinstance(config.model, TransformersModelConfig):
+        fields["model.attention"] = "auto"  # theirs know no trees
+    for name, needed in fields.items():
+        value = attrgetter(name)(config)
+        if value != needed:
+            raise StageError(
+                f"{name}={value}: samples of {config.data.path} share prefixes; set {needed}, or "
+                "pack without pack.share_prefixes"
+            )
+    sizes = config.model.build_transformers_config()
+    check_layers(sizes)
+    check_positions(sizes, data.seq_length, trees=True)
 
 
 def check_ends(config: LaunchConfig) -> None:

@@ -463,7 +463,12 @@ def _put_features(
 
 
 def build_model(
-    config: ModelConfig, *, device: torch.device, seed: int = 0, shares_rows: bool = False
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    shares_rows: bool = False,
+    trees: bool = False,
 ) -> PackedMegatronModel:
     """The model on this rank: its share of the language model, and the whole vision tower.
 
@@ -473,6 +478,7 @@ def build_model(
     Args:
         seed: of random weights.
         shares_rows: rows go over several ranks.
+        trees: rows have prefix trees.
 
     Raises:
         ValueError: the checkpoint or the sizes cannot be used.
@@ -486,7 +492,9 @@ def build_model(
     with torch.device("meta"):  # shapes, but no weights
         outline = transformers_classes(config.family).model(hf_config)
     shapes, dtype = published_shapes(outline), config.resolve_dtype(device)
-    backend = select_backend(device, dtype, config.attention, context_parallel=shares_rows)
+    backend = select_backend(
+        device, dtype, config.attention, context_parallel=shares_rows, trees=trees
+    )
     language_model = build_language_model(
         hf_config,
         shapes,

@@ -125,11 +125,14 @@ def select_backend(
     requested: str = "auto",
     *,
     context_parallel: bool = False,
+    trees: bool = False,
 ) -> str:
     """The backend of the language model's attention for tensors of this kind.
 
     Args:
         context_parallel: whether ranks share rows, for which TransformerEngine is not used.
+        trees: whether rows have prefix trees, which its causal mask, aligned at the start, would
+            cut.
 
     Raises:
         ValueError: the requested one is not installed, or cannot compute this kind.
@@ -138,17 +141,18 @@ def select_backend(
     available = ["sdpa"]
     if on_gpu:
         available.insert(0, "torch_varlen")
-        if not context_parallel and _is_importable("transformer_engine"):
+        if not (context_parallel or trees) and _is_importable("transformer_engine"):
             available.insert(0, "transformer_engine")
         if _is_importable("flash_attn"):
             available.insert(0, "flash_attn")
     if requested == "auto":
         return available[0]
     if requested not in available:
+        case = " under context parallelism" if context_parallel else ""
         raise ValueError(
-            f"attention {requested!r} cannot be used for {dtype} on {device}"
-            f"{' under context parallelism' if context_parallel else ''}; here are "
-            f"{', '.join(available)}; set attention: auto"
+            f"attention {requested!r} cannot be used for {dtype} on {device}{case}"
+            f"{' with pack.share_prefixes' if trees else ''}; here are {', '.join(available)}; set "
+            "attention: auto"
         )
     return requested
 
@@ -352,8 +356,10 @@ def tree_attention(
     Returns:
         (1, S, H, D), and no attention weights.
     """
-    backend = select_backend(query.device, query.dtype)
-    kernel = KERNELS["torch_varlen" if backend == "transformer_engine" else backend]
+    if torch.is_autocast_enabled(query.device.type):  # rotated queries and keys are float32 in it
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    kernel = KERNELS[select_backend(query.device, query.dtype, trees=True)]
     trees, window = row_trees, CAUSAL
     if sliding_window is not None:
         window = sliding_window - 1, 0
@@ -374,17 +380,23 @@ def register_vision_attention() -> str:
     return VISION_ATTENTION
 
 
-def use_tree_attention(model: Any) -> None:
-    """Give the language model of one of transformers `tree_attention`. Raises ValueError where it
-    has layers that are not attention."""
-    from transformers import AttentionInterface
-
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+def check_layers(config: Any) -> None:
+    """Raise ValueError where a model of transformers, by its config, has layers that are not
+    attention, so that samples cannot share a prefix in it."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     if unknown := [kind for kind in kinds if not kind.endswith("attention") or "linear" in kind]:
         raise ValueError(
-            f"{type(model).__name__} has layers of type {unknown[0]!r}, whose state cannot branch: "
-            "pack without pack.share_prefixes"
+            f"a {config.model_type} model has layers of type {unknown[0]!r}, whose state cannot "
+            "branch: pack without pack.share_prefixes"
         )
+
+
+def use_tree_attention(model: Any) -> None:
+    """Give the language model of one of transformers `tree_attention`. Raises ValueError as
+    `check_layers`."""
+    from transformers import AttentionInterface
+
+    check_layers(model.config)
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
     model.set_attn_implementation({"text_config": TREE_ATTENTION})
 

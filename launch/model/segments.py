@@ -94,16 +94,19 @@ def check_attention(config: Any, attention: str) -> None:
         raise ValueError(f"attention {attention!r} {reason}; set sdpa, flex_attention or eager")
 
 
-def check_positions(config: Any, seq_length: int) -> None:
-    """Raise ValueError where a long sample would change the angles of all others in its row:
-    transformers computes 'dynamic' ones for the largest position of a row."""
+def check_positions(config: Any, seq_length: int, *, trees: bool = False) -> None:
+    """Raise ValueError where a long sample would change the angles of others: of all in its row, as
+    transformers computes 'dynamic' ones for the largest position of a row; with `trees`, of all
+    that share its prefix, whatever computes them."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "dynamic" and seq_length > text.max_position_embeddings:
         raise ValueError(
             f"seq_length {seq_length:,} > max_position_embeddings {text.max_position_embeddings:,} "
             "of a model with rope_type 'dynamic': a longer sample would change the angles of all "
-            "others in its row; pack with a smaller pack.seq_length, or use python -m launch.train"
+            f"others {'with its prefix' if trees else 'in its row'}; pack with a smaller "
+            "pack.seq_length, or "
+            f"{'without pack.share_prefixes' if trees else 'use python -m launch.train'}"
         )
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
 from launch.model.megatron_model import token_losses
-from launch.model.packed_attention import has_tree_attention
+from launch.model.packed_attention import has_tree_attention, use_tree_attention
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
     check_attention,
@@ -166,6 +166,7 @@ def build_transformers_model(
     device: torch.device,
     seed: int = 0,
     tokenizer: Path | None = None,
+    trees: bool = False,
     **packs: Any,
 ) -> PackedTransformersModel:
     """The whole model, the same on all ranks.
@@ -175,6 +176,7 @@ def build_transformers_model(
         device: for its weights.
         seed: of random weights, including adapters'.
         tokenizer: folder whose tokenizer the packs were measured with, for a random model.
+        trees: rows have prefix trees.
         packs: see `ModelConfig.random_config`.
 
     Raises:
@@ -182,7 +184,7 @@ def build_transformers_model(
             packs (see `isolate_segments`).
     """
     dtype = config.resolve_dtype(device)
-    make = partial(_make, config, device, dtype, seed, packs)
+    make = partial(_make, config, device, dtype, seed, trees, packs)
     layout = FAMILIES[config.family].build.IMAGE_LAYOUT
     model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer, layout)
     if not config.fsdp:
@@ -197,6 +199,7 @@ def _make(
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
+    trees: bool,
     packs: Mapping[str, Any],
 ) -> Any:
     """transformers' model, on the CPU, or peft's around it."""
@@ -220,6 +223,8 @@ def _make(
 
         model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
     isolate_segments(model)
+    if trees:
+        use_tree_attention(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part_of(name) not in config.freeze)
     if config.recompute == "full":

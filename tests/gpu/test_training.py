@@ -16,6 +16,7 @@ from tests.helpers.packed_runs import (
     make_trainer,
     step_lines,
 )
+from tests.helpers.prefix_packs import tree_folders
 
 #: Heads of 64: smaller ones are not what the kernels are made for.
 MODEL: dict[str, Any] = {
@@ -83,6 +84,12 @@ def test_a_checkpoint_goes_on(folder: Path, tmp_path: Path) -> None:
     assert trainer.run()
     resumed = [line["loss"] for line in step_lines(output)]
     assert resumed == pytest.approx(whole[6:], abs=0.01)
+
+
+def test_prefix_trees_train_as_the_samples_without(tmp_path: Path) -> None:
+    plain, trees = tree_folders(tmp_path)
+    alone = train(plain, tmp_path / "alone")
+    assert train(trees, tmp_path / "shared") == pytest.approx(alone, abs=0.05)
 
 
 def test_the_fused_optimizer_equals_the_one_of_a_cpu(cuda: torch.device) -> None:

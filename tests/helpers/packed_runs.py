@@ -172,14 +172,16 @@ def make_trainer(
     data = read_data(config.data)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     pad_multiple = required_pad_multiple(context_parallel=ranks.context)
-    task_encoder = build_task_encoder(config.data, data, pad_multiple=pad_multiple)
+    task_encoder = build_task_encoder(
+        config.data, data, pad_multiple=pad_multiple, trees=data.has_trees
+    )
     if batches is None:
         batches = LoaderBatches(config.data, task_encoder, device, seed=config.train.seed)
     recorded = RecordedBatches(batches, fail_at)
     validation = None
     if config.data.online is None:
         validation = RecordedBatches(LoaderBatches(config.data, task_encoder, device, split="val"))
-    model = build_model(config.model, device=device, seed=config.train.seed)
+    model = build_model(config.model, device=device, seed=config.train.seed, trees=data.has_trees)
     model.hf_config.image_token_id = IMAGE_TOKEN
     trainer = Trainer(
         config,

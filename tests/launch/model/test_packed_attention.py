@@ -153,6 +153,9 @@ def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) 
     installed.add("transformer_engine")
     assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
     assert select_backend(CUDA, torch.bfloat16, context_parallel=True) == "torch_varlen"
+    assert select_backend(CUDA, torch.bfloat16, trees=True) == "torch_varlen"
+    with pytest.raises(ValueError, match=r"'transformer_engine' .* with pack\.share_"):
+        select_backend(CUDA, torch.bfloat16, "transformer_engine", trees=True)
     installed.add("flash_attn")
     assert select_backend(CUDA, torch.bfloat16) == "flash_attn"
     assert select_backend(CUDA, torch.bfloat16, "torch_varlen") == "torch_varlen"

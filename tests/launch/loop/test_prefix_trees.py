@@ -1,0 +1,347 @@
+"""Training on packs whose samples share prefixes: as on the same packs without, resumed to the last
+bit, on several ranks; and what is refused before weights are read."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.energon import WorkerConfig
+from megatron.energon.errors import FatalSampleError
+from torch import distributed
+
+from launch.config import LaunchConfig
+from launch.data.broadcast import broadcast_batch
+from launch.data.even_rows import EvenRows
+from launch.data.open_packs import open_as_measured
+from launch.data.packed_data import read_packed_data
+from launch.loop import setup
+from launch.loop.metrics import read_metrics
+from launch.loop.parallel import initialize_parallel
+from launch.model import packed_attention
+from launch.train_transformers import TransformersConfig
+from offline_packing.errors import StageError
+from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.settings import PackingSettingsError
+from tests.helpers.packed_runs import (
+    KilledError,
+    losses,
+    make_config,
+    make_trainer,
+    step_lines,
+)
+from tests.helpers.prefix_packs import tree_folders
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
+from tests.helpers.transformers_runs import command, run_here, weights
+from tests.helpers.transformers_runs import train as train_transformers
+
+pytestmark = pytest.mark.usefixtures("bmr_environment")
+
+
+ALONE = WorkerConfig(rank=0, world_size=1, num_workers=0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Packs, and the same as trees."""
+    return tree_folders(tmp_path_factory.mktemp("folders"))
+
+
+def train(folder: Path, output: Path, **sections: Any) -> torch.nn.Module:
+    trainer, _, model = make_trainer(make_config(folder, output, **sections))
+    trainer.resume()
+    assert trainer.run()
+    return model
+
+
+@pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
+def test_steps_are_those_of_the_samples_without_trees(
+    normalization: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Losses, denominators, gradients and weights; micro batches of two packs, padded rows, and
+    validation."""
+    sections: dict[str, Any] = {
+        "train": {"iterations": 3, "normalization": normalization},
+        "batch": {"global_batch_packs": 4},
+        "data": {"micro_batch_size": 2, "num_workers": 0, "pad_to_length": True},
+        "validation": {"every": 3},
+    }
+    models = [train(folder, tmp_path / folder.name, **sections) for folder in folders]
+    plain, trees = (step_lines(tmp_path / folder.name) for folder in folders)
+    for own, other in zip(trees, plain, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert own[name] == pytest.approx(other[name], rel=1e-4), name
+        for name in ("sub_samples", "loss_tokens", "packs", "samples_seen"):
+            assert own[name] == other[name], name
+        assert own["tokens"] < 0.7 * other["tokens"]
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    validated = [
+        [
+            line["validation_loss"]
+            for line in read_metrics(tmp_path / folder.name / "metrics.jsonl")
+            if "validation_loss" in line
+        ]
+        for folder in folders
+    ]
+    assert validated[1] == pytest.approx(validated[0], rel=1e-5)
+    assert len(validated[0]) == 1
+
+
+STEPS: dict[str, Any] = {
+    "train": {"iterations": 4},
+    "batch": {"global_batch_packs": 4},
+    "checkpoint": {"every": 2},
+}
+
+
+def killed_and_resumed(folder: Path, output: Path, tensor: int) -> list[torch.Tensor]:
+    """Train to the end, and again with a kill in the third step; returns the weights of both."""
+    sections = {**STEPS, "parallel": {"tensor": tensor}}
+    whole = list(train(folder, output / "whole", **sections).parameters())
+    config = make_config(folder, output / "killed", **sections)
+    ranks = parallel_state.get_data_parallel_world_size()
+    killed, _, _ = make_trainer(config, fail_at=2 * (4 // ranks) + 1)
+    with pytest.raises(KilledError):
+        killed.run()
+    resumed, _, model = make_trainer(config)
+    resumed.resume()
+    assert resumed.iteration == 2
+    assert resumed.run()
+    assert all(map(torch.equal, model.parameters(), whole))
+    return whole
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    killed_and_resumed(folders[1], tmp_path, 1)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def _in_ranks(folder: Path, output: Path, tensor: int) -> None:
+    initialize_parallel(tensor)
+    killed_and_resumed(folder, output, tensor)
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_train_alike(tensor: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of one model, or of different packs: both resumed to the last bit, too."""
+    train(folders[0], tmp_path / "alone", **STEPS)
+    run_ranks(2, tmp_path / "ranks", _in_ranks, folders[1], tmp_path / "several", tensor)
+    found = losses(tmp_path / "several" / "whole")
+    assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert losses(tmp_path / "several" / "killed") == found
+
+
+#: A model whose angles depend on a sample's length.
+DYNAMIC: dict[str, Any] = {
+    "family": "internvl3",
+    "text": {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "message"),
+    [
+        (LaunchConfig, {"parallel": {"context": 2}}, r"parallel.context=2: .* prefixes; set 1"),
+        (LaunchConfig, {"data": {"cross_sample_attention": True}}, "set False, or pack without"),
+        (LaunchConfig, {"model": DYNAMIC}, "angles of all others with its prefix; pack with"),
+        (TransformersConfig, {"model": DYNAMIC}, "angles of all others with its prefix"),
+        (TransformersConfig, {"model": {"family": "qwen3_5"}}, "'linear_attention', whose state"),
+        (TransformersConfig, {"model": {"attention": "eager"}}, "model.attention=eager: .*auto"),
+        (LaunchConfig, {"data": {"online": {"seq_length": 512}}}, "prefixes; .* without data.onl"),
+    ],
+)
+def test_what_knows_no_trees_is_refused_before_weights_are_read(
+    kind: Any,
+    sections: dict[str, Any],
+    message: str,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setup, "build_run_model", None)
+    content: dict[str, dict[str, Any]] = {
+        "data": {"path": str(folders[1]), "num_workers": 0},
+        "batch": {"global_batch_packs": 1},
+        "output": {"path": str(tmp_path)},
+    }
+    content |= {name: content.get(name, {}) | own for name, own in sections.items()}
+    with pytest.raises((StageError, ValueError), match=message):
+        setup.build_trainer(kind.model_validate(content), initialize_parallel(1))
+
+
+def task_encoder(folder: Path, kind: Any = PackedTaskEncoder, **options: Any) -> Any:
+    data = read_packed_data(folder)
+    return kind(seq_length=data.seq_length, model=data.model, **options)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: open_as_measured(folder, "any trainer"),
+        lambda folder: PackedFolder(folder, task_encoder(folder)),
+        lambda folder: get_packed_train_dataset(folder, task_encoder(folder), worker_config=ALONE),
+        lambda folder: get_online_train_dataset(
+            folder,
+            task_encoder(folder, OnlineTaskEncoder),
+            worker_config=ALONE,
+        ),
+    ],
+    ids=["trainers", "by number", "energon", "online"],
+)
+def test_other_readers_refuse_to_open_them(
+    read: Callable[[Path], Any], folders: tuple[Path, Path]
+) -> None:
+    read(folders[0])
+    with pytest.raises(PackingSettingsError, match=f"{folders[1]} holds samples that share prefix"):
+        read(folders[1])
+
+
+def test_without_its_manifest_a_pack_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    encoder = task_encoder(folders[1])
+    shutil.copytree(folders[1], tmp_path / "packs")
+    (tmp_path / "packs" / "manifest.json").unlink()
+    packs = PackedFolder(tmp_path / "packs", encoder)
+    with pytest.raises(FatalSampleError, match=r"pack '.*ps_.*' holds samples that share prefixes"):
+        packs.batch([0])
+    energons = get_packed_train_dataset(tmp_path / "packs", encoder, worker_config=ALONE)
+    with pytest.raises(FatalSampleError, match="holds samples that share prefixes"):
+        next(iter(get_packed_loader(energons)))
+
+
+class Rows:
+    """Micro batches of one rank: these."""
+
+    def __init__(self, *rows: PackedBatch | None) -> None:
+        self._rows = iter(rows)
+
+    def next(self) -> PackedBatch | None:
+        return next(self._rows)
+
+
+def _even(folder: Path) -> list[list[int]]:
+    """Parents and boundaries of a row beside a rank that has a video; and parents of one that was
+    sent."""
+    device = initialize_parallel(1)
+    own = PackedFolder(folder, task_encoder(folder, trees=True)).batch([0, 1])
+    config = tiny_model("qwen2_vl", {"image_token_id": 1, "video_token_id": 2}).config
+    other = replace(own, video_grid_thw=own.image_grid_thw[:1])
+    rank = distributed.get_rank()
+    even: Any = EvenRows(Rows(other if rank else own), FAMILIES["qwen2_vl"], config, device).next()
+    group: Any = distributed.group.WORLD
+    sent: Any = broadcast_batch(own if rank == 0 else None, device, group)
+    return [one[0].tolist() for one in (even.parents, even.cu_lengths, sent.parents)]
+
+
+def test_rows_that_are_padded_or_sent_keep_their_trees(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    own = PackedFolder(folders[1], task_encoder(folders[1], trees=True)).batch([0, 1])
+    assert (own.parents >= 0).sum() > 10
+    (padded, boundaries, _), (*_, sent) = run_ranks(2, tmp_path, _even, folders[1])
+    assert padded == [*own.parents[0].tolist(), -1]
+    assert boundaries[:-1] == own.cu_lengths[0].tolist()
+    assert sent == own.parents[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's tiny checkpoint in `model`; packs measured with it, in `plain`, and as trees."""
+    root = tmp_path_factory.mktemp("families")
+
+    def made(family: str) -> Path:
+        folder = root / family
+        if not folder.exists():
+            save_tokenizer(family, folder / "model")
+            ids = build_sample_encoder(family, str(folder / "model")).media_token_ids
+            tiny_model(family, ids).save_pretrained(folder / "model")
+            processor = {"family": family, "processor": str(folder / "model"), "max_pixels": None}
+            tree_folders(folder, model=processor | encoder_options(family))
+        return folder
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2_vl", ("model.lora={}", "train.normalization=sample")),
+        *(
+            pytest.param(family, options, marks=pytest.mark.exhaustive)
+            for family, options in (
+                ("gemma4", ("model.recompute=full",)),
+                ("internvl3", ("model.lora={}",)),
+                ("llava_1_5", ("train.normalization=sqrt", "model.recompute=full")),
+                ("mistral3", ()),
+                ("qwen3_vl", ("data.micro_batch_size=2",)),
+            )
+        ),
+    ],
+)
+def test_models_of_transformers_train_alike(
+    family: str, options: tuple[str, ...], case: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = case(family)
+    arguments = {
+        name: command(
+            folder,
+            tmp_path / name,
+            f"data.path={folder / name}",
+            "train.iterations=3",
+            "schedule.learning_rate=1e-4",  # at more, AdamW widens rounding tenfold in a step
+            *options,
+            family=family,
+        )
+        for name in ("plain", "trees")
+    }
+    for own in arguments.values():
+        train_transformers(own)
+    assert losses(tmp_path / "trees") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    ours, theirs = weights(tmp_path / "trees"), weights(tmp_path / "plain")
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-4
+    assert "prefix_trees" not in (tmp_path / "trees" / "hf" / "config.json").read_text()
+
+
+def test_attention_computes_in_the_dtype_of_autocast(
+    case: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where weights are float32, rotated queries are, too, which flash attention does not take."""
+    found = set[torch.dtype]()
+    kernel = packed_attention.KERNELS["sdpa"]
+
+    def recorded(*tensors: Any) -> torch.Tensor:
+        found.update(one.dtype for one in tensors[:3])
+        return kernel(*tensors)
+
+    monkeypatch.setattr(packed_attention, "KERNELS", {"sdpa": recorded})
+    folder = case("qwen2_vl")
+    options = [f"data.path={folder / 'trees'}", "train.iterations=1", "model.dtype=bfloat16"]
+    train_transformers(command(folder, tmp_path / "run", *options))
+    assert found == {torch.bfloat16}
+
+
+@pytest.mark.exhaustive
+def test_sharded_ranks_train_alike(case: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = case("qwen2_vl")
+    options = ["batch.global_batch_packs=4", "train.iterations=3"]
+    plain = [f"data.path={folder / 'plain'}", *options]
+    train_transformers(command(folder, tmp_path / "plain", *plain))
+    sharded = [f"data.path={folder / 'trees'}", "model.fsdp=true", *options]
+    arguments = command(folder, tmp_path / "sharded", *sharded)
+    assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
