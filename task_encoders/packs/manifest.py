@@ -99,7 +99,7 @@ class Counts(_Model):
 class Manifest(_Model):
     """Content of a folder of packs, and the settings it was made with."""
 
-    #: 2: packs hold samples that share prefixes (pack.share_prefixes)
+    #: 2: samples share prefixes (`pack.share_prefixes`), which readers of version 1 do not know
     version: Literal[1, 2]
     task: str
     layout: str
