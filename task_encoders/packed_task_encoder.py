@@ -139,7 +139,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
 
     def sub_samples(self, sample: Sample) -> list[SubSample]:
         """Sub-samples of a sample. Raises PackFormatError; and FatalSampleError, also if a pack is
-        of another generation than its folder was when opened, by its subflavors."""
+        of another generation than its folder was when opened, by its subflavors, or holds trees
+        that nobody asked for."""
         if isinstance(sample, CrudeRecord) and is_pack(
             sample.parts.get(JSON_PART), packed=self.settings.packed
         ):
@@ -157,7 +158,10 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             except PackingSettingsError as error:
                 raise FatalSampleError(str(error)) from error
             pack = Pack(sample.__key__, sample.record, sample.media)
-            return sub_samples_of_pack(pack, task, self.digest)
+            sub_samples = sub_samples_of_pack(pack, task, self.digest)
+            if not self._trees and any(one.tree is not None for one in sub_samples):
+                raise FatalSampleError(TREES.format(f"pack {sample.__key__!r}"))
+            return sub_samples
         if self.settings.packed and not self.is_blend:
             raise FatalSampleError(NO_PACKS.format(f"sample {sample.__key__!r}"))
         return [unpacked_sub_sample(sample)]
@@ -173,8 +177,6 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         Raises SampleError: there is none; FatalSampleError: see encode_sample."""
         meta = (sample.record.get("meta") or {}) if isinstance(sample, PackedSample) else {}
         num_ranks = meta.get("cp_size")
-        if not self._trees and any(one.tree is not None for one in sub_samples):
-            raise FatalSampleError(TREES.format(f"pack {sample.__key__!r}"))
         row, keys, dropped = self._rows.encode(sub_samples, num_ranks)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))

@@ -192,7 +192,7 @@ def _trees(stored: Any, count: int, key: str) -> list[Tree]:
         trees = [Tree(*map(operator.index, one)) for one in stored]
     except TypeError as error:
         raise PackFormatError(f"pack {key!r}: meta.trees is {stored!r}"[:200]) from error
-    ends = [0, *(tree.first + tree.num_samples for tree in trees)]
+    ends = [0, *(tree.end for tree in trees)]
     firsts = [*(tree.first for tree in trees), count]
     if min([0, *itertools.chain(*trees)]) < 0 or any(map(operator.gt, ends, firsts)):
         raise PackFormatError(f"pack {key!r}: meta.trees {stored} are not of {count} sub-samples")
@@ -217,25 +217,26 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
         members = match_images(pack.record.get("images"), pack.key.rpartition("/")[2], pack.media)
     count, tokenized = len(restored.keys), restored.tokenized
     texts = tokenized.texts if tokenized and tokenized.made_with == made_with else [None] * count
-    tree_of = {tree.first + i: tree for tree in restored.trees for i in range(tree.num_samples)}
+    tree_of = {i: tree for tree in restored.trees for i in range(tree.first, tree.end)}
     read = functools.cache(pack.media.__getitem__)  # a tree's media once
     columns = restored.keys, restored.sub_samples, texts, restored.num_tokens or [None] * count
     found = []
     for number, (key, sample, text, num_tokens) in enumerate(zip(*columns, strict=True)):
+        tree = tree_of.get(number)  # of a bad sample, too: a tree is read as a whole
         if isinstance(sample, SampleError):
-            found.append(SubSample(key, sample))
+            found.append(SubSample(key, sample, tree=tree))
             continue
         images = [members.get(name, name) for name in sample.images]
         missing = [name for name in (*images, *sample.videos) if name not in pack.media]
         if missing:
-            found.append(SubSample(key, SampleError("missing_image", f"no member {missing[0]!r}")))
+            error = SampleError("missing_image", f"no member {missing[0]!r}")
+            found.append(SubSample(key, error, tree=tree))
             continue
         files, clips = (tuple(map(read, own)) for own in (images, sample.videos))
         damage = find_damage((*images, *sample.videos), (*files, *clips), restored.checksums)
         if damage is not None:
-            found.append(SubSample(key, damage))
+            found.append(SubSample(key, damage, tree=tree))
             continue
-        tree = tree_of.get(number)
         found.append(SubSample(key, sample, files, clips, text, num_tokens, tree))
     return found
 

@@ -67,6 +67,11 @@ class Tree(NamedTuple):
     num_images: int
     num_videos: int
 
+    @property
+    def end(self) -> int:
+        """Number of the sub-sample after them."""
+        return self.first + self.num_samples
+
 
 @dataclass(frozen=True, slots=True)
 class PackedSubSample:
@@ -157,7 +162,7 @@ def pack_json(
     images = [[name for name in own if not is_video_name(name)] for own in own_names]
     videos = [[name for name in own if is_video_name(name)] for own in own_names]
     for tree in trees:
-        for number in range(tree.first + 1, tree.first + tree.num_samples):
+        for number in range(tree.first + 1, tree.end):
             images[number] = images[tree.first][: tree.num_images] + images[number]
             videos[number] = videos[tree.first][: tree.num_videos] + videos[number]
     samples = [sub.sample for sub in sub_samples]

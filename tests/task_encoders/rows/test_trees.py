@@ -177,16 +177,23 @@ def task_encoder(**options: Any) -> PackedTaskEncoder:
 def test_a_pack_of_trees(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = pack(3, 1, 2)
     assert list(given.media) == ["img000.png", "img001.png", "img002.png"]
-    encoder, encoded = task_encoder(trees=True, encode_threads=threads), []
-    encode_image = type(encoder.encoder).encode_image
+    encoder, encoded, decoded = task_encoder(trees=True, encode_threads=threads), [], []
+    kind = type(encoder.encoder)
+    encode_image, decode_image = kind.encode_image, encoder.encoder.decode_image
 
     def counted(self: Any, image: Any) -> Any:
         encoded.append(image.size)
         return encode_image(self, image)
 
-    monkeypatch.setattr(type(encoder.encoder), "encode_image", counted)
+    def counted_too(data: bytes) -> Any:
+        decoded.append(data)
+        return decode_image(data)
+
+    monkeypatch.setattr(kind, "encode_image", counted)
+    monkeypatch.setattr(encoder.encoder, "decode_image", counted_too)
     found = encoder.encode_pack(given)
     assert sorted(encoded) == [(90, 60), (100, 60), (110, 60)]
+    assert sorted(decoded) == sorted(given.media.values())
     assert found.row.parents.tolist() == [-1, 0, 0, 0, -1, -1, 5, 5]
     assert found.sub_sample_keys == [f"s{i}" for i in range(6)]
     samples = sub_samples_of_pack(given, "vqa", "")
@@ -195,12 +202,23 @@ def test_a_pack_of_trees(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
         same(part, alone)
 
 
-def test_a_branch_that_cannot_be_used_is_left_out_alone() -> None:
-    found = task_encoder(trees=True).encode_pack(pack(3, 2, bad=[0, 4]))
-    assert found.sub_sample_keys == ["s1", "s2", "s3"]
-    assert [line.partition(":")[0] for line in found.dropped] == ["s0", "s4"]
-    assert found.row.parents.tolist() == [-1, 0, 0, -1, 3]
-    assert found.row.media_counts[:, 0].tolist() == [1, 0, 0, 1, 0]
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("bad", "parents", "images"),
+    [
+        ([0, 4], [-1, 0, 0, -1, 3], [1, 0, 0, 1, 0]),
+        ([1], [-1, 0, 0, -1, 3, 3], [1, 0, 0, 1, 0, 0]),
+        ([0, 1, 3, 4], [-1, 0], [1, 0]),
+    ],
+)
+def test_a_branch_that_cannot_be_used_is_left_out_alone(
+    bad: list[int], parents: list[int], images: list[int], threads: int
+) -> None:
+    found = task_encoder(trees=True, encode_threads=threads).encode_pack(pack(3, 2, bad=bad))
+    assert found.sub_sample_keys == [f"s{i}" for i in range(5) if i not in bad]
+    assert [line.partition(":")[0] for line in found.dropped] == [f"s{i}" for i in bad]
+    assert found.row.parents.tolist() == parents
+    assert found.row.media_counts[:, 0].tolist() == images
 
 
 def test_a_task_encoder_reads_trees_only_if_asked() -> None:
