@@ -21,6 +21,7 @@ from offline_packing.layouts.shards import (
     ShardFragment,
     ShardTask,
     estimate_pack_bytes,
+    trees_of,
 )
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
@@ -152,6 +153,9 @@ class Layout(ABC):
     ) -> ShardFragment:
         """The fragment of a task's shard, which is written."""
         num_tokens = int(pc.sum(task.samples["num_tokens"]).as_py() or 0)
+        if "branches" in task.samples.column_names:  # of a trunk, once
+            again = pc.multiply(task.samples["prefix_tokens"], task.samples["branches"])
+            num_tokens -= int(pc.sum(again).as_py())
         split, num_samples = task.shard.split, len(task.samples)
         return ShardFragment(name, split, num_samples, num_tokens, num_bytes, digest, packs)
 
@@ -164,10 +168,8 @@ class Layout(ABC):
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         """The media in order, then the JSON."""
-        media = [data for sample in samples for data in task.read_media(sample)]
-        names = media_part_names(
-            [extension for sample in samples for extension in sample.extensions]
-        )
+        media = [data for one in samples for data in task.read_media(one, one.own_media)]
+        names = media_part_names([name for one in samples for name in one.own_extensions])
         return [*zip(names, media, strict=True), (JSON_PART, self.record(task, samples, media))]
 
     def record(
@@ -176,7 +178,7 @@ class Layout(ABC):
         """A pack's JSON. `media`: the media that lie beside it."""
         read = [task.read_sample(sample) for sample in samples]
         subs = [
-            PackedSubSample(content, sample.extensions, sample.num_tokens)
+            PackedSubSample(content, sample.own_extensions, sample.num_tokens)
             for content, sample in zip(read, samples, strict=True)
         ]
         tokenized = None
@@ -189,6 +191,7 @@ class Layout(ABC):
             task.task,
             tokenized,
             samples[0].cp_size,
+            trees=[tree for tree in trees_of(samples) if tree.num_samples > 1],
             generation=task.generation,
             media=media,
         )

@@ -81,7 +81,7 @@ class LlavaOneVisionLayout(EnergonLayout):
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         stored = [self.stored_form(task.read_sample(sample)) for sample in samples]
-        images = [task.read_media(sample)[0] for sample in samples]
+        images = [task.read_media(sample, sample.media)[0] for sample in samples]
         names = [f"img{i}.jpg" for i in range(len(samples))]
         record = {
             "images": names,

@@ -169,11 +169,11 @@ def _begin_of_line(key: str) -> bytes:
 
 def _line(key: str, record: bytes, task: ShardTask, samples: Sequence[PlannedSample]) -> bytes:
     """A pack's line. Raises StageError if a sample changed since it was measured."""
-    names = media_part_names([extension for sample in samples for extension in sample.extensions])
+    names = media_part_names([name for sample in samples for name in sample.own_extensions])
     locators = [
         locate(sample.source_id, task.sources[sample.source_id], at)
         for sample in samples
-        for at in sample.media
+        for at in sample.own_media
     ]
     for sample in samples:
         task.check_unchanged(sample)

@@ -6,13 +6,13 @@ _packing/write/train-000000.json    a shard's fragment, which marks it as finish
 With output.shards_per_folder the name of a shard, and so of its files, is train-0000/train-000000.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,11 @@ from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
 from offline_packing.storage.tars import PackEntry, Part, member_size, tar_size
 from task_encoders.families import ModelOptions
-from task_encoders.packs.pack_format import is_video_name, pack_key
+from task_encoders.packs.pack_format import Tree, is_video_name, pack_key
 from task_encoders.samples import SourceSample
 from task_encoders.storage.paths import REMEDY
+
+_Item = TypeVar("_Item")
 
 #: Upper limit of bytes that a member's name and a sample's part of the pack's JSON add to the text.
 _EXTRA_BYTES = 96
@@ -119,16 +121,26 @@ def estimate_pack_bytes(
     """(num_packs,) bytes of each pack in a tar. Exact for media; the pack's JSON is taken to be no
     larger than its records, whose text it holds, and 96 bytes per sample and image beside it."""
     per_sample = np.zeros(samples.info.num_samples, dtype=np.int64)
+    shared = np.zeros_like(per_sample)  # bytes of the media in each sample's prefix
+    prefix = () if plan.branches is None else ("num_images", "prefix_images", "prefix_videos")
     first = 0
-    for part in samples.parts("key", "json", "media"):
-        media, own = part["media"].combine_chunks(), per_sample[first : first + len(part)]
-        first += len(part)
+    for part in samples.parts("key", "json", "media", *prefix):
+        media, rows = part["media"].combine_chunks(), slice(first, first := first + len(part))
+        own = per_sample[rows]
         own += part["json"].combine_chunks().field("size").to_numpy() + _EXTRA_BYTES
         own += pc.binary_length(part["key"]).to_numpy()
-        sizes = media.flatten().field("size").to_numpy()
-        in_tar = with_media * (member_size(0) + -(-sizes // 512) * 512) + _EXTRA_BYTES
-        np.add.at(own, pc.list_parent_indices(media).to_numpy(), in_tar)
+        sizes, owner = media.flatten().field("size").to_numpy(), pc.list_parent_indices(media)
+        in_tar = with_media * (member_size(0) + -(-sizes // 512) * 512)
+        np.add.at(own, owner.to_numpy(), in_tar + _EXTRA_BYTES)
+        if prefix:
+            images, *leading = (part[name].to_numpy()[owner.to_numpy()] for name in prefix)
+            place = np.arange(len(owner)) - media.offsets.to_numpy()[owner.to_numpy()]
+            is_video = place >= images
+            is_shared = place - is_video * images < np.where(is_video, leading[1], leading[0])
+            np.add.at(shared[rows], owner.to_numpy(), in_tar * is_shared)
     chosen = per_sample[plan.sample_ids]
+    if plan.branches is not None:
+        chosen -= plan.branches * shared[plan.sample_ids]
     return np.add.reduceat(chosen, plan.pack_offsets[:-1]) + member_size(0) + 512
 
 
@@ -185,6 +197,8 @@ class ShardFragment:
 
 #: Columns of the index that a task carries.
 COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media", "part")
+#: Further ones of a plan with trees.
+PREFIX_COLUMNS: Final = ("prefix_tokens", "prefix_images", "prefix_videos")
 _ROW_PLACE: Final = ("kind", "container", "column", "offset")
 _ROW_KINDS: Final = pa.array([ParquetSource.KIND, HuggingFaceSource.KIND])
 #: Packs whose samples are Python objects at a time.
@@ -208,6 +222,12 @@ class PlannedSample:
     part: ConversationPart | None = None
     #: context-parallel ranks of its pack, if packs differ in that
     cp_size: int | None = None
+    #: 1: it shares its prefix with the sample before it in its pack; set, as are the tokens and
+    #: media of the prefix, in a plan with trees
+    branches: int = 0
+    prefix_tokens: int = 0
+    prefix_images: int = 0
+    prefix_videos: int = 0
 
     @property
     def record(self) -> Locator:
@@ -218,6 +238,33 @@ class PlannedSample:
     def num_videos(self) -> int:
         """Number of videos among the media; they are the last."""
         return sum(map(is_video_name, self.extensions))
+
+    @property
+    def own_media(self) -> tuple[Locator, ...]:
+        """The media that its pack holds for it: all, or in a branch those after its prefix."""
+        return self._without_prefix(self.media)
+
+    @property
+    def own_extensions(self) -> tuple[str, ...]:
+        """Their extensions."""
+        return self._without_prefix(self.extensions)
+
+    def _without_prefix(self, of_media: tuple[_Item, ...]) -> tuple[_Item, ...]:
+        if not self.branches:
+            return of_media
+        first = len(of_media) - self.num_videos
+        return of_media[self.prefix_images : first] + of_media[first + self.prefix_videos :]
+
+
+def trees_of(samples: Sequence[PlannedSample]) -> list[Tree]:
+    """The trees of a pack, and each other sample as a tree of one."""
+    firsts = [number for number, sample in enumerate(samples) if not sample.branches]
+    ends = [*firsts[1:], len(samples)]
+    return [
+        Tree(first, end - first, one.prefix_tokens, one.prefix_images, one.prefix_videos)
+        for first, end in zip(firsts, ends, strict=True)
+        for one in [samples[first]]
+    ]
 
 
 #: Key and samples of a pack.
@@ -309,10 +356,11 @@ class ShardTask:
             return sample.part.read(source, sample.key)
         return source.read_sample(sample.key, sample.json, num_images, sample.num_videos)
 
-    def read_media(self, sample: PlannedSample) -> list[bytes]:
-        """The bytes of a sample's media as they are now. Raises StageError if one changed."""
+    def read_media(self, sample: PlannedSample, media: Iterable[Locator]) -> list[bytes]:
+        """The bytes of a sample's media, or of some, as they are now. Raises StageError if one
+        changed."""
         source = self.sources[sample.source_id]
-        return [source.read_media(locator) for locator in sample.media]
+        return [source.read_media(locator) for locator in media]
 
     def changed_files(self, sample: PlannedSample) -> list[str]:
         """The files of a sample, if any has another modification time than when it was measured."""

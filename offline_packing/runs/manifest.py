@@ -199,7 +199,7 @@ def build_manifest(
         for split in run.config.output.split
     }
     manifest = Manifest(
-        version=1,
+        version=1 if run.config.pack.share_prefixes is None else 2,
         task=run.config.task,
         layout=run.config.output.layout,
         seq_length=run.config.pack.seq_length,

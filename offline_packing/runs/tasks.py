@@ -24,6 +24,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import (
     COLUMNS,
+    PREFIX_COLUMNS,
     PlannedShard,
     ShardTask,
     lay_out_shards,
@@ -136,7 +137,8 @@ def iterate_tasks(
     sources = tuple(open_sources(config)) if with_sources else ()
     bounds = [plan.pack_offsets[s.first_pack : s.first_pack + s.num_packs + 1] for s in shards]
     ids = [plan.sample_ids[offsets[0] : offsets[-1]] for offsets in bounds]
-    tables = samples_of_shards(samples, COLUMNS, ids, workspace.write)
+    columns = COLUMNS if plan.branches is None else (*COLUMNS, *PREFIX_COLUMNS)
+    tables = samples_of_shards(samples, columns, ids, workspace.write)
     copies = plan.copy_numbers()
     output = config.output
     tokenizes = output.holds_token_ids
@@ -163,7 +165,7 @@ def iterate_tasks(
 def _as_planned(
     table: pa.Table, plan: PackPlan, shard: PlannedShard, copies: SampleIds | None
 ) -> pa.Table:
-    """A shard's samples with the keys of copies, and the columns of their packs."""
+    """A shard's samples with the keys of copies, and the columns of the plan."""
     if not len(table):
         return table
     packs = slice(shard.first_pack, shard.first_pack + shard.num_packs)
@@ -172,4 +174,6 @@ def _as_planned(
         table = name_copies(table, copies[offsets[0] : offsets[-1]])
     for name, values in plan.columns.items():
         table = table.append_column(name, pa.array(np.repeat(values[packs], np.diff(offsets))))
+    if plan.branches is not None:
+        table = table.append_column("branches", pa.array(plan.branches[offsets[0] : offsets[-1]]))
     return table

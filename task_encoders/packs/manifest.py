@@ -58,6 +58,7 @@ class ShardLine(_Model):
     split: str
     packs: int
     samples: int
+    #: of its rows without padding: a prefix that samples share counts once
     tokens: int
     #: with a hash of them, and one of the shard's fragment in `_packing/write/`
     bytes: int
@@ -86,6 +87,7 @@ class Counts(_Model):
     samples: int
     packed: int
     set_aside: dict[str, int]
+    #: of all rows without padding: a prefix that samples share counts once
     tokens: int
     #: by split
     packs: dict[str, int]

@@ -28,7 +28,7 @@ def test_written_manifests_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version: Input should be 1"),
+        ({"version": 3}, "version: Input should be 1 or 2"),
         ({"seq_length": "many"}, "seq_length: Input should be a valid integer"),
         ({"shards": None}, "shards: Input should be a valid array"),
         (None, "Invalid JSON"),
