@@ -4,9 +4,9 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,13 @@ from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shards import PlannedSample, PlannedShard, ShardFragment, ShardTask
+from offline_packing.layouts.shards import (
+    PlannedSample,
+    PlannedShard,
+    ShardFragment,
+    ShardTask,
+    trees_of,
+)
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
@@ -25,9 +31,22 @@ from offline_packing.verify.damage import Damage
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.manifest import Manifest, ShardLine
-from task_encoders.packs.pack import Pack, PackFormatError, StoredMedia, restore_pack
-from task_encoders.packs.tokenized import TokenizedText
+from task_encoders.packs.pack import (
+    Pack,
+    PackFormatError,
+    StoredMedia,
+    SubSample,
+    parse_json,
+    restore_pack,
+    sub_samples_of_pack,
+)
+from task_encoders.packs.pack_format import Tree
+from task_encoders.packs.tokenized import TokenizedText, fingerprint_digest
+from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample
+
+if TYPE_CHECKING:
+    from task_encoders.concatenate import PackedRow
 
 #: Problems kept; all are counted.
 _KEPT: Final = 20
@@ -40,6 +59,8 @@ class VerifyResult:
     num_shards: int = 0
     num_packs: int = 0
     num_samples: int = 0
+    #: of all rows without padding: as in the manifest
+    num_row_tokens: int = 0
     num_set_aside: int = 0
     #: of all ranks, if pack.order.uniform promises something of them
     num_steps: int = 0
@@ -222,6 +243,11 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
         return
     if next(planned, None) is not None:
         report.problem(f"{name} does not hold all packs up to {keys[-1]}")
+    counts = task.expected.samples, task.expected.tokens
+    is_whole = not (report.num_problems or task.is_part)
+    if is_whole and (report.num_samples, report.num_row_tokens) != counts:
+        text = "manifest.json: {} does not hold {:,} samples and {:,} tokens"
+        report.problem(text.format(name, *counts))
 
 
 def _read_packs(task: VerifyTask) -> Iterator[Pack]:
@@ -252,18 +278,74 @@ def _pack_problems(
     cp_size = samples[0].cp_size
     if pack.cp_size != cp_size:
         yield f"goes over {pack.cp_size} ranks, not the planned {cp_size}"
+    trees = trees_of(samples)
+    if list(pack.trees) != [tree for tree in trees if tree.num_samples > 1]:
+        yield "meta.trees is not what was planned"
+        return
     multiple, room = task.pack.of_pack(cp_size)
-    padded = sum(-(-length // multiple) * multiple for length in lengths)
+    in_row = [
+        sum(lengths[tree.first : tree.end]) - (tree.num_samples - 1) * tree.num_tokens
+        for tree in trees
+    ]
+    padded = sum(-(-length // multiple) * multiple for length in in_row)
     if padded > room:
         yield f"{padded} tokens > {'seq_length' if cp_size is None else 'its room'} {room}"
     hashes = [key_hash(sample.source_id, sample.key) for sample in samples]
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(samples)
+    report.num_row_tokens += sum(in_row)
     texts = pack.tokenized.texts if pack.tokenized else [None] * len(samples)
-    for sample, sub, text in zip(samples, pack.sub_samples, texts, strict=True):
-        problem = _sub_sample_problem(task, sample, sub, text, stored.media, report)
-        if problem is not None:
-            yield f"{sample.key!r}: {problem}"
+    from_row = _from_rows(task, stored, pack.trees)
+    for tree in trees:
+        own, is_tree = slice(tree.first, tree.end), tree.num_samples > 1
+        parts = next(from_row) if task.deep and is_tree else [None] * tree.num_samples
+        columns = samples[own], pack.sub_samples[own], texts[own], parts
+        for sample, sub, text, part in zip(*columns, strict=True):
+            problem = _sub_sample_problem(task, sample, sub, text, stored.media, report, part)
+            if problem is not None:
+                yield f"{sample.key!r}: {problem}"
+
+
+def _from_rows(
+    task: VerifyTask, stored: Pack, trees: Sequence[Tree]
+) -> Iterator[list["PackedRow | str | None"]]:
+    """The samples of each tree as a row of it gives them back, or why it does not."""
+    from megatron.energon.errors import FatalSampleError
+
+    from task_encoders.concatenate import split_row
+    from task_encoders.rows.row_encoder import RowEncoder
+
+    encoder, room = open_encoder(task.model), task.pack.seq_length
+    rows = RowEncoder(encoder, room, 1, False, False, "uint8", 1, check_lengths=False)
+    digest = fingerprint_digest(encoder.fingerprint)
+    pack = stored._replace(record=parse_json(stored.record, stored.key))
+    subs = list[SubSample]()
+    for tree in trees:
+        try:
+            subs = subs or sub_samples_of_pack(pack, task.shard.task, digest)
+            own = subs[tree.first : tree.end]
+            row, keys, _ = rows.encode(own)
+            parts = dict(zip(keys, split_row(row), strict=True))
+            yield [parts.get(one.key, "is left out of its tree") for one in own]
+        except (FatalSampleError, PackFormatError, SampleError, StageError) as error:
+            yield [str(error)] * tree.num_samples
+
+
+def _differing(sample: EncodedSample, found: "PackedRow") -> list[str]:
+    """Names of the fields in which a sample from a row is not as it is alone."""
+    import torch
+
+    from task_encoders.concatenate import concatenate
+
+    alone = concatenate([sample], pad_token_id=0, pixel_transport="uint8")
+    pairs = {
+        one.name: (getattr(alone, one.name), getattr(found, one.name)) for one in fields(alone)
+    }
+    return [
+        name
+        for name, (own, other) in pairs.items()
+        if isinstance(own, torch.Tensor) and not torch.equal(own, other)
+    ]
 
 
 def _sub_sample_problem(
@@ -273,8 +355,10 @@ def _sub_sample_problem(
     text: TokenizedText | None,
     media: Mapping[str, bytes],
     report: VerifyResult,
+    part: "PackedRow | str | None",
 ) -> str | None:
-    """Compare one sub-sample with its row of the index; if deep, also its source and length."""
+    """Compare one sub-sample with its row of the index; if deep, also its source and length, and
+    its part of a tree's row."""
     if isinstance(sub, SampleError):
         return str(sub)
     counts = (len(sample.media), sample.num_videos)
@@ -292,12 +376,12 @@ def _sub_sample_problem(
             return "text differs from the source"
         if text is not None and text != encoder.tokenize(measured):
             return "token ids differ from those of the source"
-        originals = task.shard.read_media(sample)
+        originals = task.shard.read_media(sample, sample.media)
         if images + videos != originals:
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
         is_same = True
-        num_tokens = len(encoder.encode(sub, images, videos, text).tokens)
+        encoded = encoder.encode(sub, images, videos, text)
     except (StageError, MissingPyAVError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - of this sample
@@ -307,10 +391,14 @@ def _sub_sample_problem(
         report.num_in_source += 1
         places = ", ".join(sorted({medium.container for medium in sample.media}))
         return f"{problem}; the source has the same bytes: repair or remove the sample in {places}"
+    num_tokens = len(encoded.tokens)
     report.compared(task.shard.shard.split, images, videos, num_tokens)
     if num_tokens != sample.num_tokens:
         return f"encodes to {num_tokens} tokens, measured {sample.num_tokens}"
-    return None
+    if part is None or isinstance(part, str):
+        return part
+    names = " and ".join(_differing(encoded, part))
+    return f"from its tree it has other {names} than alone" if names else None
 
 
 def _stored_problem(sub: SourceSample, media: Mapping[str, bytes]) -> str | None:

@@ -5,7 +5,8 @@ shards      the same; .tar.idx
 packs       the planned keys, within seq_length
 samples     each one in exactly one pack or set aside, with its measured length
 deep        same turns and media bytes as the source; the measured number of tokens when encoded
-            from the pack's own bytes
+            from the pack's own bytes; samples that share a prefix come out of its row as they are
+            alone
 
 `verify --discard` moves away every file that is not as it was written, and nothing else.
 """
@@ -22,6 +23,7 @@ from offline_packing.index.records import count_packed, record_counts, shared_co
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.layouts.shards import PlannedShard, ShardFragment, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout
@@ -94,6 +96,8 @@ def verify(
         return total
     total.num_shards = len(manifest.shards)
     if deep:
+        if manifest.version == 2:
+            check_energon()  # makes the rows
         try:
             open_sources(run.config)
         except StageError as error:

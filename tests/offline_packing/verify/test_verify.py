@@ -108,6 +108,7 @@ def test_verify_counts(run: Run) -> None:
         num_shards=len(manifest.shards),
         num_packs=manifest.counts.packs["train"],
         num_samples=40,
+        num_row_tokens=tokens,
         num_set_aside=0,
         num_images=40,
         num_videos=0,
