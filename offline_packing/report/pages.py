@@ -126,7 +126,7 @@ def _drawn(document: dict[str, Any]) -> dict[str, Any]:
 def _segments(pack: PackPreview) -> Bar:
     bar = []
     for i, sub in enumerate(pack.sub_samples):
-        title = f"#{i} {sub.sample.key}: {sub.num_tokens:,} tokens"
+        title = f"#{i} {sub.title}: {sub.num_tokens:,} tokens"
         bar.append((sub.num_tokens, f"c{i % _NUM_COLOURS}", title))
     return [*bar, (pack.seq_length - pack.cu_lengths[-1], "none", "empty")]
 

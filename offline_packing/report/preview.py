@@ -1,6 +1,7 @@
 """preview: packs as training sees them, read from the shards, restored and encoded by the task
 encoder, and spelled out token by token with the trained parts marked."""
 
+import functools
 import io
 import itertools
 import re
@@ -34,14 +35,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SubSamplePreview:
-    """One segment of a row. `num_tokens` counts its padding."""
+    """One segment of a row: a sub-sample, a branch, or a trunk. `num_tokens` counts its padding."""
 
+    #: of a trunk: the one of its first branch
     sample: SourceSample
     num_tokens: int
     num_loss_tokens: int
     images: tuple[MediumPreview, ...]
     videos: tuple[MediumPreview, ...]
     spans: tuple[Span, ...]
+    #: whether it goes on after the last trunk before it
+    is_branch: bool = False
+    #: sub-samples that go on after it; 0: it is no trunk
+    num_branches: int = 0
+
+    @property
+    def title(self) -> str:
+        """Its key, with an arrow if it is a branch; or that it is a trunk."""
+        if self.num_branches:
+            return f"trunk of {self.num_branches} samples"
+        return "↳ " * self.is_branch + self.sample.key
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,7 @@ def _task_encoder(run: Run, manifest: Manifest) -> "PackedTaskEncoder":
             seq_length=manifest.seq_length,
             pad_multiple=manifest.pad_multiple,
             settings=PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr"),
+            trees=True,
         )
         task_encoder.check_manifest(run.workspace.root)
     except ValueError as error:
@@ -157,25 +171,39 @@ def _sub_samples(
     encoder = task_encoder.encoder
     restored = restore_pack(pack.record, pack.key)
     samples = (sub for sub in restored.sub_samples if isinstance(sub, SourceSample))
-    bounds = itertools.pairwise(row.row.cu_lengths.tolist())
-    for sub_key, (start, end) in zip(row.sub_sample_keys, bounds, strict=True):
-        sample = next(sample for sample in samples if sample.key == sub_key)
+    keys = iter(row.sub_sample_keys)
+    trees = {key: tree for tree in restored.trees for key in restored.keys[tree.first : tree.end]}
+    bounds = list(itertools.pairwise(row.row.cu_lengths.tolist()))
+    parents = row.row.parents.tolist() or [-1] * len(bounds)
+
+    @functools.cache
+    def medium(name: str, grid: tuple[int, ...]) -> MediumPreview:
+        return _medium(name, pack.media[name], grid, encoder, run.config.model)
+
+    for number, ((start, end), parent) in enumerate(zip(bounds, parents, strict=True)):
+        if parent < 0 or parent < number - 1:  # a first branch goes with its trunk
+            sub_key = next(keys)
+            sample = next(sample for sample in samples if sample.key == sub_key)
         sizes = [encoder.image_header(io.BytesIO(pack.media[name])) for name in sample.images]
         headers = [encoder.video_header(io.BytesIO(pack.media[name])) for name in sample.videos]
         measured = encoder.measure(sample, [(one.height, one.width) for one in sizes], headers)
-        media = tuple(
-            _medium(name, pack.media[name], grid, encoder, run.config.model)
-            for name, grid in zip(sample.media, measured.grid_thw, strict=True)
-        )
+        media = tuple(map(medium, sample.media, measured.grid_thw))
         images, videos = media[: len(sizes)], media[len(sizes) :]
+        shown = in_order(sample, images, videos)
+        num_branches = parents.count(number)
+        if num_branches or parent >= 0:
+            *_, num_images, num_videos = trees[sample.key]
+            of_trunk = [slice(count) for count in (num_images, num_videos, num_images + num_videos)]
+            own = of_trunk if num_branches else [slice(one.stop, None) for one in of_trunk]
+            images, videos, shown = images[own[0]], videos[own[1]], shown[own[2]]
         tokens, weights, is_padding = (
             column[start:end].numpy()
             for column in (row.row.tokens, row.row.loss_weights, row.row.attn_mask)
         )
-        shown = in_order(sample, images, videos)
         spans = tuple(spell_segment(tokens, weights, is_padding, encoder, shown))
         num_loss_tokens = int((weights > 0).sum())
-        yield SubSamplePreview(sample, end - start, num_loss_tokens, images, videos, spans)
+        counts = end - start, num_loss_tokens
+        yield SubSamplePreview(sample, *counts, images, videos, spans, parent >= 0, num_branches)
 
 
 def _medium(

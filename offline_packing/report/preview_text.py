@@ -30,7 +30,7 @@ def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 
     lines.append(f"cu_lengths {list(pack.cu_lengths)}")
     lines += [click.style(f"dropped: {safe(line)}", fg="red") for line in pack.dropped]
     for number, sub in enumerate(pack.sub_samples):
-        title = f"#{number} {safe(sub.sample.key)}  {sub.num_tokens:,} tokens"
+        title = f"#{number} {safe(sub.title)}  {sub.num_tokens:,} tokens"
         lines += ["", click.style(title, bold=True)]
         lines += [line for span in sub.spans for line in _span(span, full, max_characters)]
     return "\n".join(lines) + "\n"
@@ -73,14 +73,16 @@ def _table(pack: PackPreview) -> Iterator[str]:
         f"{'answer':<{_WORDS}}  images and videos (pixels -> patches)"
     )
     for number, sub in enumerate(pack.sub_samples):
-        first = sub.sample.turns[0]
+        turns = () if sub.num_branches else sub.sample.turns
+        prompt = "↳ " * sub.is_branch + turns[0].prompt if turns else sub.title
+        answer = turns[0].answer if turns else ""
         sizes = [f"{image.width}x{image.height} -> {image.patches}" for image in sub.images]
         for video in sub.videos:
             size = f"{video.width}x{video.height} -> {video.patches}"
             sizes.append(f"{video.num_frames} frames {size}")
         yield (
             f"{number:>3} {sub.num_tokens:>7,} {sub.num_loss_tokens:>7,} "
-            f"{len(sub.sample.turns):>5}  {_column(first.prompt)}  {_column(first.answer)}  "
+            f"{len(turns):>5}  {_column(prompt)}  {_column(answer)}  "
             f"{', '.join(sizes)}"
         )
 
