@@ -59,8 +59,9 @@ def export(output: Path, folder: Path, *, progress: bool = True) -> Exported:
     the folder is complete, compare every file in it with its hash.
 
     Raises:
-        StageError: the output is not complete, damaged or without media in its packs; the folder
-            holds something else, or its files have changed since the export.
+        StageError: the output is not complete, damaged, without media in its packs or with samples
+            that share prefixes; the folder holds something else, or its files have changed since
+            the export.
     """
     manifest, folder = _open(output, folder)
     num_packs = sum(manifest.counts.packs.values())
@@ -103,6 +104,11 @@ def _open(output: Path, folder: Path) -> tuple[Manifest, Path]:
         raise StageError(
             f"the packs of {output} hold no media: its output.layout is {manifest.layout}; pack "
             "with output.layout=energon to export them"
+        )
+    if manifest.version == 2:
+        raise StageError(
+            f"the packs of {output} hold samples that share prefixes (pack.share_prefixes), which "
+            "readers of single files do not know; pack without to export them"
         )
     for place in (folder, _partial(folder)):
         source = read_json(place / _SOURCE, "remove the folder and export again")
