@@ -112,11 +112,6 @@ class PackingConfig(Section):
         if not LAYOUTS[output.layout].OWN_JSON:
             why = f"output.layout={output.layout!r} does not store which samples share a prefix"
             remedy = f"choose energon or references, or {remedy}"
-        elif output.pretokenize:
-            why, remedy = (
-                "token ids of packs hold each sample whole",
-                "leave out output.pretokenize",
-            )
         elif FAMILIES[model.family].is_recurrent:
             why = f"family {model.family} has recurrent layers, whose state cannot branch"
         elif (limit := dynamic_from(model.processor)) is not None and self.pack.seq_length > limit:
