@@ -586,7 +586,6 @@ def test_a_table_of_lengths_names_no_prefixes(tmp_path: Path) -> None:
         ({"pack": {"context_parallel": {"size": 2}}}, r"share_prefixes cannot go with context_par"),
         ({"output": {"layout": "indexed"}}, r"layout='indexed' .*choose energon or references"),
         ({"output": {"layout": "llava_onevision"}}, r"layout='llava_onevision' .*choose energon"),
-        ({"output": {"pretokenize": True}}, r"leave out output\.pretokenize"),
         ({"pack": {"strategy": "sequential"}}, r"strategy sequential counts samples"),
         ({"pack": {"share_prefixes": {"max_branches": 1}}}, r"max_branches"),
         ({"model": {"family": "qwen3_5"}}, r"qwen3_5 has recurrent layers"),
