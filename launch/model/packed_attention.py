@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -74,21 +73,21 @@ def _sdpa(
     """`blocks`: numbers of the blocks of queries and of keys, -1: none. Tokens of a block see each
     other, within the window's earlier side."""
     gqa = query.shape[1] != key.shape[1]
+    own, seen = (cu_seqlens.diff().tolist() for cu_seqlens in lengths[:2])
+    # Slices would fill, and add up, a gradient of all keys for every segment.
+    parts = [query.split(own), key.split(seen), value.split(seen)]
+    parts += [] if blocks is None else [blocks[0].split(own), blocks[1].split(seen)]
     outputs = []
-    queries, keys = (itertools.pairwise(cu_seqlens.tolist()) for cu_seqlens in lengths[:2])
-    for own, seen in zip(queries, keys, strict=True):
-        q, k, v = (
-            t[slice(*bounds)].transpose(0, 1)[None]
-            for t, bounds in ((query, own), (key, seen), (value, seen))
-        )
+    for tensors in zip(*parts, strict=True):
+        q, k, v = (t.transpose(0, 1)[None] for t in tensors[:3])
         options: dict[str, Any] = {"is_causal": window == CAUSAL}
         # is_causal would align the first tokens, and knows no window.
         if window[0] >= 0 or (window == CAUSAL and q.shape[2] != k.shape[2]):
             mask = _visible(q.shape[2], k.shape[2], window, q.device)
             if blocks is not None:
-                rows, columns = blocks[0][slice(*own), None], blocks[1][slice(*seen)]
+                rows, columns = tensors[3:]
                 near = _visible(q.shape[2], k.shape[2], (window[0], -1), q.device)
-                mask |= near & (rows == columns) & (columns >= 0)
+                mask |= near & (rows[:, None] == columns) & (columns >= 0)
             options = {"attn_mask": mask}
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa, **options)
         outputs.append(out[0].transpose(0, 1))
