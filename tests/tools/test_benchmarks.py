@@ -45,7 +45,11 @@ from tools.attack import GOOD, WRITERS, damaged_records
             ["budgets", "--samples", "3000", "--patches", "22000"],
             ["22000 |"],
         ),
-        ("benchmark_planner", ["prefixes", "--samples", "2000"], ["gqa | 5.", "docvqa | 3."]),
+        (
+            "benchmark_planner",
+            ["prefixes", "--samples", "2000", "--data-set", "gqa"],
+            ["gqa | 5."],
+        ),
         ("narrow_gaps", ["--samples", "2000"], ["729 + gamma(2, 20) | 2,000 |"]),
     ],
 )

@@ -383,11 +383,12 @@ def order(samples: int, ranks: int, workers: int) -> None:
 @click.option("--samples", default=1_000_000, show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
 @click.option("--max-branches", default=16, show_default=True)
-def prefixes(samples: int, seq_length: int, max_branches: int) -> None:
+@click.option("--data-set", "data_sets", multiple=True, default=tuple(PER_MEDIUM))
+def prefixes(samples: int, seq_length: int, max_branches: int, data_sets: Sequence[str]) -> None:
     """Tokens, packs and CPU time of `plan` with shared prefixes, and without, on an index with as
     many samples per image or video as data sets have."""
     rows = []
-    for name in PER_MEDIUM:
+    for name in data_sets:
         with tempfile.TemporaryDirectory() as folder:
             for count in (WARM_UP_SAMPLES, samples):  # compiles
                 row = _plan_trees(Path(folder), draw_trees(name, count), seq_length, max_branches)
