@@ -37,7 +37,9 @@ GROUPS = {
         f"docs/{p}"
         for p in "input configuration set_aside checking large_runs what_it_costs".split()
     ],
-    "Training": [f"docs/{p}" for p in "training energon integrations which_packing".split()],
+    "Training": [
+        f"docs/{p}" for p in "training energon integrations which_packing shared_prefixes".split()
+    ],
     "Reference": [f"docs/{p}" for p in "api command from_python formats coming_from_neva".split()],
     "Examples": ["examples/first_packs", "examples/knapsack/README"],
     "Development": [

@@ -21,6 +21,7 @@ IDEAS = (
     "pretokenize",
     "pad_multiple",
     "cp_sizes",
+    "share_prefixes",
 )
 
 
