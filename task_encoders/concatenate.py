@@ -268,10 +268,8 @@ def split_row(row: PackedRow) -> list[PackedRow]:
         if own.attn_mask.all() or number in parents:
             continue
         if parent >= 0:
-            trunk, only = (
-                segments[parent],
-                [name for name in _GRIDS_OF if not len(getattr(own, name))],
-            )
+            trunk = segments[parent]
+            only = [name for name in _GRIDS_OF if not len(getattr(own, name))]
             own = merge_rows([trunk, own])
             counts = own.media_counts.sum(0, keepdim=True, dtype=torch.int32)
             own = replace(own, cu_lengths=own.cu_lengths[[0, -1]], media_counts=counts)
