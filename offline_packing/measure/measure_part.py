@@ -7,7 +7,6 @@ the chat template treats last turns, or their thoughts. A turn that answers the 
 stays with the turn that called it.
 """
 
-import io
 import itertools
 from bisect import bisect_left
 from collections import Counter
@@ -455,14 +454,17 @@ class Measuring:
     ) -> tuple[Locator, int, int, Header]:
         """Place of a medium, its `hash_medium`, its hash for `prefix_row`, and its header."""
         locator, file = self.source.open_media(record, name)
+        embedded = record.embedded.get(name)
+        is_at_hand = is_inline(name) if embedded is None else embedded.data is not None
         try:
             with file:
                 media_hash = hash_medium(locator.size, file)
-                if isinstance(file, io.BytesIO):
-                    same = xxhash.xxh3_64_intdigest(file.getbuffer())
+                file.seek(0)
+                if is_at_hand:
+                    same = xxhash.xxh3_64_intdigest(file.read())
+                    file.seek(0)
                 else:
                     same = hash_place(self.task.source_id, locator)
-                file.seek(0)
                 return locator, media_hash, same, read(file)
         except SampleError as error:
             where = "in its record" if is_inline(name) else repr(name[:_MAX_NAME])
