@@ -123,8 +123,8 @@ class Prefixes(Index):
 def of_uses(
     samples: Index, plan: PackPlan, values: Callable[[Index], npt.NDArray[Any]]
 ) -> npt.NDArray[Any]:
-    """What each of a plan's `sample_ids` adds to its pack: (…, num_packed). `values` gives those of
-    all samples of an index, (…, num_samples)."""
+    """Return the amount that each of a plan's `sample_ids` adds to its pack: (…, num_packed).
+    `values` gives a quantity of all samples of an index, (…, num_samples)."""
     own = values(samples)[..., plan.sample_ids]
     if plan.branches is not None:
         own = own - values(Prefixes(samples))[..., plan.sample_ids] * plan.branches

@@ -186,8 +186,8 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("json", pa.struct(LOCATOR_FIELDS)),
         pa.field("media", pa.large_list(pa.struct(_MEDIA_FIELDS))),
         pa.field("media_hash", pa.large_list(pa.uint64())),  # of the bytes of each medium
-        # of what the sample begins with and may share: its trunk's tokens and their media, see
-        # `prefix_row` in measured.py; all 0 where there is nothing
+        # of the beginning that a sample may share, its trunk: see `prefix_row` in measured.py;
+        # all 0 where there is none
         pa.field("prefix_hash", pa.uint64()),
         pa.field("prefix_media", pa.uint64()),
         *(pa.field(f"prefix_{name}", pa.int32()) for name in ("tokens", "images", "videos")),

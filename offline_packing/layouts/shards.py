@@ -241,7 +241,7 @@ class PlannedSample:
 
     @property
     def own_media(self) -> tuple[Locator, ...]:
-        """The media that its pack holds for it: all, or in a branch those after its prefix."""
+        """The media that its pack holds for it: all, or for a branch the media after its prefix."""
         return self._without_prefix(self.media)
 
     @property

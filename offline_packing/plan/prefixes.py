@@ -3,8 +3,8 @@
     samples of a prefix of 900 tokens    [1000, 950, 980], with a fourth [120] of another beginning
     items                                [1000 + 50 + 80], [120]
 
-Any quantity of an item is that of its first sample, and of every further one what it has beyond the
-prefix: tokens, media, operations. So limits, orders and balance hold for trees as for samples.
+An item has the tokens, media and operations of its first sample, and of every further sample those
+beyond the prefix. So limits, orders and balance hold for trees as for samples.
 """
 
 from collections.abc import Mapping

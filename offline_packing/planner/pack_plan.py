@@ -43,8 +43,8 @@ class PlanInfo:
     strategy: str
     seed: int
     pad_multiple: int
-    #: tokens in all packs, each sample padded to pad_multiple, or to what its pack's ranks cut; of
-    #: samples that share a prefix, that once, and all of them padded together
+    #: tokens in all packs, each sample padded to pad_multiple, or to what its pack's ranks cut; a
+    #: shared prefix counts once, and its samples are padded together
     num_tokens: int
     #: no plan for these samples has fewer packs (of the same groups and budgets); or fewer slots
     lower_bound: int

@@ -46,7 +46,7 @@ class SubSamplePreview:
     spans: tuple[Span, ...]
     #: whether it goes on after the last trunk before it
     is_branch: bool = False
-    #: sub-samples that go on after it; 0: it is no trunk
+    #: sub-samples that go on after it; 0: it is not a trunk
     num_branches: int = 0
 
     @property

@@ -233,9 +233,9 @@ def _sharing(
     whole: Mapping[str, int],
     lengths: npt.NDArray[np.integer],
 ) -> Figures:
-    """What shared prefixes save, as [each sample whole, as planned]; packs of whole samples are
-    counted by a lower bound. `whole` are sums over all uses of samples by the names of _SUMS, and
-    `lengths` (num_packed,) the tokens of each."""
+    """Return figures with and without shared prefixes, [each sample whole, as planned]; packs of
+    whole samples are counted by a lower bound. `whole` are sums over all uses of samples by the
+    names of _SUMS, and `lengths` (num_packed,) the tokens of each."""
     from offline_packing.planner.strategies.budgets import size_lower_bound  # compiled
 
     assert plan.branches is not None
