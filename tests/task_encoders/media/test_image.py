@@ -1,5 +1,5 @@
-"""Images: sizes without decoding, of JPEGs without Pillow; orientation, transparency, and what is
-refused."""
+"""Images: sizes without decoding, of JPEGs and PNGs without Pillow; orientation, transparency, and
+what is refused."""
 
 import dataclasses
 import io
@@ -16,7 +16,7 @@ from transformers.image_utils import load_image
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.media import image
-from task_encoders.media.image import decode_image, jpeg_size, read_image_header, smart_resize
+from task_encoders.media.image import decode_image, read_image_header, read_plain, smart_resize
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_EXTRA, MAX_PIXEL_BYTES
 from tests.helpers.transformers_sources import needs_transformers
@@ -90,9 +90,21 @@ def test_truncated_images_are_found_from_the_file_alone(image_format: str, keep:
     assert error.value.reason in ("truncated_image", "bad_image")
 
 
-def test_bytes_behind_a_complete_image_do_no_harm() -> None:
-    data = save(picture(), "JPEG") + b"\x00" * 100
-    assert header(data).width == 60
+@pytest.mark.parametrize("progressive", [False, True])
+def test_bytes_after_a_jpeg_are_not_decoded(
+    progressive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its thumbnail has an end marker, and its scans cross blocks.
+    exif = Image.Exif().tobytes() + save(picture(8, 8), "JPEG")
+    data = save(picture(), "JPEG", progressive=progressive, exif=exif)
+    decoded: list[Image.Image] = []
+    monkeypatch.setattr(image, "_load", decoded.append)
+    for block in (200, 1 << 18):
+        monkeypatch.setattr(image, "_BLOCK", block)
+        assert header(data + bytes(100)).width == 60
+        assert not decoded
+        header(data[:-2] + bytes(100))  # it may be truncated
+        assert decoded.pop()
 
 
 def transparent_files() -> dict[str, bytes]:
@@ -243,63 +255,198 @@ def test_impossible_limits_are_refused(limits: tuple[int, int]) -> None:
 def jpeg(width: int = 37, height: int = 23, mode: str = "RGB", **options: object) -> bytes:
     rng = np.random.default_rng(width)
     image = Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).convert(mode)
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **options)
-    return buffer.getvalue()
+    return save(image, "JPEG", **options)
 
 
-def outcome(data: bytes) -> object:
-    """Height, width and format, or the reason."""
-    try:
-        return read_image_header(io.BytesIO(data))[:3]
-    except SampleError as error:
-        return error.reason
+def with_segments(*segments: tuple[int, bytes]) -> bytes:
+    """A JPEG with (marker, data) before its tables."""
+    parts = [struct.pack(">BBH", 0xFF, marker, len(data) + 2) + data for marker, data in segments]
+    return b"\xff\xd8" + b"".join(parts) + jpeg()[2:]
 
 
+def with_chunks(*chunks: tuple[bytes, bytes], late: bool = False, **options: object) -> bytes:
+    """A PNG with chunks before or after its pixels."""
+    data = save(picture(37, 23), "PNG", **options)
+    place = len(data) - 12 if late else 33
+    return data[:place] + b"".join(png_chunk(*chunk) for chunk in chunks) + data[place:]
+
+
+def exif_of(orientation: int = 6, order: str = "<") -> bytes:
+    """EXIF with a text of its own place, the orientation, and a resolution."""
+    entries = [(0x010F, 2, 6, 80), (0x0112, 3, 1, orientation), (0x011A, 5, 1, 90)]
+    entries += [(0x0128, 3, 1, 2)]
+    data = {"<": b"II*\0", ">": b"MM\0*"}[order] + struct.pack(order + "LH", 8, len(entries))
+    for tag, kind, count, value in entries:
+        form = "HHLHxx" if kind == 3 else "HHLL"
+        data += struct.pack(order + form, tag, kind, count, value)
+    return data.ljust(80, b"\0") + b"Maker\0".ljust(10, b"\0") + struct.pack(order + "LL", 72, 1)
+
+
+def raw_profile(exif: bytes) -> bytes:
+    """As ImageMagick writes EXIF as text."""
+    return b"\nexif\n%8d\n%s\n" % (len(exif), exif.hex().encode())
+
+
+EXIF = b"Exif\0\0"
+XMP = b'<rdf:Description tiff:Orientation="6"/>'
+JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+PNG_XMP = b"XML:com.adobe.xmp\0"
+PHOTOSHOP = b"Photoshop 3.0\x008BIM\x04\x04\0\0" + struct.pack(">I", 8) + bytes(8)
+ADOBE = b"Adobe\0\x64\0\0\0\0\1"
+#: Each has the orientation 6.
+TURNED = {
+    "exif": with_segments((0xE1, EXIF + exif_of())),
+    "exif_of_big_end": with_segments((0xE1, EXIF + exif_of(order=">"))),
+    "exif_twice_named": with_segments((0xE1, EXIF * 2 + exif_of())),
+    "exif_in_two": with_segments((0xE1, EXIF + exif_of()[:60]), (0xE1, EXIF + exif_of()[60:])),
+    "exif_of_pillow": jpeg(exif=EXIF + exif_of()),
+    "exif_long": with_segments((0xE1, EXIF + exif_of() + bytes(20_000))),
+    "xmp": with_segments((0xE1, JPEG_XMP + XMP)),
+    "xmp_element": with_segments((0xE1, JPEG_XMP + b"<tiff:Orientation>6</tiff:Orientation>")),
+    "xmp_last": with_segments((0xE1, JPEG_XMP + XMP.replace(b"6", b"1")), (0xE1, JPEG_XMP + XMP)),
+    "xmp_long": with_segments((0xE1, JPEG_XMP + b" " * 30_000 + XMP)),
+    "exif_before_xmp": with_segments(
+        (0xE1, JPEG_XMP + XMP.replace(b"6", b"1")), (0xE1, EXIF + exif_of())
+    ),
+    "png_exif": with_chunks((b"eXIf", exif_of())),
+    "png_exif_late": with_chunks((b"eXIf", exif_of()), (b"tIME", bytes(7)), late=True),
+    "png_xmp": with_chunks((b"iTXt", PNG_XMP + b"\0\0\0\0" + XMP)),
+    "png_xmp_packed": with_chunks((b"iTXt", PNG_XMP + b"\1\0\0\0" + zlib.compress(XMP))),
+    "png_raw": with_chunks((b"tEXt", b"Raw profile type exif\0" + raw_profile(exif_of()))),
+    "png_raw_packed": with_chunks(
+        (b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw_profile(EXIF + exif_of())))
+    ),
+}
 PLAIN = {
     "baseline": jpeg(),
     "progressive": jpeg(progressive=True),
     "grey": jpeg(mode="L"),
-    "restart": jpeg(restart_marker_blocks=1),
-    "comment": jpeg(comment=b"a comment"),
-    "colour_profile": jpeg(icc_profile=b"p" * 600),
-    "high_quality": jpeg(quality=100, subsampling=0),
-}
-exif = Image.Exif()
-exif[0x0112] = 6
-NOT_PLAIN = {
-    "exif": jpeg(exif=exif),
     "cmyk": jpeg(mode="CMYK"),
-    "long_head": jpeg(comment=b"c" * 5000),
-    "png": b"\x89PNG\r\n\x1a\n",
+    "restart": jpeg(restart_marker_blocks=1),
+    "comment": jpeg(comment=b"c" * 5000),
+    "high_quality": jpeg(quality=100, subsampling=0),
+    "icc": jpeg(icc_profile=b"p" * 600),
+    "icc_in_many": jpeg(icc_profile=b"p" * 200_000),
+    "editor": with_segments((0xED, PHOTOSHOP), (0xEE, ADOBE), (0xEC, b"Ducky\0\1\0\4\0\0\0")),
+    "exif_of_orientation_0": with_segments((0xE1, EXIF + exif_of(0)), (0xE1, JPEG_XMP + XMP)),
+    "other_app1": with_segments((0xE1, b"http://ns.adobe.com/xmp/extension/\0" + XMP)),
+    "png_text": with_chunks((b"tEXt", b"Author\0me"), (b"zTXt", b"A\0\0" + zlib.compress(b"b"))),
+    "png_icc": with_chunks(icc_profile=np.random.default_rng(0).bytes(3000)),
+    "png_xmp_late": with_chunks((b"iTXt", PNG_XMP + b"\0\0\0\0" + XMP), late=True),
+    "png_named_exif": with_chunks((b"tEXt", b"Comment\0eXIf"), late=True),
+    **{f"png_{mode}": save(picture(37, 23).convert(mode), "PNG") for mode in ("1", "L", "P", "LA")},
+    **{f"png_{mode}": save(picture(37, 23).convert(mode), "PNG") for mode in ("RGB", "RGBA")},
+    "png_16_bits": save(Image.fromarray(np.arange(851, dtype=np.uint16).reshape(23, 37)), "PNG"),
+    "png_key": save(picture(37, 23), "PNG", transparency=(1, 2, 3)),
+}
+NOT_PLAIN = {
+    "multi_picture": save(
+        picture(), "MPO", save_all=True, append_images=[picture()], exif=EXIF + exif_of()
+    ),
+    "exif_of_longs": with_segments((0xE1, EXIF + exif_of().replace(b"\x12\1\3\0", b"\x12\1\4\0"))),
+    "resolution_of_bytes": with_segments(
+        (0xE1, EXIF + exif_of().replace(b"\x1a\1\5\0", b"\x1a\1\1\0"))
+    ),
+    "short_resource": with_segments((0xED, PHOTOSHOP[:20])),
+    "short_adobe": with_segments((0xEE, b"Adobe\0")),
+    "short_icc": with_segments((0xE2, b"ICC_PROFILE\0\1")),
+    "animation": save(picture(), "PNG", save_all=True, append_images=[picture(59, 39)]),
+    "png_xmp_as_text": with_chunks((b"tEXt", PNG_XMP + XMP)),
+    "png_named_progressive": with_chunks((b"tEXt", b"progressive\x001")),
+    "png_bad_checksum": with_chunks((b"tEXt", b"Author\0me")).replace(b"me", b"us"),
+    "webp": save(picture(), "WEBP"),
+    "gif": save(picture(), "GIF"),
+    "signature": b"\x89PNG\r\n\x1a\n",
     "empty": b"",
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_jpegs_are_sized_as_pillow_does(name: str) -> None:
-    with Image.open(io.BytesIO(PLAIN[name])) as image:
-        size = (image.height, image.width)
-        progressive = "progressive" in image.info
-    assert jpeg_size(PLAIN[name]) == (*size, progressive) == (23, 37, name == "progressive")
+def outcome(data: bytes) -> object:
+    """The header, or the reason."""
+    try:
+        return header(data)
+    except SampleError as error:
+        return error.reason
+
+
+@pytest.mark.parametrize("name", [*TURNED, *PLAIN])
+def test_plain_headers_are_as_pillow_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = (TURNED | PLAIN)[name]
+    size = (23, 37) if name in PLAIN else (37, 23)
+    with monkeypatch.context() as patched:
+        patched.delattr(image, "_open")
+        patched.delattr(image, "_load")
+        found = header(data)
+    assert found[:2] == size == decode_image(data).size[::-1]
+    monkeypatch.setattr(image, "read_plain", lambda file: None)
+    assert found == header(data)
 
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_what_is_not_plain_is_left_to_pillow(name: str) -> None:
-    assert jpeg_size(NOT_PLAIN[name][:4096]) is None
+    assert read_plain(io.BytesIO(NOT_PLAIN[name])) is None
 
 
-def test_damaged_heads_have_pillows_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    damaged = []
-    for data in PLAIN.values():
-        for _ in range(150):
-            changed = bytearray(data)
-            for place in rng.integers(2, min(700, len(data)), rng.integers(1, 4)):
-                changed[place] = rng.choice([0, 1, 8, 0xC0, 0xD9, 0xDA, 0xFF, rng.integers(256)])
-            damaged.append(bytes(changed))
+def test_little_is_read_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[tuple[int, int]] = []
+
+    class Counted(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            places.append((self.tell(), size or 0))
+            return super().read(size)
+
+    for name, num_reads in (("editor", 1), ("exif_long", 2), ("comment", 2), ("icc_in_many", 4)):
+        places.clear()
+        read_plain(Counted((TURNED | PLAIN)[name]))
+        assert len(places) == num_reads, name
+        assert places[0] == (0, 4096)
+        assert sum(size for _, size in places) < 30_000
+
+
+def mutated(count: int, seed: int) -> list[bytes]:
+    """Files with up to three changes in their first bytes; the checksums of most PNGs are right."""
+    rng = np.random.default_rng(seed)
+    files = [
+        data
+        for name, data in (PLAIN | TURNED | NOT_PLAIN).items()
+        # Pillow decodes the pixels to find late EXIF, and with it damage of the pixels.
+        if 100 < len(data) < 40_000 and name not in ("png_exif_late", "png_named_exif")
+    ]
+    found = []
+    for _ in range(count):
+        data = bytearray(files[rng.integers(len(files))])
+        for place in rng.integers(
+            2, min(int(rng.choice([60, 700])), len(data)), rng.integers(1, 4)
+        ):
+            value = rng.choice(
+                [0, 1, 3, 6, 8, 0xC0, 0xD9, 0xDA, 0xE1, 0xED, 0xFF, rng.integers(256)]
+            )
+            match rng.integers(10):
+                case 0:
+                    del data[place : place + rng.integers(1, 20)]
+                case 1:
+                    data[place:place] = rng.bytes(rng.integers(1, 20))
+                case 2:
+                    del data[max(50, rng.integers(len(data))) :]
+                case _ if place < len(data):
+                    data[place] = value
+        at = 8
+        while data.startswith(b"\x89PNG") and rng.integers(20) and at + 12 <= len(data):
+            end = at + 8 + int.from_bytes(data[at : at + 4], "big")
+            if end + 4 > len(data):
+                break
+            data[end : end + 4] = struct.pack(">I", zlib.crc32(data[at + 4 : end]))
+            at = end + 4
+        found.append(bytes(data))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*(EXIF|APNG|MPO)")
+@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_damaged_heads_have_pillows_outcome(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = mutated(count, seed=count)
     fast = [outcome(data) for data in damaged]
-    sized = sum(jpeg_size(data) is not None for data in damaged)
-    assert 100 < sized < len(damaged)  # both ways were taken
-    monkeypatch.setattr(image, "jpeg_size", lambda head: None)
+    num_plain = sum(read_plain(io.BytesIO(data)) is not None for data in damaged)
+    assert count / 4 < num_plain < count * 3 / 4  # both ways were taken
+    monkeypatch.setattr(image, "read_plain", lambda file: None)
     assert fast == [outcome(data) for data in damaged]
