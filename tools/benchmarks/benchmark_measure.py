@@ -1,7 +1,7 @@
 """Processor time of measuring, against the physical floor.
 
     python tools/benchmarks/benchmark_measure.py [--num-samples 4000] [--rounds 7] [--folder DIR]
-                                                 [--videos 4]
+                                                 [--videos 4] [--headers [PICTURE ...]]
 
 JSON Lines of questions with answers, and pairs of a JPEG (0.75 to 3 megapixels) and a question,
 with 1.2 kB of text each. The first 4,096 records of each source and its later records are timed
@@ -19,24 +19,30 @@ With --videos N, also N H.264 clips of 10 s at 640x360 and N WebM ones:
     header         frames, rate and size, as `measure` reads them
     libavformat    the same from PyAV, packets counted
     decode         the frames for training, as patches: the cost of a length without a header
+
+With --headers, only headers of pictures of each kind (and those of the given files), as `measure`
+reads them, against `Image.open` without the orientation.
 """
 
 import argparse
 import io
 import itertools
 import os
+import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
 import orjson
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
@@ -44,6 +50,7 @@ from offline_packing.measure import measure as stage
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import Run, open_encoder, open_sources
 from task_encoders.families import build_sample_encoder, model_options
+from task_encoders.media.image import read_image_header
 from task_encoders.text.tokenizer import load_tokenizer
 
 WORDS = (
@@ -163,6 +170,91 @@ def benchmark_videos(count: int) -> None:
             print(f"{container:4s} {label:13s} {1 / each:10,.0f} videos/s  {1e6 * each:9,.0f} us")
 
 
+def draw_kinds(folder: Path) -> dict[str, list[Path]]:
+    """Files of pictures by kind: what cameras, editors and screenshots write before the pixels."""
+    rng = np.random.default_rng(0)
+    small = rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)
+    picture = Image.fromarray(small).resize((1280, 960), 3)
+    exif = Image.Exif()
+    exif.update({0x010F: "Maker", 0x0110: "Model of a camera", 0x0112: 6, 0x011A: 72.0})
+    exif.update({0x011B: 72.0, 0x0128: 2, 0x0131: "Software 1.0", 0x0132: "2024:01:01 00:00:00"})
+    xmp = b"<x:xmpmeta>" + b" " * 3000 + b'tiff:Orientation="6"</x:xmpmeta>'
+    raw = exif.tobytes().hex()
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Raw profile type exif", f"\nexif\n{len(raw) // 2:8}\n{raw}\n", zip=True)
+    itxt = PngImagePlugin.PngInfo()
+    itxt.add_itxt("XML:com.adobe.xmp", xmp)
+
+    def file(image_format: str, image: Image.Image = picture, **options: Any) -> bytes:
+        buffer = io.BytesIO()
+        image.save(buffer, image_format, **options)
+        return buffer.getvalue()
+
+    def segment(marker: int, data: bytes) -> bytes:
+        return struct.pack(">BBH", 0xFF, marker, len(data) + 2) + data
+
+    jpeg, png = file("JPEG", quality=90), file("PNG", compress_level=1)
+    exif_segment = segment(0xE1, exif.tobytes())
+    thumbnail = segment(0xE1, exif.tobytes() + bytes(rng.integers(0, 255, 9000, dtype=np.uint8)))
+    photoshop = segment(
+        0xED, b"Photoshop 3.0\x008BIM\x04\x04\0\0" + struct.pack(">I", 5000) + bytes(5000)
+    )
+    adobe = segment(0xEE, b"Adobe\0\x64\0\0\0\0\1")
+    xmp_segment = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + xmp)
+    chunk = b"eXIf" + exif.tobytes()[6:]
+    late = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    kinds = {
+        "JPEG": jpeg,
+        "JPEG progressive": file("JPEG", progressive=True),
+        "JPEG grey": file("JPEG", picture.convert("L")),
+        "JPEG CMYK, Adobe": file("JPEG", picture.convert("CMYK")),
+        "JPEG EXIF": jpeg[:2] + exif_segment + jpeg[2:],
+        "JPEG EXIF, thumbnail": jpeg[:2] + thumbnail + jpeg[2:],
+        "JPEG XMP": jpeg[:2] + xmp_segment + jpeg[2:],
+        "JPEG Photoshop": jpeg[:2] + photoshop + jpeg[2:],
+        "JPEG Adobe": jpeg[:2] + adobe + jpeg[2:],
+        "JPEG ICC 3 kB": file("JPEG", icc_profile=bytes(3000)),
+        "JPEG ICC 500 kB": file("JPEG", icc_profile=bytes(500_000)),
+        "JPEG of an editor": jpeg[:2] + exif_segment + photoshop + xmp_segment + adobe + jpeg[2:],
+        "JPEG, other bytes after it": jpeg + bytes(100_000),
+        "PNG": png,
+        "PNG palette": file("PNG", picture.quantize(64), transparency=3),
+        "PNG 100x75": file("PNG", picture.resize((100, 75))),
+        "PNG ICC": file("PNG", icc_profile=small.tobytes()),
+        "PNG eXIf": file("PNG", exif=exif),
+        "PNG eXIf after the pixels": png[:-12] + late + png[-12:],
+        "PNG XMP": file("PNG", pnginfo=itxt),
+        "PNG raw EXIF": file("PNG", pnginfo=text),
+    }
+    for number, data in enumerate(kinds.values()):
+        (folder / f"{number}.kind").write_bytes(data)
+    return {kind: [folder / f"{number}.kind"] for number, kind in enumerate(kinds)}
+
+
+def benchmark_headers(kinds: Mapping[str, Sequence[Path]], rounds: int) -> None:
+    """Print what the headers of pictures cost, and what opening them with Pillow does."""
+
+    def ours(paths: Sequence[Path]) -> None:
+        for path in paths:
+            with path.open("rb") as file:
+                read_image_header(file)
+
+    def pillow(paths: Sequence[Path]) -> None:
+        for path in paths:
+            with path.open("rb") as file, Image.open(file) as image:
+                assert image.size
+
+    for kind, paths in kinds.items():
+        many = list(paths) * max(1, 200 // len(paths))
+        ours(many)
+        pillow(many)
+        times = [
+            (seconds(partial(ours, many)), seconds(partial(pillow, many))) for _ in range(rounds)
+        ]
+        own, other = (1e6 * min(one) / len(many) for one in zip(*times, strict=True))
+        print(f"{kind:28s} header {own:6.1f} us, Pillow {other:6.1f} us, {own / other:.2f} in time")
+
+
 def benchmark_floor(
     label: str, tasks: Sequence[MeasureTask], floor: Callable[[int, int], None], rounds: int
 ) -> None:
@@ -186,7 +278,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to draw the data (default: temporary)")
     parser.add_argument("--videos", type=int, default=0, help="also this many videos of each kind")
+    parser.add_argument("--headers", type=Path, nargs="*", help="headers only, and of these files")
     arguments = parser.parse_args()
+    if arguments.headers is not None:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+            kinds = draw_kinds(Path(name))
+            for path in arguments.headers:
+                kinds.setdefault(f"{path.suffix} files", []).append(path)
+            benchmark_headers(kinds, arguments.rounds)
+        return
     if arguments.videos:
         benchmark_videos(arguments.videos)
     count = NUM_FIRST + arguments.num_samples
