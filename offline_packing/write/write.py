@@ -186,7 +186,9 @@ def _start(run: Run, plan: StoredPlan) -> Manifest | None:
         run.discard_shards()
         manifest = None
     run.workspace.write.mkdir(parents=True, exist_ok=True)
-    write_atomically(started, to_json(seal(fingerprint)))
+    content = to_json(seal(fingerprint))
+    if not started.exists() or started.read_bytes() != content:  # else its time would change
+        write_atomically(started, content)
     return manifest
 
 
