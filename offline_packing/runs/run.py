@@ -5,6 +5,7 @@ OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
 OUT/_packing/index/, set_aside/, files/, index.json         measure
 OUT/_packing/plan/                                          plan
 OUT/_packing/write/                                         write: one fragment per shard
+OUT/_packing/verdict.json                                   verify: when it found no problem
 OUT/_packing/report/                                        report: for people, and as JSON
 OUT/_packing/unpacked/                                      while packs are written or compared
 """
@@ -93,6 +94,8 @@ class Workspace:
         self.write = self.packing / "write"
         #: fingerprint of the shards besides index and source; written before the first shard
         self.started = self.write / "started.json"
+        #: the last check that found no problem; see verify/verdict.py
+        self.verdict = self.packing / "verdict.json"
         self.report = self.packing / "report"
         #: folder of copies of files without random access: compressed files, and large row groups.
         #: Present while packs are written or compared with their source
@@ -196,6 +199,7 @@ class Run:
     def discard_shards(self) -> None:
         """Remove the shards; the manifest, which says that they are complete, goes first."""
         self.workspace.manifest.unlink(missing_ok=True)
+        self.workspace.verdict.unlink(missing_ok=True)
         remove_folder(self.workspace.damaged)
         if self.workspace.write.exists():
             # Not of other layouts: a file whose name it would use is the user's own.

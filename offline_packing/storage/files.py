@@ -27,6 +27,10 @@ from task_encoders.threads import in_threads
 #: Objects that are read at the same time: each takes some 30 ms before its first byte comes.
 _AT_ONCE: Final = 16
 
+#: What changes with a file: size, times of modification and change (ns), inode; of an object size
+#: and ETag.
+Stamp = tuple[int | str, ...]
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -127,6 +131,26 @@ def read_each(
         yield from map(read, items)
         return
     yield from in_threads(read, items, _AT_ONCE, ahead=_AT_ONCE)
+
+
+def file_stamp(path: str | Path) -> Stamp | None:
+    """The stamp of a local file; None: there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return (found.st_size, *times, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+
+
+def file_stamps(folder: Path) -> dict[str, Stamp | None]:
+    """Stamps of the files of a folder by their names, objects' from one listing. None: the storage
+    gives no ETag. A folder that does not exist is empty."""
+    remote = as_remote(folder)
+    if remote is not None:
+        return {name: (size, tag) if tag else None for name, size, tag in remote.tags()}
+    names = os.listdir(folder) if folder.is_dir() else ()
+    return {name: stamp for name in names if (stamp := file_stamp(f"{folder}/{name}")) is not None}
 
 
 def remove_folder(folder: Path) -> None:

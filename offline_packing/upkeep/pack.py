@@ -1,5 +1,6 @@
 """All stages in one call, for programs; `offline-packing run` does the same and prints."""
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,12 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, build_engine
 from offline_packing.runs.set_aside import check_media, check_set_aside
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import render_verdict, verify
+from offline_packing.verify.verdict import check, known_verdict
+from offline_packing.verify.verify import render_verdict
 from offline_packing.write.write import write
 from task_encoders.packs.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,10 @@ def _pack(run: Run, deep: bool) -> Packed:
         check_set_aside(run)
         check_media(run)
     manifest = write(run, samples, made)
-    verified = verify(run, deep=deep)
+    known = known_verdict(run, deep=deep)
+    if known is not None:
+        logger.info("%s", known)
+    verified = known.result if known is not None else check(run, deep=deep)
     if not verified.ok:
         raise StageError(f"{workspace.root} has {render_verdict(verified)}")
     report(run)

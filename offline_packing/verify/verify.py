@@ -345,6 +345,7 @@ def discard(run: Run, *, dry_run: bool = False) -> str:
     if not found:
         return "nothing is damaged"
     if not dry_run:
+        run.workspace.verdict.unlink(missing_ok=True)
         run.workspace.remove_temporaries()
         start_repair(run.workspace, {one.name: one.text for one in found})
     lines = [f"  {one.name} {one.text}" for one in found]

@@ -62,6 +62,14 @@ class RemotePath(ProxyUPath):
         names = {name.rstrip("/").rpartition("/")[2] for name in found if not self._is_self(name)}
         return (self / name for name in sorted(names))
 
+    def tags(self) -> Iterator[tuple[str, int, str]]:
+        """(name, size, ETag) of the objects in the folder itself, from one listing; the ETag is
+        empty if the storage gives none."""
+        for one in self._request("listed", lambda: self.fs.ls(self.path, detail=True), default=()):
+            if one["type"] == "file" and not self._is_self(one["name"]):
+                tag = one.get("ETag") or one.get("etag") or ""  # s3fs and msc, or others
+                yield one["name"].rpartition("/")[2], int(one["size"]), str(tag)
+
     def glob(self, pattern: str, **options: Any) -> Iterator[Any]:
         """Entries of the folder itself that have such a name."""
         return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))

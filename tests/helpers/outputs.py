@@ -53,8 +53,9 @@ def members_of(folder: Path, tars: str = "*.tar") -> dict[str, bytes]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Content of all files but locks, by their paths in a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    """Content of all files but locks and verdicts, which hold times, by their paths in a folder."""
+    apart = ("lock", "verdict.json")
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in apart)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

@@ -33,7 +33,7 @@ def test_verbs_in_turn(config: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "manifest.json").exists()
     assert not (tmp_path / "out/_packing/report").exists()
     again = invoke("run", config)
-    assert "problems        0" in again.stdout
+    assert "verify: complete on " in again.stdout
     assert "20 samples = 20 packed + 0 set aside" in again.stdout
     page = tmp_path / "out/_packing/report/report.html"
     assert f"report: {page}\n" in again.stdout

@@ -1,0 +1,184 @@
+"""The verdict on an output, kept so that `run` need not read a finished output again.
+
+_packing/verdict.json    when the whole output was found without problems, whether `deep`, the
+                         counts of that check, and what the verdict depends on
+
+A verdict depends on the files that `verify` reads, on the configuration with accepted mismatches,
+on the generation, and on the versions of this package and of libraries. A file counts by its size,
+times of modification and change, and inode; an object by size and ETag. Where the source is read
+(deep, or packs that refer to media), the files that samples lie in count likewise. A file of a
+remote source, or an object without an ETag, is not known without being read: where it counts, all
+is read again. A deep verdict stands for a shallow one, not the reverse.
+
+The file holds times, so that outputs with equal bytes may differ in it. It is written after a
+check, but its stamps are taken before: a file that changes during the check voids it. A kill leaves
+the earlier verdict, with its own stamps.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from offline_packing.errors import DamagedError, DiskFullError, StageError
+from offline_packing.layouts import LAYOUTS
+from offline_packing.runs.artifacts import config_fingerprint, library_versions, open_index
+from offline_packing.runs.manifest import require_manifest, stored_config
+from offline_packing.runs.run import Run, open_sources
+from offline_packing.sources.roots.roots import MediaRoot
+from offline_packing.storage.files import (
+    Stamp,
+    file_stamp,
+    file_stamps,
+    hash_bytes,
+    read_json,
+    seal,
+    to_json,
+    write_atomically,
+)
+from offline_packing.verify.shard import VerifyResult
+from offline_packing.verify.verify import Drawn, verify
+from task_encoders.packs.manifest import Manifest
+from task_encoders.storage.remote_requests import RemoteError
+
+logger = logging.getLogger(__name__)
+
+#: Files that say how the records of some formats are read; "" is the source's path itself.
+_DESCRIPTIONS: Final = ("", "/dataset_info.json", "/.nv-meta/dataset.yaml", "/.nv-meta/split.yaml")
+
+#: A file's name and stamp; None: it is not known.
+_Stamps = Iterator[tuple[str, Stamp | None]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A check of the whole output that found no problem."""
+
+    time: datetime
+    deep: bool
+    result: VerifyResult
+
+    def __str__(self) -> str:
+        return (
+            f"verify: complete on {self.time:%Y-%m-%d %H:%M} UTC{' (deep)' if self.deep else ''}, "
+            "nothing changed since; `offline-packing verify` reads all again"
+        )
+
+
+def known_verdict(run: Run, *, deep: bool) -> Verdict | None:
+    """The recorded verdict, if it is as deep as asked for and still holds; reads no shard."""
+    try:
+        stored = read_json(run.workspace.verdict)
+    except DamagedError:
+        return None
+    if stored is None or (deep and not stored["deep"]):
+        return None
+    for name, value in _depends_on(run, deep).items():
+        if value is None or value != stored["depends_on"].get(name):
+            return None
+    result = VerifyResult(**stored["result"])
+    result.records = tuple(result.records)
+    return Verdict(datetime.fromisoformat(stored["time"]), stored["deep"], result)
+
+
+def check(
+    run: Run, *, deep: bool = False, hash_only: bool = False, drawn: Drawn | None = None
+) -> VerifyResult:
+    """`verify`, and keep the verdict: record it if one process checked the whole output and found
+    no problem; remove it if there was one. A deep verdict that holds is not replaced by a shallow
+    one. Raises as `verify`."""
+    is_whole = not (hash_only or drawn or run.engine.IS_SHARED)
+    depends_on = _depends_on(run, deep) if is_whole else {}
+    try:
+        result = verify(run, deep=deep, hash_only=hash_only, drawn=drawn)
+    except StageError:
+        _keep(run, None)
+        raise
+    if not result.ok:
+        _keep(run, None)
+    elif is_whole and (deep or not (known := known_verdict(run, deep=False)) or not known.deep):
+        counts = {one.name: getattr(result, one.name) for one in fields(result) if one.compare}
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        _keep(run, {"time": time, "deep": deep, "depends_on": depends_on, "result": counts})
+    return result
+
+
+def _keep(run: Run, content: Mapping[str, Any] | None) -> None:
+    """Write the verdict, or remove it. An output that may only be read can be checked as well."""
+    path = run.workspace.verdict
+    try:
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomically(path, to_json(seal(content)))
+    except (DiskFullError, OSError, RemoteError) as error:
+        logger.warning("verify: %s is left as it is: %s", path, error)
+
+
+def _depends_on(run: Run, deep: bool) -> Mapping[str, Any]:
+    """Everything that a verdict depends on, by name; None: it is not known."""
+    config = {
+        "config": stored_config(run.config, run.config.output.key_prefix),
+        "fingerprint": config_fingerprint(run.config),
+        "accepted": sorted(run.accept_mismatch),
+    }
+    found: dict[str, Any] = {"config": hash_bytes(to_json(config)), "versions": library_versions()}
+    try:
+        manifest = require_manifest(run.workspace.root)
+        found["generation"] = [manifest.generation, manifest.content_hash]
+        found["files"] = _hash(_output_stamps(run, manifest))
+        if deep or LAYOUTS[manifest.layout].MEDIA_ROOTS is not None:
+            found["source"] = _hash(_source_stamps(run))
+    except (OSError, StageError):  # `verify` names the fault
+        found["files"] = None
+    return found
+
+
+def _hash(stamps: _Stamps) -> str | None:
+    digest = xxhash.xxh3_128()
+    for line in stamps:
+        if line[1] is None:
+            return None
+        digest.update(repr(line).encode())
+    return digest.hexdigest()
+
+
+def _output_stamps(run: Run, manifest: Manifest) -> _Stamps:
+    """The files that `verify` reads, relative to the output. Each folder is listed once; other
+    files in it do not count."""
+    shards = {line.name.partition(".")[0] for line in manifest.shards}  # begins its files' names
+    named = {*manifest.metadata, run.workspace.manifest.name, "_packing/index.json"}
+    stages = {f"_packing/{name}" for name in ("index", "set_aside", "files", "plan", "write")}
+    stages |= {f"_packing/write/{name.rpartition('/')[0]}".rstrip("/") for name in shards}
+    folders = stages | {name.rpartition("/")[0] for name in (*shards, *named)}
+    for folder in sorted(folders):
+        at = run.workspace.root / folder if folder else run.workspace.root
+        for name, stamp in sorted(file_stamps(at).items()):
+            path = f"{folder}/{name}".lstrip("/")
+            if folder in stages or path in named or path.partition(".")[0] in shards:
+                yield path, stamp
+
+
+def _source_stamps(run: Run) -> _Stamps:
+    """The files that samples of the index lie in, and those that describe their records."""
+    sources = open_sources(run.config)
+    for source in sources:
+        if not (isinstance(source.root, MediaRoot) and isinstance(source.media, MediaRoot)):
+            yield source.path, None
+            return
+        for name in _DESCRIPTIONS:
+            yield name, file_stamp(source.path + name) or ()
+    for table in open_index(run).parts("source_id", "json", "media"):
+        for i, source in enumerate(sources):
+            rows = table.filter(pc.equal(table["source_id"], i))
+            records, media = rows["json"].combine_chunks(), rows["media"].combine_chunks().flatten()
+            places = [records.field("container"), media.field("container")]
+            roots = dict.fromkeys((source.root, source.media))  # it may be in either
+            for name in pc.unique(pa.concat_arrays(places)).to_pylist():
+                stamps = [file_stamp(root.path(name)) or () for root in roots]
+                yield f"{i} {name}", sum(stamps, ()) or None
