@@ -129,6 +129,7 @@ def run_records(folder: Path, count: int, workers: int) -> None:
     config.write_bytes(orjson.dumps(content))
     for stage in ("measure", "plan", "write", "verify", "report"):
         run_stage(stage, stage, str(config))
+    run_stage("run again", "run", str(config))
     run_stage("verify --hash-only", "verify", "--hash-only", str(config))
     run_stage("verify --samples", "verify", "--deep", "--samples=1000", str(config))
     files = sum(len(names) for _, _, names in os.walk(folder / "out"))
