@@ -12,6 +12,8 @@ RUN python -c "import torch" 2> /dev/null || pip install --no-cache-dir \
     --index-url https://download.pytorch.org/whl/cpu $(grep '^torch==' constraints.txt)
 RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
     && pip install --no-cache-dir --constraint /tmp/constraints.txt ".[${EXTRAS}]"
+# The planner is compiled once, not once per container, where /workspace is mounted.
+ENV NUMBA_CACHE_DIR=/workspace/.cache/numba
 WORKDIR /workspace
 ENTRYPOINT ["offline-packing"]
 CMD ["--help"]

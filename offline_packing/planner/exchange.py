@@ -8,12 +8,13 @@ pack, or together with a second sample for two. Exchanges are about as numerous 
 lengths. A copy without one goes where there is room, or into a new pack.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from offline_packing.planner.strategies.kernels import random_below, random_state
+from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 
 _SWEEPS = 40  # offers to swap per sample; later ones gain next to nothing
@@ -25,7 +26,7 @@ _DRAWS = 512  # exchanges of two for two that are tried with each
 _ROOMS = 4096  # packs that are searched for room
 
 
-@njit(cache=True)
+@partial(Kernel, weight=3)
 def _exchange_alike(
     sample_ids: np.ndarray,
     pack_of_slot: np.ndarray,
@@ -117,7 +118,7 @@ def balance_packs(
     return Packs(sample_ids, packs.pack_offsets)
 
 
-@njit(cache=True)
+@Kernel
 def rounds_of_copies(copy_of: np.ndarray) -> np.ndarray:
     """Number of earlier copies of the same sample: [7, 3, 7, 7] -> [0, 0, 1, 2], int32."""
     seen = np.zeros(copy_of.max() + 1 if len(copy_of) else 0, np.int32)
@@ -175,7 +176,7 @@ class _Bins(NamedTuple):
     copy_of: np.ndarray
 
 
-@njit(cache=True)
+@Kernel
 def _doubled_places(packs: Packs, copy_of: np.ndarray) -> np.ndarray:
     """Places in ``sample_ids`` that hold a further copy of a sample of the same pack."""
     sample_ids, pack_offsets = packs
@@ -189,7 +190,7 @@ def _doubled_places(packs: Packs, copy_of: np.ndarray) -> np.ndarray:
     return np.flatnonzero(is_doubled)
 
 
-@njit(cache=True)
+@Kernel
 def _holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
     """Whether a pack holds a copy of a sample, place ``but`` left aside."""
     sample_ids, offsets = bins.packs
@@ -199,7 +200,7 @@ def _holds(bins: _Bins, pack: int, sample: int, but: int = -1) -> bool:
     return found
 
 
-@njit(cache=True)
+@Kernel
 def _allowed(
     bins: _Bins, pack: int, other: int, out: tuple[int, int], into: tuple[int, int]
 ) -> bool:
@@ -222,7 +223,7 @@ def _allowed(
     )
 
 
-@njit(cache=True)
+@Kernel
 def _swap(bins: _Bins, pack: int, other: int, place: int, partner: int) -> None:
     sample_ids = bins.packs.sample_ids
     mine, theirs = sample_ids[place], sample_ids[partner]
@@ -231,7 +232,7 @@ def _swap(bins: _Bins, pack: int, other: int, place: int, partner: int) -> None:
     sample_ids[place], sample_ids[partner] = theirs, mine
 
 
-@njit(cache=True)
+@Kernel
 def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray) -> bool:
     """Exchange the copy at ``place`` for ``other``, or with a second sample for two drawn ones."""
     ids, offsets = bins.packs
@@ -255,7 +256,7 @@ def _exchange(bins: _Bins, pack: int, place: int, other: int, state: np.ndarray)
     return False
 
 
-@njit(cache=True)
+@njit(cache=True)  # costly for few samples, too
 def _exchange_all(bins: _Bins, places: np.ndarray, reach: int, state: np.ndarray) -> None:
     """Exchange the copies at ``places`` with random packs of at most ``reach`` away."""
     for place in places:
@@ -283,12 +284,12 @@ def _move_out(bins: _Bins, places: np.ndarray) -> Packs:
     return group_into_packs(np.append(kept, moved), pack_of, int(pack_of.max()) + 1)
 
 
-@njit(cache=True)
+@Kernel
 def _find_room(bins: _Bins, moved: np.ndarray) -> np.ndarray:
     """The pack of each of the ``moved`` samples: int64 (num_moved,), new ones numbered on. Copies
     of one sample are given packs further and further down one list."""
     _, totals, sizes, limits, copy_of = bins
-    old = np.argsort(totals[:, 0])[:_ROOMS]
+    old = np.argsort(totals[:, 0], kind="mergesort")[:_ROOMS]
     packs = np.concatenate((old, np.arange(len(totals), len(totals) + len(moved))))
     rooms = np.zeros((len(packs), len(limits)), np.int64)
     rooms[: len(old)] = totals[old]

@@ -24,12 +24,11 @@ from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
 from offline_packing.planner.strategies.auto import mixed as mixed_composer
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import (
-    announce_compilation,
     count_lengths,
     expand_composition,
     lower_bound,
 )
-from offline_packing.planner.strategies.kernels import random_state, shuffle_between
+from offline_packing.planner.strategies.kernels import kernels_for, random_state, shuffle_between
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from offline_packing.planner.windows import pack_in_order
 from task_encoders.field_types import Count, Integer, checked, checked_model
@@ -117,7 +116,6 @@ def plan_packs(
             assignment, homogeneous, max_samples. The same input and seed give the same plan.
             Samples stand in random order in their packs, unless the strategy is another packer's.
     """
-    announce_compilation()
     given = {name: value for name, value in options.items() if value is not None}
     chosen = checked_model(PlanOptions, {"seq_length": seq_length, **given})
     request = PlanRequest(
@@ -143,10 +141,11 @@ def plan_packs(
     for one in passes:
         if missing := [name for name in one.needs if name not in samples.columns]:
             raise ValueError(f"{one.title} needs {missing[0]}, an array with one entry per sample")
-    draft = _compose(samples, request)
-    for one in passes:
-        if one.name in _AFTER:
-            draft = _AFTER[one.name](samples, draft, request)
+    with kernels_for(len(samples.lengths), seq_length):
+        draft = _compose(samples, request)
+        for one in passes:
+            if one.name in _AFTER:
+                draft = _AFTER[one.name](samples, draft, request)
     packs, bound, cp_sizes, notes = draft
     kept = samples.lengths[packs.sample_ids]
     if cp_sizes is not None:  # each sample is padded to what the ranks of its pack cut

@@ -18,10 +18,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from offline_packing.planner.ranks.layout import RankLayout, idle_shares
-from offline_packing.planner.strategies.kernels import random_below, random_state
+from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -108,7 +107,7 @@ def similar_steps(cost: Floats, tower: Floats, num_ranks: int) -> Integers:
     return by_sum
 
 
-@njit(cache=True)
+@Kernel
 def _part(keys: Floats, weights: Floats, orders: Integers, num_ranks: int) -> Integers:
     """Steps as leaves of a tree of cuts. `orders` (num_keys, num_packs) holds the packs sorted by
     each key; a part is the same stretch of all of them, so that a cut is a stable partition."""
@@ -137,7 +136,7 @@ def _part(keys: Floats, weights: Floats, orders: Integers, num_ranks: int) -> In
     return orders[0].copy().reshape(-1, num_ranks)
 
 
-@njit(cache=True)
+@Kernel
 def _best_cut(
     keys: Floats, weights: Floats, orders: Integers, begin: int, end: int, num_ranks: int
 ) -> tuple[int, int]:
@@ -159,7 +158,7 @@ def _best_cut(
     return across, at
 
 
-@njit(cache=True)
+@Kernel
 def _largest(
     values: Floats,
     order: Integers,
@@ -184,7 +183,7 @@ def _largest(
         right[i] = largest
 
 
-@njit(cache=True)
+@Kernel
 def _exchange_near(keys: Floats, weights: Floats, steps: Integers) -> None:
     """Exchange a step's largest packs, in place, for packs of near steps that save most time."""
     num_steps, num_ranks = steps.shape
@@ -221,7 +220,7 @@ def _exchange_near(keys: Floats, weights: Floats, steps: Integers) -> None:
             break
 
 
-@njit(cache=True)
+@Kernel
 def _find_largest(
     keys: Floats, steps: Integers, step: int, top: Floats, second: Floats, largest: Integers
 ) -> None:
@@ -388,7 +387,7 @@ def _even_order(features: Floats, units: Floats, rng: np.random.Generator) -> In
     return order
 
 
-@njit(cache=True)
+@Kernel
 def _even_out(order: Integers, features: Floats, block: int, tries: int, state: Integers) -> None:
     """Exchange steps of two blocks, in place, if the squares of their sums fall. Steps after the
     last whole block are exchanged, too, but not counted."""

@@ -13,8 +13,8 @@ A hill climb: two samples of a pack change places while that evens the shares.
 from typing import Final, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from offline_packing.planner.strategies.kernels import Kernel
 from offline_packing.planner.strategies.strategy import Packs
 
 _EVEN: Final = 0.002  # a largest share so little above the mean is left as it is
@@ -62,7 +62,16 @@ class _Pictures(NamedTuple):
         return cls(units, tower, size)
 
 
-@njit(cache=True)
+@Kernel
+def _total(values: np.ndarray) -> float:
+    """Sum in order, also in Python, where NumPy's adds in pairs."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+@Kernel
 def _measure(packs: Packs, pictures: _Pictures) -> tuple[float, float, int]:
     """Operations; the slowest ranks' times the number of ranks; packs with a picture larger than an
     even share."""
@@ -71,14 +80,14 @@ def _measure(packs: Packs, pictures: _Pictures) -> tuple[float, float, int]:
     for pack in range(ends.shape[0] - 1):
         own = ids[ends[pack] : ends[pack + 1]]
         _count_shares(own, pictures, np.empty(len(own), np.int64), shares)
-        spent += shares.sum()
+        spent += _total(shares)
         taken += shares.max() * len(shares)
         each = pictures.tower[own] / np.maximum(pictures.units[own], 1)
-        num_unequal += each.max() > shares.mean() * (1 + 1e-9)
+        num_unequal += each.max() > _total(shares) / len(shares) * (1 + 1e-9)
     return spent, taken, num_unequal
 
 
-@njit(cache=True)
+@Kernel
 def _count_shares(
     own: np.ndarray, pictures: _Pictures, rank: np.ndarray, shares: np.ndarray
 ) -> None:
@@ -105,12 +114,13 @@ def _count_shares(
         rank[i] = first if first == turn else -1
 
 
-@njit(cache=True)
+@Kernel
 def _swap_alike(own: np.ndarray, pictures: _Pictures, rank: np.ndarray, shares: np.ndarray) -> bool:
     """Exchange the two samples of equally many pictures, one of the largest share, that even the
     shares most; False: none do."""
     units, tower = pictures.units, pictures.tower
-    worst, most = shares.argmax(), 1e-6 * shares.mean() ** 2
+    worst, mean = shares.argmax(), _total(shares) / len(shares)
+    most = 1e-6 * (mean * mean)
     best = (-1, -1)
     for i in range(own.shape[0]):
         if rank[i] != worst:
@@ -127,13 +137,14 @@ def _swap_alike(own: np.ndarray, pictures: _Pictures, rank: np.ndarray, shares: 
     return best[0] >= 0
 
 
-@njit(cache=True)
+@Kernel
 def _swap_any(
     own: np.ndarray, pictures: _Pictures, rank: np.ndarray, shares: np.ndarray, rescans: int
 ) -> int:
     """Exchange the first two of the other samples that even the shares. Returns how often shares
     may still be counted anew; -1: none was found."""
-    wanted = (shares**2).sum() - 1e-6 * shares.mean() ** 2
+    mean = _total(shares) / len(shares)
+    wanted = _total(shares * shares) - 1e-6 * (mean * mean)
     new_rank, new_shares = np.empty_like(rank), np.empty_like(shares)
     for i in range(own.shape[0]):
         for j in range(i + 1, own.shape[0]):
@@ -145,13 +156,13 @@ def _swap_any(
             rescans -= 1
             own[i], own[j] = own[j], own[i]
             _count_shares(own, pictures, new_rank, new_shares)
-            if (new_shares**2).sum() < wanted:
+            if _total(new_shares * new_shares) < wanted:
                 return rescans
             own[i], own[j] = own[j], own[i]
     return -1
 
 
-@njit(cache=True)
+@Kernel
 def _even_all(packs: Packs, pictures: _Pictures) -> None:
     """Put the samples with pictures of each pack in an order that evens the shares, in place."""
     ids, ends, shares = packs.sample_ids, packs.pack_offsets, np.zeros(pictures.size)
@@ -162,7 +173,7 @@ def _even_all(packs: Packs, pictures: _Pictures) -> None:
         rank = np.empty(len(some), np.int64)
         rescans = np.int64(_RESCANS)  # a literal would be compiled apart
         _count_shares(some, pictures, rank, shares)
-        while rescans >= 0 and shares.max() > shares.mean() * (1 + _EVEN):
+        while rescans >= 0 and shares.max() > _total(shares) / len(shares) * (1 + _EVEN):
             if not _swap_alike(some, pictures, rank, shares):
                 rescans = _swap_any(some, pictures, rank, shares, rescans)
             _count_shares(some, pictures, rank, shares)

@@ -7,7 +7,6 @@ fit, the last two exactly where that is possible. Samples that fit one rank are 
 """
 
 import numpy as np
-from numba import njit
 
 from offline_packing.planner.strategies.auto import auto
 from offline_packing.planner.strategies.composition import (
@@ -17,6 +16,7 @@ from offline_packing.planner.strategies.composition import (
     from_entries,
 )
 from offline_packing.planner.strategies.kernels import (
+    Kernel,
     bitset_at_most,
     bitset_of,
     bitset_remove,
@@ -84,7 +84,7 @@ def pack_over_ranks(
     )
 
 
-@njit(cache=True)
+@Kernel
 def _fill_large(
     counts: np.ndarray, capacities: np.ndarray, smallest: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
@@ -114,7 +114,7 @@ def _fill_large(
     return as_rows(entries), as_rows(patterns), num_ranks
 
 
-@njit(cache=True)
+@Kernel
 def _take(
     counts: np.ndarray, blocks: np.ndarray, present: np.ndarray, block: int, size: int
 ) -> int:
@@ -129,7 +129,7 @@ def _take(
     return length
 
 
-@njit(cache=True)
+@Kernel
 def _next_block(blocks: np.ndarray, present: np.ndarray, space: int) -> int:
     """The largest block for a space, or one that fills it up with a second; 0 if none fits."""
     first = bitset_at_most(present, min(space, blocks.shape[0] - 1))

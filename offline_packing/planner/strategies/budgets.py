@@ -11,10 +11,9 @@ nearly as full as the first.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from offline_packing.planner.strategies.composition import lower_bound
-from offline_packing.planner.strategies.kernels import random_below, random_state
+from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 from offline_packing.planner.strategies.strategy import Packs
 
 _MAX_HISTOGRAM = 1 << 24  # limits up to which the sharper bound is worth its memory
@@ -55,7 +54,7 @@ class _Pool(NamedTuple):
     member_place: np.ndarray
 
 
-@njit(cache=True)
+@Kernel
 def _exchange_last(samples: np.ndarray, place: np.ndarray, sample: int, end: int) -> None:
     """Exchange a sample with the one at ``end``, the last of its list."""
     last = samples[end]
@@ -65,7 +64,7 @@ def _exchange_last(samples: np.ndarray, place: np.ndarray, sample: int, end: int
     place[sample] = end
 
 
-@njit(cache=True)
+@Kernel
 def _take_out(pool: _Pool, sample: int) -> None:
     """Remove a sample from the pool."""
     pool.num_alive[0] -= 1
@@ -76,7 +75,7 @@ def _take_out(pool: _Pool, sample: int) -> None:
     _exchange_last(pool.members, pool.member_place, sample, end)
 
 
-@njit(cache=True)
+@Kernel
 def _fits(sizes: np.ndarray, sample: int, room: np.ndarray) -> bool:
     for limit in range(room.shape[0]):  # noqa: SIM110 (numba compiles no generators)
         if sizes[sample, limit] > room[limit]:
@@ -84,7 +83,7 @@ def _fits(sizes: np.ndarray, sample: int, room: np.ndarray) -> bool:
     return True
 
 
-@njit(cache=True)
+@Kernel
 def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) -> float:
     """Cost of closing a pack, in packs, if ``sample`` (or -1 for none) still joins it. ``need``
     is how many packs' worth of each budget is left; the scarcest decides how many packs follow. The
@@ -101,7 +100,7 @@ def _loss(room: np.ndarray, sizes: np.ndarray, sample: int, need: np.ndarray) ->
     return follow - (scarcest - 1.0) + _EVENNESS * uneven
 
 
-@njit(cache=True)
+@Kernel
 def _join(pool: _Pool, sample: int, room: np.ndarray, pack: np.ndarray, size: int) -> int:
     """Put a sample into the pack of ``size`` samples; new size."""
     pack[size] = sample
@@ -110,7 +109,7 @@ def _join(pool: _Pool, sample: int, room: np.ndarray, pack: np.ndarray, size: in
     return size + 1
 
 
-@njit(cache=True)
+@Kernel
 def _draw_middle(
     pool: _Pool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
 ) -> int:
@@ -132,7 +131,7 @@ def _draw_middle(
     return size
 
 
-@njit(cache=True)
+@Kernel
 def _best_partner(pool: _Pool, room: np.ndarray, best: float) -> tuple[int, float]:
     """The sample that fills ``room`` with less loss than ``best``, or -1, and the loss then. Cells
     are searched from the one that would fill the room exactly towards smaller sizes."""
@@ -165,7 +164,7 @@ def _best_partner(pool: _Pool, room: np.ndarray, best: float) -> tuple[int, floa
     return partner, best
 
 
-@njit(cache=True)
+@Kernel
 def _close(
     pool: _Pool, room: np.ndarray, pack: np.ndarray, size: int, state: np.ndarray
 ) -> tuple[int, float]:
@@ -196,7 +195,7 @@ def _close(
     return size, best
 
 
-@njit(cache=True)
+@Kernel
 def _pack_pool(pool: _Pool, seeds: np.ndarray, state: np.ndarray) -> Packs:
     """Empty the pool pack by pack, each from the first of the ``seeds`` that is left."""
     num_samples, num_limits = pool.sizes.shape

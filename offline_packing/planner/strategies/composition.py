@@ -8,23 +8,18 @@ A histogram is ``counts``, int64 (seq_length + 1,): ``counts[l]`` samples have l
 ``counts[0]`` is 0.
 """
 
-import logging
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from offline_packing.planner.strategies.kernels import (
+    Kernel,
     counting_sort,
     random_state,
     shuffle_between,
 )
 from offline_packing.planner.strategies.strategy import Packs, Strategy
-
-logger = logging.getLogger(__name__)
 
 #: entries [length, repeat], or patterns [end of entries, multiplicity]
 Pairs = list[tuple[Any, Any]]
@@ -111,7 +106,7 @@ def select_patterns(composition: Composition, chosen: np.ndarray) -> Composition
     return Composition(lengths[entries], repeats[entries], offsets, multiplicity[chosen])
 
 
-@njit(cache=True)
+@Kernel
 def as_rows(pairs: Pairs) -> np.ndarray:
     """The pairs as int64 (n, 2)."""
     rows = np.empty((len(pairs), 2), np.int64)
@@ -120,7 +115,7 @@ def as_rows(pairs: Pairs) -> np.ndarray:
     return rows
 
 
-@njit(cache=True)
+@Kernel
 def add_runs(entries: Pairs, lengths: np.ndarray) -> None:
     """Append an entry for each run of equal lengths: [5, 2, 2] -> (5, 1), (2, 2)."""
     start = 0
@@ -130,7 +125,7 @@ def add_runs(entries: Pairs, lengths: np.ndarray) -> None:
             start = place
 
 
-@njit(cache=True)
+@Kernel
 def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
     """Number of packs of the pattern ``entries[start:]`` the counts allow."""
     packs = 1 << 62
@@ -140,7 +135,7 @@ def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
     return packs
 
 
-@njit(cache=True)
+@Kernel
 def _fill_packs(composition: Composition, ids: np.ndarray, next_id: np.ndarray, out: Packs) -> None:
     """Take the ``ids`` of each length in their order, pattern after pattern, pack after pack.
     ``next_id[l]``: where the ids of length l begin, and then the first that is not taken."""
@@ -181,7 +176,7 @@ def expand_composition(
     return packs
 
 
-@njit(cache=True)
+@Kernel
 def count_lengths(num_tokens: np.ndarray, seq_length: int) -> np.ndarray:
     """Histogram int64 (seq_length + 1,) of lengths that are all in 1..seq_length. Unlike
     ``np.bincount`` it makes no int64 copy of the lengths."""
@@ -225,18 +220,3 @@ def by_histogram(compose: Composer, under_limits: Callable[..., Packs] | None = 
         return expand_composition(compose(counts, seed=seed), lengths, counts)
 
     return Strategy(pack, lengths_only=under_limits is None)
-
-
-@cache
-def announce_compilation() -> None:
-    """Log, once per process, that the kernels are not in numba's cache yet, and where it is. numba
-    writes an index file per compiled function; one that is older than the source is stale."""
-    folder = Path(count_lengths.stats.cache_path)
-    compiled = [file.stat().st_mtime for file in folder.glob("composition.count_lengths-*.nbi")]
-    source = Path(__file__).stat().st_mtime
-    if not compiled or max(compiled) < source:
-        logger.info(
-            "compiling the planner; this takes 10 to 30 seconds the first time, then it is read "
-            "from %s",
-            folder,
-        )

@@ -1,16 +1,99 @@
-"""Small compiled helpers of the planner: a bit set with neighbours, random numbers."""
+"""How the planner's kernels run, and small ones: a bit set with neighbours, random numbers.
 
-from collections.abc import Sequence
-from typing import Any
+Compiling takes 5 to 20 s of CPU in a fresh environment; a thousand samples take a tenth of a second
+in Python. So small plans run a kernel's source as it stands. It makes the same packs if kernels
+follow three rules: only random numbers wrap; sums of floats are loops, since NumPy adds in pairs;
+sorts are stable.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, update_wrapper
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Final
 
 import numpy as np
 from numba import njit
+
+logger = logging.getLogger(__name__)
+
+#: samples that a process plans in Python, in all its plans
+MOST_INTERPRETED: Final = 3000
+#: `seq_length` up to which Python walks a histogram fast enough
+_LONGEST_INTERPRETED: Final = 1 << 17
+#: samples planned so far; outside of a plan, as in online packing, kernels run again and again
+_samples = ContextVar("_samples", default=math.inf)
+_planned = 0
+
+
+@contextmanager
+def kernels_for(num_samples: int, seq_length: int) -> Iterator[None]:
+    """Choose how kernels run in a plan. Earlier plans of the process count, too: where it plans one
+    buffer after the other, compiling soon pays."""
+    global _planned
+    _planned += num_samples
+    work = _planned if seq_length <= _LONGEST_INTERPRETED else math.inf
+    if work > MOST_INTERPRETED:
+        _announce_compilation()
+    token = _samples.set(work)
+    try:
+        yield
+    finally:
+        _samples.reset(token)
+
+
+class Kernel:
+    """A function that numba compiles, unless a plan is small: below 1 / ``weight`` of
+    ``MOST_INTERPRETED``."""
+
+    def __init__(self, function: Callable[..., Any], weight: int = 1) -> None:
+        self.most = MOST_INTERPRETED // weight
+        self.compiled = njit(cache=True, nogil=True)(function)
+        self._numba_type_ = self.compiled._numba_type_  # kernels call it as they call `compiled`
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any) -> Any:
+        if _samples.get() > self.most:
+            return self.compiled(*args)
+        with np.errstate(over="ignore"):
+            return interpreted(self)(*args)
+
+
+@cache
+def interpreted(kernel: Kernel) -> Callable[..., Any]:
+    """A kernel's function, in which the kernels that it calls are interpreted, too."""
+    function = kernel.compiled.py_func
+    names = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        if isinstance(names.get(name), Kernel):
+            names[name] = interpreted(names[name])
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+
+@cache
+def _announce_compilation() -> None:
+    """Log, once per process, that the kernels are not in numba's cache yet, and where it is. numba
+    writes an index file per compiled function; one that is older than the source is stale."""
+    folder = Path(counting_sort.compiled.stats.cache_path)
+    compiled = [file.stat().st_mtime for file in folder.glob("kernels.counting_sort-*.nbi")]
+    source = Path(__file__).stat().st_mtime
+    if not compiled or max(compiled) < source:
+        logger.info(
+            "compiling the planner; this takes 10 to 30 seconds the first time, then it is read "
+            "from %s",
+            folder,
+        )
+
 
 _ONE = np.uint64(1)
 _ALL = ~np.uint64(0)
 
 
-@njit(cache=True)
+@Kernel
 def _highest_bit(word: np.uint64) -> int:
     """Index of the highest set bit of a non-zero word, by halving."""
     index = 0
@@ -21,7 +104,7 @@ def _highest_bit(word: np.uint64) -> int:
     return index
 
 
-@njit(cache=True)
+@Kernel
 def bitset_of(counts: np.ndarray) -> np.ndarray:
     """The set of the lengths >= 1 with samples: uint64 (len(counts) // 64 + 1,)."""
     words = np.zeros((counts.shape[0] >> 6) + 1, np.uint64)
@@ -31,19 +114,19 @@ def bitset_of(counts: np.ndarray) -> np.ndarray:
     return words
 
 
-@njit(cache=True)
+@Kernel
 def bitset_add(words: np.ndarray, value: int) -> None:
     """Put ``value`` into the set; ``words`` is uint64 (max_value // 64 + 1,)."""
     words[value >> 6] |= _ONE << np.uint64(value & 63)
 
 
-@njit(cache=True)
+@Kernel
 def bitset_remove(words: np.ndarray, value: int) -> None:
     """Take ``value`` out of the set."""
     words[value >> 6] &= ~(_ONE << np.uint64(value & 63))
 
 
-@njit(cache=True)
+@Kernel
 def bitset_at_least(words: np.ndarray, value: int) -> int:
     """Smallest member >= ``value``, or -1."""
     index = value >> 6
@@ -58,7 +141,7 @@ def bitset_at_least(words: np.ndarray, value: int) -> int:
     return (index << 6) + _highest_bit(word & (~word + _ONE))
 
 
-@njit(cache=True)
+@Kernel
 def bitset_at_most(words: np.ndarray, value: int) -> int:
     """Largest member <= ``value``, or -1."""
     if value < 0:
@@ -73,7 +156,7 @@ def bitset_at_most(words: np.ndarray, value: int) -> int:
     return (index << 6) + _highest_bit(word)
 
 
-@njit(cache=True)
+@Kernel
 def add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: int) -> None:
     """Add samples (a negative number: take them) to ``counts``; ``present``: the set of lengths."""
     counts[length] += number
@@ -83,13 +166,13 @@ def add_samples(counts: np.ndarray, present: np.ndarray, length: int, number: in
         bitset_remove(present, length)
 
 
-@njit(cache=True)
+@Kernel
 def list_of(example: Any) -> list[Any]:
     """An empty list of such values: numba cannot infer the type of []."""
     return [example for _ in range(0)]
 
 
-@njit(cache=True)
+@Kernel
 def next_random(state: np.ndarray) -> np.uint64:
     """Next 64 random bits; ``state`` is uint64 (1,), advanced in place. SplitMix64
     (Steele, Lea, Flood, 2014): the same numbers for a seed on every version of numpy and numba, at
@@ -101,13 +184,13 @@ def next_random(state: np.ndarray) -> np.uint64:
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True)
+@Kernel
 def random_below(state: np.ndarray, bound: int) -> np.int64:
     """A random integer in [0, bound), for 1 <= bound < 2**31 (bias below 2**-32)."""
     return np.int64(((next_random(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
 
 
-@njit(cache=True)
+@Kernel
 def random_unit(state: np.ndarray) -> float:
     """A random float64 in [0, 1)."""
     return np.float64(next_random(state) >> np.uint64(11)) * (1.0 / (1 << 53))
@@ -118,7 +201,7 @@ def random_state(seed: int | Sequence[int]) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**64, size=1, dtype=np.uint64)
 
 
-@njit(cache=True)
+@Kernel
 def shuffle_between(ids: np.ndarray, offsets: np.ndarray, state: np.ndarray) -> None:
     """Fisher-Yates inside each ``ids[offsets[i]:offsets[i + 1]]``: a part at a time is in cache."""
     for part in range(offsets.shape[0] - 1):
@@ -128,7 +211,7 @@ def shuffle_between(ids: np.ndarray, offsets: np.ndarray, state: np.ndarray) -> 
             ids[last], ids[other] = ids[other], ids[last]
 
 
-@njit(cache=True)
+@Kernel
 def counting_sort(keys: np.ndarray, starts: np.ndarray, order: np.ndarray) -> None:
     """Fill ``order`` with the indices that sort ``keys``, integers from 0, ascending and stable.
     ``starts[k]``: where the indices of key k begin. At 10**6 ten times faster than np.argsort."""

@@ -5,8 +5,9 @@ exactly ``seq_length`` where possible. The cost depends on the number of differe
 samples.
 """
 
+from functools import partial
+
 import numpy as np
-from numba import njit
 
 from offline_packing.planner.strategies.composition import (
     Composition,
@@ -16,6 +17,7 @@ from offline_packing.planner.strategies.composition import (
     packs_within,
 )
 from offline_packing.planner.strategies.kernels import (
+    Kernel,
     add_samples,
     bitset_add,
     bitset_at_least,
@@ -34,7 +36,7 @@ _MAX_STEPS_IN_ALL = 20_000_000  # about a second; later patterns take the first 
 _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
 
 
-@njit(cache=True)
+@Kernel
 def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Entries [length, repeat] and patterns [end of entries, multiplicity].
 
@@ -95,7 +97,7 @@ def best_fit_decreasing(counts: np.ndarray, *, seed: int = 0) -> Composition:
     return from_entries(*_best_fit_decreasing(counts))
 
 
-@njit(cache=True)
+@Kernel
 def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Entries [length, repeat] and patterns [end of entries, multiplicity]."""
     counts = counts.copy()
@@ -124,7 +126,7 @@ def greedy_knapsack(counts: np.ndarray, *, seed: int = 0) -> Composition:
     return from_entries(*_greedy_knapsack(counts))
 
 
-@njit(cache=True)
+@Kernel
 def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int) -> bool:
     """First look at a depth: True if one more sample, or none, fills the space, which ends the
     search."""
@@ -143,7 +145,7 @@ def _enter(frame: np.ndarray, counts: np.ndarray, shortest: int) -> bool:
     return False
 
 
-@njit(cache=True)
+@Kernel
 def _complete(
     counts: np.ndarray, present: np.ndarray, frames: np.ndarray, best: np.ndarray, branches: int
 ) -> tuple[int, bool, int]:
@@ -192,7 +194,7 @@ def _complete(
     return best_size, best_space == 0, steps
 
 
-@njit(cache=True)
+@partial(Kernel, weight=3)
 def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Entries [length, repeat] and patterns [end of entries, multiplicity]."""
     counts = counts.copy()

@@ -20,10 +20,10 @@ packs that the bound allows is often met, in milliseconds.
 """
 
 from bisect import bisect_right
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from offline_packing.planner.strategies.composition import (
     Composer,
@@ -32,6 +32,7 @@ from offline_packing.planner.strategies.composition import (
     join_compositions,
 )
 from offline_packing.planner.strategies.kernels import (
+    Kernel,
     add_samples,
     bitset_at_least,
     bitset_at_most,
@@ -61,7 +62,7 @@ class _Pool(NamedTuple):
     stale: np.ndarray
 
 
-@njit(cache=True)
+@Kernel
 def _make_pool(counts: np.ndarray, state: np.ndarray) -> _Pool:
     queue = np.repeat(np.arange(counts.shape[0], dtype=np.int32), counts)
     ends = np.array([0, queue.shape[0]])
@@ -69,14 +70,14 @@ def _make_pool(counts: np.ndarray, state: np.ndarray) -> _Pool:
     return _Pool(counts.copy(), bitset_of(counts), queue, ends, np.zeros_like(counts))
 
 
-@njit(cache=True)
+@Kernel
 def _take(pool: _Pool, length: int) -> None:
     """Take a sample by its length; its entry stays in the queue, to be skipped there."""
     add_samples(pool.counts, pool.present, length, -1)
     pool.stale[length] += 1
 
 
-@njit(cache=True)
+@Kernel
 def _draw(pool: _Pool) -> int:
     """Take a random sample, and return its length; there must be one."""
     while True:
@@ -88,7 +89,7 @@ def _draw(pool: _Pool) -> int:
         pool.stale[length] -= 1
 
 
-@njit(cache=True)
+@Kernel
 def _put_back(pool: _Pool, length: int) -> None:
     if pool.stale[length] > 0:
         pool.stale[length] -= 1
@@ -98,7 +99,7 @@ def _put_back(pool: _Pool, length: int) -> None:
     add_samples(pool.counts, pool.present, length, 1)
 
 
-@njit(cache=True)
+@Kernel
 def _find_pair(pool: _Pool, space: int, state: np.ndarray) -> int:
     """The shorter of two lengths with samples that add up to ``space``, or -1."""
     first = max(bitset_at_least(pool.present, 1), space - (pool.counts.shape[0] - 1))
@@ -115,7 +116,7 @@ def _find_pair(pool: _Pool, space: int, state: np.ndarray) -> int:
     return -1
 
 
-@njit(cache=True)
+@Kernel
 def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> bool:
     """Fill ``pack``, int32 (k,), exactly, from a sample of length ``first``. If no two samples fill
     it up, everything is put back."""
@@ -146,7 +147,7 @@ def _draw_pack(pool: _Pool, pack: np.ndarray, first: int, state: np.ndarray) -> 
     return True
 
 
-@njit(cache=True)
+@Kernel
 def _fill_part(part: np.ndarray, samples_per_pack: int, state: np.ndarray) -> np.ndarray:
     """Exactly full packs of ``samples_per_pack`` >= 3 samples from ``part``. ``part`` int64
     (capacity + 1,) counts per length, of a mean near capacity / samples_per_pack. Returns the
@@ -339,7 +340,7 @@ def even_fill(
     return from_packs(packs, 1) if is_found else None, work
 
 
-@njit(cache=True)
+@Kernel
 def _exchange_sorted(
     packs: np.ndarray, tokens: np.ndarray, capacity: int, order: np.ndarray
 ) -> int:
@@ -352,7 +353,7 @@ def _exchange_sorted(
     return order.shape[0] // 2
 
 
-@njit(cache=True)
+@partial(Kernel, weight=3)
 def _exchange_random(
     packs: np.ndarray, tokens: np.ndarray, capacity: int, state: np.ndarray, most: int
 ) -> tuple[int, bool]:
@@ -392,7 +393,7 @@ def _exchange_random(
     return tries, len(above) == 0
 
 
-@njit(cache=True)
+@Kernel
 def _draw_below(
     tokens: np.ndarray, capacity: int, below: list[int], is_listed: np.ndarray, state: np.ndarray
 ) -> int:
@@ -408,7 +409,7 @@ def _draw_below(
     return -1
 
 
-@njit(cache=True)
+@Kernel
 def _exchange(packs: np.ndarray, tokens: np.ndarray, capacity: int, pack: int, other: int) -> None:
     """Exchange the two samples that leave the least squared excess, a longer one of ``pack`` for a
     shorter one of ``other``, unless that makes it worse."""

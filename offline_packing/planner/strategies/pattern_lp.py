@@ -36,7 +36,7 @@ from offline_packing.planner.strategies.composition import (
     packs_within,
     select_patterns,
 )
-from offline_packing.planner.strategies.kernels import list_of, random_state, random_unit
+from offline_packing.planner.strategies.kernels import Kernel, list_of, random_state, random_unit
 from offline_packing.planner.strategies.longest_first import best_fit_decreasing, exact_fill
 
 _GRID = 65  # target means for which a tilted distribution is kept
@@ -59,7 +59,7 @@ class _Tilted(NamedTuple):
     high: float
 
 
-@njit(cache=True)
+@njit(cache=True)  # costly for few samples, too; and NumPy rounds exp in its own way
 def _tilt(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _Tilted:
     """Newton's method for the tilt of each target mean. ``counts`` (num_sizes,) of the ``sizes``;
     ``theta`` float64 (grid,) holds start values and receives the tilts."""
@@ -102,7 +102,7 @@ def _tilt(sizes: np.ndarray, counts: np.ndarray, theta: np.ndarray) -> _Tilted:
     return _Tilted(sizes, cdf, low, high)
 
 
-@njit(cache=True)
+@Kernel
 def _draw(distributions: _Tilted, target: float, state: np.ndarray) -> int:
     """A size drawn from the distribution whose mean is nearest to ``target``."""
     last = distributions.cdf.shape[0] - 1
@@ -111,7 +111,7 @@ def _draw(distributions: _Tilted, target: float, state: np.ndarray) -> int:
     return distributions.sizes[np.searchsorted(cdf, random_unit(state))]
 
 
-@njit(cache=True)
+@Kernel
 def _draw_bridge(
     distributions: _Tilted, counts: np.ndarray, packs: int, drawn: np.ndarray, state: np.ndarray
 ) -> bool:
@@ -138,7 +138,7 @@ def _draw_bridge(
     return False
 
 
-@njit(cache=True)
+@Kernel
 def _tilted_fills(
     counts: np.ndarray, stop_packs: int, state: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -302,7 +302,7 @@ def bound_of(prices: np.ndarray, counts: np.ndarray, dearest: int) -> int:
     return -(-worth // dearest) if dearest else 0
 
 
-@njit(cache=True)
+@njit(cache=True)  # costly for few samples, too
 def _best_values(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple:
     """Unbounded knapsack: best value within each capacity, and the size index used there or -1."""
     value = np.zeros(capacity + 1, np.int64)
@@ -405,7 +405,7 @@ def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composit
     )
 
 
-@njit(cache=True)
+@Kernel
 def _take_patterns(patterns: Composition, wanted: np.ndarray, counts: np.ndarray) -> None:
     """Lower ``wanted`` packs of each pattern to what ``counts`` has, and take it from there."""
     for pattern in range(wanted.shape[0]):
@@ -443,7 +443,7 @@ def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
     return coarse
 
 
-@njit(cache=True)
+@Kernel
 def _refine(coarse: Composition, counts: np.ndarray, granule: int) -> tuple[np.ndarray, np.ndarray]:
     """The same packs in true lengths, as entries [length, repeat] and patterns [end of entries,
     multiplicity]: each rounded length is given the true ones, longest first. ``coarse`` uses up

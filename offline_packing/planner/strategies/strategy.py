@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from pydantic import BaseModel, ConfigDict
 
-from offline_packing.planner.strategies.kernels import counting_sort
+from offline_packing.planner.strategies.kernels import Kernel, counting_sort
 
 
 class Packs(NamedTuple):
@@ -47,7 +46,7 @@ def join_packs(parts: Sequence[Packs]) -> Packs:
     return Packs(sample_ids, np.cumsum(sizes, dtype=np.int64))
 
 
-@njit(cache=True)
+@Kernel
 def _gather_packs(packs: Packs, order: np.ndarray, out: Packs) -> None:
     end = 0
     for place in range(order.shape[0]):

@@ -17,7 +17,6 @@ from math import ceil
 from typing import Annotated, Literal
 
 import numpy as np
-from numba import njit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offline_packing.planner.strategies.composition import (
@@ -30,6 +29,7 @@ from offline_packing.planner.strategies.composition import (
     packs_within,
 )
 from offline_packing.planner.strategies.kernels import (
+    Kernel,
     add_samples,
     bitset_at_least,
     bitset_at_most,
@@ -40,7 +40,7 @@ from offline_packing.planner.strategies.longest_first import greedy_knapsack
 from offline_packing.planner.strategies.strategy import Packs, Strategy, StrategyOptions
 
 
-@njit(cache=True)
+@Kernel
 def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
     """One pack round robin over ``lengths`` (ascending); True if it is full. A length leaves the
     round when it is used up or does not fit any more."""
@@ -57,7 +57,7 @@ def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: n
     return room == 0
 
 
-@njit(cache=True)
+@Kernel
 def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
     """One pack longest first; True if it is full. Each length divides the next, so this fills the
     pack whenever any choice of samples does."""
@@ -67,7 +67,7 @@ def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np
     return room == 0
 
 
-@njit(cache=True)
+@Kernel
 def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Exactly full packs of lengths that each divide the next and the capacity.
 
@@ -92,7 +92,7 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
         patterns.append((len(entries), packs))
 
 
-@njit(cache=True)
+@Kernel
 def _densest_up_to(counts: np.ndarray, last: int) -> int:
     """The length in 1..last with most samples per token, the shorter if equal, or 0."""
     best = 0
@@ -102,7 +102,7 @@ def _densest_up_to(counts: np.ndarray, last: int) -> int:
     return best
 
 
-@njit(cache=True)
+@Kernel
 def _choose_filler(
     counts: np.ndarray, present: np.ndarray, room: int, num_samples: int, min_samples: int
 ) -> int:
@@ -118,7 +118,7 @@ def _choose_filler(
     return length if 0 < length <= room else -1
 
 
-@njit(cache=True)
+@Kernel
 def pack_seeds(
     seeds: np.ndarray, fillers: np.ndarray, limits: tuple[int, int, int], reuse_failed: bool
 ) -> tuple[np.ndarray, np.ndarray]:

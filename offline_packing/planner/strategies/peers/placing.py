@@ -13,10 +13,10 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-from numba import njit
 from pydantic import Field
 
 from offline_packing.planner.strategies.composition import by_histogram
+from offline_packing.planner.strategies.kernels import Kernel
 from offline_packing.planner.strategies.longest_first import greedy_knapsack
 from offline_packing.planner.strategies.strategy import (
     Packs,
@@ -35,7 +35,7 @@ FULLEST: Final = -1
 _NOT_OPEN = (1 << 63) - 1  # score of a pack that is taken only if no open one has room
 
 
-@njit(cache=True, nogil=True)
+@Kernel
 def _has_room(used: np.ndarray, size: np.ndarray, limits: np.ndarray) -> bool:
     for limit in range(limits.shape[0]):  # noqa: SIM110 (numba compiles no generators)
         if used[limit] + size[limit] > limits[limit]:
@@ -43,7 +43,7 @@ def _has_room(used: np.ndarray, size: np.ndarray, limits: np.ndarray) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@Kernel
 def _best_leaf(tree: np.ndarray, size: np.ndarray, limits: np.ndarray, stack: np.ndarray) -> int:
     """The leaf of lowest score among the leaves with room; there must be one. ``stack`` has space
     for a node of each level."""
@@ -68,7 +68,7 @@ def _best_leaf(tree: np.ndarray, size: np.ndarray, limits: np.ndarray, stack: np
     return best
 
 
-@njit(cache=True, nogil=True)
+@Kernel
 def place_samples(sizes: np.ndarray, limits: np.ndarray, choice: int, num_open: int) -> np.ndarray:
     """Pack of every sample, int64 (num_samples,), counted in the order of opening.
 
@@ -146,10 +146,12 @@ def first_fit_shuffle(
     order = np.random.default_rng(seed).permutation(len(sizes))
     chunks = np.split(order, range(options.chunk_size, len(order), options.chunk_size))
     place = partial(place_in_order, sizes, limits, choice=FIRST)
+    if len(chunks) == 1:  # perhaps a small plan, whose choice of kernels threads do not see
+        return place(chunks[0])
     return join_packs(list(in_threads(place, chunks, options.num_threads)))
 
 
-@njit(cache=True)
+@Kernel
 def _next_fit(sizes: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Offsets int64 (num_packs + 1,) of packs that are closed when the next sample does not fit."""
     num_samples, num_limits = sizes.shape

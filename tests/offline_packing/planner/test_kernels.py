@@ -1,0 +1,162 @@
+"""Kernels in Python make the packs that compiled ones make; small plans compile none."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offline_packing import ContextParallel, PackPlan, plan_packs
+from offline_packing.planner.ranks.layout import RankLayout
+from offline_packing.planner.strategies import STRATEGIES, kernels
+
+Draw = Callable[[np.random.Generator, int], Any]
+Options = Callable[[np.random.Generator, np.ndarray], dict[str, Any]]
+
+LENGTHS: dict[str, Draw] = {
+    "text": lambda rng, n: rng.lognormal(6, 1, n).clip(1, 8192),
+    "half": lambda rng, n: rng.integers(3800, 4400, n),
+    "captions": lambda rng, n: 729 + rng.gamma(2, 20, n),
+    "narrow": lambda rng, n: rng.normal(1300, 150, n),
+    "tiles": lambda rng, n: 256 * rng.integers(1, 13, n) + rng.integers(20, 300, n),
+    "multiples": lambda rng, n: 512 * rng.integers(1, 17, n),
+}
+
+
+def by_cost(layout: RankLayout) -> Options:
+    """Arguments that order packs for a layout."""
+    return lambda rng, lengths: {
+        "order": layout,
+        "cost": 1e3 * lengths + lengths**2.0,
+        "tower_cost": 1e3 * lengths * rng.random(len(lengths)),
+        "media": rng.integers(0, 3, len(lengths)),
+        "features": [rng.random(len(lengths)) * lengths],
+    }
+
+
+def of_images(rng: np.random.Generator, lengths: np.ndarray) -> np.ndarray:
+    return rng.integers(0, 5, len(lengths))
+
+
+OPTIONS: dict[str, Options] = {
+    **{name: lambda rng, lengths, name=name: {"strategy": name} for name in STRATEGIES},
+    "balance": lambda rng, lengths: {
+        "assignment": ["shuffle", "balance"],
+        "balance_by": rng.integers(0, 5000, len(lengths)),
+    },
+    "mixed": lambda rng, lengths: {"mixed": True},
+    "locality": lambda rng, lengths: {
+        "assignment": ["locality"],
+        "source_order": np.arange(len(lengths)),
+        "window_packs": 20,
+    },
+    "groups": lambda rng, lengths: {
+        "homogeneous": True,
+        "groups": rng.integers(0, 2, len(lengths)),
+    },
+    "copies": lambda rng, lengths: {"copy_of": rng.integers(0, len(lengths) // 2, len(lengths))},
+    "one budget": lambda rng, lengths: {"budgets": {"images": (of_images(rng, lengths), 18)}},
+    "three budgets": lambda rng, lengths: {
+        "budgets": {name: (of_images(rng, lengths), 14) for name in "abc"},
+        "max_samples": 9,
+    },
+    "knapsack budgets": lambda rng, lengths: {
+        "strategy": "knapsack",
+        "budgets": {"images": (of_images(rng, lengths), 18)},
+    },
+    "slots": lambda rng, lengths: {"context_parallel": ContextParallel(4, 2048)},
+    "order": by_cost(RankLayout(4)),
+    "uniform": by_cost(RankLayout(2, 2, uniform=True)),
+    "pictures": lambda rng, lengths: {
+        "picture_ranks": 12,
+        "units": of_images(rng, lengths),
+        "tower_cost": rng.random(len(lengths)),
+    },
+}
+
+
+def assert_same_packs(
+    monkeypatch: pytest.MonkeyPatch, draw: Draw, options: Options, num_samples: int, seed: int
+) -> None:
+    """Plan with kernels in Python, and compiled ones."""
+
+    def planned(samples: float) -> PackPlan:
+        @contextmanager
+        def chosen(*_: int) -> Iterator[None]:
+            token = kernels._samples.set(samples)
+            yield
+            kernels._samples.reset(token)
+
+        monkeypatch.setattr("offline_packing.planner.plan_packs.kernels_for", chosen)
+        rng = np.random.default_rng([seed, num_samples])
+        lengths = draw(rng, num_samples).astype(np.int32)
+        return plan_packs(lengths, 8192, seed=seed, **options(rng, lengths))
+
+    interpreted, compiled = planned(0), planned(np.inf)
+    for field in fields(PackPlan):
+        mine, other = (getattr(plan, field.name) for plan in (interpreted, compiled))
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == other.dtype, field.name
+        np.testing.assert_equal(mine, other)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("draw", ["text", "tiles"])
+@pytest.mark.filterwarnings("error")
+def test_the_same_packs_in_python(draw: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same_packs(monkeypatch, LENGTHS[draw], OPTIONS[options], 150, 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("draw", LENGTHS)
+@pytest.mark.parametrize("num_samples", [1, 2, 100, 1000, 3000])
+@pytest.mark.filterwarnings("error")
+def test_the_same_packs_in_python_of_all_lengths(
+    num_samples: int, draw: str, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same_packs(monkeypatch, LENGTHS[draw], OPTIONS[options], num_samples, num_samples)
+
+
+SMALL_PLANS = """
+import logging, sys
+import numpy as np
+from offline_packing import plan_packs
+from offline_packing.planner.ranks.layout import RankLayout
+logging.basicConfig(level=logging.INFO)
+lengths = np.random.default_rng(0).lognormal(6, 1, 500).clip(1, 8192).astype(np.int32)
+plan_packs(lengths, 8192, order=RankLayout(4))
+plan_packs(lengths, 8192, strategy="hash_bucket")
+plan_packs(lengths, 8192, strategy="knapsack", budgets={"images": (lengths % 5, 20)})
+plan_packs(lengths, 8192, budgets={"images": (lengths % 5, 20)})
+"""
+
+
+def test_small_plans_compile_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SMALL_PLANS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "compiling" not in result.stderr
+    assert not list(tmp_path.rglob("*.nb*"))
+
+
+def test_samples_of_all_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_planned", 0)
+    most, found = kernels.MOST_INTERPRETED, []
+    for num_samples, seq_length in ((most, 8192), (1, 8192), (0, 1 << 30)):
+        with kernels.kernels_for(num_samples, seq_length):
+            found.append(kernels._samples.get())
+    assert found == [most, most + 1, np.inf]
+    assert kernels._samples.get() == np.inf  # online packing calls kernels outside of plans
