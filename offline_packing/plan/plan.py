@@ -322,13 +322,15 @@ def _plan_trees(
 ) -> list[PackPlan]:
     """`plan_epochs` of the items that the uses of a split form, over the ids of the index."""
     from offline_packing.plan.prefixes import form_items
+    from offline_packing.planner.strategies.kernels import kernels_for
 
     assert config.pack.share_prefixes is not None
     prefixes = Prefixes(samples)
     of_prefixes = plan_arguments(config, prefixes, ids)
     of_prefixes["num_tokens"] = prefixes.array("num_tokens")[ids]
     most = config.pack.share_prefixes.max_branches
-    items = form_items(ids, groups, arguments, of_prefixes, most)
+    with kernels_for(len(ids), config.pack.seq_length):
+        items = form_items(ids, groups, arguments, of_prefixes, most)
     return [items.expand(plan).of(ids) for plan in plan_epochs(epochs, **items.arguments)]
 
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from numba import njit
 
 from offline_packing.index.measured import join_hashes
 from offline_packing.index.records import Hashes, places_of_equal
@@ -27,7 +26,7 @@ from offline_packing.index.rows import (
 from offline_packing.index.table import Index
 from offline_packing.planner.exchange import rounds_of_copies
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.strategies.kernels import counting_sort
+from offline_packing.planner.strategies.kernels import Kernel, counting_sort
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.roots.roots import MediaRoot
@@ -267,7 +266,7 @@ def _components(items: Numbers, records: Numbers) -> Numbers:
     return labels
 
 
-@njit(cache=True)
+@Kernel
 def _cut(
     groups: np.ndarray,
     records: np.ndarray,
@@ -308,7 +307,7 @@ def _cut(
     return chunks
 
 
-@njit(cache=True)
+@Kernel
 def _number_items(chunks: np.ndarray, rounds: np.ndarray, num_chunks: int) -> np.ndarray:
     """The item of each use, int64 (num_uses,), numbered by their first uses: the uses of one chunk
     in one round, which follow each other; of no chunk (-1): an item each."""
