@@ -60,7 +60,9 @@ OPTIONS: dict[str, Options] = {
         "homogeneous": True,
         "groups": rng.integers(0, 2, len(lengths)),
     },
-    "copies": lambda rng, lengths: {"copy_of": rng.integers(0, len(lengths) // 2, len(lengths))},
+    "copies": lambda rng, lengths: {
+        "copy_of": rng.integers(0, len(lengths) // 2 + 1, len(lengths))
+    },
     "one budget": lambda rng, lengths: {"budgets": {"images": (of_images(rng, lengths), 18)}},
     "three budgets": lambda rng, lengths: {
         "budgets": {name: (of_images(rng, lengths), 14) for name in "abc"},
@@ -116,7 +118,7 @@ def test_the_same_packs_in_python(draw: str, options: str, monkeypatch: pytest.M
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("draw", LENGTHS)
-@pytest.mark.parametrize("num_samples", [1, 2, 100, 1000, 3000])
+@pytest.mark.parametrize("num_samples", [1, 2, 300, 3000])
 @pytest.mark.filterwarnings("error")
 def test_the_same_packs_in_python_of_all_lengths(
     num_samples: int, draw: str, options: str, monkeypatch: pytest.MonkeyPatch
