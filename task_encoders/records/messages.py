@@ -89,7 +89,8 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
     said: list[_Message] = []
     for message in messages:
         said += _messages(message, found)
-    said = _joined(said)
+    if any(one.calls for one in said):
+        said = _joined(said)
     before: list[_Message] = []
     for i, one in enumerate(said):
         if one.role == "system" and i == 0:

@@ -95,7 +95,10 @@ class Turn:
     @property
     def details(self) -> dict[str, Any]:
         """Everything besides a user's prompt and an answer: {} for most turns."""
-        found = dict(zip(_DETAILS, _details(self), strict=True))
+        values = _details(self)
+        if values == _NO_DETAILS:
+            return {}
+        found = dict(zip(_DETAILS, values, strict=True))
         if not self.weight:  # as packs spell it
             del found["weight"]
             found["trained"] = False
