@@ -104,7 +104,7 @@ def _hash_media(source: Source, row: Mapping[str, Any]) -> int | None:
     they are remote."""
     images, media = row["num_images"], row["media"]
     leading = media[: row["prefix_images"]] + media[images : images + row["prefix_videos"]]
-    places = [Locator(*(one[name] for name in Locator.__slots__)) for one in leading]
+    places = [Locator(*(one[name] for name in Locator._fields)) for one in leading]
     if any(
         at.kind not in _PLACES or not isinstance(source.media_root(at), MediaRoot) for at in places
     ):

@@ -78,7 +78,7 @@ class Embedded:
     data: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SourceRecord:
     """A record as found. `content` is its JSON object, or the error instead of one.
 

@@ -222,8 +222,9 @@ class JsonlSource(Source):
                 ends = cutter(block)
                 begins = np.concatenate([np.zeros(1, np.intp), ends])  # the last one stays open
                 has_text = self._have_text(block, ends, start < position or not position)
+                bounds = begins.tolist()
                 for i in np.flatnonzero(has_text).tolist():
-                    first, last = int(begins[i]), int(ends[i]) - self.SEPARATOR
+                    first, last = bounds[i], bounds[i + 1] - self.SEPARATOR
                     held.append(block[first:last])
                     offset = position + first if i else start
                     size = position + last - offset
@@ -231,8 +232,8 @@ class JsonlSource(Source):
                     yield number + i, offset, data, size
                     held, is_blank = [], is_blank and data is not None and not data.strip()
                 if len(ends):
-                    held, number, start = [], number + len(ends), position + int(ends[-1])
-                held.append(block[begins[-1] :])
+                    held, number, start = [], number + len(ends), position + bounds[-1]
+                held.append(block[bounds[-1] :])
                 position += len(block)
                 if position - start > MAX_JSON_BYTES + self.SEPARATOR:
                     held.clear()
@@ -449,7 +450,7 @@ class TsvSource(JsonlSource):
     def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
         if self._problem:
             return self.damaged(key, locator, self._problem)
-        return super()._record(key, replace(locator, column=self._heading), data)
+        return super()._record(key, locator._replace(column=self._heading), data)
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         cells, names = self._cells(data), orjson.loads(column)

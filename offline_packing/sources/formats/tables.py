@@ -122,12 +122,12 @@ class TableSource(Source):
             if isinstance(values, SampleError):
                 raise values
             data, media = record_json(values, columns)
-            at = replace(at, size=len(data))
+            at = at._replace(size=len(data))
             content = self.parse(data)
         except Exception as error:  # noqa: BLE001 - of this record
             return SourceRecord(key, at, as_sample_error(error))
         embedded = {
-            name: Embedded(replace(at, size=len(image), column=name), image)
+            name: Embedded(at._replace(size=len(image), column=name), image)
             for name, image in media.items()
         }
         own = own_key(content)

@@ -12,9 +12,8 @@ record       that of a record, which holds the medium as text: `offset` is the r
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
 
 import orjson
 import xxhash
@@ -28,8 +27,7 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_messages
 
 
-@dataclass(frozen=True, slots=True)
-class Locator:
+class Locator(NamedTuple):
     """`size` bytes at `offset` of `container`, a POSIX path relative to a root.
 
     `column` says which part is meant: of a row, the columns (rows.py); of a tar's sample, the
