@@ -4,7 +4,7 @@ import itertools
 import os
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntFlag
 from typing import Final
 
@@ -22,6 +22,7 @@ from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 MODIFICATION_TIME: Final = "modification_time"
 
 _PREFIX: Final = tuple(f"prefix_{name}" for name in ("hash", "media", "tokens", "images", "videos"))
+_NO_PREFIX: Final = dict.fromkeys(_PREFIX, 0)
 
 #: Line breaks at the start of an answer, which tokenizers merge with the header's.
 _BREAK: Final = re.compile(r"\s*[\r\n]")
@@ -103,7 +104,12 @@ def _has_control_elsewhere(sample: SourceSample) -> bool:
     return any(map(_SPECIAL.search, others))
 
 
-def sample_stamp(source: Source, record: Locator, media: Iterable[Locator]) -> int:
+def sample_stamp(
+    source: Source,
+    record: Locator,
+    media: Iterable[Locator],
+    time_of: Callable[[object, str], int] | None = None,
+) -> int:
     """Stamp of 64 bits, which changes when a file of the sample is written to or removed, even if
     its size does not.
 
@@ -112,12 +118,16 @@ def sample_stamp(source: Source, record: Locator, media: Iterable[Locator]) -> i
     stamp: they are replaced as a whole, and their size is checked when they are read. Data that
     were copied without their times look edited: `--accept-mismatch modification_time` takes their
     word for it.
+
+    Args:
+        time_of: `modification_time`, or a cache of it.
     """
-    times = [modification_time(source.root, record.container)]
+    time_of = time_of or modification_time
+    times = [time_of(source.root, record.container)]
     for locator in media:
         # Same as in Source.read_media: a medium that is a file of its own may lie under image_root.
         root = source.media if locator.kind == "file" else source.root
-        times.append(modification_time(root, locator.container))
+        times.append(time_of(root, locator.container))
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(times)}q", *times))
 
 
@@ -133,7 +143,7 @@ def modification_time(root: object, container: str) -> int:
 
 def prefix_row(
     prefix: Prefix | None, media_hashes: Iterable[int], media: Sequence[int]
-) -> dict[str, int]:
+) -> Mapping[str, int]:
     """Return a row's columns of a prefix.
 
     Args:
@@ -143,7 +153,7 @@ def prefix_row(
             where these are equal, too, or where the files are found to be.
     """
     if prefix is None:
-        return dict.fromkeys(_PREFIX, 0)
+        return _NO_PREFIX
     spans = [(span[0], span[1], *span[3:]) for span in prefix.spans]
     content = orjson.dumps([spans, [*media_hashes]], option=orjson.OPT_SERIALIZE_NUMPY)
     values = xxhash.xxh3_64_intdigest(content) or 1, join_hashes(media), *prefix[1:]
@@ -157,5 +167,4 @@ def join_hashes(hashes: Sequence[int]) -> int:
 
 def hash_place(source_id: int, medium: Locator) -> int:
     """xxh3_64 of where a medium lies."""
-    at = [medium.kind, medium.container, medium.offset, medium.size, medium.column]
-    return xxhash.xxh3_64_intdigest(orjson.dumps([source_id, *at]))
+    return xxhash.xxh3_64_intdigest(orjson.dumps([source_id, *medium]))

@@ -7,14 +7,15 @@ the chat template treats last turns, or their thoughts. A turn that answers the 
 stays with the turn that called it.
 """
 
+import gc
 import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
 
@@ -29,7 +30,13 @@ from offline_packing.config.sections import SplitTurnsConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index import table as index
-from offline_packing.index.measured import hash_place, prefix_row, sample_stamp, sample_traits
+from offline_packing.index.measured import (
+    hash_place,
+    modification_time,
+    prefix_row,
+    sample_stamp,
+    sample_traits,
+)
 from offline_packing.index.table import escape
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
@@ -236,14 +243,14 @@ _ROWS_AT_ONCE: Final = 1024
 #: that is run many times in a row takes less time: with one record, measuring takes a fifth longer.
 _RECORDS_PER_STEP: Final = 32
 _BYTES_PER_STEP: Final = 16 << 20
+#: More objects than records and rows are made of that are held at a time.
+_OBJECTS_HELD: Final = 20_000
 #: Characters of the name of a medium in a detail.
 _MAX_NAME: Final = 200
 #: Characters of a reason's detail that are kept: it may quote a record.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
 _NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "split", "diagnosis")
-
-_locator_values = attrgetter(*(field.name for field in index.LOCATOR_FIELDS))
 
 #: Values of a row of the index, or of the set-aside table, by the names of their columns.
 Row = dict[str, Any]
@@ -323,6 +330,7 @@ def measure_part(task: MeasureTask) -> None:
     """Measure one part and write its two tables. The index part comes last and marks completion."""
     notes: dict[str, str] = {}
     with (
+        _rare_collection(),
         index.table_writer(task.index_path, index.INDEX_SCHEMA) as write_measured,
         index.table_writer(task.set_aside_path, index.SET_ASIDE_SCHEMA, notes) as write_aside,
     ):
@@ -338,6 +346,18 @@ def measure_part(task: MeasureTask) -> None:
         for name in _NOTES:
             if value := getattr(measuring, name):
                 notes[name] = orjson.dumps(value).decode()
+
+
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Collect garbage only where objects pile up: records are in no cycles, and looking for some
+    among those that are held takes a twelfth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_HELD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @dataclass(slots=True)
@@ -372,6 +392,8 @@ class Measuring:
         # See PartResult.
         self.num_skipped = self.num_weighted = self.num_part_hashed = 0
         self.split: Counter[str] = Counter()
+        # Before its records are read: an edit meanwhile gives the file another time.
+        self._time_of = lru_cache(maxsize=32)(modification_time)
 
     @property
     def diagnosis(self) -> dict[str, Any]:
@@ -488,10 +510,11 @@ class Measuring:
         parts = self._cut(found)
         if parts:
             self.split += Counter(conversations=1, samples=len(parts))
-            found.rows = [of_record | self._part_row(found, part) for part in parts]
+            found.rows = [self._part_row(found, of_record, part) for part in parts]
         else:
             kept = range(len(found.media))
-            found.rows = [of_record | self._row(found, sample, found.length, record.locator, kept)]
+            own = sample, found.length, record.locator, kept
+            found.rows = [self._row(found, of_record, *own)]
         self._diagnosis.add(found.number, record, sample, found.modes)
         self.num_part_hashed += sum([at.size > HASHED_BYTES for at, _ in found.media])
         self.num_weighted += any(turn.weight not in (0, 1) for turn in sample.turns)
@@ -511,23 +534,25 @@ class Measuring:
             why = "it fits no pack, and the chat template writes no part of it"
             raise SampleError("not_in_template", why) from error
 
-    def _part_row(self, found: _Found, part: Part) -> Row:
+    def _part_row(self, found: _Found, of_record: Row, part: Part) -> Row:
         kept = [i for i, place in enumerate(part.place.media) if place >= 0]
         sample = part.sample
         turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
         size = len(orjson.dumps([sample.system, sample.tools, turns]))
-        at = replace(found.record.locator, size=size)
-        return self._row(found, sample, part.length, at, kept) | {"part": asdict(part.place)}
+        at = found.record.locator._replace(size=size)
+        row = self._row(found, of_record, sample, part.length, at, kept)
+        return row | {"part": asdict(part.place)}
 
     def _row(
         self,
         found: _Found,
+        of_record: Row,
         sample: SourceSample,
         length: SampleLength,
         at: Locator,
         kept: Sequence[int],
     ) -> Row:
-        """A sample's own fields of a row: of a record, or of a part with some of its media."""
+        """The row of a sample, which is a record or a part with some of its media."""
         media = [found.media[i] for i in kept]
         prefix, leading = length.prefix, list[int]()
         if prefix is not None:
@@ -537,6 +562,7 @@ class Measuring:
         if self.task.with_traits:
             traits = sample_traits(sample, [found.sizes[i] for i in kept if i < len(found.sizes)])
         return {
+            **of_record,
             "key": sample.key,
             "num_tokens": length.num_tokens,
             "num_loss_tokens": length.num_loss_tokens,
@@ -546,9 +572,11 @@ class Measuring:
             "num_turns": len(sample.turns),
             "traits": traits,
             "grid_thw": [number for grid in length.grid_thw for number in grid],
-            "stamp": sample_stamp(self.source, at, [locator for locator, _ in media]),
-            "json": _locator_values(at),
-            "media": [(*_locator_values(locator), extension) for locator, extension in media],
+            "stamp": sample_stamp(
+                self.source, at, [locator for locator, _ in media], self._time_of
+            ),
+            "json": at,
+            "media": [(*locator, extension) for locator, extension in media],
             "media_hash": [found.media_hashes[i] for i in kept],
             **prefix_row(
                 prefix,
