@@ -140,7 +140,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def sub_samples(self, sample: Sample) -> list[SubSample]:
         """Sub-samples of a sample. Raises PackFormatError; and FatalSampleError, also if a pack is
         of another generation than its folder was when opened, by its subflavors, or holds trees
-        that nobody asked for."""
+        and this encoder was built without them."""
         if isinstance(sample, CrudeRecord) and is_pack(
             sample.parts.get(JSON_PART), packed=self.settings.packed
         ):

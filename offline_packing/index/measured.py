@@ -104,11 +104,21 @@ def _has_control_elsewhere(sample: SourceSample) -> bool:
     return any(map(_SPECIAL.search, others))
 
 
+def modification_time(root: object, container: str) -> int:
+    """Modification time in ns; 0 for a remote or missing file."""
+    if not isinstance(root, MediaRoot):
+        return 0
+    try:
+        return os.stat(root.path(container)).st_mtime_ns
+    except OSError:
+        return 0
+
+
 def sample_stamp(
     source: Source,
     record: Locator,
     media: Iterable[Locator],
-    time_of: Callable[[object, str], int] | None = None,
+    time_of: Callable[[object, str], int] = modification_time,
 ) -> int:
     """Stamp of 64 bits, which changes when a file of the sample is written to or removed, even if
     its size does not.
@@ -122,23 +132,12 @@ def sample_stamp(
     Args:
         time_of: `modification_time`, or a cache of it.
     """
-    time_of = time_of or modification_time
     times = [time_of(source.root, record.container)]
     for locator in media:
         # Same as in Source.read_media: a medium that is a file of its own may lie under image_root.
         root = source.media if locator.kind == "file" else source.root
         times.append(time_of(root, locator.container))
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(times)}q", *times))
-
-
-def modification_time(root: object, container: str) -> int:
-    """Modification time in ns; 0 for a remote or missing file."""
-    if not isinstance(root, MediaRoot):
-        return 0
-    try:
-        return os.stat(root.path(container)).st_mtime_ns
-    except OSError:
-        return 0
 
 
 def prefix_row(

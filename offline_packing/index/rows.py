@@ -34,6 +34,8 @@ _MAX_GROUPS: Final = 256
 _MAX_INT32: Final = 2**31 - 1
 #: Columns of sizes of samples, and the same of their prefixes.
 _OF_PREFIX: Final = {f"num_{name}": f"prefix_{name}" for name in ("tokens", "images", "videos")}
+#: Columns that say which media of a sample are in its prefix.
+LEADING: Final = ("num_images", "prefix_images", "prefix_videos")
 
 #: Row numbers of the index, over all parts.
 SampleIds = npt.NDArray[np.integer]
@@ -83,6 +85,15 @@ def sum_over_grids(
     return np.concatenate(sums) if sums else np.empty(0)
 
 
+def is_leading(rows: pa.Table, owner: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """(num_media,) whether each medium is in its sample's prefix. `rows` have the columns LEADING;
+    `owner` (num_media,), ascending, is the row of each medium."""
+    images, leading, videos = (rows[name].to_numpy()[owner] for name in LEADING)
+    counts = np.bincount(owner, minlength=len(rows))
+    place = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    return np.where(place < images, place < leading, place - images < videos)
+
+
 class Prefixes(Index):
     """An index of what samples may share with others: their prefixes as samples of their own, in
     the columns of tokens, loss and media; other columns are the samples'. A further branch of a
@@ -92,22 +103,18 @@ class Prefixes(Index):
         self.__dict__.update(vars(samples))
 
     def part(self, number: int, *columns: str) -> pa.Table:
-        counts = ("num_images", *list(_OF_PREFIX.values())[1:])
         of_media = {"grid_thw", "num_vision_patches"} & {*columns}
         wanted = {_OF_PREFIX.get(name, name) for name in columns}
         if of_media:
-            wanted |= {"grid_thw", *counts}
+            wanted |= {"grid_thw", *LEADING}
         whole = super().part(number, *wanted)
         values = {name: whole[_OF_PREFIX.get(name, name)] for name in columns}
         if "num_loss_tokens" in values:
             values["num_loss_tokens"] = pa.array(np.zeros(len(whole), np.int32))
         if of_media:
             lists = whole["grid_thw"].combine_chunks()
-            num_media = lists.value_lengths().to_numpy() // 3
-            owner = np.repeat(np.arange(len(whole)), num_media)
-            place = np.arange(len(owner)) - np.repeat(np.cumsum(num_media) - num_media, num_media)
-            images, leading, videos = (whole[name].to_numpy()[owner] for name in counts)
-            leads = np.where(place < images, place < leading, place - images < videos)
+            owner = np.repeat(np.arange(len(whole)), lists.value_lengths().to_numpy() // 3)
+            leads = is_leading(whole, owner)
             grids = lists.flatten().to_numpy().reshape(-1, 3)[leads]
             kept = np.bincount(owner[leads], minlength=len(whole))
             patches = np.bincount(owner[leads], grids.prod(axis=1), minlength=len(whole))

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from offline_packing.engines.local import advance
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
+from offline_packing.index.rows import LEADING, is_leading
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, Source
@@ -122,22 +123,19 @@ def estimate_pack_bytes(
     larger than its records, whose text it holds, and 96 bytes per sample and image beside it."""
     per_sample = np.zeros(samples.info.num_samples, dtype=np.int64)
     shared = np.zeros_like(per_sample)  # bytes of the media in each sample's prefix
-    prefix = () if plan.branches is None else ("num_images", "prefix_images", "prefix_videos")
+    prefix = () if plan.branches is None else LEADING
     first = 0
     for part in samples.parts("key", "json", "media", *prefix):
         media, rows = part["media"].combine_chunks(), slice(first, first := first + len(part))
         own = per_sample[rows]
         own += part["json"].combine_chunks().field("size").to_numpy() + _EXTRA_BYTES
         own += pc.binary_length(part["key"]).to_numpy()
-        sizes, owner = media.flatten().field("size").to_numpy(), pc.list_parent_indices(media)
+        sizes = media.flatten().field("size").to_numpy()
+        owner = pc.list_parent_indices(media).to_numpy()
         in_tar = with_media * (member_size(0) + -(-sizes // 512) * 512)
-        np.add.at(own, owner.to_numpy(), in_tar + _EXTRA_BYTES)
+        np.add.at(own, owner, in_tar + _EXTRA_BYTES)
         if prefix:
-            images, *leading = (part[name].to_numpy()[owner.to_numpy()] for name in prefix)
-            place = np.arange(len(owner)) - media.offsets.to_numpy()[owner.to_numpy()]
-            is_video = place >= images
-            is_shared = place - is_video * images < np.where(is_video, leading[1], leading[0])
-            np.add.at(shared[rows], owner.to_numpy(), in_tar * is_shared)
+            np.add.at(shared[rows], owner, in_tar * is_leading(part, owner))
     chosen = per_sample[plan.sample_ids]
     if plan.branches is not None:
         chosen -= plan.branches * shared[plan.sample_ids]

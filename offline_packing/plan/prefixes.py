@@ -255,7 +255,7 @@ def _of_items(
 
 
 def _components(items: Numbers, records: Numbers) -> Numbers:
-    """A number for all items and records, in this order, that lead from one to another."""
+    """Label the items, then the records, by the connected component that they are in."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -280,8 +280,8 @@ def _cut(
     Args:
         groups: (num_samples,) ascending.
         records: (num_samples,); a chunk holds no two of one. Of no length: all differ.
-        whole, added: int64 (num_samples, num_limits), what a sample takes as the first of a chunk,
-            and as another.
+        whole, added: int64 (num_samples, num_limits), sizes that a sample adds as the first of a
+            chunk, and as a later one.
         limits: int64 (num_limits,), within which `whole` is.
     """
     chunks = np.empty(len(groups), np.int32)

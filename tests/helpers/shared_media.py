@@ -18,7 +18,7 @@ MODEL |= {"video_min_pixels": 784, "video_max_pixels": 28 * 28 * 12}
 
 
 def photo(seed: int, width: int, height: int) -> bytes:
-    """A JPEG of blurred noise: as many bytes for its size as a photograph."""
+    """A JPEG of blurred noise, with about the bytes of a photograph of its size."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3), np.uint8))
     pixels = np.asarray(small.resize((width, height), Image.Resampling.BICUBIC), np.int16)

@@ -234,7 +234,7 @@ def test_verify_sees_what_is_not_as_planned(
 
 
 def test_a_room_is_counted_with_a_trunk_once(runs: dict[tuple[str, bool], Run]) -> None:
-    """Of whole samples, packs would be too long."""
+    """Packs of whole samples would be too long."""
     rows = index_rows(runs["energon", True])
     plan = open_plan(runs["energon", True]).packs
     whole = [sum(rows[i]["num_tokens"] for i in pack) for pack in plan]

@@ -136,7 +136,7 @@ def _in_ranks(folder: Path, output: Path, tensor: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_ranks_train_alike(tensor: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Of one model, or of different packs: both resumed to the last bit, too."""
+    """Two tensor or data parallel ranks train as one does without trees, also when resumed."""
     train(folders[0], tmp_path / "alone", **STEPS)
     run_ranks(2, tmp_path / "ranks", _in_ranks, folders[1], tmp_path / "several", tensor)
     found = losses(tmp_path / "several" / "whole")

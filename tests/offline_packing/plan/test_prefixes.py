@@ -353,7 +353,7 @@ def check_trees(run: Run, samples: Index, packs: PackPlan) -> None:
 
 
 def check_order(run: Run, samples: Index, packs: PackPlan) -> None:
-    """What pack.order and locality promise, of the first epoch of the first split."""
+    """Check the promises of pack.order and locality for the first epoch of the first split."""
     pack, config = run.config.pack, run.config
     first = next(iter(splits_of_plan(packs, config.output.split).values()))
     size = [*packs.info.epochs, len(first)]
@@ -503,7 +503,7 @@ def test_files_are_read_only_where_they_may_be_equal(
 
 
 def test_pictures_in_tables_and_in_files(tmp_path: Path) -> None:
-    """Of the former, measuring holds the bytes."""
+    """Measuring holds the bytes of pictures in tables only."""
     source = tmp_path / "source"
     contents = [(source / bitmap(source / f"{i}.bmp", last=i)).read_bytes() for i in range(2)]
     write_file(source / "r.jsonl", lines([question(i, f"{i % 2}.bmp") for i in range(4)]))
