@@ -11,7 +11,7 @@ There are several chat templates: the checkpoint's decides. After a call the mod
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -27,7 +27,12 @@ from task_encoders.families.base.family import (
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
-from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, rescale_then_normalise
+from task_encoders.media.patches import (
+    Bytes,
+    Normalisation,
+    interleaved_patches,
+    rescale_then_normalise,
+)
 from task_encoders.media.video import SampledVideo, sampled_frames
 from task_encoders.media.video_file import VideoHeader, decode_frames
 from task_encoders.text.pieces import Control, Dialect, Image, Text, Video
@@ -109,7 +114,7 @@ class Gemma4Encoder(FamilyEncoder):
 
     def encode_image(self, image: PillowImage.Image) -> tuple[Bytes, Medium]:
         medium = self.image_medium(image.height, image.width)
-        return self._cut(image, medium), medium
+        return self._cut([image], medium), medium
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         num_sampled = min(self.options.video_max_frames, header.num_frames)
@@ -122,21 +127,17 @@ class Gemma4Encoder(FamilyEncoder):
         sampled = self.sample_video(header)
         frames = decode_frames(data, header, sampled.frames, self.max_image_pixels)
         medium = Medium(sampled.grid, sampled)
-        return np.concatenate([self._cut(frame, medium) for frame in frames]), medium
+        return self._cut(frames, medium), medium
+
+    def _cut(self, frames: Iterable[PillowImage.Image], medium: Medium) -> Bytes:
+        """(t·h·w, p·p·3) patches of an image or of frames."""
+        side = TOKEN // self.POOL
+        return interleaved_patches(frames, medium.grid, side, self.options.resize)
 
     def _patches(self, height: int, width: int, max_soft_tokens: int) -> tuple[int, int]:
         """Height and width in patches of an image of this size."""
         rows, columns = _tokens(height, width, max_soft_tokens)
         return rows * self.POOL, columns * self.POOL
-
-    def _cut(self, image: PillowImage.Image, medium: Medium) -> Bytes:
-        """(h·w, p·p·3) patches of an image or a frame, resized to the grid's size."""
-        _, height, width = medium.grid
-        side = TOKEN // self.POOL
-        resize, _ = BACKENDS[self.options.resize]
-        pixels = resize(image, height * side, width * side)[..., :3]
-        blocks = pixels.reshape(height, side, width, side, 3).swapaxes(1, 2)
-        return blocks.reshape(height * width, -1)
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:
         steps, height, width = medium.grid

@@ -10,7 +10,13 @@ from PIL import Image
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.media.image import VisionSettings, smart_resize
-from task_encoders.media.patches import BACKENDS, Bytes, frame_patches, normalisation
+from task_encoders.media.patches import (
+    BACKENDS,
+    Bytes,
+    frame_patches,
+    interleaved_patches,
+    normalisation,
+)
 
 FAMILIES = ("qwen2_vl", "qwen3_vl")
 
@@ -123,3 +129,17 @@ def test_the_last_frame_fills_its_step(num_frames: int) -> None:
             frame = frames[min(step * 2 + within, num_frames - 1)]
             alone = frame_patches([frame], (1, 4, 4), 1, vision).reshape(16, 3, 196)
             np.testing.assert_array_equal(values[step, :, :, within], alone)
+
+
+@pytest.mark.parametrize("resize", BACKENDS)
+@pytest.mark.parametrize("side", [16, 48])
+def test_channels_last(side: int, resize: str) -> None:
+    """Each byte in its place, of all frames."""
+    rng = np.random.default_rng(side)
+    frames = [Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)) for _ in range(2)]
+    grid = (2, 3, 5)
+    rows = interleaved_patches(frames, grid, side, resize)
+    scale, _ = BACKENDS[resize]
+    pixels = np.stack([scale(frame, 3 * side, 5 * side)[..., :3] for frame in frames])
+    blocks = pixels.reshape(2, 3, side, 5, side, 3).swapaxes(2, 3)
+    np.testing.assert_array_equal(rows, blocks.reshape(30, -1))
