@@ -237,11 +237,12 @@ def _cutter(patch: int) -> Callable[..., None]:
 
     def cut(pixels: Any, merge: int, out: Any, frame: int) -> None:
         """Cut one frame (H, W / 2) of pairs of pixels, in blocks of merge² patches that the tower
-        merges into a token, into `out` (patches, 3, T, p·p) from index `frame` of T on."""
+        merges into a token, into `out` (patches, 3, T, p·p) at index `frame` of T and at all after
+        it, which frames that follow overwrite."""
         height, columns = len(pixels) // patch, 2 * pixels.shape[1] // patch
         lines = pixels.reshape(height, patch, columns, patch // 2)
-        # A row of patches at a time: pixels are read in the order of memory, and none of them right
-        # after it was written.
+        # A row of patches at a time: pixels are read in the order of memory, and pairs not while
+        # the processor still stores them.
         pairs = np.empty((columns, patch, patch // 2), np.uint64)
         whole = pairs.view(np.uint32).reshape(columns, patch * patch)
         for row in range(height):
