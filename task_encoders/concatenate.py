@@ -10,22 +10,76 @@ A row is never padded unless asked to. `multiple` pads every sub-sample inside i
 Samples that share a prefix are a trunk and branches (`rows.trees`): `parents` names the trunk of
 each segment, and a tree is padded as a whole.
 
-Pixels become values here, in one pass from the bytes of all samples to the row's own memory; or,
-with `pixel_transport="uint8"`, on the device (`model_inputs.normalise_pixels`).
+Pixels become values when they are asked for, in one pass from the bytes of all samples of a micro
+batch to its memory; or, with `pixel_transport="uint8"`, on the device
+(`model_inputs.normalise_pixels`).
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from task_encoders import buffers
 from task_encoders.media.patches import Normalisation, PixelTransport
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+
+#: `map`, or a thread pool's.
+Map = Callable[..., Iterable[Any]]
+
+
+@dataclass(eq=False)
+class Pixels:
+    """Pixels of all images, or of all videos, of a row: bytes by sample until they are asked for,
+    then one tensor. So pixels of k rows are written once, to the memory of their micro batch."""
+
+    #: (P, n) each: bytes of a sample as an array, or final pixels as a tensor
+    parts: Sequence[npt.NDArray[np.uint8] | torch.Tensor]
+    #: converts bytes to values; None: bytes stay bytes
+    normalisation: Normalisation | None
+    #: how often a frame is repeated in its values
+    repeats: int = 1
+    #: how to go over the parts, here or in threads
+    map_: Map = map
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """(len, D) float32, or uint8 where bytes stay bytes; the same tensor every time."""
+        filled = [part for part in self.parts if len(part)] or self.parts[:1]
+        if len(filled) > 1 or not isinstance(filled[0], torch.Tensor):
+            filled = [self._write(filled)]
+        self.parts = filled
+        return self.parts[0]  # type: ignore[return-value]
+
+    def _write(self, parts: Sequence[npt.NDArray[np.uint8] | torch.Tensor]) -> torch.Tensor:
+        """The parts as one tensor."""
+        values, width = self.normalisation, parts[0].shape[1]
+        if values is not None and not isinstance(parts[0], torch.Tensor):
+            width *= self.repeats
+        ends = np.cumsum([len(part) for part in parts])
+        dtype = np.uint8 if values is None else np.float32
+        pixels = buffers.empty((int(ends[-1]), width), dtype)
+
+        def write(part: npt.NDArray[np.uint8] | torch.Tensor, place: npt.NDArray[Any]) -> None:
+            if values is None or isinstance(part, torch.Tensor):
+                np.copyto(place, part)
+            else:
+                values.values(part, self.repeats, place)
+
+        for _ in self.map_(write, parts, np.split(pixels, ends[:-1])):
+            pass
+        return torch.from_numpy(pixels)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As one tensor, which goes to another process through shared memory."""
+        return type(self), ([self.tensor], self.normalisation, self.repeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +94,9 @@ class PackedRow:
     cu_lengths: torch.Tensor  #: (P + 1,) int32
     #: (P,) int32, the trunk whose tokens a segment sees as well, -1: none; (0,) without trees
     parents: torch.Tensor
-    pixel_values: torch.Tensor  #: (L, D) float32, or (L, C·p·p) uint8
+    images: Pixels
     image_grid_thw: torch.Tensor  #: (N, 3) int32
-    pixel_values_videos: torch.Tensor  #: (K, D) float32 or uint8
+    videos: Pixels
     video_grid_thw: torch.Tensor  #: (M, 3) int32
     media_counts: torch.Tensor  #: (P, 2) int32, images and videos of each segment
     is_padded: bool  #: whether padding was requested, needed or not
@@ -54,24 +108,26 @@ class PackedRow:
         """(S,) int64, not shifted, IGNORE_INDEX where there is no loss."""
         return torch.where(self.loss_weights > 0, self.tokens, IGNORE_INDEX)
 
+    @property
+    def pixel_values(self) -> torch.Tensor:
+        """(L, D) float32, or (L, C·p·p) uint8."""
+        return self.images.tensor
 
-#: `map`, or a thread pool's.
-Map = Callable[..., Iterable[Any]]
+    @property
+    def pixel_values_videos(self) -> torch.Tensor:
+        """(K, D) float32 or uint8."""
+        return self.videos.tensor
 
-#: Fields that are concatenated unchanged when rows are merged.
-_VISION: Final = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_values_videos",
-    "video_grid_thw",
-    "media_counts",
-)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of its tensors by name."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        tensors = {name: one for name, one in values.items() if isinstance(one, torch.Tensor)}
+        pixels = {"pixel_values": self.images, "pixel_values_videos": self.videos}
+        return tensors | {name: one.tensor for name, one in pixels.items()}
+
 
 #: Pixels, and the grids that they fill.
-_GRIDS_OF: Final = {
-    "pixel_values": "image_grid_thw",
-    "pixel_values_videos": "video_grid_thw",
-}
+_GRIDS_OF: Final = {"images": "image_grid_thw", "videos": "video_grid_thw"}
 
 
 def concatenate(
@@ -209,23 +265,11 @@ def _media(
         "video_grid_thw": np.concatenate([s.video_grid_thw for s in samples]),
     }
     normalisation, as_bytes = samples[0].normalisation, pixel_transport == "uint8"
-    for name, parts, repeats in (
-        ("pixel_values", [s.image_pixels for s in samples], normalisation.repeats),
-        ("pixel_values_videos", [s.video_pixels for s in samples], 1),
-    ):
-        ends = np.cumsum([len(part) for part in parts])
-        width = parts[0].shape[1] * (1 if as_bytes else repeats)
-        pixels = np.empty((ends[-1], width), dtype=np.uint8 if as_bytes else np.float32)
-        places = np.split(pixels, ends[:-1])
-        if as_bytes:
-            written = map_(np.copyto, places, parts)
-        else:
-            written = map_(normalisation.values, parts, itertools.repeat(repeats), places)
-        for _ in written:
-            pass
-        arrays[name] = pixels
+    made = None if as_bytes else normalisation
     return {
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
+        "images": Pixels([s.image_pixels for s in samples], made, normalisation.repeats, map_),
+        "videos": Pixels([s.video_pixels for s in samples], made, 1, map_),
         "normalisation": normalisation if as_bytes else None,
         "image_layout": samples[0].image_layout,
     }
@@ -253,8 +297,17 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
         is_padded=any(row.is_padded for row in rows),
         normalisation=rows[0].normalisation,
         image_layout=rows[0].image_layout,
-        **{name: torch.cat([getattr(row, name) for row in rows]) for name in _VISION},
+        media_counts=torch.cat([row.media_counts for row in rows]),
+        image_grid_thw=torch.cat([row.image_grid_thw for row in rows]),
+        video_grid_thw=torch.cat([row.video_grid_thw for row in rows]),
+        images=_join([row.images for row in rows]),
+        videos=_join([row.videos for row in rows]),
     )
+
+
+def _join(pixels: Sequence[Pixels]) -> Pixels:
+    """Pixels of several rows."""
+    return replace(pixels[0], parts=[part for one in pixels for part in one.parts])
 
 
 def split_row(row: PackedRow) -> list[PackedRow]:
@@ -269,12 +322,9 @@ def split_row(row: PackedRow) -> list[PackedRow]:
             continue
         if parent >= 0:
             trunk = segments[parent]
-            only = [name for name in _GRIDS_OF if not len(getattr(own, name))]
-            own = merge_rows([trunk, own])
+            own = merge_rows([trunk, own])  # pixels that are all the trunk's stay where they are
             counts = own.media_counts.sum(0, keepdim=True, dtype=torch.int32)
             own = replace(own, cu_lengths=own.cu_lengths[[0, -1]], media_counts=counts)
-            # Pixels that are all the trunk's are not kept once per branch.
-            own = replace(own, **{name: getattr(trunk, name) for name in only})
         found.append(own)
     return found
 
@@ -296,7 +346,8 @@ def _segments(row: PackedRow) -> list[PackedRow]:
         all_pixels, grid_thw = getattr(row, pixels), getattr(row, grids).numpy()
         ends = np.cumsum([0, *pixel_rows(len(all_pixels), grid_thw)])
         sizes = np.diff(ends[np.cumsum([0, *map(len, parts[grids])])]).tolist()
-        parts[pixels] = all_pixels.split(sizes)
+        cut = all_pixels.tensor.split(sizes)
+        parts[pixels] = [replace(all_pixels, parts=[own]) for own in cut]
     return [
         replace(
             row,

@@ -4,7 +4,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -338,14 +338,8 @@ def _differing(sample: EncodedSample, found: "PackedRow") -> list[str]:
     from task_encoders.concatenate import concatenate
 
     alone = concatenate([sample], pad_token_id=0, pixel_transport="uint8")
-    pairs = {
-        one.name: (getattr(alone, one.name), getattr(found, one.name)) for one in fields(alone)
-    }
-    return [
-        name
-        for name, (own, other) in pairs.items()
-        if isinstance(own, torch.Tensor) and not torch.equal(own, other)
-    ]
+    others = found.tensors()
+    return [name for name, own in alone.tensors().items() if not torch.equal(own, others[name])]
 
 
 def _sub_sample_problem(

@@ -225,12 +225,16 @@ def test_verify_sees_what_is_not_as_planned(
         assert any("meta.trees is not what was planned" in p for p in verify(others).problems)
     else:  # rows that do not give back what went in
         split_row = concatenate.split_row
-        moved = lambda row: [  # noqa: E731
-            concatenate.replace(one, position_ids=one.position_ids + 1) for one in split_row(row)
-        ]
-        monkeypatch.setattr(concatenate, "split_row", moved)
+
+        def changed(row: Any) -> list[Any]:
+            for one in (parts := split_row(row)):
+                one.position_ids.add_(1)
+                one.pixel_values.fill_(7)
+            return parts
+
+        monkeypatch.setattr(concatenate, "split_row", changed)
         problems = verify(run, deep=True).problems
-        assert any("from its tree it has other position_ids than alone" in p for p in problems)
+        assert any("it has other position_ids and pixel_values than" in p for p in problems)
 
 
 def test_a_room_is_counted_with_a_trunk_once(runs: dict[tuple[str, bool], Run]) -> None:

@@ -1,5 +1,6 @@
 """Rows and batches: shapes, boundaries and padding as the batch contract states them."""
 
+import pickle
 import types
 from dataclasses import replace
 from typing import Any
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from task_encoders import buffers
 from task_encoders.concatenate import PackedRow, concatenate, merge_rows, split_row
 from task_encoders.media.patches import Normalisation
 from task_encoders.model_inputs import (
     logical_cu_seqlens,
+    normalise_pixels,
     pad_batch,
     required_pad_multiple,
     to_packed_seq_params,
@@ -189,12 +192,11 @@ def test_alignment(parallel: dict[str, Any], multiple: int) -> None:
 
 
 def assert_same_rows(a: PackedRow, b: PackedRow) -> None:
-    for name in PackedRow.__dataclass_fields__:
-        one, other = getattr(a, name), getattr(b, name)
-        if isinstance(one, torch.Tensor):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
-        else:
-            assert one is other, name
+    others = b.tensors()
+    for name, one in a.tensors().items():
+        torch.testing.assert_close(one, others[name], rtol=0, atol=0, msg=name)
+    for name in ("is_padded", "normalisation", "image_layout"):
+        assert getattr(a, name) is getattr(b, name), name
 
 
 @pytest.mark.parametrize("transport", ["float32", "uint8"])
@@ -217,6 +219,53 @@ def test_a_row_is_split_into_its_samples(transport: Any) -> None:
     joined = concatenate(samples, **options, cross_sample_attention=True, pad_to_length=40)
     assert len(split_row(joined)) == 1
     assert joined.media_counts.tolist() == [[3, 3], [0, 0]]
+
+
+@pytest.mark.parametrize("transport", ["float32", "uint8"])
+def test_pixels_of_a_micro_batch_are_written_once(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, ...]] = []
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        made.append(shape)
+        return np.empty(shape, dtype)
+
+    monkeypatch.setattr(buffers, "empty", empty)
+    options: dict[str, Any] = {"pad_token_id": PAD, "pixel_transport": transport}
+    own = [sample("a", 7, images=2), sample("bb", 9, images=1, videos=2), sample("ccc", 4)]
+    rows = [concatenate([one], **options) for one in own]
+    merged = merge_rows(rows)
+    assert not made
+    pixels = merged.pixel_values
+    assert made == [(12, 1176 if transport == "float32" else 588)]
+    assert merged.pixel_values is pixels
+    assert len(made) == 1
+    assert_same_rows(merged, merge_rows([concatenate(own[:2], **options), rows[2]]))
+    # rows that were looked at, in another process, or cut
+    sent = [pickle.loads(pickle.dumps(row)) for row in rows]
+    assert all(isinstance(part, torch.Tensor) for row in sent for part in row.images.parts)
+    for one in ([sent[0], rows[1], sent[2]], [*split_row(merged)[:1], *rows[1:]]):
+        joined = merge_rows(one)
+        assert torch.equal(joined.pixel_values, pixels)
+        assert torch.equal(joined.pixel_values_videos, merged.pixel_values_videos)
+
+
+def test_a_batch_keeps_its_pixels_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_SMALLEST", 1)
+
+    def batch(value: int) -> Any:
+        colour = np.full((4, 588), value, np.uint8)
+        return packed_batch([replace(sample("a", 5, images=1), image_pixels=colour)])
+
+    kept = [(value, batch(value).imgs[1:3].numpy()) for value in range(5)]
+    kept += [(value, normalise_pixels(batch(value)).imgs) for value in range(5, 9)]
+    assert all((pixels == value).all() for value, pixels in kept)
+    del kept
+    buffers._waiting.clear()
+    batch(1)
+    (waiting,) = buffers._waiting  # the batch is gone
+    assert waiting.view(np.float32)[0] == 1
 
 
 def test_images_of_one_size_are_split_by_the_image() -> None:

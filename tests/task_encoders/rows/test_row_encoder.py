@@ -1,11 +1,9 @@
 """Rows made in threads: the same as without, whatever is wrong with their images."""
 
-import dataclasses
 import io
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -93,11 +91,6 @@ def row_encoder(num_threads: int, encoder: Any = None, **options: Any) -> RowEnc
     return RowEncoder(encoder=encoder, encode_threads=num_threads, **(settings | options))
 
 
-def tensors(row: Any) -> Iterator[torch.Tensor]:
-    values = (getattr(row, field.name) for field in dataclasses.fields(row))
-    return (value for value in values if isinstance(value, torch.Tensor))
-
-
 @pytest.mark.parametrize("transport", ["float32", "uint8"])
 def test_threads_make_the_same_row(sub_samples: list[SubSample], transport: str) -> None:
     one = row_encoder(1, pixel_transport=transport).encode(sub_samples)
@@ -111,7 +104,7 @@ def test_threads_make_the_same_row(sub_samples: list[SubSample], transport: str)
         ["unreadable", "bad_record"],
         ["long", "aspect_ratio"],
     ]
-    for alone, together in zip(tensors(one[0]), tensors(two[0]), strict=True):
+    for alone, together in zip(one[0].tensors().values(), two[0].tensors().values(), strict=True):
         assert torch.equal(alone, together)
 
 
