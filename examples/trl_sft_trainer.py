@@ -16,7 +16,9 @@ packed, checkpoint, output, *options = sys.argv[1:]
 (args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(
     ["--output_dir", output, *options]
 )
-packs, _ = open_as_measured(packed, "PackedSFTTrainer", processor=checkpoint)
+packs, _ = open_as_measured(
+    packed, "PackedSFTTrainer", processor=checkpoint, pixel_transport="uint8"
+)
 # Weights stay in float32, which steps of 1e-5 change; TRL computes in bfloat16 by default.
 attention = "flash_attention_2" if torch.cuda.is_available() else "sdpa"
 model = AutoModelForImageTextToText.from_pretrained(

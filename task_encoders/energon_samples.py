@@ -6,7 +6,7 @@ A written folder names one of the Packed*Sample classes in its dataset.yaml, and
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import orjson
@@ -192,6 +192,12 @@ class PackedBatch(Batch):
     local_cp_size: int | None = None
     #: how transformers' model takes imgs: a name in model_inputs.IMAGE_LAYOUTS
     image_layout: str = "patches"
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "PackedBatch":
+        """The batch with its tensors on a device."""
+        tensors = {name: getattr(self, name) for name in BATCH_TENSORS}
+        moved = {n: t.to(device, non_blocking=non_blocking) for n, t in tensors.items()}
+        return replace(self, **moved)
 
     def _repr_html_(self) -> str:
         """The batch in a notebook: the tensors' types and shapes, and the samples in it."""

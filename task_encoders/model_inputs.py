@@ -42,20 +42,20 @@ def normalise_pixels(batch: "PackedBatch") -> "PackedBatch":
         return batch
     imgs, videos = batch.imgs, batch.pixel_values_videos
     if len(batch.image_grid_thw):
-        frames = _look_up(imgs, table)[:, :, None]
-        imgs = frames.expand(-1, -1, batch.frame_repeats, -1).reshape(len(imgs), -1)
+        imgs = look_up(imgs, table, batch.frame_repeats)
     if len(batch.video_grid_thw):
-        videos = _look_up(videos, table).reshape(videos.shape)
+        videos = look_up(videos, table)
     return replace(
         batch, imgs=imgs.float(), pixel_values_videos=videos.float(), byte_values=table[:0]
     )
 
 
-def _look_up(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """(P, C · size) bytes to (P, C, size) values."""
+def look_up(rows: torch.Tensor, table: torch.Tensor, repeats: int = 1) -> torch.Tensor:
+    """(P, C·n) bytes to (P, C·repeats·n) values, as `Normalisation.values` makes them."""
     channels = torch.arange(len(table), dtype=torch.int32, device=rows.device)
     index = rows.reshape(len(rows), len(table), -1).int() + 256 * channels[:, None]
-    return table.flatten().index_select(0, index.flatten()).reshape(index.shape)
+    values = table.flatten().index_select(0, index.flatten()).reshape(index.shape)
+    return values[:, :, None].expand(-1, -1, repeats, -1).reshape(len(rows), -1)
 
 
 def logical_cu_seqlens(cu_lengths: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
@@ -175,17 +175,23 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     Raises:
         ValueError: the row holds prefix trees.
     """
+    return token_kwargs(batch) | pixel_kwargs(batch)
+
+
+def token_kwargs(batch: "PackedBatch") -> dict[str, Any]:
+    """The arguments of `to_transformers_kwargs` but for media. Raises ValueError as it does."""
     refuse_trees(batch)
-    batch = normalise_pixels(batch)
     weights = batch.loss_mask
     labels = {} if ((weights > 0) & (weights != 1)).any() else {"labels": batch.labels}
+    segments = segment_kwargs(batch.position_ids, batch.cu_lengths)
+    return {"input_ids": batch.tokens, **labels, **segments}
+
+
+def pixel_kwargs(batch: "PackedBatch") -> dict[str, Any]:
+    """The media among the arguments of `to_transformers_kwargs`, made on the batch's device."""
+    batch = normalise_pixels(batch)
     videos = batch.pixel_values_videos, batch.video_grid_thw
-    return {
-        "input_ids": batch.tokens,
-        **labels,
-        **segment_kwargs(batch.position_ids, batch.cu_lengths),
-        **media_kwargs(batch.imgs, batch.image_grid_thw, *videos, layout=batch.image_layout),
-    }
+    return media_kwargs(batch.imgs, batch.image_grid_thw, *videos, layout=batch.image_layout)
 
 
 def flash_attention_kwargs(cu_seqlens: torch.Tensor) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One batch for all ranks of a group: one rank reads, all train on its rows."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -28,12 +28,6 @@ def group_of_size(size: int) -> distributed.ProcessGroup | None:
     return group
 
 
-def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The batch with its tensors on a device."""
-    tensors = {name: getattr(batch, name) for name in BATCH_TENSORS}
-    return replace(batch, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
-
-
 def broadcast_batch(
     batch: PackedBatch | None,
     device: torch.device,
@@ -51,7 +45,7 @@ def broadcast_batch(
         reader: the rank in the group that has the batch.
     """
     if batch is not None:
-        batch = on_device(batch, device)
+        batch = batch.to(device, non_blocking=True)
     if distributed.get_world_size(group) == 1:
         return None if batch is None else normalise_pixels(batch)
     source = distributed.get_global_rank(group, reader)

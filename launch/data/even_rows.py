@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from launch.data.broadcast import on_device
 from launch.data.micro_batches import MicroBatches
 from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families.base.family import Family
@@ -54,7 +53,7 @@ class EvenRows:
         if not has_row:
             return None
         if row is None:
-            row = on_device(empty_batch(self._num_positions), self._device)
+            row = empty_batch(self._num_positions).to(self._device)
         if has_image and not images:
             row = self._with_segment(row, self._token_ids[0])
             row = replace(row, imgs=self._medium, image_grid_thw=self._grid)

@@ -7,6 +7,7 @@ from launch.data.packed_data import read_packed_data
 from task_encoders.families import ModelOptions, change_options, family_of_processor, model_options
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.media.patches import PixelTransport
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import find_prefix
 from task_encoders.storage.paths import path_of
@@ -26,7 +27,12 @@ def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, i
 
 
 def open_as_measured(
-    path: str | Path, trainer: str, *, split: str = "train", processor: str | None = None
+    path: str | Path,
+    trainer: str,
+    *,
+    split: str = "train",
+    processor: str | None = None,
+    pixel_transport: PixelTransport = "float32",
 ) -> tuple[PackedFolder, PackedTaskEncoder]:
     """The packs at a path of a `PackedFolder`, with the task encoder that their manifest describes.
 
@@ -34,6 +40,7 @@ def open_as_measured(
         trainer: the name of a trainer whose loss takes only weights 0 and 1.
         processor: the model's folder or hub name, instead of the one that measured the packs.
             Another family with the same lengths may be given; positions are then its own.
+        pixel_transport: "uint8" where `pixel_kwargs` or `normalise_pixels` follows on the device.
 
     Raises:
         PackedFolderError: there is no such split, or it is empty.
@@ -42,7 +49,9 @@ def open_as_measured(
     """
     family = family_of_processor(processor) if processor else None
     settings, seq_length = settings_of_packs(path, processor=processor, family=family)
-    task_encoder = PackedTaskEncoder(seq_length=seq_length, model=settings)
+    task_encoder = PackedTaskEncoder(
+        seq_length=seq_length, model=settings, pixel_transport=pixel_transport
+    )
     task_encoder.check_trainer(trainer)
     packs = PackedFolder(path, task_encoder, split=split)
     if not len(packs):

@@ -31,15 +31,35 @@ from task_encoders.loading.packed_dataset import (
     get_packed_val_dataset,
 )
 from task_encoders.model_inputs import (
-    MEDIA_INPUTS,
+    look_up,
+    media_kwargs,
     required_pad_multiple,
     to_packed_seq_params,
-    to_transformers_kwargs,
+    token_kwargs,
 )
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+@dataclass
+class VisualBytes(GenericVisualInputs):
+    """Pixels as bytes. Bridge's step asks for the model's arguments once they are on the GPU, and
+    on the pipeline stages that take them."""
+
+    #: (T, C, 256), the values of a batch's bytes for each frame that a picture stands for; C = 0:
+    #: pixels are values already
+    tables: torch.Tensor | None = None
+
+    def normalized_for_model(self) -> dict[str, torch.Tensor]:
+        """Bridge's hook: pixels become values."""
+        given: dict[str, torch.Tensor] = super().normalized_for_model()
+        tables = given.pop("tables")
+        for name, repeats in (("pixel_values", len(tables)), ("pixel_values_videos", 1)):
+            if tables.numel() and name in given:
+                given[name] = look_up(given[name], tables[0], repeats)
+        return given
 
 
 def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
@@ -50,7 +70,7 @@ def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
         boundaries of padded samples only if there is padding, max_seqlen_q/kv () int32 on the host.
         Positions count from the start of each sample; the models find M-RoPE's three themselves.
     """
-    row = to_transformers_kwargs(batch)
+    row, videos = token_kwargs(batch), (batch.pixel_values_videos, batch.video_grid_thw)
     labels = shift_labels(batch.labels)
     params = to_packed_seq_params(batch)
     boundaries = {name: getattr(params, name) for name in _BOUNDARIES}
@@ -64,7 +84,10 @@ def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
         **{name: value for name, value in boundaries.items() if value is not None},
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
-        "visual_inputs": GenericVisualInputs(**{n: row[n] for n in MEDIA_INPUTS if n in row}),
+        "visual_inputs": VisualBytes(
+            **media_kwargs(batch.imgs, batch.image_grid_thw, *videos),
+            tables=batch.byte_values.expand(batch.frame_repeats, -1, -1),
+        ),
     }
 
 
@@ -110,7 +133,9 @@ def build_iterators(
         ValueError: the packs' images are cut into other patches than the model's.
     """
     data = read_packed_data(path)
-    task_encoder = PackedTaskEncoder(seq_length=data.seq_length, model=data.model, **padding)
+    task_encoder = PackedTaskEncoder(
+        seq_length=data.seq_length, model=data.model, pixel_transport="uint8", **padding
+    )
     task_encoder.check_trainer("Megatron-Bridge")
     patch, encoder = model.vision_config.patch_size, task_encoder.encoder
     if not isinstance(encoder, QwenVLEncoder) or encoder.vision.patch_size != patch:

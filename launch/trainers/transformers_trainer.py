@@ -7,7 +7,7 @@ attention is then computed in autocast's dtype, without the mask of S × S that 
 
 Prevents silent faults:
 
-- three M-RoPE rows as position_ids, or a cache: attention crosses samples; `to_transformers_kwargs`
+- three M-RoPE rows as position_ids, or a cache: attention crosses samples; `token_kwargs`
 - Trainer shuffles; here rank r of W trains packs r, r + W, r + 2·W, ..., in the order written
 - Trainer's own collator pads and stacks; k packs are one longer row instead
 - torch's DataParallel slices along the first dimension, which of position_ids is not the batch
@@ -33,7 +33,7 @@ from launch.model.segments import isolate_segments
 from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.schedule import dealt_in_rows
-from task_encoders.model_inputs import to_transformers_kwargs
+from task_encoders.model_inputs import pixel_kwargs, token_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.versions import require_supported
 
@@ -63,13 +63,15 @@ class UnreadPacks(Dataset[dict[str, Any]]):
 
 
 def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Packs in one row as the arguments of transformers' models.
+    """Packs in one row as the arguments of transformers' models, but for media: the trainer makes
+    these of `batch` on its device, as pixels in bytes are an eighth of their values.
 
     Labels stay as they are: transformers shifts them inside, and the first of every sub-sample is
     ignored, so the number of labels that Trainer divides by is exact too.
     """
     packs: Packs = items[0]["packs"]
-    return to_transformers_kwargs(packs.batch([item["number"] for item in items]))
+    batch = packs.batch([item["number"] for item in items])
+    return {**token_kwargs(batch), "batch": batch}
 
 
 class TrainsPacks:
@@ -121,6 +123,15 @@ class TrainsPacks:
         return model
 
     _load_from_checkpoint = by_saved_names(Trainer._load_from_checkpoint)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Trainer's hook: to its device, where pixels become values."""
+        given = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        prepared = {name: value for name, value in given.items() if name != "batch"}
+        if "batch" in given:
+            batch = given["batch"].to(self.args.device, non_blocking=True)  # type: ignore[attr-defined]
+            prepared |= pixel_kwargs(batch)
+        return prepared
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         args: TrainingArguments = self.args  # type: ignore[attr-defined]

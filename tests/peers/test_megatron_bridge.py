@@ -258,6 +258,24 @@ def test_its_qwen3_vl_places_packs_as_we_do(tmp_path: Path, say: Say) -> None:
     say(f"{VERSION}: its Qwen3-VL gives {len(packs)} packs our M-RoPE positions")
 
 
+def test_pixels_become_values_after_its_step_has_copied_them(
+    case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs, copied = open_packs(case[1]), []
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda one, **_: copied.append(one.dtype) or one)
+    rows, num_images = make_iterator(case[1]), 0
+    for number in range(len(packs)):
+        expected = to_transformers_kwargs(packs.batch([number]))
+        copied.clear()
+        found = as_read(rows)
+        assert {name for name in MEDIA_INPUTS if name in found} == expected.keys() & {*MEDIA_INPUTS}
+        for name in expected.keys() & {*MEDIA_INPUTS}:
+            assert torch.equal(found[name], expected[name]), (number, name)
+        num_images += "pixel_values" in found
+        assert (torch.uint8 in copied) == ("pixel_values" in found)
+    assert num_images > 1
+
+
 def test_rows_padded_for_context_parallelism(tmp_path: Path, say: Say) -> None:
     """Bridge pads with token 0, packs with the tokenizer's own; nothing else differs."""
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 30)), "task": "bmr"}

@@ -17,7 +17,7 @@ from launch.trainers.transformers_trainer import collate_packed
 from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
-from task_encoders.model_inputs import MEDIA_INPUTS
+from task_encoders.model_inputs import MEDIA_INPUTS, pixel_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
@@ -146,6 +146,7 @@ def test_packs_with_videos_hold_what_its_collator_makes_of_the_samples(
             own_batch(processor, *sample, template, tmp_path) for sample in stored_samples(pack)
         ]
         row = collate_packed([{"packs": packs, "number": number}])
+        row |= pixel_kwargs(row.pop("batch"))
         assert_same(row, expected_row(model, batches, end), f"{family} {number}")
         num_videos += len(row.get("video_grid_thw", ()))
     assert num_videos > 10

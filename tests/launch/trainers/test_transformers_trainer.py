@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, TrainingArguments
 from launch.model.config import config_of_preset, transformers_classes
 from launch.trainers.transformers_trainer import PackedTrainer, UnreadPacks, collate_packed
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.hf_trainers import QUIET, check_resuming
 from tests.helpers.parity import refuse_packs_of_few, token_losses_alone
@@ -26,7 +27,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def packs(case: tuple[Path, Path]) -> PackedFolder:
-    return open_packs(case[1])
+    return open_packs(case[1], pixel_transport="uint8")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_logits_are_made_where_there_are_labels(
 ) -> None:
     """In training, and unless a loss of one's own is to see them all."""
     run = make(tmp_path, model, packs)
-    inputs = collate_packed([UnreadPacks(packs)[0]])
+    inputs = run._prepare_inputs(collate_packed([UnreadPacks(packs)[0]]))
     num_labels = int((inputs["labels"] != IGNORE_INDEX).sum())
     made: list[int] = []
     hook = model.lm_head.register_forward_hook(lambda *call: made.append(call[2].shape[1]))
@@ -107,6 +108,21 @@ def test_logits_are_made_where_there_are_labels(
     assert made == [num_labels + 1, num_tokens, num_tokens]
     assert 20 < num_labels < num_tokens
     assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_pixels_become_values_on_the_device(
+    case: tuple[Path, Path], model: Any, packs: PackedFolder, tmp_path: Path
+) -> None:
+    run, values = make(tmp_path, model, packs), open_packs(case[1])
+    for number in range(3):
+        collated = collate_packed([UnreadPacks(packs)[number]])
+        assert collated["batch"].imgs.dtype == torch.uint8
+        assert "pixel_values" not in collated
+        prepared = run._prepare_inputs(collated)
+        expected = to_transformers_kwargs(values.batch([number]))
+        assert prepared.keys() == expected.keys() == run._prepare_inputs(prepared).keys()
+        for name, value in expected.items():
+            assert torch.equal(torch.as_tensor(prepared[name]), torch.as_tensor(value)), name
 
 
 def test_evaluation_reads_the_same_rows(model: Any, packs: PackedFolder, tmp_path: Path) -> None:
