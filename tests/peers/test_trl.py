@@ -121,6 +121,7 @@ def test_every_demo_pack_holds_what_its_collator_makes_of_the_samples(
         for number, row in enumerate(trainer.get_train_dataloader()):
             samples = list(stored_samples(packs[number]))
             batches = [own_batch(processor, *sample) for sample in samples]
+            row = trainer._prepare_inputs(row)
             assert_same(row, expected_row(model, batches), f"{task} {split} {number}")
             num_samples += len(samples)
             num_packs += 1

@@ -8,12 +8,21 @@ picture, without any text; of the torch backend only with torchvision. The floor
 Pillow, resizing by Pillow's or torch's plain call to the sizes that the family resizes to, and one
 copy of the patches' bytes into new memory. They run in turns, so that a busy neighbour slows all;
 the shortest time counts.
+
+    python -m tools.benchmarks.benchmark_encoder --pack [PICTURE ...]
+
+The way of one pack of seven JPEGs (or the given ones) from disk to a batch, by `qwen2_vl`, in one
+process: decoding alone, either transport, and micro batches of two packs; the page faults of each,
+and the share of each part.
 """
 
 import argparse
+import cProfile
 import importlib
 import importlib.util
 import io
+import pstats
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +32,15 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import torch
 from PIL import Image
 
+from offline_packing.layouts.energon_metadata import index_pack_folder
+from offline_packing.storage.tars import TarShardWriter
 from task_encoders.energon_samples import PackedSample
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.image import decode_image
 from task_encoders.media.patches import BACKENDS
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -219,6 +232,95 @@ def compare(family: str, backends: Sequence[str], files: list[bytes], folder: Pa
         print(line, flush=True)
 
 
+#: Parts of a pack's way, by their functions; the rest reads, and makes tokens.
+PARTS = {
+    "decode": ("image.py decode_image",),
+    "resize": ("patches.py _resize_as_pillow", "patches.py _resize_as_torch"),
+    "cut": ("patches.py cut",),
+    "write pixels": tuple(f"concatenate.py {name}" for name in ("tensor", "_media", "merge_rows")),
+}
+PACKS_OF_A_ROW = 2
+
+
+def write_packs(files: Sequence[bytes], folder: Path) -> None:
+    """Write packs of these pictures, as many as a micro batch has."""
+    members = [(f"img{i:03d}.jpg", data) for i, data in enumerate(files)]
+    record = {
+        "images": [name for name, _ in members],
+        "prompt": [""] * len(files),
+        "captions": [f"A picture {i}." for i in range(len(files))],
+    }
+    with open(folder / "train-000000.tar", "wb") as file:
+        writer = TarShardWriter(file)
+        for number in range(PACKS_OF_A_ROW):
+            writer.add(f"ps_{number:08d}", [*members, ("json", orjson.dumps(record))])
+        writer.finish()
+    index_pack_folder(folder, "captioning")
+
+
+def spent() -> tuple[float, float, int]:
+    """Processor seconds, those of them in the kernel, and page faults of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_stime, used.ru_minflt
+
+
+def shares(run: Callable[[], object]) -> str:
+    """The share of each part."""
+    profile = cProfile.Profile(time.process_time)
+    profile.enable()
+    for _ in range(ROUNDS):
+        run()
+    profile.disable()
+    found: Any = pstats.Stats(profile)
+    taken = {f"{Path(file).name} {name}": t for (file, _, name), (*_, t, _) in found.stats.items()}
+    of_parts = {part: sum(taken.get(name, 0.0) for name in names) for part, names in PARTS.items()}
+    of_parts["the rest"] = found.total_tt - sum(of_parts.values())
+    return ", ".join(f"{part} {t / found.total_tt:.0%}" for part, t in of_parts.items())
+
+
+def follow_pack(files: Sequence[bytes], backend: str, folder: Path) -> None:
+    """Print a line for each way, and the parts of a pack's way."""
+    write_packs(files, folder)
+    ways: dict[str, Callable[[], object]] = {
+        "decoding alone": lambda: [decode_image(data) for data in files]
+    }
+    for transport in ("uint8", "float32"):
+        encoder = PackedTaskEncoder(
+            seq_length=65_536,
+            settings=PackingSettings(packed=True),
+            resize=backend,
+            pixel_transport=transport,
+        )
+        packs = PackedFolder(folder, encoder)
+        ways[transport] = partial(packs.batch, [0])
+        ways[f"{transport}, {PACKS_OF_A_ROW} packs"] = partial(packs.batch, range(PACKS_OF_A_ROW))
+    for run in (*ways.values(), *ways.values()):
+        run()  # compiles and loads once
+    found: dict[str, list[Any]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, run in ways.items():
+            before = spent()
+            run()
+            found[name].append(np.subtract(spent(), before))
+    per_pack = {
+        name: np.array(rounds) / (PACKS_OF_A_ROW if "," in name else 1)
+        for name, rounds in found.items()
+    }
+    for name, rounds in per_pack.items():
+        seconds, kernel, faults = np.median(rounds, axis=0)
+        ratios = [
+            float(np.median(rounds[:, 0] / per_pack[other][:, 0]))  # of each round
+            for other in ("decoding alone", name.replace("float32", "uint8"))
+        ]
+        print(
+            f"{backend:5s} {name:16s} {1e3 * seconds:6.1f} ms a pack, {1e3 * kernel:6.1f} in the "
+            f"kernel, {faults:7.0f} page faults; {ratios[0]:5.2f} times decoding, {ratios[1]:5.2f} "
+            "times uint8"
+        )
+    for name in ("uint8", "float32", f"float32, {PACKS_OF_A_ROW} packs"):
+        print(f"{backend:5s} {name}: {shares(ways[name])}", flush=True)
+
+
 #: (height, width) of pictures whose checksums are compared with decoding them.
 SIZES = ((336, 336), (480, 640), (768, 1024), (1080, 1920))
 
@@ -254,8 +356,15 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=12)
     parser.add_argument("--families", nargs="+", choices=PROCESSORS, default=list(PROCESSORS))
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--pack", nargs="*", type=Path, metavar="PICTURE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.pack is not None:
+        pictures = [path.read_bytes() for path in arguments.pack] or draw_images(7)
+        for backend in arguments.backends:
+            with tempfile.TemporaryDirectory() as folder:
+                follow_pack(pictures, backend, Path(folder))
+        return
     files = draw_images(arguments.images)
     for family in arguments.families:
         with tempfile.TemporaryDirectory() as folder:
