@@ -49,8 +49,8 @@ class PackedIterableDataset(OnlineDataset):
         strategy: "binpack" and "sequential" pack as ms-swift does; "auto", or any other name in
             STRATEGIES, with the planner of this package.
         leftovers: "carry": packs that are not full wait for the next samples: the last one, as in
-            ms-swift, or with the planner all, for 16 windows at most. "emit": every window goes out
-            whole.
+            ms-swift, or with the planner all, for 16 windows at most, or 16 packs' worth of samples
+            if windows hold less than a pack. "emit": every window goes out whole.
         template: gets `packing = padding_free = True`, by which ms-swift's collator joins a pack.
         yields: "samples": packs are lists of samples; "rows": `padding_free_collator` of them.
         options: those of `OnlineDataset`.

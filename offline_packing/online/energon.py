@@ -100,7 +100,7 @@ def get_online_train_dataset(
 
     Energon shuffles runs of 100 samples; here each window's packs are shuffled. In an epoch every
     sample comes once; samples left over at its end make packs less full. A blend by weights has no
-    epochs: there they wait for others, 16 windows at most.
+    epochs: there they wait for others, 16 windows at most (16 packs, if windows hold less).
 
     Args:
         path: a folder prepared for Energon, or a metadataset YAML.

@@ -5,8 +5,8 @@ framework, to give the same packs as there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.planner.strategies.strategy import Packs
-from offline_packing.planner.windows import WindowOptions, WindowPlanner
+from offline_packing.planner.windows import WindowOptions, ready_packs
 from task_encoders.samples import SampleError
 
 Item = TypeVar("Item")
@@ -144,15 +144,12 @@ class PlannedWindows:
 
     def pack(self, sizes: Sizes, num_added: int, *, last: bool) -> Packed:
         numbers = np.fromiter(sizes, np.int64, len(sizes))
-        columns = np.array(list(sizes.values()), np.int64).T
-        pool = np.stack([numbers, numbers // self.options.window, *columns])
-        new = 0 if last else 1  # the item that ends the window is pushed, which packs
-        state = {"options": asdict(self.options), "num_seen": num_added - new}
-        planner = WindowPlanner.from_state(state | {"pool": pool[:, : len(numbers) - new]})
-        tokens, *amounts = columns[:, len(numbers) - new :]
-        given = dict(zip(self.budgets, amounts, strict=True))
-        packs = planner.finish() if last else planner.push(tokens, amounts=given)
-        return _lists(packs, packs.sample_ids), None
+        amounts = np.fromiter(chain.from_iterable(sizes.values()), np.int64)
+        amounts = amounts.reshape(len(sizes), -1)
+        arrival = numbers // self.options.window
+        return _lists(
+            ready_packs(self.options, arrival, amounts, num_added, last=last), numbers
+        ), None
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class MatchedWindows:
         lengths = np.array([num_tokens for (num_tokens,) in sizes.values()], np.int64)
         seed = self.seed + -(-num_added // self.window)
         packs = STRATEGIES[self.strategy](lengths, self.seq_length, seed=seed)
-        found = _lists(packs, np.fromiter(sizes, np.int64, len(sizes))[packs.sample_ids])
+        found = _lists(packs, np.fromiter(sizes, np.int64, len(sizes)))
         return found, found.pop() if self.holds_last and not last else None
 
 
@@ -226,6 +223,6 @@ class FixedCount:
 
 
 def _lists(packs: Packs, numbers: np.ndarray) -> list[list[int]]:
-    """The numbers of each pack, which stand one after another."""
-    parts = np.split(numbers, packs.pack_offsets[1:-1])
-    return [part.tolist() for part in parts if len(part)]
+    """The numbers of the samples of each pack."""
+    ids, offsets = numbers[packs.sample_ids].tolist(), packs.pack_offsets.tolist()
+    return [ids[start:end] for start, end in pairwise(offsets)]

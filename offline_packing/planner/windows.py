@@ -3,10 +3,11 @@
 Each window takes the next samples into a pool and composes packs from the pool; full packs are
 given out, the samples of the others stay for the next window. In a stream, a sample stays at most
 ``max_age`` windows, and ``max_carried`` samples at most stay at all: beyond either limit packs go
-out unfilled.
+out unfilled. Windows that hold less than a pack count as the part of one that they hold, and the
+samples of one pack may always stay: so no pack goes out before it could be filled.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,16 +21,19 @@ from offline_packing.planner.strategies.composition import (
     expand_composition,
     select_patterns,
 )
+from offline_packing.planner.strategies.kernels import Kernel, shuffle_between
 from offline_packing.planner.strategies.narrow_fill import fills_by_fitness
 from offline_packing.planner.strategies.strategy import (
     Packs,
     join_packs,
     reorder_packs,
 )
+from offline_packing.planner.strategies.subset_fill import subset_fill
 from task_encoders.field_types import Count, NonNegative, Number, check_fields
 
 _SPARE = 0.005  # packs' worth of samples that a window has beyond those it gives out
 _MIN_SPARE_PACKS = 4
+_WORTH_A_PLAN = 500  # new samples from which a stream's window is also planned like others
 _FULL = 0.995  # share of seq_length at which a window does not hold a pack back
 
 
@@ -96,9 +100,9 @@ class WindowOptions:
     seq_length: Count
     #: samples taken in at a time
     window: Count = 1000
-    #: windows that a sample waits at most
+    #: windows that a sample waits at most; packs' worth of samples where a window has less
     max_age: NonNegative = 16
-    #: samples that wait at most, all together
+    #: samples that wait at most, all together, unless they are in one pack
     max_carried: NonNegative = 1000
     #: load from which a pack waits no longer: tokens as a share of seq_length, or a budget's share
     full_at: Number = 1.0
@@ -205,31 +209,104 @@ class WindowPlanner:
         return planner
 
     def _run_window(self, *, last: bool = False) -> Packs:
-        """Compose packs of the pool and give out the ready ones, all if it is the last."""
-        options = self.options
-        if self.num_waiting == 0:
-            return join_packs([])
+        """Give out the packs of the pool that are ready, all if it is the last."""
         ids, arrival, *sizes = self._pool
-        window = (self._num_seen - 1) // options.window
-        seed, amounts = options.seed + window, np.stack(sizes, axis=1)
-        if options.strategy == "auto" and not options.budgets:
-            packs = pack_window(sizes[0], options.seq_length, seed=seed)
-        else:
-            strategy = STRATEGIES[options.strategy]
-            packs = strategy(amounts, self._limits, seed=seed, **options.strategy_options)
-        load = (packs.sums(amounts) / self._limits).max(axis=1)
-        starts, counts = packs.pack_offsets[:-1], np.diff(packs.pack_offsets)
-        due = arrival[packs.sample_ids] <= window - options.max_age
-        emptiest_first = np.argsort(-load, kind="stable")[::-1]
-        carried = np.empty_like(counts)  # samples in this pack and in emptier ones
-        carried[emptiest_first] = np.cumsum(counts[emptiest_first])
-        ready = (
-            (load >= options.full_at)
-            | np.logical_or.reduceat(due, starts)
-            | (carried > options.max_carried)
-            | last
-        )
-        order = np.random.default_rng([options.seed, window]).permutation(np.flatnonzero(ready))
-        given_out = reorder_packs(packs, order)
-        self._pool = np.delete(self._pool, given_out.sample_ids, axis=1)
-        return given_out.of(ids)
+        amounts = np.stack(sizes, axis=1)
+        packs = ready_packs(self.options, arrival, amounts, self._num_seen, last=last)
+        self._pool = np.delete(self._pool, packs.sample_ids, axis=1)
+        return packs.of(ids)
+
+
+@Kernel
+def _packs_worth(amounts: np.ndarray, ids: np.ndarray, limits: np.ndarray) -> float:
+    """The most that these samples take of a limit; ``amounts`` int64 (num_samples, num_limits)."""
+    worth = 0.0
+    for limit in range(limits.shape[0]):
+        total = 0
+        for sample in ids:
+            total += amounts[sample, limit]
+        worth = max(worth, total / limits[limit])
+    return worth
+
+
+@Kernel
+def _choose_ready(
+    packs: Packs,
+    amounts: np.ndarray,
+    limits: np.ndarray,
+    full_at: float,
+    num_due: int,
+    max_carried: int,
+    state: np.ndarray,
+) -> np.ndarray:
+    """The packs that wait no longer, int64, in random order."""
+    num_packs = packs.pack_offsets.shape[0] - 1
+    load = np.empty(num_packs)
+    is_ready = np.zeros(num_packs, np.bool_)
+    for pack in range(num_packs):
+        ids = packs.sample_ids[packs.pack_offsets[pack] : packs.pack_offsets[pack + 1]]
+        load[pack] = _packs_worth(amounts, ids, limits)
+        is_ready[pack] = load[pack] >= full_at or ids.min() < num_due
+    if packs.sample_ids.shape[0] > max_carried:
+        emptiest_first = np.argsort(-load, kind="mergesort")[::-1]
+        carried = 0
+        for pack in emptiest_first:
+            carried += packs.pack_offsets[pack + 1] - packs.pack_offsets[pack]
+            # The emptiest may need more samples than may wait beside it.
+            is_ready[pack] |= carried > max_carried and pack != emptiest_first[0]
+    ready = np.flatnonzero(is_ready)
+    shuffle_between(ready, np.array([0, ready.shape[0]]), state)
+    return ready
+
+
+def ready_packs(
+    options: WindowOptions, arrival: np.ndarray, amounts: np.ndarray, num_seen: int, *, last: bool
+) -> Packs:
+    """Compose packs of all waiting samples; return the ready ones, all if it is the last time.
+
+    ``arrival``, int64 (num_waiting,): the windows in which the samples came, ascending;
+    ``amounts``, int64 (num_waiting, 1 + num_budgets): their tokens, and what they take of each
+    budget; ``num_seen``: the samples of the stream so far.
+    """
+    if not len(arrival):
+        return join_packs([])
+    window = (num_seen - 1) // options.window
+    limits = np.array([options.seq_length, *options.budgets.values()])
+    first_new = int(np.searchsorted(arrival, window))
+    # In packs, where a window has fewer than one
+    everything = np.arange(len(arrival))
+    waited = (window - arrival) * min(1.0, _packs_worth(amounts, everything[first_new:], limits))
+    num_due = 0 if last else int(np.count_nonzero(waited >= options.max_age))
+    if not (last or num_due) and _packs_worth(amounts, everything, limits) < options.full_at:
+        return join_packs([])
+    seed, num_new = options.seed + window, len(arrival) - first_new
+    if options.strategy == "auto" and not options.budgets:
+        lengths = amounts[:, 0].copy()
+        packs = _fewest_packs(lengths, num_due, options.seq_length, num_new, seed, last=last)
+    else:
+        strategy = STRATEGIES[options.strategy]
+        packs = strategy(amounts, limits, seed=seed, **options.strategy_options)
+    packs = Packs(packs.sample_ids.astype(np.int64), packs.pack_offsets)
+    full_at, most = (0.0, 0) if last else (float(options.full_at), options.max_carried)
+    state = np.array([(options.seed ^ window << 32) % 2**64], np.uint64)
+    ready = _choose_ready(packs, amounts, limits, full_at, num_due, most, state)
+    return reorder_packs(packs, ready)
+
+
+def _fewest_packs(
+    lengths: np.ndarray, num_due: int, seq_length: int, num_new: int, seed: int, *, last: bool
+) -> Packs:
+    """Packs of waiting samples, of which the oldest ``num_due`` have to be given out. Further
+    methods are tried above the bound only, and only at the end, or where new samples pay for it."""
+    best = subset_fill(lengths, num_due, seq_length, num_new)
+    others: list[Callable[..., Packs]] = [pack_window] if last or num_new >= _WORTH_A_PLAN else []
+    if last:
+        others.insert(0, STRATEGIES["best_fit_decreasing"])
+
+    def cost(packs: Packs) -> tuple[int, int]:
+        return packs.num_packs, -int(np.count_nonzero(packs.sums(lengths) == seq_length))
+
+    for other in others:
+        if (best.num_packs - 1) * seq_length >= lengths.sum():
+            best = min(best, other(lengths, seq_length, seed=seed), key=cost)
+    return best

@@ -59,7 +59,7 @@ def _gather_packs(packs: Packs, order: np.ndarray, out: Packs) -> None:
 
 def reorder_packs(packs: Packs, order: np.ndarray) -> Packs:
     """The chosen packs in the given order: place i gets pack ``order[i]``, each at most once."""
-    size = int(np.diff(packs.pack_offsets)[order].sum())
+    size = int((packs.pack_offsets[order + 1] - packs.pack_offsets[order]).sum())
     offsets = np.zeros(len(order) + 1, np.int64)
     reordered = Packs(np.empty(size, packs.sample_ids.dtype), offsets)
     _gather_packs(packs, order, reordered)

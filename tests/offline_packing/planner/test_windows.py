@@ -1,4 +1,5 @@
-"""Windows with carry-over: nothing lost, ages and carry limited; packs that follow the source."""
+"""Windows with carry-over: nothing lost, ages and carry limited; packs that follow the source; in
+a stream no more packs than ms-swift makes."""
 
 import numpy as np
 import pytest
@@ -6,11 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
+from offline_packing.online.pools import MatchedWindows, PackingPool
+from offline_packing.planner.strategies import kernels
 from offline_packing.planner.strategies.strategy import join_packs
+from offline_packing.planner.strategies.subset_fill import subset_fill
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from tests.helpers.sizes import as_lists, caption_lengths, pack_sums, variation
 from tests.helpers.windows import window_options
-from tools.benchmarks.length_distributions import draw_lengths
+from tools.benchmarks.length_distributions import DISTRIBUTIONS, draw_lengths
 
 
 def run(planner: WindowPlanner, lengths: np.ndarray, cuts: list[int]) -> list[list[int]]:
@@ -34,13 +38,15 @@ def test_every_sample_once_within_capacity_age_and_carry(lengths, options):
         assert complete or not packs
         for pack in packs:
             assert sum(lengths[sample] for sample in pack) <= options.seq_length
-            assert all(window - sample // options.window <= options.max_age for sample in pack)
             seen += pack
         waiting = set(range(start + len(part))) - set(seen)
         assert planner.num_waiting == len(waiting)
         if complete:
-            assert len(waiting) <= options.max_carried
-            assert all(window - sample // options.window < options.max_age for sample in waiting)
+            in_one_pack = sum(lengths[sample] for sample in waiting) <= options.seq_length
+            assert len(waiting) <= options.max_carried or in_one_pack
+            oldest = min(waiting, default=start) // options.window
+            packs_worth = min(1.0, part.sum() / options.seq_length)
+            assert not waiting or (window - oldest) * packs_worth < options.max_age
     for pack in as_lists(planner.finish()):
         assert sum(lengths[sample] for sample in pack) <= options.seq_length
         seen += pack
@@ -54,6 +60,119 @@ def test_the_packs_do_not_depend_on_how_the_stream_was_cut(lengths, options, cut
     stream = np.array(lengths, np.int32)
     whole = run(WindowPlanner(options), stream, [])
     assert run(WindowPlanner(options), stream, sorted(cuts)) == whole
+
+
+def num_packs(lengths: np.ndarray, seq_length: int, window: int) -> int:
+    planner = WindowPlanner(WindowOptions(seq_length, window=window))
+    return planner.push(lengths).num_packs + planner.finish().num_packs
+
+
+def num_packs_of_ms_swift(lengths: np.ndarray, seq_length: int, window: int) -> int:
+    """As `make peers-online` compares them with ms-swift's own."""
+    rule = MatchedWindows(seq_length, "to_constant_volume", window, seed=0, holds_last=True)
+    pool = PackingPool[int](rule)
+    ready = [pool.add(number, length) for number, length in enumerate(lengths.tolist())]
+    return sum(map(len, [*ready, pool.finish()]))
+
+
+def test_windows_that_hold_less_than_a_pack_wait_for_a_full_one():
+    """1,000 samples were all that might wait, and 16 windows: 30 packs."""
+    lengths = np.random.default_rng(0).integers(1, 16, 60_000)
+    assert num_packs(lengths, 131_072, 1000) == 4
+    assert num_packs(lengths[:5000], 1_000_000, 20) == 1
+    assert num_packs(np.append(np.ones(4000, np.int64), [8192] * 50), 8192, 20) == 51
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_small_buffers_make_no_more_packs_than_ms_swift(name):
+    for seed, window in enumerate((20, 50, 200)):
+        lengths = draw_lengths(name, 3000, seed)
+        ours, theirs = (
+            num_packs(lengths, 8192, window),
+            num_packs_of_ms_swift(lengths, 8192, window),
+        )
+        assert ours <= theirs
+        if name == "narrow":  # which plans of windows of 20 filled to 97.9%, ms-swift to 96.3%
+            assert lengths.sum() / (8192 * ours) > 0.995 > lengths.sum() / (8192 * theirs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("window", [20, 50, 128, 200, 500, 1000])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_buffer_makes_more_packs_than_ms_swift(name, window, seed):
+    lengths = draw_lengths(name, max(5000, 10 * window), seed)
+    assert num_packs(lengths, 8192, window) <= num_packs_of_ms_swift(lengths, 8192, window)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seq_length", [2048, 8192, 131_072])
+@pytest.mark.parametrize("window", [20, 128, 1000])
+@pytest.mark.parametrize("per_pack", [2.5, 2.9, 3.5, 4.5, 6.3, 12.5])
+def test_similar_lengths_make_no_more_packs_than_ms_swift(seq_length, window, per_pack):
+    """Few such samples fill a pack, or any two and never three."""
+    drawn = np.random.default_rng(window).normal(1, 0.1, max(4000, 10 * window))
+    lengths = (drawn * seq_length / per_pack).astype(np.int64).clip(1, seq_length)
+    ours, theirs = (
+        num_packs(lengths, seq_length, window),
+        num_packs_of_ms_swift(lengths, seq_length, window),
+    )
+    assert ours <= theirs
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=120),
+    seq_length=st.integers(100, 300),
+    num_due=st.integers(0, 8),
+    num_new=st.sampled_from([0, 20, 10_000]),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_subset_fill_has_every_sample_once_and_those_that_are_due_together(
+    lengths, seq_length, num_due, num_new
+):
+    sizes, num_due = np.array(lengths), min(num_due, len(lengths))
+    packs = as_lists(subset_fill(sizes, num_due, seq_length, num_new))
+    assert sorted(sample for pack in packs for sample in pack) == list(range(len(lengths)))
+    assert all(sizes[pack].sum() <= seq_length for pack in packs)
+    if sizes[:num_due].sum() <= seq_length:
+        assert any(set(range(num_due)) <= set(pack) for pack in packs)
+
+
+def test_the_oldest_pack_is_the_fullest_that_some_subset_makes():
+    """Against all subsets of twelve samples."""
+    rng = np.random.default_rng(0)
+    exact = 0
+    for _ in range(200):
+        lengths, seq_length = rng.integers(8, 60, 12), int(rng.integers(180, 260))
+        first = next(
+            pack for pack in as_lists(subset_fill(lengths, 0, seq_length, 12)) if 0 in pack
+        )
+        chosen = np.arange(1, 2**12, 2)[:, np.newaxis] >> np.arange(12) & 1  # the first in each
+        sums = chosen @ lengths
+        assert lengths[first].sum() == sums[sums <= seq_length].max()
+        exact += lengths[first].sum() == seq_length
+    assert 50 < exact < 200
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.filterwarnings("error")
+def test_the_same_packs_of_a_stream_in_python(name, monkeypatch):
+    lengths = draw_lengths(name, 400)
+    compiled = run(WindowPlanner(WindowOptions(8192, window=30, max_carried=50)), lengths, [])
+    token = kernels._samples.set(0)
+    interpreted = run(WindowPlanner(WindowOptions(8192, window=30, max_carried=50)), lengths, [])
+    kernels._samples.reset(token)
+    assert interpreted == compiled
+
+
+def test_a_state_of_an_earlier_version_goes_on():
+    """With the samples that waited in it, each once."""
+    options = {"seq_length": 20, "window": 4, "max_age": 16, "max_carried": 1000, "full_at": 1.0}
+    options |= {"seed": 0, "strategy": "auto", "strategy_options": {}, "budgets": {}}
+    pool = np.array([[1, 4, 5], [0, 1, 1], [7, 12, 3]])
+    planner = WindowPlanner.from_state({"options": options, "num_seen": 6, "pool": pool})
+    assert as_lists(planner.push(np.array([8, 4]))) == [[4, 6]]
+    assert as_lists(planner.finish()) == [[1, 5, 7]]
 
 
 @pytest.mark.parametrize("name", ["captions", "sft", "narrow"])
