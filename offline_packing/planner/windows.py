@@ -286,7 +286,7 @@ def ready_packs(
     else:
         strategy = STRATEGIES[options.strategy]
         packs = strategy(amounts, limits, seed=seed, **options.strategy_options)
-    packs = Packs(packs.sample_ids.astype(np.int64), packs.pack_offsets)
+    packs = Packs(packs.sample_ids.astype(np.int64, copy=False), packs.pack_offsets)
     full_at, most = (0.0, 0) if last else (float(options.full_at), options.max_carried)
     state = np.array([(options.seed ^ window << 32) % 2**64], np.uint64)
     ready = _choose_ready(packs, amounts, limits, full_at, num_due, most, state)

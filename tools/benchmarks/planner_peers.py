@@ -77,18 +77,20 @@ def _binpacking(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[in
     return [[index for index, _ in pack] for pack in packs]
 
 
-def _ms_swift(lengths: Sequence[int], seq_length: int) -> Sequence[Sequence[int]]:
-    """PackingDataset.create_packed_idx: 1,000 samples at a time (PACKING_BATCH_SIZE); the last pack
-    of every window but the last is taken apart, its samples come first in the next one."""
+def ms_swift(
+    lengths: Sequence[int], seq_length: int, window: int = 1000
+) -> Sequence[Sequence[int]]:
+    """PackingDataset.create_packed_idx: ``window`` samples at a time (PACKING_BATCH_SIZE); the last
+    pack of every window but the last is taken apart, its samples come first in the next one."""
     import binpacking
 
     packs: list[list[tuple[int, int]]] = []
     carried: list[tuple[int, int]] = []
     samples = list(enumerate(lengths))
-    for start in range(0, len(samples), _BATCH):
-        window = carried + samples[start : start + _BATCH]
-        packs += binpacking.to_constant_volume(window, seq_length, weight_pos=1)
-        carried = packs.pop() if start + _BATCH < len(samples) else []
+    for start in range(0, len(samples), window):
+        waiting = carried + samples[start : start + window]
+        packs += binpacking.to_constant_volume(waiting, seq_length, weight_pos=1)
+        carried = packs.pop() if start + window < len(samples) else []
     return [[index for index, _ in pack] for pack in packs]
 
 
@@ -128,7 +130,7 @@ PEERS: dict[str, Peer] = {
     "trl bfd": Peer(_trl, "trl", 100_000),
     "trl (batches of 1,000)": Peer(_in_batches(_trl), "trl", 100_000),
     "binpacking": Peer(_binpacking, "binpacking", 10_000),
-    "ms-swift (windows of 1,000, last pack carried)": Peer(_ms_swift, "binpacking", 100_000),
+    "ms-swift (windows of 1,000, last pack carried)": Peer(ms_swift, "binpacking", 100_000),
     "llamafactory greedy_knapsack": Peer(_llamafactory, "llamafactory", 1_000_000),
     "llamafactory (batches of 1,000)": Peer(_in_batches(_llamafactory), "llamafactory", 1_000_000),
 }

@@ -24,7 +24,7 @@ from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 _MEAN_SAMPLES = 24  # mean samples for whose room a subset is sought
 _CANDIDATES = 32  # for a whole pack; more for less room
 _LONGEST_SAMPLES = 8  # the same where they are chosen longest first, in the longest that fit
-_TRIES = 8  # lengths that may join before the subset
+_TRIES = 12  # lengths that may join before the subset
 #: words of bit sets: for each new sample, and for each word that the set of a whole pack has
 _WORK_PER_SAMPLE, _WORK_PER_WORD = 2000, 100
 _ONE = np.uint64(1)
@@ -86,36 +86,34 @@ def _seek_subset(pool: _Pool, start: int, room: int) -> tuple[int, int]:
     """Most tokens within ``room`` > 0 of free samples from ``start`` on, and the number of
     candidates among which they are. Ends at an exact fill."""
     num_words = (room >> 6) + 1
-    sums = pool.words[: pool.words.shape[0] // num_words * num_words].reshape(-1, num_words)
-    sums[0] = 0
-    sums[0, 0] = 1
+    words = pool.words
+    words[:num_words] = 0
+    words[0] = 1
+    most = words.shape[0] // num_words - 1
     number = 0
     place = _free_from(pool, start)
-    while place < pool.lengths.shape[0] and number < sums.shape[0] - 1:
+    while place < pool.lengths.shape[0] and number < most:
         length = pool.lengths[place]
         if length <= room:
-            before = sums[number]
+            before = number * num_words
             number += 1
-            after = sums[number]
+            after = number * num_words
             pool.candidates[number] = place
             skipped = length >> 6
-            shift = np.uint64(length & 63)
-            after[:skipped] = before[:skipped]
-            if shift == 0:
-                for word in range(skipped, num_words):
-                    after[word] = before[word] | before[word - skipped]
-            else:
-                back = np.uint64(64) - shift
-                after[skipped] = before[skipped] | (before[0] << shift)
-                for word in range(skipped + 1, num_words):
-                    source = word - skipped
-                    moved = (before[source] << shift) | (before[source - 1] >> back)
-                    after[word] = before[word] | moved
-            if (after[room >> 6] >> np.uint64(room & 63)) & _ONE:
+            shift, back = np.uint64(length & 63), np.uint64(63 - (length & 63))
+            carry = np.uint64(0)  # bits that the shift moves out of a word
+            for word in range(skipped):
+                words[after + word] = words[before + word]
+            for word in range(skipped, num_words):
+                source = words[before + word - skipped]
+                words[after + word] = words[before + word] | (source << shift) | carry
+                carry = (source >> _ONE) >> back
+            if (words[after + (room >> 6)] >> np.uint64(room & 63)) & _ONE:
                 break
         place = _free_from(pool, place + 1)
     pool.work[0] -= (number + 1) * num_words
-    return bitset_at_most(sums[number], room), number
+    sums = words[number * num_words : (number + 1) * num_words]
+    return bitset_at_most(sums, room), number
 
 
 @Kernel
