@@ -24,6 +24,7 @@ from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 _MEAN_SAMPLES = 24  # mean samples for whose room a subset is sought
 _CANDIDATES = 32  # for a whole pack; more for less room
 _LONGEST_SAMPLES = 8  # the same where they are chosen longest first, in the longest that fit
+_WORDS_PER_SAMPLE = 24  # there, so that the longest of many are not the only candidates
 _TRIES = 12  # lengths that may join before the subset
 #: words of bit sets: for each new sample, and for each word that the set of a whole pack has
 _WORK_PER_SAMPLE, _WORK_PER_WORD = 2000, 100
@@ -211,19 +212,19 @@ def subset_fill(lengths: np.ndarray, num_due: int, seq_length: int, num_new: int
     num_samples, tokens = len(lengths), int(lengths.sum())
     num_first = num_due if lengths[:num_due].sum() <= seq_length else 0
     num_words = (seq_length >> 6) + 1
-    words = np.empty((_CANDIDATES + 1) * num_words, np.uint64)
+    words = np.empty(max((_CANDIDATES + 1) * num_words, _WORDS_PER_SAMPLE * num_samples), np.uint64)
     candidates = np.empty(num_samples + 1, np.int64)
     work = np.array([_WORK_PER_SAMPLE * num_new + _WORK_PER_WORD * num_words])
 
-    def pool_of(places: np.ndarray) -> _Pool:
-        free = np.arange(len(places) + 1)
-        return _Pool(lengths[places], np.full(len(places), -1), free, words, candidates, work)
+    def pool_of(places: np.ndarray, num_words: int) -> _Pool:
+        free, nowhere = np.arange(len(places) + 1), np.full(len(places), -1)
+        return _Pool(lengths[places], nowhere, free, words[:num_words], candidates, work)
 
     places, num_packs = np.arange(num_samples), 0
     pack_of = np.full(num_samples, -1)
     long_tokens = int(lengths[lengths > seq_length // 2].sum())
     if 8 * tokens < 3 * seq_length * num_samples and 4 * long_tokens < tokens:
-        pool = pool_of(places)
+        pool = pool_of(places, (_CANDIDATES + 1) * num_words)
         num_packs, num_first = _fill_by_age(pool, num_first, seq_length), 0
         pack_of = pool.pack_of
         places = np.flatnonzero(pack_of < 0)
@@ -231,7 +232,7 @@ def subset_fill(lengths: np.ndarray, num_due: int, seq_length: int, num_new: int
         rest = places[num_first:]
         longest_first = rest[np.argsort(-lengths[rest], kind="stable")]
         order = np.concatenate([places[:num_first], longest_first])
-        pool = pool_of(order)
+        pool = pool_of(order, len(words))
         num_packs = _fill_longest_first(pool, num_first, seq_length, num_packs)
         pack_of[order] = pool.pack_of
     return group_into_packs(np.arange(num_samples), pack_of, num_packs)
