@@ -35,6 +35,11 @@ from tools.attack import GOOD, WRITERS, damaged_records
             ["1 | 300 | 50 |", "128 | 2 | 5000 |"],
         ),
         (
+            "benchmark_online",
+            ["binpack", "--samples", "300"],
+            ["captions | 2", "narrow | 2", "1 to 15 tokens, 131,072 a pack: 1 / 1;"],
+        ),
+        (
             "benchmark_ranks",
             ["idle", "--samples", "2000", "--many", "500"],
             ["8192 x 32 |", "8192 x 128 |"],

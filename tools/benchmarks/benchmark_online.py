@@ -206,7 +206,7 @@ def binpack(samples: int) -> None:
             for lengths in [draw_lengths(name, samples)]
         ]
     )
-    tiny = np.random.default_rng(0).integers(1, 16, 60_000)
+    tiny = np.random.default_rng(0).integers(1, 16, 6 * samples)
     click.echo(f"\n1 to 15 tokens, 131,072 a pack: {_against_ms_swift(tiny, 131_072, 1000)}")
 
 
