@@ -37,7 +37,7 @@ from tools.attack import GOOD, WRITERS, damaged_records
         (
             "benchmark_online",
             ["binpack", "--samples", "300"],
-            ["captions | 2", "narrow | 2", "1 to 15 tokens, 131,072 a pack: 1 / 1;"],
+            ["captions | 22 / 22;", "narrow | 25 / 26;"],
         ),
         (
             "benchmark_ranks",
