@@ -120,11 +120,11 @@ def plan_figures(
     samples padded to their longest: tokens, shares of padding, and steps of an epoch."""
     info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
-    of_length = np.zeros(seq_length + 1, np.int64)
+    of_length = np.zeros(int(lengths.max()) + 1, np.int64)
     for start in range(0, num_samples, _VALUES_AT_ONCE):  # all at once would be copied to int64
         some = lengths[start : start + _VALUES_AT_ONCE]
-        of_length += np.bincount(some, minlength=seq_length + 1)
-    every = np.arange(seq_length + 1)
+        of_length += np.bincount(some, minlength=len(of_length))
+    every = np.arange(len(of_length))
     tokens, batch = int(lengths.sum(dtype=np.int64)), compared.global_batch_size
     in_batches = padded_tokens(of_length, compared.padded_batch_size)
     return {
