@@ -27,6 +27,7 @@ from offline_packing.planner.strategies.composition import (
     count_lengths,
     expand_composition,
     lower_bound,
+    room_of,
 )
 from offline_packing.planner.strategies.kernels import kernels_for, random_state, shuffle_between
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
@@ -141,7 +142,7 @@ def plan_packs(
     for one in passes:
         if missing := [name for name in one.needs if name not in samples.columns]:
             raise ValueError(f"{one.title} needs {missing[0]}, an array with one entry per sample")
-    with kernels_for(len(samples.lengths), seq_length):
+    with kernels_for(len(samples.lengths), room_of(samples.lengths, seq_length)):
         draft = _compose(samples, request)
         for one in passes:
             if one.name in _AFTER:
@@ -254,7 +255,7 @@ def _compose_part(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
     strategy, own = STRATEGIES[options.strategy], options.strategy_options
     if samples.budgets:
         return strategy(*samples.limited(), seed=seed, **own), _lower_bound(samples)
-    counts = count_lengths(lengths, seq_length)
+    counts = count_lengths(lengths, room_of(lengths, seq_length))
     bound = lower_bound(counts)
     window_packs = request.window_packs if options.has_locality else None
     if window_packs is not None:

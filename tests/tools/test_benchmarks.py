@@ -56,6 +56,7 @@ from tools.attack import GOOD, WRITERS, damaged_records
             ["gqa | 5."],
         ),
         ("narrow_gaps", ["--samples", "2000"], ["729 + gamma(2, 20) | 2,000 |"]),
+        ("narrow_gaps", ["--random", "3"], ["3 | "]),
     ],
 )
 def test_it_prints_a_table(name: str, arguments: list[str], rows: list[str]) -> None:

@@ -42,6 +42,48 @@ def draw_lengths(distribution: str, num_samples: int, seed: int = 1234) -> np.nd
     return rng.choice(read_index(Path(distribution)), num_samples).astype(np.int32)
 
 
+def draw_random(seed: int) -> tuple[int, np.ndarray]:
+    """A random distribution of one of ten kinds: seq_length, and int32 (num_samples,) tokens of 100
+    to 3,000 samples."""
+    rng = np.random.default_rng([39, seed])
+    n = int(np.exp(rng.uniform(np.log(100), np.log(3000))))
+    most = int(rng.choice([2048, 4096, 8192, 8192, 8192, 16_384, 32_768]))
+    kind = seed % 10
+    if kind == 0:  # log-normal
+        median, sigma = most * rng.uniform(0.01, 0.3), rng.uniform(0.2, 1.3)
+        lengths = np.exp(np.log(median) + sigma * rng.standard_normal(n))
+    elif kind == 1:  # normal
+        mean = most / rng.uniform(1.5, 12)
+        lengths = rng.normal(mean, mean * rng.uniform(0.02, 0.4), n)
+    elif kind == 2:  # a picture and a text
+        base = most / rng.uniform(2.5, 14)
+        lengths = base + rng.gamma(rng.uniform(1, 4), base * rng.uniform(0.01, 0.3), n)
+    elif kind == 3:  # uniform
+        low = most * rng.uniform(0.01, 0.4)
+        lengths = rng.uniform(low, low + most * rng.uniform(0.02, 0.6), n)
+    elif kind == 4:  # tiles and a text
+        lengths = 256 * rng.integers(1, rng.integers(3, 14), n) + rng.integers(20, 300, n)
+    elif kind == 5:  # multiples
+        unit = int(rng.choice([64, 128, 256, 512]))
+        lengths = unit * rng.integers(1, most // unit // int(rng.integers(1, 5)) + 1, n)
+    elif kind == 6:  # many around half of a pack
+        is_long, share = rng.random(n), rng.uniform(0.2, 0.6)
+        above = rng.integers(most // 2 - most // 10, most + 1, n)
+        lengths = np.where(is_long < share, above, rng.integers(most // 128 + 1, most // 2 + 1, n))
+    elif kind == 7:  # few different lengths
+        lengths = rng.choice(rng.integers(most // 20, most // 2, rng.integers(2, 9)), n)
+    elif kind == 8:  # a mixture
+        parts = [
+            rng.normal(most / rng.uniform(1.3, 15), most * rng.uniform(0.005, 0.05), n)
+            for _ in range(rng.integers(2, 4))
+        ]
+        lengths = rng.permutation(np.concatenate(parts))[:n]
+    else:  # pictures and a text
+        pictures = rng.choice([0, 1, 2, 3], n, p=[0.2, 0.5, 0.2, 0.1])
+        lengths = rng.choice([256, 576, 729, 1024]) * pictures + np.exp(rng.normal(4.5, 0.8, n))
+    return most, np.clip(lengths, 1, most).astype(np.int32)
+
+
 def read_index(folder: Path) -> np.ndarray:
     """Tokens of all samples of a measured index: integers (num_samples,)."""
     index = folder / "_packing" / "index"

@@ -1,6 +1,9 @@
 """Packs above the proved bound where all samples are of similar length, and CPU seconds.
 
 python tools/benchmarks/narrow_gaps.py --samples 20000 --samples 400000
+python tools/benchmarks/narrow_gaps.py --random 200
+
+The second compares plans of random distributions, of 100 to 3,000 samples each, with all peers.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +12,11 @@ from time import process_time
 import click
 import numpy as np
 from benchmark_planner import print_table
-from length_distributions import draw_lengths
+from length_distributions import draw_lengths, draw_random
+from planner_peers import PEERS, missing_packages
 
 from offline_packing import plan_packs
+from offline_packing.planner.strategies import STRATEGIES
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -28,13 +33,37 @@ CASES: dict[str, tuple[int, Draw]] = {
     "700 to 1,400": (8192, lambda rng, n: rng.integers(700, 1400, n)),
     "1,000 to 3,000": (8192, lambda rng, n: rng.integers(1000, 3000, n)),
     "1,400 to 3,400": (8192, lambda rng, n: rng.integers(1400, 3400, n)),
+    # InternVL: up to 12 tiles, and a text
+    "tiles, 4,096": (
+        4096,
+        lambda rng, n: 256 * rng.integers(1, 13, n) + np.exp(rng.normal(4, 0.8, n)),
+    ),
+    # siglip: one picture, and a text
+    "729 + lognormal, 4,096": (4096, lambda rng, n: 729 + np.exp(rng.normal(4, 0.8, n))),
 }
+
+
+def fewest_of_peers(lengths: np.ndarray, seq_length: int) -> int:
+    """Packs of the best peer: those of `planner_peers` that are installed, and those that are
+    strategies here."""
+    missing, given = missing_packages(), lengths.tolist()
+    theirs = [
+        len(peer.function(given, seq_length))
+        for peer in PEERS.values()
+        if peer.package not in missing
+    ]
+    here = STRATEGIES.keys() - {"auto"}
+    return min(theirs + [plan_packs(lengths, seq_length, strategy=s).num_packs for s in here])
 
 
 @click.command()
 @click.option("--samples", "sizes", multiple=True, type=int, default=(20_000, 100_000, 400_000))
-def main(sizes: Sequence[int]) -> None:
+@click.option("--random", "num_random", type=int, help="Random distributions instead.")
+def main(sizes: Sequence[int], num_random: int | None) -> None:
     """Measure the default strategy on narrow distributions."""
+    if num_random:
+        print_table([_compare(num_random)])
+        return
     rows = []
     for name, (seq_length, draw) in CASES.items():
         plan_packs(draw(np.random.default_rng(1), 2000).astype(np.int32), seq_length)
@@ -53,6 +82,28 @@ def main(sizes: Sequence[int]) -> None:
                 }
             )
     print_table(rows)
+
+
+def _compare(num_random: int) -> dict[str, object]:
+    """One row: sums over all plans."""
+    above, fewer, more, seconds = [], 0, 0, 0.0
+    for seed in range(num_random):
+        seq_length, lengths = draw_random(seed)
+        start = process_time()
+        plan = plan_packs(lengths, seq_length)
+        seconds += process_time() - start
+        above.append(plan.num_packs - plan.info.lower_bound)
+        difference = plan.num_packs - fewest_of_peers(lengths, seq_length)
+        fewer, more = fewer + (difference < 0), more + (difference > 0)
+    return {
+        "plans": num_random,
+        "at the bound": above.count(0),
+        "packs above, all": sum(above),
+        "most": max(above),
+        "fewer than the best peer": fewer,
+        "more": more,
+        "CPU seconds": round(seconds, 1),
+    }
 
 
 if __name__ == "__main__":

@@ -7,11 +7,17 @@ import numpy as np
 
 from offline_packing.planner.strategies.composition import (
     Composition,
+    dual_feasible_bound,
     join_compositions,
     lower_bound,
     select_patterns,
 )
-from offline_packing.planner.strategies.longest_first import best_fit_decreasing, exact_fill
+from offline_packing.planner.strategies.kernels import MOST_INTERPRETED
+from offline_packing.planner.strategies.longest_first import (
+    best_fit_decreasing,
+    exact_fill,
+    greedy_knapsack,
+)
 from offline_packing.planner.strategies.narrow_fill import (
     WORK,
     even_fill,
@@ -20,14 +26,17 @@ from offline_packing.planner.strategies.narrow_fill import (
     narrow_fill,
 )
 from offline_packing.planner.strategies.pattern_lp import (
+    MAX_POINTS,
     MAX_SIZES,
     pattern_lp,
     prove_bound,
     tilted_fills,
 )
 
-#: packs above the bound that are not worth a further method: at most 2, or this share
+#: packs above the bound that are not worth a further method: at most 2, or this share; 0 or 1 in
+#: plans of fewer packs than `_SMALL`, where methods take little time
 TOLERANCE = 3e-5
+_SMALL = 2000
 #: the same for the linear program, whose rounding leaves more packs the more lengths there are: at
 #: most this share, or one per this number of lengths
 PROGRAM_TOLERANCE = 2e-4
@@ -43,32 +52,41 @@ def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 
 def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Best-fit-decreasing; exact fills unless at the bound; further methods only if far from it.
+    """Best-fit-decreasing; exact fills unless at the bound; further methods only if far from it,
+    or if the packs are few.
 
     Broad distributions end after the first or second method, in milliseconds. Where exact fills
     are few, prices prove a bound. Narrow distributions, such as captions after a fixed number of
     vision tokens, are then filled evenly, often into as few packs as the bound. Otherwise the
     linear program follows, after random exact fills if there are very many different lengths. It is
     not run for a few packs above a proved bound: its rounding leaves the same number.
+
+    What a method may do is counted in steps, never timed: the packs are the same on any machine.
     """
     bound = lower_bound(counts)
     best = longest_first = best_fit_decreasing(counts)
     first, second = fills_by_fitness(counts)  # where exact fills do worse, they also search long
     if best.num_packs > bound:
         best = _fewest(best, first(counts, seed=seed))
+    if best.num_packs > bound:
+        bound = max(bound, dual_feasible_bound(counts)[0])
     if best.num_packs > _tolerated(bound):
         best = _fewest(best, second(counts, seed=seed))
-    if best.num_packs > _tolerated(bound):
+        best = _fewest(best, greedy_knapsack(counts))
+    num_lengths = int(np.count_nonzero(counts))
+    # Pricing and random fills are always compiled: for longer than so few samples are worth.
+    is_quick = num_lengths <= MAX_POINTS or counts.sum() > MOST_INTERPRETED
+    if best.num_packs > _tolerated(bound, is_quick=is_quick):
         step = 1 + len(best.multiplicity) // _START_PATTERNS
         some = select_patterns(best, np.arange(0, len(best.multiplicity), step))
         proof = prove_bound(counts, join_compositions([longest_first, some]))
         bound = max(bound, proof[0])
-    if best.num_packs > bound and is_narrow(counts):
+    if best.num_packs > bound and (bound < _SMALL or is_narrow(counts)):
         best = _evenly(counts, bound, best, seed)
-    num_lengths = int(np.count_nonzero(counts))
-    if best.num_packs > _tolerated(bound, num_lengths) and num_lengths > MAX_SIZES:
+    tolerated = _tolerated(bound, num_lengths, is_quick=is_quick)
+    if best.num_packs > tolerated and num_lengths > (MAX_POINTS if bound < _SMALL else MAX_SIZES):
         best = _fewest(best, tilted_sampling(counts, seed=seed))  # the program is not exact there
-    if best.num_packs > _tolerated(bound, num_lengths):
+    if best.num_packs > tolerated:
         best = _fewest(best, pattern_lp(counts, seed=seed, proof=proof))
     return best._replace(lower_bound=bound)
 
@@ -86,8 +104,10 @@ def _evenly(counts: np.ndarray, bound: int, best: Composition, seed: int) -> Com
     return best
 
 
-def _tolerated(bound: int, num_lengths: int = 0) -> int:
+def _tolerated(bound: int, num_lengths: int = 0, *, is_quick: bool = True) -> int:
     """Packs from which a further method is not worth its time."""
+    if bound < _SMALL:
+        return bound if is_quick else bound + 1
     rounded = min(PROGRAM_TOLERANCE * bound, num_lengths / _LENGTHS_PER_PACK)
     return bound + max(2, int(TOLERANCE * bound), int(rounded))
 

@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offline_packing.planner.strategies.composition import lower_bound
+from offline_packing.planner.strategies.composition import (
+    dual_feasible_bound,
+    lower_bound,
+    room_of,
+)
 from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 from offline_packing.planner.strategies.strategy import Packs
 
@@ -236,11 +240,12 @@ def _pack_pool(pool: _Pool, seeds: np.ndarray, state: np.ndarray) -> Packs:
 
 def size_lower_bound(sizes: np.ndarray, limit: int) -> int:
     """Packs that one budget needs at least; ``sizes`` integers (num_samples,) in 0..limit."""
-    if limit > _MAX_HISTOGRAM:
+    room = room_of(sizes, limit)
+    if room > _MAX_HISTOGRAM:
         return -(-int(sizes.sum(dtype=np.int64)) // limit)
-    counts = np.bincount(sizes, minlength=limit + 1).astype(np.int64)
+    counts = np.bincount(sizes, minlength=room + 1).astype(np.int64)
     counts[0] = 0
-    return max(lower_bound(counts), int(len(sizes) > 0))
+    return max(lower_bound(counts), dual_feasible_bound(counts)[0], int(len(sizes) > 0))
 
 
 def pack_budgets(sizes: np.ndarray, limits: np.ndarray, *, seed: int = 0) -> Packs:

@@ -30,6 +30,7 @@ from offline_packing.planner.strategies.composition import (
     Composition,
     add_runs,
     as_rows,
+    dual_feasible_bound,
     from_entries,
     join_compositions,
     lower_bound,
@@ -37,7 +38,11 @@ from offline_packing.planner.strategies.composition import (
     select_patterns,
 )
 from offline_packing.planner.strategies.kernels import Kernel, list_of, random_state, random_unit
-from offline_packing.planner.strategies.longest_first import best_fit_decreasing, exact_fill
+from offline_packing.planner.strategies.longest_first import (
+    best_fit_decreasing,
+    exact_fill,
+    greedy_knapsack,
+)
 
 _GRID = 65  # target means for which a tilted distribution is kept
 _MAX_PATTERNS = 20_000  # about so many patterns use up everything
@@ -205,7 +210,7 @@ def tilted_fills(
 UNIT = 1 << 32  # price of a whole pack; prices are integers
 _MAX_PRICED = 400  # patterns found in one round
 _MAX_ROUNDS = 40
-_MAX_POINTS = 100  # lengths with a price of their own, the others' are interpolated
+MAX_POINTS = 100  # lengths with a price of their own, the others' are interpolated
 _MAX_CELLS = 30_000_000  # capacity times different lengths in a knapsack, about 0.1 s
 
 
@@ -213,11 +218,12 @@ def prove_bound(counts: np.ndarray, patterns: Composition) -> tuple[int, Composi
     """A lower bound of the number of packs, and patterns found on the way.
 
     ``counts`` int64 (seq_length + 1,); ``patterns`` contain every length; patterns of a good plan
-    save rounds. Prices are piecewise linear in the length, so that the program has few rows; this
-    costs about 1e-5 of the bound. Lengths are rounded down if a knapsack over all would take long,
-    since every packing still fits then; no patterns are returned in this case.
+    save rounds. Prices are piecewise linear in the length, plus a multiple of those of
+    `dual_feasible_bound`, so that the program has few rows; this costs about 1e-5 of the bound.
+    Lengths are rounded down if a knapsack over all would take long, since every packing still fits
+    then; no patterns are returned in this case.
     """
-    from scipy.sparse import hstack
+    from scipy.sparse import csr_array, hstack, vstack
 
     granule = 1
     while len(counts) // granule * np.count_nonzero(_in_granules(counts, granule)) > _MAX_CELLS:
@@ -226,7 +232,8 @@ def prove_bound(counts: np.ndarray, patterns: Composition) -> tuple[int, Composi
     sizes = np.flatnonzero(counts)
     if len(sizes) == 0:
         return 0, patterns
-    interpolation = _interpolation(sizes, counts)
+    feasible = csr_array(dual_feasible_bound(counts)[1][np.newaxis])
+    interpolation = vstack([_interpolation(sizes, counts), feasible], format="csr")
     start = patterns._replace(lengths=patterns.lengths // granule)
     demand = interpolation @ counts
     found: list[Composition] = []
@@ -258,11 +265,11 @@ def _interpolation(sizes: np.ndarray, counts: np.ndarray) -> Any:
     from scipy.sparse import csr_array
 
     last = len(sizes) - 1
-    shares = np.linspace(0, 1, _MAX_POINTS // 2)
+    shares = np.linspace(0, 1, MAX_POINTS // 2)
     samples = np.cumsum(counts[sizes])
     by_sample = np.searchsorted(samples, shares * samples[-1]).clip(0, last)
     chosen = np.append(by_sample, (shares * last).astype(np.int64))
-    points = sizes[np.unique(chosen if last >= _MAX_POINTS else np.arange(last + 1))]
+    points = sizes[np.unique(chosen if last >= MAX_POINTS else np.arange(last + 1))]
     right = np.searchsorted(points, sizes)  # points[right - 1] < size <= points[right]
     left = np.maximum(right - 1, 0)
     share = (points[right] - sizes) / np.maximum(1, points[right] - points[left])
@@ -395,7 +402,10 @@ def pattern_lp(
 
 
 def _seed_patterns(counts: np.ndarray, sizes: np.ndarray, seed: int) -> Composition:
-    """Start patterns; patterns of best-fit-decreasing make sure that every length is covered."""
+    """Start patterns; patterns of best-fit-decreasing make sure that every length is covered. Where
+    every length has a price of its own, pricing soon finds the others."""
+    if len(sizes) <= MAX_POINTS:
+        return join_compositions([best_fit_decreasing(counts), exact_fill(counts)])
     scale = max(1, int(counts.sum()) // _SEED_SAMPLES)
     sample = np.zeros_like(counts)
     sample[sizes] = np.maximum(1, counts[sizes] // scale)
@@ -423,8 +433,9 @@ def _rounded(
     left = counts.copy()
     _take_patterns(patterns, packs, left)
     whole = select_patterns(patterns._replace(multiplicity=packs), np.flatnonzero(packs))
-    residue = min(best_fit_decreasing(left), exact_fill(left), key=attrgetter("num_packs"))
-    for draw in range(1, _DRAWS + 1):
+    methods = (best_fit_decreasing, exact_fill, greedy_knapsack)
+    residue = min((method(left) for method in methods), key=attrgetter("num_packs"))
+    for draw in range(1, _DRAWS + 1 if np.count_nonzero(counts) > MAX_POINTS else 1):
         if whole.num_packs + residue.num_packs <= bound:
             break
         drawn, rest = tilted_fills(left, seed=seed + draw)

@@ -1,15 +1,26 @@
 """Composers, the default strategy and the linear program: every length once within capacity, exact
 against slow oracles, near the bounds."""
 
+import math
 import sys
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from offline_packing import plan_packs
+from offline_packing.config.sections import ReportConfig
+from offline_packing.planner.strategies import STRATEGIES, lacks_limits
 from offline_packing.planner.strategies.auto import TOLERANCE, auto, mixed, tilted_sampling
-from offline_packing.planner.strategies.composition import Composition, count_lengths, lower_bound
+from offline_packing.planner.strategies.composition import (
+    Composition,
+    count_lengths,
+    dual_feasible_bound,
+    lower_bound,
+)
 from offline_packing.planner.strategies.longest_first import (
     best_fit_decreasing,
     exact_fill,
@@ -21,14 +32,20 @@ from offline_packing.planner.strategies.narrow_fill import (
     narrow_fill,
 )
 from offline_packing.planner.strategies.pattern_lp import (
+    UNIT,
     as_integers,
     bound_of,
     pattern_lp,
     price_patterns,
     prove_bound,
 )
+from offline_packing.runs.figures import plan_figures
 from tests.helpers.sizes import contents, length_counts
-from tools.benchmarks.length_distributions import draw_lengths
+from tests.helpers.tools import benchmark
+from tools.benchmarks.length_distributions import draw_lengths, draw_random
+
+CASES = benchmark("narrow_gaps").CASES
+fewest_of_peers = benchmark("narrow_gaps").fewest_of_peers
 
 
 def fewest_packs(lengths: list[int], capacity: int) -> int:
@@ -65,11 +82,14 @@ def assert_packs_all(composition: Composition, counts: np.ndarray) -> None:
 def test_bounds_never_exceed_the_optimum_and_auto_is_near_it(lengths) -> None:
     counts = count_lengths(np.array(lengths, np.int32), 20)
     optimum = fewest_packs(lengths, 20)
+    assert lower_bound(counts) <= optimum
+    bound, prices = dual_feasible_bound(counts)
+    assert bound <= optimum
+    assert math.ceil(prices @ counts - 1e-9) == bound
     for method in (auto, pattern_lp):
         composition = method(counts)
         assert_packs_all(composition, counts)
-        assert lower_bound(counts) <= optimum <= composition.num_packs
-        assert composition.lower_bound <= optimum
+        assert composition.lower_bound <= optimum <= composition.num_packs
     assert auto(counts).num_packs <= best_fit_decreasing(counts).num_packs
 
 
@@ -84,13 +104,80 @@ def test_narrow_distribution_reaches_the_bound(seq_length) -> None:
         assert best_fit_decreasing(counts).num_packs > 1.03 * bound
 
 
-def test_pricing_proves_a_bound_that_the_sum_of_tokens_does_not() -> None:
+def test_the_number_of_samples_proves_a_bound_that_the_sum_of_tokens_does_not() -> None:
     # Only two samples of about 3000 fit 8192: half as many packs as samples, however it is done.
     rng = np.random.default_rng(0)
     counts = count_lengths(rng.integers(2900, 3100, 5000).astype(np.int32), 8192)
     composition = auto(counts)
-    assert lower_bound(counts) < 2000
-    assert composition.lower_bound == composition.num_packs == 2500
+    assert counts @ np.arange(8193) < 2000 * 8192
+    assert lower_bound(counts) == composition.lower_bound == composition.num_packs == 2500
+
+
+def test_dual_feasible_functions_prove_the_gap_of_tiles() -> None:
+    # Up to 12 tiles and a text: 15 tiles fit 4,096 tokens, 16 do not. Tokens, and prices between a
+    # hundred lengths, prove 1.2% less.
+    rng = np.random.default_rng(0)
+    lengths = 256 * rng.integers(1, 13, 2000) + np.exp(rng.normal(4, 0.8, 2000))
+    counts = count_lengths(lengths.astype(np.int32), 4096)
+    composition = auto(counts)
+    assert_packs_all(composition, counts)
+    assert lower_bound(counts) < 0.99 * dual_feasible_bound(counts)[0]
+    assert composition.num_packs <= composition.lower_bound + 1
+
+
+@given(counts=length_counts())
+@settings(max_examples=100, deadline=None)
+def test_prices_of_a_pattern_are_a_pack_at_most(counts: np.ndarray) -> None:
+    bound, prices = dual_feasible_bound(counts)
+    sizes = np.flatnonzero(counts)
+    dearest, _ = price_patterns(as_integers(prices[sizes]), sizes, len(counts) - 1)
+    assert dearest <= UNIT
+    assert bound <= best_fit_decreasing(counts).num_packs
+
+
+def compare_with_peers(seed: int) -> None:
+    seq_length, lengths = draw_random(seed)
+    composition = auto(count_lengths(lengths, seq_length))
+    assert composition.lower_bound <= composition.num_packs
+    assert composition.num_packs <= fewest_of_peers(lengths, seq_length)
+
+
+@pytest.mark.parametrize("seed", [967, 1007, 1417, 1827, 2427, 2919, *range(5)])
+def test_no_peer_makes_fewer_packs_of_few_samples(seed: int) -> None:
+    compare_with_peers(seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(5, 200))
+def test_no_peer_makes_fewer_packs_of_any(seed: int) -> None:
+    compare_with_peers(seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_samples", [20_000, 100_000, 400_000])
+def test_no_strategy_makes_fewer_packs_of_narrow_lengths(name: str, num_samples: int) -> None:
+    seq_length, draw = CASES[name]
+    lengths = draw(np.random.default_rng(0), num_samples).astype(np.int32)
+    found = plan_packs(lengths, seq_length)
+    assert found.info.lower_bound <= found.num_packs
+    for strategy in STRATEGIES:
+        assert found.num_packs <= plan_packs(lengths, seq_length, strategy=strategy).num_packs
+
+
+@pytest.mark.parametrize("strategy", ["auto", "best_fit_decreasing", "first_fit_decreasing"])
+@pytest.mark.parametrize("limits", [{}, {"budgets": {"images": (np.ones(448, np.int64), 10**8)}}])
+def test_a_long_pack_takes_no_memory_of_its_length(strategy: str, limits: dict[str, Any]) -> None:
+    if limits and lacks_limits(strategy):
+        pytest.skip("honours no budgets")
+    lengths = np.random.default_rng(0).integers(200, 1200, 448).astype(np.int32)
+    tracemalloc.start()
+    plan = plan_packs(lengths, 81_920_000, strategy=strategy, **limits)
+    plan_figures(ReportConfig(), lengths, plan)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert plan.info.lower_bound == 1
+    assert peak < 100 << 20  # an array of the length's integers: 655 MB
 
 
 @settings(max_examples=100, deadline=None)
@@ -107,7 +194,7 @@ def test_any_prices_and_any_rounding_down_prove_no_more_than_the_optimum(data, l
     pricing = sys.modules["offline_packing.planner.strategies.pattern_lp"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pricing, "_MAX_CELLS", data.draw(st.sampled_from([1, 20, 60, 1000])))
-        patch.setattr(pricing, "_MAX_POINTS", data.draw(st.sampled_from([4, 100])))
+        patch.setattr(pricing, "MAX_POINTS", data.draw(st.sampled_from([4, 100])))
         bound, patterns = prove_bound(counts, best_fit_decreasing(counts))
     assert bound <= optimum
     assert patterns.pattern_tokens().max(initial=0) <= 20
