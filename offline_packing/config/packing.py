@@ -130,17 +130,18 @@ class PackingConfig(Section):
 
     @model_validator(mode="after")
     def _check_splitting(self) -> "PackingConfig":
-        if self.splits and self.task == "captioning":
+        loss_on = getattr(self.model, "loss_on", "all")
+        if self.splits and loss_on != "all":
             raise ValueError(
-                "pack.on_overlong=split_turns cuts conversations between turns, and captioning has "
-                "none; set it to set_aside"
-            )
-        if self.splits and getattr(self.model, "loss_on", "all") == "last":
-            raise ValueError(
-                "model.loss_on=last trains one answer of each conversation, and split_turns makes "
-                "several samples of one; leave out one of the two"
+                f"model.loss_on={loss_on} trains a part of each conversation or document, and "
+                "split_turns makes several samples of one; leave out one of the two"
             )
         earlier = self.pack.split_turns.context_turns
+        if earlier and self.task == "captioning":
+            raise ValueError(
+                f"pack.split_turns.context_turns={earlier} shows turns of conversations without "
+                "loss, and all text of a document is trained; set it to 0"
+            )
         if earlier and not LAYOUTS[self.output.layout].HOLDS_UNTRAINED:
             raise ValueError(
                 f"pack.split_turns.context_turns={earlier} shows turns without loss, and "

@@ -39,7 +39,8 @@ class Trait(IntFlag):
 
     #: a conversation's system message is not the chat template's default one
     OWN_SYSTEM = 1
-    #: rendered to one string, its text would be read as control tokens or as a further image
+    #: rendered to one string, its text would be read as control tokens or as a further image; or it
+    #: is a document, with images in its text
     CONTROL_TEXT = 2
     #: an image is 1 or 3 pixels high or wide
     THIN_IMAGE = 4
@@ -63,7 +64,8 @@ def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) 
     """The traits of a checked sample whose images have these (height, width)."""
     traits = _NO_TRAIT
     if sample.task == "captioning":  # nothing but the caption is encoded
-        texts, misread = [sample.turns[0].answer], ""
+        misread = sample.turns[0].answer  # no other trainer has pictures there
+        texts = [misread]
     else:
         misread = "".join([turn.answer for turn in sample.turns])
         texts = [misread, *(turn.prompt for turn in sample.turns)]

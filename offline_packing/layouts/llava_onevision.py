@@ -50,10 +50,10 @@ def sample_loader(parts):
 _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     # Their packs have no place for it.
     Trait.OWN_SYSTEM: "system message",
-    Trait.NOT_PLAIN: "tools, thoughts, or answers without loss",
+    Trait.NOT_PLAIN: "tools, thoughts, or answers without loss or end token",
     # They render the template to one string, put an image for each <image> in it, and tokenize it
     # with its special tokens: one image too many loses the pack, others change its tokens.
-    Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
+    Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer or document",
     # transformers 4.53 takes the rows of such an image for its channels.
     Trait.THIN_IMAGE: "image 1 or 3 pixels high or wide",
 }

@@ -1,10 +1,10 @@
 """Measuring one part of a source: one part of the index, and one of the set-aside table. Media are
 not decoded: their size is read from the header.
 
-Under `pack.on_overlong: split_turns`, conversations that fit no pack are cut. A part takes all
-turns that fit. It is rendered and measured as it will be trained, so its length is exact, however
-the chat template treats last turns, or their thoughts. A turn that answers the result of a tool
-stays with the turn that called it.
+Under `pack.on_overlong: split_turns`, conversations and documents that fit no pack are cut. A part
+takes all turns, or sections, that fit. It is rendered and measured as it will be trained, so its
+length is exact, however the chat template treats last turns, or their thoughts. A turn that answers
+the result of a tool stays with the turn that called it.
 """
 
 import gc
@@ -64,7 +64,8 @@ from task_encoders.samples import (
     SourceSample,
     Turn,
     count_placeholders,
-    place_media,
+    join_sections,
+    sections,
 )
 
 
@@ -109,7 +110,8 @@ class Part(NamedTuple):
 
 
 class Conversation:
-    """One conversation, in exchanges: a turn, and the turns that answer its calls of tools."""
+    """One conversation, in exchanges: a turn, and the turns that answer its calls of tools; or one
+    document, in sections."""
 
     def __init__(
         self,
@@ -125,15 +127,16 @@ class Conversation:
         quantities of a pack."""
         self.encoder, self.sample, self.record = encoder, sample, record
         self.sizes, self.videos, self.options, self.limits = sizes, videos, options, limits
-        turns = place_media(self.sample)
+        turns = sections(self.sample)
         # A turn may begin with the result of a tool, which the turn before it called.
         speakers = [turn.before[0][0] if turn.before else turn.role for turn in turns]
         starts = [i for i, speaker in enumerate(speakers) if i == 0 or speaker != "tool"]
         #: turns before each exchange, and of all; the same of images and videos
         self.bounds = [*starts, len(turns)]
         exchanges = [turns[begin:end] for begin, end in pairwise(self.bounds)]
-        self.images = _counts(exchanges, IMAGE_PLACEHOLDER)
-        self.clips = _counts(exchanges, VIDEO_PLACEHOLDER if self.sample.videos else "\0")
+        task = self.sample.task
+        self.images = _counts(exchanges, IMAGE_PLACEHOLDER, task)
+        self.clips = _counts(exchanges, VIDEO_PLACEHOLDER if self.sample.videos else "\0", task)
         self.is_trained = [any(turn.weight for turn in own) for own in exchanges]
         self._part = lru_cache(maxsize=4)(self._measure)
 
@@ -179,15 +182,15 @@ class Conversation:
 
     def _estimate(self) -> npt.NDArray[np.int64]:
         """(num_exchanges + 1,) about how many tokens stand before each exchange, and in all."""
-        plain = replace(self.sample, system=None, tools="", turns=place_media(self.sample))
-        trained = [replace(turn, weight=1.0) for turn in plain.turns]
+        plain = replace(self.sample, system=None, tools="")
+        trained = [replace(turn, weight=1.0) for turn in sections(plain)]
 
         def num_tokens(begin: int, end: int) -> int:
             images = slice(self.images[begin], self.images[end])
             clips = slice(self.clips[begin], self.clips[end])
             own = replace(
                 plain,
-                turns=tuple(trained[self.bounds[begin] : self.bounds[end]]),
+                turns=join_sections(plain, trained[self.bounds[begin] : self.bounds[end]]),
                 images=plain.images[images],
                 videos=plain.videos[clips],
             )
@@ -230,9 +233,9 @@ class Conversation:
         )
 
 
-def _counts(exchanges: Sequence[Sequence[Turn]], placeholder: str) -> list[int]:
+def _counts(exchanges: Sequence[Sequence[Turn]], placeholder: str, task: str) -> list[int]:
     """Number of a placeholder's occurrences before each exchange, and in all."""
-    return [0, *accumulate(count_placeholders(own, placeholder) for own in exchanges)]
+    return [0, *accumulate(count_placeholders(own, placeholder, task) for own in exchanges)]
 
 
 Header = TypeVar("Header", ImageHeader, VideoHeader)

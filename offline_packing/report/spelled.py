@@ -61,12 +61,16 @@ class MediumPreview:
 def in_order(
     sample: SourceSample, images: Sequence[MediumPreview], videos: Sequence[MediumPreview]
 ) -> list[MediumPreview]:
-    """Media in the order in which the prompts show them."""
+    """Media in the order in which the sample shows them."""
     of_kind = {IMAGE_PLACEHOLDER: iter(images), VIDEO_PLACEHOLDER: iter(videos)}
     texts = (
         text
         for turn in place_media(sample)
-        for text in (*(before for _, before in turn.before), turn.prompt)
+        for text in (
+            [turn.answer]
+            if sample.task == "captioning"
+            else [*(before for _, before in turn.before), turn.prompt]
+        )
     )
     return [next(of_kind[mark]) for text in texts for mark in split_at_media(sample, text)[1::2]]
 

@@ -36,7 +36,7 @@ from task_encoders.records.record import (
     load_json,
     to_sample,
 )
-from task_encoders.samples import SampleError, SourceSample, place_media
+from task_encoders.samples import SampleError, SourceSample, join_sections, sections
 from task_encoders.samples.limits import check_cost
 from task_encoders.storage.paths import is_url
 
@@ -316,7 +316,8 @@ class Source(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ConversationPart:
-    """The record that a sample is a part of, and which of its turns and media the sample has."""
+    """The record that a sample is a part of, and which of its turns, or sections, and media the
+    sample has."""
 
     key: str
     json: Locator
@@ -336,10 +337,11 @@ class ConversationPart:
 
     def take(self, sample: SourceSample) -> SourceSample:
         """The part of a whole sample, with its system message and tools."""
-        turns = list(place_media(sample)[self.begin : self.end])
+        turns = list(sections(sample)[self.begin : self.end])
         for i in range(self.first - self.begin):
             turns[i] = replace(turns[i], weight=0.0)
         shown = [name for name, at in zip(sample.media, self.media, strict=True) if at >= 0]
         num_images = sum(at >= 0 for at in self.media[: len(sample.images)])
         images, videos = tuple(shown[:num_images]), tuple(shown[num_images:])
-        return replace(sample, turns=tuple(turns), images=images, videos=videos)
+        joined = join_sections(sample, turns)
+        return replace(sample, turns=joined, images=images, videos=videos)

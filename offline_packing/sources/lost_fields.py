@@ -100,12 +100,14 @@ def _lost_beside(content: Mapping[str, Any], sample: SourceSample) -> Iterator[t
 def _other_marks(sample: SourceSample) -> Iterator[Lost]:
     if not sample.media:
         return
-    prompts = "\n".join([turn.prompt for turn in sample.turns])
-    if IMAGE_PLACEHOLDER not in prompts and VIDEO_PLACEHOLDER not in prompts:
-        mark = _OTHER_MARKS.search(prompts)
+    what = "captions" if sample.task == "captioning" else "prompts"
+    texts = [turn.answer if what == "captions" else turn.prompt for turn in sample.turns]
+    text = "\n".join(texts)
+    if IMAGE_PLACEHOLDER not in text and VIDEO_PLACEHOLDER not in text:
+        mark = _OTHER_MARKS.search(text)
         if mark is not None:
-            line = f"prompts hold {mark[0]!r} as text; media are marked by {IMAGE_PLACEHOLDER}"
-            yield line, _shown(prompts[mark.start() :])
+            line = f"{what} hold {mark[0]!r} as text; media are marked by {IMAGE_PLACEHOLDER}"
+            yield line, _shown(text[mark.start() :])
 
 
 def control_text(sample: SourceSample, control: re.Pattern[str]) -> Iterator[Lost]:

@@ -12,6 +12,7 @@ from offline_packing.sources.base import Source, SourceRecord
 from offline_packing.sources.lost_fields import UNUSED_MEDIA, lost_fields
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
+from task_encoders.records.documents import is_document
 from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS
 from task_encoders.records.record import RECORD_FIELDS
 from task_encoders.samples import SampleError, SourceSample
@@ -81,6 +82,8 @@ def _records(source: Source, count: int) -> list[SourceRecord]:
 
 def _guess_task(records: list[SourceRecord]) -> str:
     contents = [r.content for r in records if not isinstance(r.content, SampleError)]
+    if contents and all(map(is_document, contents)):
+        return "captioning"
     for task, fields in (("bmr", DIALOGUE_FIELDS), ("vqa", PROMPT_FIELDS)):
         if any(content.get(name) for content in contents for name in fields):
             return task

@@ -23,7 +23,7 @@ from task_encoders.samples import (
     place_media,
     split_at_media,
 )
-from task_encoders.text.pieces import Answer, Control, Image, Piece, Text
+from task_encoders.text.pieces import Answer, Control, Image, Piece, Text, caption_pieces
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 
 #: Mean and standard deviation of a tower's pixels.
@@ -95,11 +95,16 @@ class Llava15Encoder(FamilyEncoder):
         if details - {"trained", "weight", "truncated"} or sample.tools:
             raise SampleError("not_in_template", "the template has no tools, thoughts and roles")
         yield _START
-        if sample.task == "captioning" or self.options.template == "plain":
+        end = "" if sample.turns[-1].truncated else "\n"
+        if sample.task == "captioning":
+            yield from caption_pieces(
+                sample, end, after_media=self.options.loss_on == "after_media"
+            )
+            return
+        if self.options.template == "plain":
             if len(sample.turns) > 1:
                 raise SampleError("bad_record", "the plain template has one turn")
             yield from [Image()] * len(sample.images)
-            end = "" if sample.turns[0].truncated else "\n"
             yield Answer("", sample.turns[0].answer + end, weights[0])
             return
         text = f"{DEFAULT_SYSTEM if sample.system is None else sample.system} "

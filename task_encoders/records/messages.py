@@ -10,6 +10,8 @@
     [{"type": "image_url", "image_url": {"url": "a.jpg"}}, ...]     also "video", "video_url"
     [{"type": "image"}, ...]                                        the record's next image
 
+Under captioning, a message of an assistant alone is a document, which may hold media.
+
 Calls of tools, their results, thoughts and weights in the loss are read in these forms; anything
 else, such as audio, is refused, since the sample would be trained as another one:
 
@@ -61,12 +63,14 @@ _MEDIA_TYPES: Final[Mapping[str, str]] = {
 
 @dataclass(slots=True)
 class Dialogue:
-    """System text, turns, and the media that content lists name; None: it has no name."""
+    """System text, turns, and the media that content lists name; None: it has no name.
+    `is_document`: its only message is a document."""
 
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
     images: list[str | None] = field(default_factory=list)
     videos: list[str | None] = field(default_factory=list)
+    is_document: bool = False
 
 
 class _Message(NamedTuple):
@@ -80,12 +84,12 @@ class _Message(NamedTuple):
     truncated: bool = False
 
 
-def read_dialogue(messages: Any, name: str) -> Dialogue:
+def read_dialogue(messages: Any, name: str, task: str) -> Dialogue:
     """[system,] user, assistant, user, assistant, ...; results of tools count as user. Raises
     SampleError: bad_roles, or bad_record where a message cannot be packed as it is."""
     if not isinstance(messages, list) or not messages:
         raise SampleError("bad_record", f"{name!r} is {kind_of(messages)}, not a list of messages")
-    found = Dialogue()
+    found = Dialogue(is_document=task == "captioning" and len(messages) == 1)
     said: list[_Message] = []
     for message in messages:
         said += _messages(message, found)
@@ -102,6 +106,8 @@ def read_dialogue(messages: Any, name: str) -> Dialogue:
             pairs = tuple([(other.role, other.text) for other in others])
             found.turns.append(Turn(last.text, one.text, last.role, pairs, *one[2:]))
             before = []
+        elif one.role == "assistant" and found.is_document and len(said) == 1:
+            found.turns.append(Turn("", one.text, "user", (), *one[2:]))
         else:
             raise _bad_roles(said)
     if before or not found.turns:
@@ -117,7 +123,9 @@ def _may_answer(asked: Sequence[str]) -> bool:
 def _bad_roles(said: Sequence[_Message]) -> SampleError:
     roles = [one.role for one in said]
     unknown = next((role for role in roles if role not in (*ROLES, "assistant")), None)
-    if unknown is None:
+    if roles == ["assistant"]:
+        why = "an answer alone is a document: set source.task=captioning to pack it"
+    elif unknown is None:
         why = "each answer must follow one question, the last message be an answer"
     else:
         names = ", ".join((*ROLES, "assistant", *_ROLES, *_CALL_ROLES))
@@ -265,7 +273,7 @@ def _part(role: str, part: Any, found: Dialogue) -> str:
         if not isinstance(text, str):
             raise SampleError("bad_record", f"a text in a message is {kind_of(text)}")
         return text
-    if kind not in _MEDIA_TYPES or role not in ("user", "tool"):
+    if kind not in _MEDIA_TYPES or not (role in ("user", "tool") or found.is_document):
         raise SampleError("bad_record", f"a part {kind!r} of {role!r}, which is not packed")
     placeholder = _MEDIA_TYPES[kind]
     name = media_name(_first(part, (kind, kind.removesuffix("_url"), "path", "url", "value")))

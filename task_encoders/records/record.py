@@ -5,7 +5,8 @@
     {"question" | "prompt" | "context": str, "answer" | "answers": str}
     {"instruction": str, "input": str, "output": str}                 Alpaca; "input" may lack
     {"query": str, "response": str, "history": [[str, str], ...]}     ms-swift; so may "history"
-    {"text": str}                                       a caption, or plain text without an image
+    {"text": str}     a caption, or plain text without an image; a document, with `<image>` in it
+    {"texts" | "text_list": [...], ...}                               documents, see documents.py
 
 The first prompt and the first answer of a record, in the order of PROMPT_FIELDS and
 `answer_fields`, make its turn. Prompts and answers may also be two lists of equal length, one entry
@@ -25,6 +26,7 @@ from urllib.parse import unquote
 import orjson
 
 from task_encoders.packs.pack_format import is_video_name
+from task_encoders.records.documents import PICTURES, SENTENCES, is_in_turn, read_document
 from task_encoders.records.messages import (
     Dialogue,
     kind_of,
@@ -63,7 +65,7 @@ _TOOLS: Final = ("tools", "functions")
 #: Every field that `to_sample` reads, and "id".
 RECORD_FIELDS: Final = (
     *("id", "system", *_TOOLS, *sorted(MEDIA_FIELDS)),
-    *(*DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
+    *(SENTENCES, PICTURES, *DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
 )
 
 #: Fields that a record may hold and that would be lost.
@@ -110,12 +112,16 @@ def to_sample(
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     name = first_field(content, DIALOGUE_FIELDS)
-    found = (
-        read_dialogue(content[name], name) if name else Dialogue(turns=read_turns(content, task))
-    )
+    found = read_document(content)
+    if found is not None and task != "captioning":
+        raise SampleError("bad_record", "a document; set source.task=captioning to pack it")
+    if found is None and name:
+        found = read_dialogue(content[name], name, task)
+    elif found is None:
+        found = Dialogue(turns=read_turns(content, task))
     system = _system(content, found.system) if name or task != "captioning" else None
     images, videos = _media(content, found, paired_media)
-    turns = _mark_videos(found.turns, len(videos)) if videos and not images else found.turns
+    turns = _mark_videos(found.turns, len(videos), task) if videos and not images else found.turns
     tools = "".join([read_tools(content[name]) for name in _TOOLS if content.get(name)])
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
@@ -127,6 +133,8 @@ def to_sample(
 def texts_read(content: Mapping[str, Any], task: str) -> set[str | None]:
     """Choose the fields with text that make the sample of a record."""
     beside = {*_TOOLS, None if task == "captioning" else "system"}
+    if content.get(SENTENCES) is not None:
+        return {*beside, SENTENCES, PICTURES}
     if name := first_field(content, DIALOGUE_FIELDS):
         return {*beside, "system", name}
     prompt = first_field(content, PROMPT_FIELDS)
@@ -154,7 +162,8 @@ def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
     named = many if named is None else named
     if named is None or (kind == "video" and not named):
         return None
-    return [media_name(name) for name in (named if isinstance(named, list) else [named])]
+    named = named if isinstance(named, list) else [named]
+    return [media_name(name) for name in named if name is not None or not is_in_turn(content)]
 
 
 def best_answer(answers: Any, weights: Any) -> Any:
@@ -167,15 +176,16 @@ def best_answer(answers: Any, weights: Any) -> Any:
     return answers[weights.index(max(weights))]
 
 
-def _mark_videos(turns: list[Turn], num_videos: int) -> list[Turn]:
+def _mark_videos(turns: list[Turn], num_videos: int, task: str) -> list[Turn]:
     """Replace `<image>`, by which LLaVA-Video's records mark the places of videos, by our mark."""
-    marks = [count_placeholders(turns, mark) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)]
+    marks = [
+        count_placeholders(turns, mark, task) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
+    ]
     if marks != [num_videos, 0]:
         return turns
-    return [
-        replace(turn, prompt=turn.prompt.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER))
-        for turn in turns
-    ]
+    field = "answer" if task == "captioning" else "prompt"
+    texts = [getattr(turn, field).replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for turn in turns]
+    return [replace(turn, **{field: text}) for turn, text in zip(turns, texts, strict=True)]
 
 
 def _system(content: Mapping[str, Any], said: str | None) -> str | None:
@@ -226,7 +236,9 @@ def _check_places(sample: SourceSample) -> None:
         ("image", IMAGE_PLACEHOLDER, sample.images),
         ("video", VIDEO_PLACEHOLDER, sample.videos),
     ):
-        if not names or sample.task == "captioning" or count_placeholders(sample.turns, mark):
+        if not names or sample.task == "captioning":
+            continue
+        if count_placeholders(sample.turns, mark, sample.task):
             continue
         if sum(turn.answer.count(mark) for turn in sample.turns) == len(names):
             raise SampleError(

@@ -23,6 +23,7 @@ from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, is_video_name
 from task_encoders.packs.references import is_reference, read_parts
+from task_encoders.records.documents import is_document
 from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS, has_answer
 from task_encoders.records.record import (
     MEDIA_FIELDS,
@@ -96,6 +97,8 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
 
 def _task(record: Mapping[str, Any]) -> str:
     """Task of a record. Its content decides, as no configuration says it."""
+    if is_document(record):
+        return "captioning"
     if any(record.get(name) is not None for name in DIALOGUE_FIELDS):
         return "bmr"
     return "vqa" if any(record.get(name) is not None for name in PROMPT_FIELDS) else "captioning"

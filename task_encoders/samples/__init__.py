@@ -4,9 +4,10 @@ Every source format and every pack is read into `SourceSample`; every sample enc
 media themselves travel alongside it, as bytes in the order of `SourceSample.media`.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Final
@@ -14,7 +15,8 @@ from typing import Any, Final
 #: The three kinds of training sample. "bmr" is multi-turn and mixed data (blend, multi-round).
 TASKS: Final = ("captioning", "vqa", "bmr")
 
-#: Marks the place of the next image inside a prompt. In an answer it is ordinary text.
+#: Marks the place of the next image in a prompt, or in a caption, which is then a document. In the
+#: answer of a conversation it is ordinary text.
 IMAGE_PLACEHOLDER: Final = "<image>"
 
 #: The same for videos. In a sample without videos it is ordinary text.
@@ -23,6 +25,7 @@ VIDEO_PLACEHOLDER: Final = "<video>"
 #: Kind of medium of each placeholder.
 MEDIA_KINDS: Final[Mapping[str, str]] = {IMAGE_PLACEHOLDER: "image", VIDEO_PLACEHOLDER: "video"}
 _PLACEHOLDERS: Final = re.compile(f"({'|'.join(map(re.escape, MEDIA_KINDS))})")
+_BLANK_LINES: Final = re.compile(r"\n\s*\n")
 
 #: Who speaks before an answer. A first system message is the sample's own.
 ROLES: Final = ("user", "tool", "system", "developer")
@@ -75,7 +78,7 @@ class SampleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange. A caption is a turn whose prompt is not shown to the model."""
+    """One exchange. A caption or document is a turn whose prompt is not shown to the model."""
 
     prompt: str
     answer: str
@@ -202,16 +205,17 @@ def check_sample(sample: SourceSample) -> None:
     if sample.task == "captioning":
         if len(sample.turns) != 1:
             raise SampleError("bad_record", f"{len(sample.turns)} captions; one is expected")
-        if not sample.is_plain:
+        if sample.tools or sample.turns[0].details.keys() - {"truncated"}:
             raise SampleError("bad_record", "a caption has no tools, thoughts or weights")
-        return  # a caption's prompt is not encoded, and its media always go in front
+        if sample.media and not _PLACEHOLDERS.sub("", sample.turns[0].answer).strip():
+            raise SampleError("empty_answer", "a caption has media and no text")
     for kind, placeholder, names in (
         ("image", IMAGE_PLACEHOLDER, sample.images),
         ("video", VIDEO_PLACEHOLDER, sample.videos),
     ):
         if kind == "video" and not names:
             continue
-        found = count_placeholders(sample.turns, placeholder)
+        found = count_placeholders(sample.turns, placeholder, sample.task)
         if found not in (0, len(names)):
             why = "" if names else f"; name them, or write {placeholder} otherwise if it is text"
             raise SampleError(
@@ -220,8 +224,11 @@ def check_sample(sample: SourceSample) -> None:
             )
 
 
-def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:
-    """Count a placeholder in the prompts and in the messages before them."""
+def count_placeholders(turns: Iterable[Turn], placeholder: str, task: str) -> int:
+    """Count a placeholder where it marks media: in the prompts and in the messages before them; of
+    captions, in their text."""
+    if task == "captioning":
+        return sum([turn.answer.count(placeholder) for turn in turns])
     found = 0
     for turn in turns:
         found += turn.prompt.count(placeholder)
@@ -231,31 +238,78 @@ def count_placeholders(turns: Iterable[Turn], placeholder: str) -> int:
 
 
 def media_in_front(sample: SourceSample) -> str:
-    """Placeholders for all images, then all videos, if no prompt says where they go."""
+    """Placeholders for all images, then all videos, if no text says where they go."""
     front = ""
     for placeholder, names in (
         (IMAGE_PLACEHOLDER, sample.images),
         (VIDEO_PLACEHOLDER, sample.videos),
     ):
-        if names and not count_placeholders(sample.turns, placeholder):
+        if names and not count_placeholders(sample.turns, placeholder, sample.task):
             front += placeholder * len(names)
     return front
 
 
 def place_media(sample: SourceSample) -> tuple[Turn, ...]:
-    """The turns, with the placeholders of `media_in_front` in the first prompt."""
+    """The turns, with the placeholders of `media_in_front` in the first prompt; of a caption, in
+    front of its text."""
     front = media_in_front(sample)
     if not front:
         return sample.turns
     first, *rest = sample.turns
+    if sample.task == "captioning":
+        return (replace(first, answer=front + first.answer),)
     return replace(first, prompt=front + first.prompt), *rest
 
 
-def split_at_media(sample: SourceSample, prompt: str) -> list[str]:
+def split_at_media(sample: SourceSample, text: str) -> list[str]:
     """'a<image>b' -> ['a', '<image>', 'b']; texts and placeholders alternate, and a text comes
-    first. A prompt is cut at `<video>` where the sample has videos."""
+    first. A prompt, or a caption, is cut at `<video>` where the sample has videos."""
     if sample.videos:
-        return _PLACEHOLDERS.split(prompt)
-    parts = [IMAGE_PLACEHOLDER] * (2 * prompt.count(IMAGE_PLACEHOLDER) + 1)
-    parts[::2] = prompt.split(IMAGE_PLACEHOLDER)
+        return _PLACEHOLDERS.split(text)
+    parts = [IMAGE_PLACEHOLDER] * (2 * text.count(IMAGE_PLACEHOLDER) + 1)
+    parts[::2] = text.split(IMAGE_PLACEHOLDER)
     return parts
+
+
+def sections(sample: SourceSample) -> tuple[Turn, ...]:
+    """The turns between which a sample may be cut, its media placed. Turns of a caption are the
+    sections of its text, which end at blank lines and in front of media. Each has text: media stay
+    with the text after them or, at the end of a document, with the text before them."""
+    turns = place_media(sample)
+    if sample.task != "captioning":
+        return turns
+    (turn,) = turns
+    parts = split_at_media(sample, turn.answer)
+    last = max((i for i in range(0, len(parts), 2) if parts[i].strip()), default=0)
+    end_of_text = len("".join(parts[:last]) + parts[last].rstrip())
+    cuts, place, has_text = [0], 0, False
+    for number, part in enumerate(parts):
+        if number % 2:
+            if has_text and place < end_of_text:
+                cuts.append(place)
+                has_text = False
+        else:
+            begin = 0
+            for blank in _BLANK_LINES.finditer(part):
+                has_text |= bool(part[begin : blank.start()].strip())
+                begin = blank.end()
+                if has_text and place + begin < end_of_text:
+                    cuts.append(place + begin)
+                    has_text = False
+            has_text |= bool(part[begin:].strip())
+        place += len(part)
+    found = [
+        Turn("", turn.answer[begin:end], truncated=True)
+        for begin, end in itertools.pairwise([*cuts, place])
+    ]
+    found[0] = replace(found[0], prompt=turn.prompt)
+    found[-1] = replace(found[-1], truncated=turn.truncated)
+    return tuple(found)
+
+
+def join_sections(sample: SourceSample, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The turns of a part of a sample that has these of its `sections`, which are in a row."""
+    if sample.task != "captioning":
+        return tuple(turns)
+    text = "".join([turn.answer for turn in turns])
+    return (replace(turns[0], answer=text, truncated=turns[-1].truncated),)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
     MEDIA_KINDS,
     SampleError,
     SourceSample,
@@ -59,12 +60,16 @@ class Video(NamedTuple):
 Piece = Control | Text | Fixed | Answer | Image | Video
 
 
-def caption_pieces(sample: SourceSample, end: Control) -> Iterator[Piece]:
-    """Images, videos, caption, end token; no template."""
-    yield from [Image()] * len(sample.images)
-    yield from [Video()] * len(sample.videos)
-    yield Answer("", sample.turns[0].answer)
-    yield end
+def caption_pieces(sample: SourceSample, end: str = "", *, after_media: bool) -> Iterator[Piece]:
+    """Text and media of a caption, in order, and `end` after its text; no template. With
+    `after_media` text in front of the first medium carries no loss."""
+    is_trained = not (after_media and sample.media)
+    for i, part in enumerate(split_at_media(sample, place_media(sample)[0].answer + end)):
+        if i % 2:
+            is_trained = True
+            yield Image() if part == IMAGE_PLACEHOLDER else Video()
+        elif part:
+            yield Answer("", part) if is_trained else Text(part)
 
 
 def without_end(pieces: Iterable[Piece]) -> list[Piece]:

@@ -35,7 +35,14 @@ from task_encoders.media.video import SampledVideo, video_patches
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES, VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
 from task_encoders.sample_encoder import EncodedMedium, EncodedSample, Prefix, SampleLength
-from task_encoders.samples import SampleError, SourceSample, check_sample
+from task_encoders.samples import (
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    SampleError,
+    SourceSample,
+    check_sample,
+    count_placeholders,
+)
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import (
@@ -81,8 +88,9 @@ class ModelOptions(BaseModel):
     max_image_pixels: Count | None = None
     #: a video with more frames in its file is set aside
     max_video_frames: Count = MAX_VIDEO_FRAMES
-    #: which answers of a conversation carry loss, if their messages do not say otherwise
-    loss_on: Literal["all", "last"] = "all"
+    #: what carries loss, if messages do not say otherwise: all answers, or all text of a caption or
+    #: document; the last answer; or what follows a sample's first image or video
+    loss_on: Literal["all", "last", "after_media"] = "all"
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
 
@@ -208,7 +216,9 @@ class FamilyEncoder(ABC):
         """The pieces of a checked sample, media included; `weights`: each answer's in the loss.
         Raises SampleError."""
         if sample.task == "captioning":
-            return [*self.CAPTION_START, *caption_pieces(sample, self.CAPTION_END)]
+            pieces = caption_pieces(sample, after_media=self.options.loss_on == "after_media")
+            end = () if sample.turns[0].truncated else (self.CAPTION_END,)
+            return [*self.CAPTION_START, *pieces, *end]
         return self.template.pieces(sample, weights)
 
     @abstractmethod
@@ -401,10 +411,14 @@ class FamilyEncoder(ABC):
         weights = [turn.weight for turn in sample.turns]
         if self.options.loss_on == "last":
             weights[:-1] = [0.0] * (len(weights) - 1)
+        elif self.options.loss_on == "after_media" and sample.task != "captioning":
+            first = _first_with_media(sample)
+            weights[:first] = [0.0] * first
         if not any(weights):
             raise SampleError("bad_record", "none of the answers that may carry loss is trained")
         pieces = self.render(sample, weights)
-        return without_end(pieces) if sample.turns[-1].truncated else pieces
+        is_open = sample.turns[-1].truncated and sample.task != "captioning"
+        return without_end(pieces) if is_open else pieces
 
     def _layout(
         self,
@@ -442,6 +456,16 @@ class FamilyEncoder(ABC):
                 yield part, [part]
             else:
                 yield part, self.texts.spans(part)
+
+
+def _first_with_media(sample: SourceSample) -> int:
+    """Number of the first turn of a conversation whose prompt shows an image or a video; 0: none
+    does, or they go in front."""
+    for number, turn in enumerate(sample.turns):
+        for kind, names in ((IMAGE_PLACEHOLDER, sample.images), (VIDEO_PLACEHOLDER, sample.videos)):
+            if names and count_placeholders([turn], kind, sample.task):
+                return number
+    return 0
 
 
 #: Prefixes of tensor names in published checkpoints: model and visual; model.language_model and
