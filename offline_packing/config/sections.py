@@ -83,10 +83,11 @@ class ContextParallelConfig(Section):
 
 
 class SplitTurnsConfig(Section):
-    """Parts of a conversation that `on_overlong: split_turns` cuts between turns."""
+    """Parts of a conversation, which `on_overlong: split_turns` cuts between turns, or of a document,
+    which it cuts at blank lines and in front of media."""
 
-    #: earlier turns that a part shows first, without loss, as far as they fit; not in the layouts
-    #: loongforge and llava_onevision
+    #: earlier turns that a part shows first, without loss, as far as they fit; not of documents,
+    #: and not in the layouts loongforge and llava_onevision
     context_turns: NonNegative = 0
 
 
@@ -107,7 +108,8 @@ def _as_section(value: Any) -> Any:
 class PackConfig(PlanOptions, Section):
     """Options of packing: options of a plan, and further ones of the configuration."""
 
-    #: what happens to a sample with more tokens than seq_length; split_turns also heeds budgets
+    #: what happens to a sample with more tokens than seq_length; split_turns cuts conversations
+    #: and documents, and also heeds budgets
     on_overlong: Literal["set_aside", "error", "split_turns"] = "set_aside"
     #: the parts that on_overlong split_turns makes
     split_turns: SplitTurnsConfig = SplitTurnsConfig()

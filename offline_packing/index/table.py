@@ -102,7 +102,7 @@ class IndexInfo:
         """Line that says how many conversations were cut; empty if none was."""
         if not self.split:
             return ""
-        return "{conversations:,} were cut between turns into {samples:,} samples".format_map(
+        return "{conversations:,} were cut into {samples:,} samples".format_map(
             self.split
         )
 

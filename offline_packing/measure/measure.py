@@ -279,7 +279,7 @@ def preview_measure(run: Run) -> str:
                 if None in counts:  # parts of unknown size are one file each
                     text = f"{counts.count(None):,} files of {source.path}"
             if run.config.splits:
-                text += ", and cut conversations that fit no pack between turns"
+                text += ", and cut conversations and documents that fit no pack"
             lines.append(f"would measure {text}\n")
     return "".join(lines)
 

@@ -63,7 +63,7 @@ def _content_rows(found: Figures) -> Iterator[tuple[str, str]]:
     """Tokens with loss; '200 images, 3 videos in 150 of 1,000 packed samples; 64 patches each'."""
     loss, media, plan = found["loss"], found["media"], found["plan"]
     if found["split_turns"]:
-        yield "conversations", found["split_turns"]
+        yield "too long", found["split_turns"]
     yield "tokens with loss", f"{loss['loss_tokens']:,} ({loss['share']:.1%})"
     each = media["vision_patches"] / max(media["images"] + media["videos"], 1)
     yield (

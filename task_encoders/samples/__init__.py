@@ -207,7 +207,8 @@ def check_sample(sample: SourceSample) -> None:
             raise SampleError("bad_record", f"{len(sample.turns)} captions; one is expected")
         if sample.tools or sample.turns[0].details.keys() - {"truncated"}:
             raise SampleError("bad_record", "a caption has no tools, thoughts or weights")
-        if sample.media and not _PLACEHOLDERS.sub("", sample.turns[0].answer).strip():
+        texts = split_at_media(sample, sample.turns[0].answer)[::2]
+        if sample.media and not any(map(str.strip, texts)):
             raise SampleError("empty_answer", "a caption has media and no text")
     for kind, placeholder, names in (
         ("image", IMAGE_PLACEHOLDER, sample.images),

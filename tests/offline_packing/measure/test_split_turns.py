@@ -119,8 +119,8 @@ def test_what_is_said_of_it(packed: Run) -> None:
     rows = [row for row in index_rows(packed) if row["part"]]
     cut = len({row["part"]["key"] for row in rows})
     assert info.split == {"conversations": cut, "samples": len(rows)}
-    line = f"{cut} were cut between turns into {len(rows)} samples"
-    assert f"conversations           {line}\n" in plan_summary(packed)
+    line = f"{cut} were cut into {len(rows)} samples"
+    assert f"too long                {line}\n" in plan_summary(packed)
     report(packed)
     assert read_json(packed.workspace.report / "report.json")["split_turns"] == line
     assert line in (packed.workspace.report / "report.html").read_text()
@@ -137,7 +137,7 @@ def test_what_is_said_of_it(packed: Run) -> None:
     assert re.search(r"c\d+\[\d+:\d+\]", "".join(texts))
     shown, kept = render_result(verify(packed), deep=False), len(RECORDS) - len(whole)
     assert f"{len(RECORDS)} = {kept} in packs + {len(whole)} set aside" in shown
-    told = ", and cut conversations that fit no pack between turns\n"
+    told = ", and cut conversations and documents that fit no pack\n"
     assert preview_measure(elsewhere(packed, "new")).endswith(told)
 
 
@@ -270,8 +270,9 @@ def test_what_is_refused(sections: dict[str, Any], message: str, tmp_path: Path)
     source = {"format": "jsonl", "path": "a.jsonl", "task": "bmr"}
     with pytest.raises(ConfigError, match=message):
         make_config(source, tmp_path, **sections)
-    with pytest.raises(ConfigError, match="captioning has none"):
-        make_config({**source, "task": "captioning"}, tmp_path, pack={"on_overlong": "split_turns"})
+    shown = {"on_overlong": "split_turns", "split_turns": {"context_turns": 1}}
+    with pytest.raises(ConfigError, match="all text of a document is trained"):
+        make_config({**source, "task": "captioning"}, tmp_path, pack=shown)
 
 
 def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
