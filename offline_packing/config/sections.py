@@ -83,8 +83,8 @@ class ContextParallelConfig(Section):
 
 
 class SplitTurnsConfig(Section):
-    """Parts of a conversation, which `on_overlong: split_turns` cuts between turns, or of a document,
-    which it cuts at blank lines and in front of media."""
+    """Parts that `on_overlong: split_turns` makes: of a conversation, which it cuts between turns;
+    of a document, which it cuts at blank lines and in front of media."""
 
     #: earlier turns that a part shows first, without loss, as far as they fit; not of documents,
     #: and not in the layouts loongforge and llava_onevision

@@ -38,7 +38,9 @@ from offline_packing.storage.files import (
 )
 from offline_packing.storage.tars import scan_tar
 from task_encoders.packs.manifest import Manifest, ShardLine
+from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.samples import MEDIA_KINDS, SampleError, count_placeholders
 
 _OWN: Final = "_export"
 _SOURCE: Final = f"{_OWN}/source.json"
@@ -160,10 +162,27 @@ def _files(tar: Path) -> Iterator[tuple[str, bytes]]:
                 data = file.read(part.size)
                 if part.name == JSON_PART:
                     record = orjson.loads(data)
+                    _refuse_documents(record, entry.key)
                     # Upstream's converter reads `prompts`, its page prints `prompt`.
                     prompts = record.get("prompt", record.get("prompts"))
                     data = orjson.dumps(record | {"prompt": prompts, "prompts": prompts})
                 yield f"{entry.key}.{part.name}", data
+
+
+def _refuse_documents(record: dict[str, Any], key: str) -> None:
+    """Raise StageError where a caption of a pack has pictures in its text, or goes on in another:
+    readers of single files put all pictures in front, and an end token behind."""
+    if record["meta"]["task"] != "captioning":
+        return
+    for sample in restore_pack(record, key).sub_samples:
+        if isinstance(sample, SampleError):
+            raise sample  # packed, so it was fit
+        shown = sum(count_placeholders(sample.turns, mark, sample.task) for mark in MEDIA_KINDS)
+        if (sample.media and shown) or sample.turns[0].truncated:
+            raise StageError(
+                f"pack {key} holds a document, or a part of one, {sample.key!r}, which readers of "
+                "single files do not know; pack captions alone to export them"
+            )
 
 
 def _finish(partial: Path, folder: Path, manifest: Manifest) -> None:

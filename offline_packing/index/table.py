@@ -102,9 +102,7 @@ class IndexInfo:
         """Line that says how many conversations were cut; empty if none was."""
         if not self.split:
             return ""
-        return "{conversations:,} were cut into {samples:,} samples".format_map(
-            self.split
-        )
+        return "{conversations:,} were cut into {samples:,} samples".format_map(self.split)
 
     @property
     def warnings(self) -> list[str]:

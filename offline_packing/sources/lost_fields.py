@@ -70,7 +70,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for name in MEDIA_FIELDS & content.keys():
         value = content[name] or []
         named = map(media_name, value if isinstance(value, list) else [value])
-        if not used.issuperset(_base_name(one) for one in named if isinstance(one, str)):
+        if not used.issuperset(_base_name(one) for one in named if one and isinstance(one, str)):
             yield f"field {name!r} {UNUSED_MEDIA}", _shown(value)
     for name in (_TEXT_FIELDS & content.keys()) - texts_read(content, sample.task) - told:
         if text := _lost_text(name, content[name], used):

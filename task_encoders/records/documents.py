@@ -54,8 +54,8 @@ def _read_in_turn(texts: list[str | None], images: Any) -> Dialogue:
         raise SampleError("bad_record", f"{len(texts)} entries of 'texts' and {count} of 'images'")
     found, is_text, names = "", False, []
     for text, image in zip(texts, images, strict=True):
-        if image is not None:
-            names.append(media_name(image))
+        if name := media_name(image):  # tables have "" for null
+            names.append(name)
             found += IMAGE_PLACEHOLDER
             is_text = False
         if text:

@@ -163,7 +163,8 @@ def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
     if named is None or (kind == "video" and not named):
         return None
     named = named if isinstance(named, list) else [named]
-    return [media_name(name) for name in named if name is not None or not is_in_turn(content)]
+    names = [media_name(name) for name in named]
+    return [name for name in names if name] if is_in_turn(content) else names
 
 
 def best_answer(answers: Any, weights: Any) -> Any:

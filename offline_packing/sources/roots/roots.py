@@ -60,7 +60,11 @@ class MediaRoot:
         if name.startswith("file://"):
             name = unquote(urlsplit(name).path)
         elif "://" in name:
-            raise SampleError("missing_image", f"{name[:200]!r} is an address; download it first")
+            raise SampleError(
+                "missing_image",
+                f"{name[:200]!r} is an address; download it first, for example with img2dataset, "
+                "and name the file",
+            )
         path = os.path.normpath(os.path.join(self.folder, folder, name))
         if path.startswith(self._given):
             path = self._inside + path[len(self._given) :]

@@ -163,8 +163,8 @@ def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
         "pair": "holds no sample without exactly one image",
         "turns": "holds no sample of several turns",
         "system": "holds no system message",
-        "tag": "holds no text that spells control tokens, nor <image> in an answer",
-        "pad": "holds no text that spells control tokens, nor <image> in an answer",
+        "tag": "holds no text that spells control tokens, nor <image> in an answer or document",
+        "pad": "holds no text that spells control tokens, nor <image> in an answer or document",
         "thin": "holds no image 1 or 3 pixels high or wide",
     }
     assert verify(run, deep=True).ok
@@ -175,7 +175,7 @@ def test_llava_onevision_sets_aside_what_it_cannot_hold(tmp_path: Path) -> None:
 def test_llava_onevision_holds_captions_about_tags(tmp_path: Path) -> None:
     """A caption goes through no template, so nothing in it becomes an image."""
     root = captioning_pairs(tmp_path / "data", 4)
-    write_json(root / "tag.json", {"caption": "The words <image> and </image>."})
+    write_json(root / "tag.json", {"caption": "The words <video> and </image>."})
     (root / "tag.png").write_bytes(image_bytes(image_format="PNG"))
     source = {"format": "pairs", "path": str(root), "task": "captioning"}
     run = make_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
