@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+import yaml
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
 from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
@@ -29,12 +30,21 @@ def _check_path(context: click.Context, argument: click.Parameter, path: str) ->
 @click.argument("path", callback=_check_path)
 @click.option("--to", type=FileOrUrl(), default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
-@click.option("--output", default="out/packed", help="Its output.path.")
+@click.option("--output", help="Its output.path; default: out/packed, or a folder beside PATH.")
 @click.option("--processor", default=BUILTIN, help="The checkpoint you train; sets model.family.")
 @click.option("--force", is_flag=True, help="Overwrite an existing configuration.")
-def init(path: str, to: Path, task: str | None, output: str, processor: str, force: bool) -> None:
-    """Look at a folder or file PATH, show how it would be read, and write a pack.yaml for it."""
-    from offline_packing.cli.starter import render_config, render_examples
+def init(
+    path: str, to: Path, task: str | None, output: str | None, processor: str, force: bool
+) -> None:
+    """Look at a folder or file PATH, show how it would be read, write a pack.yaml for it, and
+    measure ten records with that."""
+    from offline_packing.cli.starter import (
+        measure_some,
+        output_beside,
+        render_config,
+        render_examples,
+    )
+    from offline_packing.config.packing import parse_config
     from offline_packing.sources.recognise import recognise
     from offline_packing.storage.files import write_atomically
 
@@ -44,12 +54,23 @@ def init(path: str, to: Path, task: str | None, output: str, processor: str, for
         )
     found = recognise(path, task=task)
     try:
-        config = render_config(found, output, processor)
+        config = render_config(found, output or output_beside(path), processor)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     echo(render_examples(found))
+    checked = parse_config(yaml.safe_load(config))
     write_atomically(to, config.encode())
-    echo(f"wrote {to}; next: offline-packing run --deep {to}")
+    echo(f"wrote {to}")
+    num_usable, refused = measure_some(checked)
+    for reason, (count, detail) in refused.items():
+        echo(f"would be set aside: {count} of {num_usable + count} records, {reason}: {detail}")
+    next_command = f"offline-packing run --deep {to}"
+    if not num_usable:
+        raise click.ClickException(
+            f"none of the first records can be packed so; correct {to} (docs/input.md says how "
+            f"records are read), then: {next_command}"
+        )
+    echo(f"measured {num_usable} of the first records; next: {next_command}")
 
 
 @cli.command()

@@ -1,15 +1,23 @@
-"""`init`: a first configuration for data that were recognised, with comments."""
+"""`init`: a first configuration for data that were recognised, with comments, and the proof that it
+runs: some records measured with it."""
 
+import itertools
+from collections import Counter
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from offline_packing.config.packing import PackingConfig
+from offline_packing.measure.measure_part import MeasureTask, Measuring
 from offline_packing.report.preview_text import first_words
-from offline_packing.sources.recognise import Example, Recognised
+from offline_packing.sources import open_source
+from offline_packing.sources.recognise import MANY, Example, Recognised
 from task_encoders.families import FAMILIES, ModelOptions, model_options, require_family
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 _TEXT_LENGTH: Final = 100
+_MEASURED: Final = 10
 _COMMENTS: Final = {
     "format": "how the samples are stored",
     "task": "captioning | vqa | bmr: what the model is shown, and what carries loss",
@@ -22,12 +30,23 @@ _COMMENTS: Final = {
 }
 
 
+def output_beside(path: str) -> str:
+    """The default output.path: out/packed, or a folder beside the source that would hold it."""
+    source, output = Path(path).resolve(), Path("out/packed")
+    if not output.resolve().is_relative_to(source):
+        return str(output)
+    return str(source.with_name(f"{source.name}_packed"))
+
+
 def render_config(found: Recognised, output: str, processor: str = BUILTIN) -> str:
     """A commented YAML file; all other fields have defaults.
 
     Raises:
         ValueError: the checkpoint `processor` is of no family here.
     """
+    split = "  # no val split: of so few samples it would hold hardly a pack; validation.every=0\n"
+    if found.num_records >= MANY:
+        split = "  split: {train: 0.99, val: 0.01}  # launch/*.sh validate on val\n"
     source = "".join(_line(name, value) for name, value in found.options.items())
     family = None if processor == BUILTIN else require_family(processor)
     return f"""\
@@ -37,8 +56,22 @@ source:
 {_model_lines(model_options(family=family, processor=processor))}pack:
   seq_length: 8192  # tokens of a training sequence
 output:
-{_line("path", output)}  split: {{train: 0.99, val: 0.01}}  # launch/*.sh validate on val
-"""
+{_line("path", output)}{split}"""
+
+
+def measure_some(config: PackingConfig) -> tuple[int, dict[str, tuple[int, str]]]:
+    """Measure the first records of a configuration's source, and write nothing: the number of those
+    that can be packed; and by reason the number of others, and a detail. Raises StageError as
+    `measure`."""
+    source = open_source(config.source[0])
+    parts = source.unread_parts()
+    records = itertools.chain.from_iterable(map(source.records, parts))
+    task = MeasureTask(0, source, 0, parts[0], config.model, Path(), Path())
+    rows = [*Measuring(task).rows(enumerate(itertools.islice(records, _MEASURED)))]
+    refused = [(row["reason"], row["detail"]) for row in rows if "reason" in row]
+    counts, details = Counter(reason for reason, _ in refused), dict(reversed(refused))
+    found = {reason: (count, details[reason]) for reason, count in counts.items()}
+    return len(rows) - len(refused), found
 
 
 def _model_lines(model: ModelOptions) -> str:

@@ -1,10 +1,13 @@
 """Recognise the data at a path: format, task, and some records as they would be packed."""
 
 import itertools
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from tqdm import tqdm
 
 from offline_packing.errors import StageError
 from offline_packing.sources import SOURCES, open_source
@@ -16,6 +19,9 @@ from task_encoders.records.documents import is_document
 from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS
 from task_encoders.records.record import RECORD_FIELDS
 from task_encoders.samples import SampleError, SourceSample
+
+#: Records that are counted at most: enough for a validation split.
+MANY: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Recognised:
     options: dict[str, Any]
     others: tuple[str, ...]
     examples: tuple[Example, ...]
+    #: records, or MANY where there are as many or more
+    num_records: int
 
 
 def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> Recognised:
@@ -62,7 +70,9 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     source = open_source(options)
     examples = [_example(source, record) for record in _records(source, num_examples)]
     missing = next((name for example in examples for name in example.missing), None)
-    root = find_image_root(path, missing) if missing else None
+    root = None
+    if missing is not None:
+        root = _common_root(source) if missing[0] == "/" else find_image_root(path, missing)
     if root is not None and isinstance(source.options, MediaOptions):
         options["image_root"] = root
         source = open_source(options)
@@ -72,12 +82,30 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     has_media = UNUSED_MEDIA in lost or any(sample.media for sample in samples)
     if samples and not has_media and options["task"] != "bmr" and name != "text":
         options["text_only"] = True
-    return Recognised(options, tuple(others), tuple(examples))
+    num_records = sum(1 for _ in itertools.islice(_all_records(source), MANY))
+    return Recognised(options, tuple(others), tuple(examples), num_records)
+
+
+def _all_records(source: Source) -> Iterator[SourceRecord]:
+    return (record for part in source.unread_parts() for record in source.records(part))
 
 
 def _records(source: Source, count: int) -> list[SourceRecord]:
-    records = (record for part in source.unread_parts() for record in source.records(part))
-    return list(itertools.islice(records, count))
+    return list(itertools.islice(_all_records(source), count))
+
+
+def _common_root(source: Source) -> str | None:
+    """The folder that holds all files that records name by absolute paths; None: there is none."""
+    root = None
+    for record in tqdm(_all_records(source), "reading paths of images", unit="record", delay=2):
+        try:
+            sample = source.sample(record, record.key)
+        except SampleError:
+            continue
+        folders = {os.path.dirname(name) for name in sample.media if name[0] == "/"}
+        if folders:
+            root = os.path.commonpath([*folders, *([root] if root else [])])
+    return root if root and os.path.isdir(root) else None
 
 
 def _guess_task(records: list[SourceRecord]) -> str:

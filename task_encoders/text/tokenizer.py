@@ -27,6 +27,7 @@ from task_encoders.text.qwen_vocabulary import (
     QWEN_SPECIAL_TOKENS,
     qwen_ranks,
 )
+from task_encoders.versions import SUPPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -238,8 +239,10 @@ def require_hub(name: str) -> None:
     import urllib.error
     import urllib.request
 
-    from huggingface_hub import constants, try_to_load_from_cache
-
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+    except ImportError as error:
+        raise _not_installed(name, error) from error
     is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
     if is_cached or constants.HF_HUB_OFFLINE:
         return
@@ -266,14 +269,18 @@ def checkpoint_tokenizer(processor: str) -> Any:
     Raises:
         ValueError: there is none of that name, or it is not a fast one.
     """
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise _not_installed(processor, error) from error
     try:
         # With mistral-common installed, Mistral's tokenizer would otherwise not be fast.
         options = {"trust_remote_code": False, "mistral_format": False}
         tokenizer = AutoTokenizer.from_pretrained(processor, **options)
     except (OSError, ValueError) as error:
         raise ValueError(_explain_missing(processor)) from error
+    if tokenizer.is_fast and not tokenizer.backend_tokenizer.get_vocab_size(False):
+        raise ValueError(_explain_missing(processor))  # transformers makes up an empty one
     if not tokenizer.is_fast:
         raise ValueError(
             f"checkpoint {processor!r} has no fast tokenizer; save its tokenizer.json beside it"
@@ -307,6 +314,13 @@ def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokeniz
         return fast
     logger.info("%s: no tiktoken form of this tokenizer; using transformers' own", processor)
     return slow
+
+
+def _not_installed(processor: str, error: ImportError) -> ValueError:
+    return ValueError(
+        f"processor {processor!r} needs transformers and huggingface_hub ({error}); pip install "
+        f"'transformers{SUPPORTED['transformers']}' (in a clone: pip install -e '.[train]')"
+    )
 
 
 def _explain_missing(processor: str) -> str:

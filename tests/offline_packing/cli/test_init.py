@@ -15,6 +15,7 @@ from tests.helpers import formats
 from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import captioning_pairs, dialogue, make_run
 from tests.helpers.formats import lines, write_file
+from tests.helpers.tiny_families import save_tokenizer
 
 SAMPLES = formats.draw_samples(4)
 
@@ -118,12 +119,67 @@ def test_the_file_that_is_written_runs_and_is_never_overwritten(tmp_path: Path) 
 )
 def test_the_checkpoint_names_its_family(model_type: str, family: str, tmp_path: Path) -> None:
     """Qwen3.6 and 3.8 are Qwen3_5ForConditionalGeneration, too."""
+    save_tokenizer(family or "llava_1_5", tmp_path / "model")
     write_file(tmp_path / "model" / "config.json", json.dumps({"model_type": model_type}).encode())
     data, to = captioning_pairs(tmp_path / "data", 3), tmp_path / "pack.yaml"
     invoke("init", data, "--to", to, "--processor", tmp_path / "model")
     model = load_config(to).model
     assert (model.family, model.processor) == (family or "llava_1_5", str(tmp_path / "model"))
     assert ("min_pixels: 65536" in to.read_text()) == bool(family)
+
+
+def by_absolute_paths(root: Path, count: int) -> None:
+    """ms-swift's lines, whose pictures lie in two folders elsewhere."""
+    rows = []
+    for i in range(count):
+        name = root / "coco" / ("train", "val")[i % 2] / f"{i % 5}.jpg"
+        write_file(name, SAMPLES[0][2][0])
+        said = dialogue("<image>What is it?", f"It is {i}.")
+        rows.append({"messages": said, "images": [str(name)]})
+    write_file(root / "data" / "a.jsonl", lines(rows))
+
+
+@pytest.mark.parametrize("form", ["ms-swift", "LLaMA-Factory"])
+def test_files_with_absolute_paths_run_as_they_are(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """init, run, from the folder of the data."""
+    by_absolute_paths(tmp_path, 60)
+    data = tmp_path / "data"
+    if form == "LLaMA-Factory":
+        tags = {"role_tag": "role", "content_tag": "content"}
+        tags |= {"user_tag": "user", "assistant_tag": "assistant"}
+        columns = {"messages": "messages", "images": "images"}
+        entry = {"file_name": "a.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags}
+        write_file(data / "dataset_info.json", json.dumps({"own": entry}).encode())
+    monkeypatch.chdir(data)
+    shown = invoke("init", ".").output
+    assert f"image_root: {tmp_path / 'coco'}  #" in Path("pack.yaml").read_text()
+    assert "split" not in Path("pack.yaml").read_text().replace("# no val split", "")
+    assert "REFUSED" not in shown
+    assert "measured 10 of the first records; next: offline-packing run --deep pack.yaml" in shown
+    said = invoke("run", "--deep", "pack.yaml", "engine.workers=0").output
+    assert "samples                 60\nset aside               0\n" in said
+    assert (tmp_path / "data_packed" / "manifest.json").is_file()
+
+
+def test_what_cannot_run_is_not_next(tmp_path: Path) -> None:
+    """And no output inside the source, and no val split of few samples."""
+    rows = [{"caption": "A.", "image": f"/nowhere/{i}.jpg"} for i in range(1200)]
+    write_file(tmp_path / "data" / "a.jsonl", lines(rows))
+    to = tmp_path / "pack.yaml"
+    result = CliRunner().invoke(cli, ["init", str(tmp_path / "data"), "--to", str(to)])
+    assert result.exit_code == 1
+    assert "would be set aside: 10 of 10 records, path_outside_root: '/nowhere/0.jpg'" in (
+        result.output
+    )
+    assert "next:" not in result.output
+    assert f"none of the first records can be packed so; correct {to}" in result.output
+    assert "split: {train: 0.99, val: 0.01}" in to.read_text()
+    inside = ["init", str(tmp_path / "data"), "--to", str(tmp_path / "b.yaml"), "--output"]
+    result = CliRunner().invoke(cli, [*inside, str(tmp_path / "data" / "out")])
+    assert "lies inside source.path" in str(result.exception)
+    assert not (tmp_path / "b.yaml").exists()
 
 
 def test_a_checkpoint_of_no_family_is_refused(tmp_path: Path) -> None:
