@@ -6,6 +6,8 @@ read. Samples that are not packs become rows of one sub-sample, or packs of Ener
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from task_encoders.energon_samples import (
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.field_types import Count, checked
 from task_encoders.media.patches import PixelTransport
-from task_encoders.packs.manifest import WRITTEN_AGAIN, folder_of
+from task_encoders.packs.manifest import WRITTEN_AGAIN, folder_of, read_manifest
 from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.tokenized import fingerprint_digest
@@ -42,6 +44,7 @@ from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
 from task_encoders.rows.unpacked import cook, is_pack, unpacked_sub_sample
+from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.settings import (
     FRACTIONS,
     NO_PACKS,
@@ -102,14 +105,11 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     ) -> None:
         super().__init__()
         self.settings = settings or PackingSettings.from_env()
-        self.encoder = build_sample_encoder(model, **options)
         self.model = model or model_options(**options)
-        #: of the settings that lengths and token ids depend on
-        self.digest = fingerprint_digest(self.encoder.fingerprint)
         self.seq_length, self.pad_multiple = seq_length, pad_multiple
         self._fits_padded = fits_padded
         self._rows = RowEncoder(
-            encoder=self.encoder,
+            encoder=build_sample_encoder(self.model),
             seq_length=seq_length,
             multiple=pad_multiple,
             pad_to_seq_length=pad_to_seq_length,
@@ -125,6 +125,16 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         self._folders: list[EPath | Path] = []
         #: folders of the datasets that are being built, and the generation of their packs
         self._opened: list[tuple[EPath | Path, str]] = []
+
+    @property
+    def encoder(self) -> SampleEncoder:
+        """The sample encoder."""
+        return self._rows.encoder
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the settings that lengths and token ids depend on."""
+        return fingerprint_digest(self.encoder.fingerprint)
 
     @stateless
     def encode_sample(self, sample: Sample) -> PackedRowSample:
@@ -278,6 +288,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         """Compare the settings that a packed folder was made with to these. Raises
         PackingSettingsError if they differ, ManifestError if the manifest cannot be read."""
         folder = folder_of(folder)
+        if not self._folders and not self.model.control_tokens:
+            self._take_control_tokens(folder)
         check_manifest(
             folder,
             model=self.encoder.fingerprint,
@@ -288,6 +300,16 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         self._folders.append(folder)
         if self._trainer:
             check_trainer(folder, self._trainer)
+
+    def _take_control_tokens(self, folder: EPath | Path) -> None:
+        """Use the control tokens with which a folder was packed."""
+        manifest = read_manifest(folder)
+        stored = manifest and manifest.fingerprint.get("model.control_tokens")
+        if stored:
+            update = {"control_tokens": tuple(str(stored).split())}
+            self.model = self.model.model_copy(update=update)
+            self._rows = replace(self._rows, encoder=build_sample_encoder(self.model))
+            self.__dict__.pop("digest", None)
 
     def check_trainer(self, trainer: str) -> None:
         """Refuse packs that this trainer cannot train: in slots, or with loss weights other than 0

@@ -115,6 +115,10 @@ class SampleEncoder(Protocol):
         """Ids of the tokens of media, under the names of transformers' configs."""
 
     @property
+    def written_tokens(self) -> frozenset[str]:
+        """Control tokens that samples have besides those of their texts."""
+
+    @property
     def fingerprint(self) -> Mapping[str, str | int]:
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
 

@@ -8,6 +8,7 @@ A sample's id is its row number over all parts. Containers are paths relative to
 so that data and index can move.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from offline_packing.errors import DamagedError, StageError
+from offline_packing.sources.lost_fields import SPELLED
 from offline_packing.storage.files import (
     atomic_file,
     is_remote,
@@ -108,7 +110,18 @@ class IndexInfo:
     def warnings(self) -> list[str]:
         """A line for each probable mistake, such as unused parts of samples."""
         lines = list(self.source_warnings)
+        spelled = sorted(what for what in self.lost if what.startswith(SPELLED))
+        if spelled:
+            tokens = [what.removeprefix(SPELLED) for what in spelled]
+            count, example = max(self.lost[what] for what in spelled)
+            lines.append(
+                f"texts hold {', '.join(map(repr, tokens))} (in about {count:,} samples, such as "
+                f"{example}), trained as text; where the checkpoint knows them as control tokens: "
+                f"model.control_tokens: {json.dumps(tokens, ensure_ascii=False)}"
+            )
         for what, (count, example) in sorted(self.lost.items()):
+            if what in spelled:
+                continue
             such = f", such as {example}" if example else ""
             lines.append(f"{what} (about {count:,} samples{such})")
         if self.num_unused_images:

@@ -18,8 +18,9 @@ from offline_packing.index.table import escape
 from offline_packing.sources import SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import clipped_images, control_text, lost_fields
 from offline_packing.sources.options import FieldMap
+from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample
-from task_encoders.text.tokenizer import Tokenizer, control_pattern
+from task_encoders.text.tokenizer import control_pattern
 
 #: First records of a source, all looked at; later ones once in ONE_IN.
 NUM_FIRST: Final = 4096
@@ -36,9 +37,9 @@ _DIGITS: Final = 16
 class Diagnosis:
     """Diagnosis of a part of a source; its first `num_first` records are all looked at."""
 
-    def __init__(self, fields: FieldMap, tokenizer: Tokenizer, num_first: int) -> None:
-        self._fields, self._control = fields, control_pattern(tokenizer)
-        self._num_first = num_first
+    def __init__(self, fields: FieldMap, encoder: SampleEncoder, num_first: int) -> None:
+        self._fields, self._num_first = fields, num_first
+        self._control = control_pattern(encoder.tokenizer), encoder.written_tokens
         #: of the first records, and of the others: samples that lack something, and "": all
         self._lost: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         #: the same by an answer's hash and beginning
@@ -55,7 +56,7 @@ class Diagnosis:
             return
         is_later = since_first >= 0
         lost = [*lost_fields(record, sample, self._fields), *clipped_images(modes)]
-        for what, shown in sorted([*lost, *control_text(sample, self._control)]):
+        for what, shown in sorted([*lost, *control_text(sample, *self._control)]):
             what = escape(what)
             self._lost[is_later][what] += 1
             self._examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))

@@ -391,7 +391,7 @@ class Measuring:
 
     def __init__(self, task: MeasureTask) -> None:
         self.task, self.source, self.encoder = task, task.source, open_encoder(task.model)
-        self._diagnosis = Diagnosis(self.source.fields, self.encoder.tokenizer, task.num_first)
+        self._diagnosis = Diagnosis(self.source.fields, self.encoder, task.num_first)
         # See PartResult.
         self.num_skipped = self.num_weighted = self.num_part_hashed = 0
         self.split: Counter[str] = Counter()

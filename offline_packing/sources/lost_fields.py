@@ -2,7 +2,7 @@
 about how many samples it concerns, in the summary and the report (measure/diagnosis.py)."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from offline_packing.sources.base import SourceRecord
@@ -15,6 +15,8 @@ from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleEr
 
 #: Part of every line on unused media: with one, a source without any picture is a mistake.
 UNUSED_MEDIA: Final = "holds media that no sample uses"
+#: In front of a control token that texts spell: told together, see `IndexInfo.warnings`.
+SPELLED: Final = "control token "
 _UNUSED_TEXT: Final = "holds text that no sample uses"
 #: Names that fields with media have: image_2, img_path, video_url, frames.
 _MEDIA_NAME: Final = re.compile(
@@ -110,8 +112,11 @@ def _other_marks(sample: SourceSample) -> Iterator[Lost]:
             yield line, _shown(text[mark.start() :])
 
 
-def control_text(sample: SourceSample, control: re.Pattern[str]) -> Iterator[Lost]:
-    """Control tokens that a sample's texts spell, as where a template was applied before."""
+def control_text(
+    sample: SourceSample, control: re.Pattern[str], written: Collection[str]
+) -> Iterator[Lost]:
+    """Control tokens that a sample's texts spell: such as are `written` around texts, as where a
+    template was applied before, and others, under SPELLED and the token."""
     texts = [turn.answer for turn in sample.turns]
     if sample.task != "captioning":
         texts += [sample.system or "", sample.tools]
@@ -123,8 +128,11 @@ def control_text(sample: SourceSample, control: re.Pattern[str]) -> Iterator[Los
     for match in control.finditer(text):
         first.setdefault(match[0], match.start())
     for token, start in first.items():
-        line = f"texts hold {token!r}, trained as text and not as the control token; the chat "
-        yield f"{line}template adds those: take it out", _shown(text[start:])
+        line = f"{SPELLED}{token}"
+        if token in written:
+            line = f"texts hold {token!r}, trained as text and not as the control token; it is "
+            line += "added around texts: take it out"
+        yield line, _shown(text[start:])
 
 
 def clipped_images(images: Mapping[str, str]) -> Iterator[Lost]:

@@ -112,7 +112,8 @@ def build_sample_encoder(
         options: the other fields of ModelOptions: min_pixels, max_pixels, …
 
     Raises:
-        ValueError: see ModelOptions; a checkpoint of another family, one whose chat template
+        ValueError: see ModelOptions; control tokens that texts must not spell, or that the
+            vocabulary lacks; a checkpoint of another family, one whose chat template
             cannot be cut or writes tokens that its tokenizer lacks, or one to be downloaded
             while the hub is out of reach.
     """
@@ -131,6 +132,13 @@ def build_sample_encoder(
             f"checkpoint of {model.family}"
         )
     encoder = FAMILIES[model.family].build(model)
+    for token in model.control_tokens:
+        encoder.tokenizer.special_id(token)
+        if token in encoder.written_tokens:
+            raise ValueError(
+                f"model.control_tokens: {token!r} marks media, ends a text, or is written by the "
+                "chat template; in a text it would be taken for that: leave it out"
+            )
     with suppress(SampleError):  # not every template takes images
         encoder.tokenize(_QUESTION)
     return encoder

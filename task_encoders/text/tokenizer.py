@@ -1,9 +1,10 @@
 """Text to token ids, with the ids of the checkpoint's own tokenizer.
 
 Special tokens written inside text are data here: only the chat template makes control tokens, from
-`special_id`. Added tokens that are not special, such as `<tool_call>`, can be spelled in text, as
-in transformers. A byte-level BPE tokenizer (every Qwen) runs on tiktoken, five times as fast as
-transformers' on one core; any other is used through transformers, and a log line says so.
+`special_id`, unless `model.control_tokens` names them. Added tokens that are not special, such as
+`<tool_call>`, can be spelled in text, as in transformers. A byte-level BPE tokenizer (every Qwen)
+runs on tiktoken, five times as fast as transformers' on one core; any other is used through
+transformers, and a log line says so.
 """
 
 import functools
@@ -12,7 +13,7 @@ import json
 import logging
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -148,9 +149,16 @@ class TiktokenTokenizer(_AddedTokens):
 class TransformersTokenizer(_AddedTokens):
     """Any fast tokenizer of transformers, unchanged."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, spelled: Collection[str] = ()) -> None:
+        """`spelled`: special tokens that text can spell."""
         # A copy, since `encode_special_tokens` (special tokens are data) is a lasting switch.
         spec = tokenizer.backend_tokenizer.to_str()
+        if spelled:
+            parsed = json.loads(spec)
+            for token in parsed["added_tokens"]:
+                token["special"] &= token["content"] not in spelled
+            spec = json.dumps(parsed)
+        self.spec = spec
         self._backend = type(tokenizer.backend_tokenizer).from_str(spec)
         self._backend.encode_special_tokens = True
         self.fingerprint = xxhash.xxh3_128_hexdigest(spec.encode())
@@ -289,11 +297,14 @@ def checkpoint_tokenizer(processor: str) -> Any:
 
 
 @functools.cache
-def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokenizer:
+def load_tokenizer(
+    processor: str, text_tokens: tuple[str, ...] = (), spelled: tuple[str, ...] = ()
+) -> Tokenizer:
     """The tokenizer of "builtin", a checkpoint folder, or a hub name.
 
     Args:
         text_tokens: what a family adds to the built-in vocabulary after the special tokens.
+        spelled: special tokens that text can spell.
 
     Raises:
         ValueError: as checkpoint_tokenizer.
@@ -303,10 +314,11 @@ def load_tokenizer(processor: str, text_tokens: tuple[str, ...] = ()) -> Tokeniz
         special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
         first = len(ranks) + len(special)
         added = {token: first + i for i, token in enumerate(text_tokens)}
+        added |= {token: special.pop(token) for token in spelled if token in special}
         return TiktokenTokenizer(ranks, QWEN_PATTERN, special, added, nfc=True)
     tokenizer = checkpoint_tokenizer(processor)
-    slow = TransformersTokenizer(tokenizer)
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    slow = TransformersTokenizer(tokenizer, spelled)
+    spec = json.loads(slow.spec)
     fast = _as_tiktoken(spec)
     if fast is not None and all(fast.encode(text) == slow.encode(text) for text in _PROBES):
         if any(not token["special"] for token in spec["added_tokens"]):

@@ -40,6 +40,7 @@ from task_encoders.samples import (
     VIDEO_PLACEHOLDER,
     SampleError,
     SourceSample,
+    Turn,
     check_sample,
     count_placeholders,
 )
@@ -50,6 +51,7 @@ from task_encoders.text.pieces import (
     Answer,
     Control,
     Dialect,
+    Fixed,
     Image,
     Piece,
     Text,
@@ -91,6 +93,9 @@ class ModelOptions(BaseModel):
     #: what carries loss, if messages do not say otherwise: all answers, or all text of a caption or
     #: document; the last answer; or what follows a sample's first image or video
     loss_on: Literal["all", "last", "after_media"] = "all"
+    #: special tokens of the vocabulary that texts may spell, such as ["<|box_start|>",
+    #: "<|box_end|>"]; others are text. Not those of the chat template, of media and of ends
+    control_tokens: tuple[str, ...] = ()
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
 
@@ -178,7 +183,9 @@ class FamilyEncoder(ABC):
         if not self.HAS_BUILTIN:
             options.require_checkpoint()
         self.options = options
-        self.tokenizer = tokenizer = load_tokenizer(options.processor, self.TEXT_TOKENS)
+        spelled = options.control_tokens
+        tokenizer = load_tokenizer(options.processor, self.TEXT_TOKENS, spelled)
+        self.tokenizer = tokenizer
         self.pad_token_id = tokenizer.special_id(self.PAD_TOKEN)
         if vision is not None:
             self.vision = vision
@@ -255,7 +262,20 @@ class FamilyEncoder(ABC):
     # Common to all.
 
     @cached_property
+    def written_tokens(self) -> frozenset[str]:
+        """Control tokens that samples have besides those of their texts."""
+        names = {self.PAD_TOKEN, *self.MEDIA_TOKENS.values()}
+        medium = self.image_medium(64, 64)
+        ids = [token for span in self.medium_spans(medium) for token in span.ids]
+        names |= {name for name, is_control in self.tokenizer.spell(ids) if is_control}
+        for task in ("captioning", "bmr"):
+            sample = SourceSample("", task, (Turn("a", "b"),))
+            names |= _control_names(self.render(sample, [1.0]))
+        return frozenset(names)
+
+    @cached_property
     def fingerprint(self) -> Mapping[str, str | int]:
+        spelled = sorted(self.options.control_tokens)
         return {
             "family": self.LENGTHS_OF,
             "template": self.TEMPLATE_VERSION,
@@ -269,6 +289,7 @@ class FamilyEncoder(ABC):
             # Only where they differ from the default: fingerprints written before them stay valid.
             **({"chat_template": self.own_template} if self.own_template else {}),
             **({"loss_on": self.options.loss_on} if self.options.loss_on != "all" else {}),
+            **({"control_tokens": " ".join(spelled)} if spelled else {}),
         }
 
     def measure(
@@ -456,6 +477,17 @@ class FamilyEncoder(ABC):
                 yield part, [part]
             else:
                 yield part, self.texts.spans(part)
+
+
+def _control_names(pieces: Iterable[Piece]) -> set[str]:
+    """Control tokens among pieces."""
+    found = set[str]()
+    for piece in pieces:
+        if isinstance(piece, Control):
+            found.add(piece.token)
+        elif isinstance(piece, Fixed):
+            found |= _control_names(piece.pieces)
+    return found
 
 
 def _first_with_media(sample: SourceSample) -> int:

@@ -382,10 +382,13 @@ def test_every_control_token_of_a_vocabulary_is_found() -> None:
     for tokenizer in (load_tokenizer(BUILTIN), TransformersTokenizer(tiny_tokenizer())):
         for name in QWEN_SPECIAL_TOKENS:
             turn = Turn("Say it.", f"It is {name}.")
-            (found,) = control_text(SourceSample("k", "vqa", (turn,)), control_pattern(tokenizer))
-            assert f" {name!r}, " in found[0]
+            sample, written = SourceSample("k", "vqa", (turn,)), {"<|im_end|>"}
+            (found,) = control_text(sample, control_pattern(tokenizer), written)
+            is_written = name in written
+            assert found[0].startswith(f"texts hold {name!r}, ") == is_written
+            assert (found[0] == f"control token {name}") != is_written
     plain = SourceSample("k", "vqa", (Turn("<image>", "a <|b|> <tool_call>"),), ("a.jpg",))
-    assert not [*control_text(plain, control_pattern(tokenizer))]
+    assert not [*control_text(plain, control_pattern(tokenizer), ())]
 
 
 def test_images_that_are_clipped(tmp_path: Path) -> None:
