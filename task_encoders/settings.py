@@ -59,7 +59,7 @@ class PackingSettingsError(ValueError):
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:
-    value = environ.get(name, "0")
+    value = environ.get(name) or "0"  # set to nothing is unset
     if value not in ("0", "1"):
         raise PackingSettingsError(f"{name}={value!r} is not accepted; set it to 1, 0 or nothing")
     return value == "1"
@@ -144,7 +144,9 @@ def check_manifest(
     if manifest.version == 2 and not trees:
         raise PackingSettingsError(TREES.format(folder))
     measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
-    for field, value in measured.items():
+    # First what explains the hashes of others: another family has another tokenizer, too.
+    for field in sorted(measured, key=lambda name: name != "model.family"):
+        value = measured[field]
         name = field.removeprefix("model.")
         if field.startswith("model.") and model.get(name) != value:
             was, has = (

@@ -145,7 +145,12 @@ def open_captions(
     options: dict[str, Any] | None = None, encoder: type[PackedTaskEncoder] = PackedTaskEncoder
 ) -> list[Any]:
     """Batches of packed captions from Energon's own call, with these arguments for it."""
-    sizes = {"seq_length": 512, "max_pixels": LIMITS["max_pixels"], "loss_on": "all"}
+    sizes: dict[str, Any] = {
+        "seq_length": 512,
+        "max_pixels": LIMITS["max_pixels"],
+        "loss_on": "all",
+        "family": "qwen2_vl",
+    }
     given: dict[str, Any] = {
         "batch_size": 1,
         "shuffle_buffer_size": None,
@@ -171,6 +176,7 @@ def captions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"image_decode": "pil"}, "already has a decoder"),
         ({"seq_length": 256}, "seq_length 512 tokens > the task encoder's seq_length 256"),
         ({"max_pixels": 100352}, "measured with max_pixels 4014080, the task encoder has 100352"),
+        ({"family": "qwen3_vl"}, "measured with family 'qwen2_vl', the task encoder has"),
         ({"loss_on": "last"}, "measured with loss_on the default, the task encoder has 'last'"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,8 @@ from task_encoders.storage.remote_requests import RemoteError
 
 if TYPE_CHECKING:
     from offline_packing.runs.run import Run
+
+logger = logging.getLogger(__name__)
 
 _DEEP: Final = click.Option(
     ["--deep"],
@@ -86,7 +89,7 @@ _PLAN: Final = (
 
 
 @verb("measure", is_shared=True)
-def measure_verb(run: Run, dry_run: bool) -> None:
+def measure_verb(run: Run, dry_run: bool, warns: bool = True) -> None:
     """Measure the tokens of every sample; no image or video is decoded."""
     from offline_packing.index.set_aside import group_set_aside
     from offline_packing.measure.measure import measure, preview_measure
@@ -96,6 +99,8 @@ def measure_verb(run: Run, dry_run: bool) -> None:
         echo(preview_measure(run), nl=False)
         return
     info = measure(run).info
+    for line in info.warnings if warns else ():
+        logger.warning("measure: warning: %s", line)
     echo(f"measured {info.num_samples:,} samples, {info.num_tokens:,} tokens")
     if info.split:
         echo(info.splitting)
@@ -257,7 +262,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
     manifest = run.workspace.manifest
     steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
-        (measure_verb, None, {}),
+        (measure_verb, None, {"warns": False}),  # the plan's summary has them
         (plan_verb, run.workspace.index_info, {}),
         (write_verb, run.workspace.plan_info, {}),
         (verify_verb, manifest, {"deep": deep, "reads_again": False}),

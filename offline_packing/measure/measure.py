@@ -233,15 +233,12 @@ def _complete(
         )
     common = {"copies": _count_copies(samples), "media": most_shown(samples), "answers": answers}
     folders = workspace.index, workspace.set_aside, workspace.files
-    info = replace(
+    return replace(
         info,
         common={what: some for what, some in common.items() if some[0]},
         hashes={folder.name: hash_files(folder, "*.parquet") for folder in folders},
         num_unused_images=count_unused_media(samples, scans),
     )
-    for line in info.warnings:
-        logger.warning("measure: warning: %s", line)
-    return info
 
 
 def _count_copies(samples: Index) -> tuple[int, str]:

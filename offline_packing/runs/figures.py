@@ -396,7 +396,12 @@ def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
     """Warn of shares that are probably a mistake: training reads train."""
     name, share = max(split.items(), key=lambda item: item[1])
     train = split.get("train", 0)
-    if share > train and len(split) > 1:
+    if not train:
+        yield (
+            f"output.split has no train ({', '.join(split)}); training reads train: name one of "
+            "them so, unless the output is for validation alone"
+        )
+    elif share > train:
         yield (
             f"output.split gives {name} {share:.1%} of the samples and train {train:.1%}; training "
             "reads train"

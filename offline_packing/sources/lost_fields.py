@@ -8,8 +8,14 @@ from typing import Any, Final
 from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.options import FieldMap
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
-from task_encoders.records.messages import media_name
-from task_encoders.records.questions import PROMPT_FIELDS
+from task_encoders.records.messages import LOSS_FIELDS, media_name
+from task_encoders.records.questions import (
+    DIALOGUE_FIELDS,
+    PROMPT_FIELDS,
+    answer_fields,
+    first_field,
+    is_scalar,
+)
 from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS, texts_read
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError, SourceSample
 
@@ -39,6 +45,8 @@ _OTHER_MARKS: Final = re.compile(
     re.IGNORECASE,
 )
 _EXAMPLE_LENGTH: Final = 60
+#: Answers that data sets have where there was none.
+_NOTHING: Final = re.compile(r"\s*(?:null|nan)\s*|[\s\u200b-\u200f\u2060\ufeff]*", re.IGNORECASE)
 #: Modes of Pillow with more than 8 bits for a value, by their first letter: what becomes of such
 #: images in RGB, in transformers' processors as here.
 _CLIPPED: Final = {
@@ -77,6 +85,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for name in (_TEXT_FIELDS & content.keys()) - texts_read(content, sample.task) - told:
         if text := _lost_text(name, content[name], used):
             yield f"field {name!r} {_UNUSED_TEXT}", _shown(text)
+    yield from _odd_answers(content, sample)
     for place in fields.missing(content):
         yield f"{place} is not in the record", ""
     if record.paired_media and not sample.media:
@@ -97,6 +106,33 @@ def _lost_beside(content: Mapping[str, Any], sample: SourceSample) -> Iterator[t
     captions = content.get("captions") or content.get("caption")
     if sample.task == "captioning" and prompt is None and answer and not captions:
         yield f"field {answer!r} is trained as a caption; where is its question?", answer
+
+
+def _odd_answers(content: Mapping[str, Any], sample: SourceSample) -> Iterator[Lost]:
+    """Answers that are not trained as they stand in the record, or hardly should be."""
+    answers = [content.get(name) for name in answer_fields(sample.task)]
+    values = next((one for one in answers if one is not None), None)
+    if (name := first_field(content, DIALOGUE_FIELDS)) is not None:
+        messages = [one for one in content[name] if isinstance(one, Mapping)]
+        values = [one.get("value", one.get("content")) for one in messages]
+        if any(message.get("mask") for message in messages):
+            line = (
+                "messages have a 'mask', which is not read; loss_weight: 0 trains none of a message"
+            )
+            yield line, sample.turns[0].answer[:_EXAMPLE_LENGTH]
+    elif isinstance(values, list) and len(values) > len(sample.turns):
+        line = "of several 'answers' the first is trained; source.fields names another"
+        yield line, _shown([str(one) for one in values])
+    values = values if isinstance(values, list) else [values]
+    if scalars := [one for one in values if is_scalar(one)]:
+        yield "answers that are numbers, true or false are trained as their text", str(scalars[0])
+    weights = [name for name in LOSS_FIELDS if is_scalar(content.get(name, ""))]
+    if weights and content[weights[0]] != 1:
+        line = f"field {weights[0]!r} of the record is not read; loss weights stand in messages"
+        yield line, str(content[weights[0]])
+    for turn in sample.turns:
+        if _NOTHING.fullmatch(turn.answer):
+            yield "answers are 'null', 'nan' or characters that show nothing", _shown(turn.answer)
 
 
 def _other_marks(sample: SourceSample) -> Iterator[Lost]:

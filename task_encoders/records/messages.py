@@ -53,7 +53,8 @@ _UNPACKED: Final = ("image", "images", "video", "videos", "audio", "audios")
 #: All that most messages hold: there is nothing else to look for in them.
 _PLAIN: Final = frozenset(("role", "content", "from", "value"))
 _QUESTIONS: Final = frozenset(("user", "tool"))
-_LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "loss_scale", "train")
+#: Names of a message's loss weight.
+LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "loss_scale", "train")
 #: Type of a part of a content list -> what marks its place.
 _MEDIA_TYPES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("image", "image_url"), IMAGE_PLACEHOLDER),
@@ -238,7 +239,7 @@ def _calls(value: Any) -> tuple[str, ...]:
 
 def _loss_weight(role: str, message: Mapping[str, Any]) -> float:
     """The weight of an answer's tokens: 1 unless it says otherwise. All else carries no loss."""
-    weight = _first(message, _LOSS_FIELDS)
+    weight = _first(message, LOSS_FIELDS)
     if weight is None:
         return 1.0
     if not is_weight(weight) or (weight and role != "assistant"):
@@ -253,6 +254,8 @@ def _loss_weight(role: str, message: Mapping[str, Any]) -> float:
 def _text(role: str, content: Any, found: Dialogue) -> str:
     if isinstance(content, str):
         return content
+    if isinstance(content, int | float) and role == "assistant":
+        return orjson.dumps(content).decode()  # a number, true or false; lost_fields.py reports it
     if not isinstance(content, list):
         raise SampleError(
             "bad_record",

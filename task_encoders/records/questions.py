@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+import orjson
+
 from task_encoders.records.messages import kind_of
 from task_encoders.samples import SampleError, Turn
 
@@ -31,6 +33,8 @@ def read_turns(content: Mapping[str, Any], task: str) -> list[Turn]:
                 "bad_record", f"no prompt: none of {quoted(PROMPT_FIELDS)}; is it a caption?"
             )
         prompts = [""] * len(answers)
+    if len(prompts) == 1 and first_field(content, names) == "answers":
+        answers = answers[:1]  # of several to one prompt the first; lost_fields.py reports it
     if len(prompts) != len(answers):
         raise SampleError("bad_record", f"{len(prompts)} prompts for {len(answers)} answers")
     turns = list(zip(prompts, answers, strict=True))
@@ -78,15 +82,36 @@ def answer_fields(task: str) -> Sequence[str]:
 
 
 def _texts(content: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
-    """The first of the fields that exists, as a list: 'x', ['x'] and [{"content": 'x'}]."""
+    """The first of the fields that exists, as a list: 'x', ['x'] and [{"content": 'x'}]; a number,
+    true and false as their JSON."""
     name = first_field(content, names)
     if name is None:
         return None
     values = content[name] if isinstance(content[name], list) else [content[name]]
     texts = [value.get("content") if isinstance(value, dict) else value for value in values]
+    texts = [orjson.dumps(text).decode() if is_scalar(text) else text for text in texts]
     if any(not isinstance(text, str) for text in texts):
-        raise SampleError("bad_record", f"{name!r} holds something other than text")
+        raise SampleError(
+            "bad_record", f"{name!r} holds something other than text{_remedy(name, content[name])}"
+        )
     return cast(list[str], texts)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a number, true or false."""
+    return isinstance(value, int | float)
+
+
+def _remedy(name: str, value: Any) -> str:
+    """What to set where texts stand in objects."""
+    first = value[0] if isinstance(value, list) and value else value
+    own = first.items() if isinstance(first, dict) else ()
+    inside = next((field for field, text in own if isinstance(text, str)), None)
+    if inside is None:
+        return ""
+    field = "question" if name in PROMPT_FIELDS else "caption" if name in _CAPTIONS else "answer"
+    place = f"{name}[0]" if isinstance(value, list) else name
+    return f'; if its text is {inside!r}: source.fields={{{field}: "{place}.{inside}"}}'
 
 
 def has_answer(content: Mapping[str, Any]) -> bool:

@@ -94,7 +94,7 @@ BAD: dict[str, tuple[str, Files]] = {
         "bad_record",
         {".json": {"question": ["a", "b"], "answer": "Blue.", "images": []}},
     ),
-    "answer_number": ("bad_record", {".json": {"question": "a", "answer": 7, "images": []}}),
+    "answer_object": ("bad_record", {".json": {"question": "a", "answer": [7, {}], "images": []}}),
     "roles_assistant_first": ("bad_roles", {".json": spoken("assistant", "user")}),
     "roles_two_users": ("bad_roles", {".json": spoken("user", "user", "assistant")}),
     "roles_ends_with_user": ("bad_roles", {".json": spoken("user", "assistant", "user")}),

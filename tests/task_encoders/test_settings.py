@@ -25,9 +25,10 @@ def test_what_the_variables_mean(environ: dict[str, str], task: str) -> None:
 def test_unset_and_zero_mean_no_packs() -> None:
     unset, zero = PackingSettings.from_env({}), PackingSettings.from_env({PACKED: "0", VQA: "0"})
     assert unset == zero == PackingSettings(packed=False)
+    assert PackingSettings.from_env({PACKED: "1", VQA: "", BMR: ""}) == PackingSettings(packed=True)
 
 
-@pytest.mark.parametrize("value", ["true", "yes", "", " 1", "2", "True", "on"])
+@pytest.mark.parametrize("value", ["true", "yes", " ", " 1", "2", "True", "on"])
 @pytest.mark.parametrize("name", [PACKED, VQA, BMR])
 def test_any_other_value_stops(name: str, value: str) -> None:
     with pytest.raises(PackingSettingsError, match=name) as error:

@@ -414,3 +414,29 @@ def test_images_that_are_clipped(tmp_path: Path) -> None:
         "images of floats are clipped to 0 … 255, as in transformers: values up"
     )
     assert black.endswith("; save them with 8 bits (about 1 samples, such as a:2: 'b.tiff')")
+
+
+def test_odd_answers_and_weights(tmp_path: Path) -> None:
+    """Each with its count; none of them for answers that are plain text."""
+    asked = {"question": "What?"}
+    records: list[dict[str, Any]] = [
+        *({**asked, "answer": i} for i in range(2)),
+        *({**asked, "answers": [f"a{i}", "b"]} for i in range(3)),
+        {**asked, "answers": ["only"]},
+        *({**asked, "answer": text} for text in ("null", " NaN", "\u200b")),
+        {**asked, "answer": "nullable", "weight": 0},
+        {**asked, "answer": "Plain.", "weight": 1},
+        {"messages": [*dialogue("q", "r"), *dialogue("s", "t")]},
+    ]
+    records[-1]["messages"][1]["mask"] = 1
+    write_file(tmp_path / "a.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
+    info = measure(make_run(source, tmp_path / "out")).info
+    assert info.num_set_aside == 0
+    assert {what: count for what, (count, _) in info.lost.items()} == {
+        "answers that are numbers, true or false are trained as their text": 2,
+        "of several 'answers' the first is trained; source.fields names another": 3,
+        "answers are 'null', 'nan' or characters that show nothing": 3,
+        "field 'weight' of the record is not read; loss weights stand in messages": 1,
+        "messages have a 'mask', which is not read; loss_weight: 0 trains none of a message": 1,
+    }

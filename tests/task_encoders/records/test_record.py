@@ -184,3 +184,34 @@ def test_what_no_instruction_can_be_about(fields: dict[str, Any]) -> None:
     with pytest.raises(SampleError) as error:
         to_sample({"output": "a", **fields}, "k", "vqa")
     assert error.value.reason == "bad_record"
+
+
+@pytest.mark.parametrize(
+    ("content", "task", "expected"),
+    [
+        ({"question": "How many?", "answer": 3}, "vqa", turns("How many?", "3")),
+        ({"question": "How much?", "answer": 2.5}, "vqa", turns("How much?", "2.5")),
+        ({"question": "Is it?", "answer": True}, "vqa", turns("Is it?", "true")),
+        ({"question": "Is it?", "answers": [False, True]}, "vqa", turns("Is it?", "false")),
+        ({"question": "What?", "answers": ["a", "b", "c"]}, "vqa", turns("What?", "a")),
+        ({"question": ["What?"], "answers": ["a", "b"]}, "vqa", turns("What?", "a")),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": 7}]},
+            "bmr",
+            turns("q", "7"),
+        ),
+    ],
+)
+def test_answers_that_are_not_text(content: Any, task: str, expected: tuple[Turn, ...]) -> None:
+    """Numbers are their text; of several answers to one prompt the first counts."""
+    assert to_sample(content, "k", task).turns == expected
+
+
+def test_a_list_of_objects_names_the_field() -> None:
+    answers = [{"answer": "yes", "answer_confidence": "maybe", "answer_id": 1}]
+    with pytest.raises(SampleError, match=r'source\.fields={answer: "answers\[0\]\.answer"}'):
+        to_sample({"question": "Is it?", "answers": answers}, "k", "vqa")
+    with pytest.raises(SampleError, match=r'source\.fields={caption: "caption\.en"}'):
+        to_sample({"caption": {"en": "A cat."}}, "k", "captioning")
+    with pytest.raises(SampleError, match="3 prompts for 2 answers"):
+        to_sample({"question": ["a", "b", "c"], "answers": ["a", "b"]}, "k", "bmr")

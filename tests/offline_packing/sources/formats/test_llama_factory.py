@@ -67,7 +67,7 @@ def test_bad_dialogues_are_set_aside(tmp_path: Path) -> None:
     [
         *({"history": history} for history in (5, "x", {"a": 1}, [5], [["x"]], [[1, 2]])),
         *({"instruction": 5}, {"instruction": ["x"]}, {"input": 5}, {"input": {"a": 1}}),
-        *({"output": None}, {"output": 7}, {"system": 5}, {"images": 5}),
+        *({"output": None}, {"output": [{}]}, {"system": 5}, {"images": 5}),
     ],
 )
 def test_bad_alpaca_records_are_set_aside(tmp_path: Path, fields: dict[str, Any]) -> None:
