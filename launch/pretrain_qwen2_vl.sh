@@ -6,11 +6,10 @@
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 NPROC_PER_NODE=8 bash launch/pretrain_qwen2_vl.sh ...
 set -euo pipefail
 
-OFFLINE_PACKED_DATA=${OFFLINE_PACKED_DATA:-1}
-OFFLINE_PACKING_BMR=0
+BMR=0
 case "${STAGE:=1}" in
-    1)   OFFLINE_PACKING_VQA=0 DEFAULT=pretrain_stage1.yaml DEMO=captioning ;;
-    1.5) OFFLINE_PACKING_VQA=1 DEFAULT=pretrain_stage1_5.yaml DEMO=vqa ;;
+    1)   VQA=0 DEFAULT=pretrain_stage1.yaml DEMO=captioning ;;
+    1.5) VQA=1 DEFAULT=pretrain_stage1_5.yaml DEMO=vqa ;;
     *)   echo "STAGE=$STAGE is not known; set it to 1 or 1.5" >&2; exit 2 ;;
 esac
 

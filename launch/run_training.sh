@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it: start launch.train, or MODULE, on this node. They set OFFLINE_*,
-# and DEFAULT and DEMO: the configuration and the demo's packs to use where CONFIG is not set.
+# Sourced by the scripts beside it: start launch.train, or MODULE, on this node. They set VQA and
+# BMR, the task of their packs, and DEFAULT and DEMO: the configuration and the demo's packs to use where CONFIG is not set.
 # Needs bash, runs from any folder; paths in CONFIG and "$@" are relative to the caller's folder.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -24,8 +24,11 @@ export PATH=$ROOT/.venv/bin:$PATH
 # Our packages, not any that happen to be in the caller's folder.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 # What each pack is: see task_encoders/settings.py. 0 is for data that are packed here (data.online).
-[ "$OFFLINE_PACKED_DATA" = 1 ] || OFFLINE_PACKING_VQA=0 OFFLINE_PACKING_BMR=0
-export OFFLINE_PACKED_DATA OFFLINE_PACKING_VQA OFFLINE_PACKING_BMR
+# Variables that the caller has set stay.
+export OFFLINE_PACKED_DATA=${OFFLINE_PACKED_DATA:-1}
+[ "$OFFLINE_PACKED_DATA" = 1 ] || VQA=0 BMR=0
+[ -z "${OFFLINE_PACKING_VQA:-}${OFFLINE_PACKING_BMR:-}" ] || VQA=0 BMR=0
+export OFFLINE_PACKING_VQA=${OFFLINE_PACKING_VQA:-$VQA} OFFLINE_PACKING_BMR=${OFFLINE_PACKING_BMR:-$BMR}
 # Two OpenMP pools that spin while they wait slow each other down many times over.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 export TOKENIZERS_PARALLELISM=false

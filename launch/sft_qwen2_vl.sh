@@ -7,10 +7,9 @@
 #   BLEND=1 bash launch/sft_qwen2_vl.sh data.path=launch/blend.yaml     # captions, VQA and dialogues
 set -euo pipefail
 
-OFFLINE_PACKED_DATA=${OFFLINE_PACKED_DATA:-1}
-OFFLINE_PACKING_VQA=0
+VQA=0
 # In a blend each pack says what it is.
-OFFLINE_PACKING_BMR=$([ "${BLEND:-0}" = 1 ] && echo 0 || echo 1)
+BMR=$([ "${BLEND:-0}" = 1 ] && echo 0 || echo 1)
 DEFAULT=sft.yaml DEMO=bmr
 
 source "$(dirname "$0")/run_training.sh"

@@ -76,16 +76,29 @@ def lonely_nodes(options: Sequence[str]) -> str:
     )
 
 
+#: The script that sets the variables, by the task of the packs.
+_SCRIPTS: Final = {
+    "captioning": "STAGE=1 bash launch/pretrain_qwen2_vl.sh",
+    "vqa": "STAGE=1.5 bash launch/pretrain_qwen2_vl.sh",
+    "bmr": "bash launch/sft_qwen2_vl.sh",
+    "blend": "BLEND=1 bash launch/sft_qwen2_vl.sh",
+}
+
+
 def _check(config: LaunchConfig) -> None:
     """Check the run's settings before any rank starts."""
     from launch.data.packed_data import check_room, check_validation, read_packed_data
-    from task_encoders.settings import PackingSettings
+    from task_encoders.settings import PackingSettings, PackingSettingsError
 
     settings = PackingSettings.from_env()
     if config.data.online is None:
         tasks = read_packed_data(config.data.path).tasks
         for task in tasks:
-            settings.resolve_task(task, blend=len(tasks) > 1)
+            try:
+                settings.resolve_task(task, blend=len(tasks) > 1)
+            except PackingSettingsError as error:
+                command = _SCRIPTS["blend" if len(tasks) > 1 else task]
+                raise PackingSettingsError(f"{error}; or start {command}") from error
         check_room(config.data.path, config.parallel.context)
     if config.validation.every:
         check_validation(config.data.path)

@@ -37,7 +37,14 @@ from task_encoders.families import ModelOptions, build_sample_encoder, model_opt
 from task_encoders.field_types import Count, checked
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packs.manifest import WRITTEN_AGAIN, folder_of, read_manifest
-from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
+from task_encoders.packs.pack import (
+    LOST_PROMPTS,
+    Pack,
+    SubSample,
+    count_lost_prompts,
+    parse_json,
+    sub_samples_of_pack,
+)
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
@@ -167,6 +174,9 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 task = self.settings.resolve_task(*declared, blend=self.is_blend)
             except PackingSettingsError as error:
                 raise FatalSampleError(str(error)) from error
+            if task == "vqa" and (lost := count_lost_prompts(sample.record)):
+                pack_name = f"pack {sample.__key__!r}"
+                raise FatalSampleError(f"{pack_name}: {LOST_PROMPTS.format(lost, lost)}")
             pack = Pack(sample.__key__, sample.record, sample.media)
             sub_samples = sub_samples_of_pack(pack, task, self.digest)
             if not self._trees and any(one.tree is not None for one in sub_samples):

@@ -18,6 +18,7 @@ import shutil
 import sqlite3
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -39,7 +40,13 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from offline_packing.storage.tars import PackEntry, index_bytes, scan_tar
-from task_encoders.packs.pack import PackFormatError, parse_json, restore_pack
+from task_encoders.packs.pack import (
+    LOST_PROMPTS,
+    PackFormatError,
+    count_lost_prompts,
+    parse_json,
+    restore_pack,
+)
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import TASKS
 from task_encoders.versions import SUPPORTED, require_supported
@@ -250,6 +257,7 @@ def index_pack_folder(path: Path, task: str | None = None) -> int:
         raise StageError(f"{path} holds no *.tar; name the folder of the shards")
     packs: dict[str, list[PackEntry]] = {}
     seen: dict[str, str] = {}
+    lost = Counter[str]()
     for tar in tars:
         packs[tar.name] = list(scan_tar(tar))
         if not packs[tar.name]:
@@ -258,7 +266,10 @@ def index_pack_folder(path: Path, task: str | None = None) -> int:
             if entry.key in seen:
                 raise StageError(f"key {entry.key!r} is in {seen[entry.key]} and in {tar.name}")
             seen[entry.key] = tar.name
-        task = _checked_task(tar, packs[tar.name], task)
+        task = _checked_task(tar, packs[tar.name], task, lost)
+    if task == "vqa" and lost["prompts"]:
+        problem = LOST_PROMPTS.format(f"{lost['prompts']:,}", f"{lost['all']:,}")
+        raise StageError(f"{path}: {problem}")
     if task is None:
         raise StageError(
             f"{path}: the packs do not say what they are; pass --task {'|'.join(TASKS)}"
@@ -270,8 +281,11 @@ def index_pack_folder(path: Path, task: str | None = None) -> int:
     return len(seen)
 
 
-def _checked_task(tar: Path, entries: Sequence[PackEntry], task: str | None) -> str | None:
-    """Check that every pack can be restored; the task they name, which must be the given one."""
+def _checked_task(
+    tar: Path, entries: Sequence[PackEntry], task: str | None, lost: Counter[str]
+) -> str | None:
+    """Check that every pack can be restored; the task they name, which must be the given one. Adds
+    sub-samples without prompts to `lost`, and `all`."""
     with tar.open("rb") as file:
         for entry in entries:
             part = next((part for part in entry.parts if part.name == JSON_PART), None)
@@ -280,7 +294,9 @@ def _checked_task(tar: Path, entries: Sequence[PackEntry], task: str | None) -> 
             file.seek(part.offset)
             try:
                 record = parse_json(file.read(part.size), entry.key)
-                found = restore_pack(record, entry.key, task).task
+                restored = restore_pack(record, entry.key, task)
+                found = restored.task
+                lost.update(prompts=count_lost_prompts(record), all=len(restored.keys))
             except PackFormatError as error:
                 raise StageError(f"{tar}: {error}") from error
             if found is not None and found != (task := task or found):

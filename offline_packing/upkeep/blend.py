@@ -112,11 +112,17 @@ def _warn_of_shared_media(outputs: Mapping[Path, Manifest]) -> None:
         for split in sorted(splits.keys() - {"train"}):
             held = np.unique(np.concatenate(list(splits[split]())))
             if count := count_held(held, others.get("train", tuple)()):
+                settings = [outputs[root].config["output"] for root in (one, other)]
+                first, second = ((own.get("split"), own.get("split_seed", 0)) for own in settings)
+                remedy = "pack both with one output.split and output.split_seed"
+                if first == second:  # they agree on media that samples show alone
+                    remedy = (
+                        f"they belong to samples of several; pack {one} with output.split={{train: "
+                        "1.0}, and validate on others, or give one configuration all sources"
+                    )
                 logger.warning(
-                    "%s: %d of %d images and videos in split %s stand in the train split of %s; "
-                    "pack both with one output.split and output.split_seed, or for samples of "
-                    "several images give one configuration all sources",
-                    *(one, count, len(held), split, other),
+                    "%s: %d of %d images and videos in split %s stand in the train split of %s; %s",
+                    *(one, count, len(held), split, other, remedy),
                 )
 
 

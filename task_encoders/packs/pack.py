@@ -31,6 +31,14 @@ from task_encoders.storage.paths import REMEDY
 _NUMBERED: Final = re.compile(r"img(\d+)\.[^.]+")
 
 
+#: Error of VQA packs without questions; after their place and numbers.
+LOST_PROMPTS: Final = (
+    "{} of {} sub-samples have no prompt under task vqa: a converter that reads 'prompts' loses "
+    "those of files that hold 'prompt'; give it the files that offline-packing export writes, "
+    "which hold both, or pack the data again"
+)
+
+
 class PackFormatError(ValueError):
     """A pack whose JSON cannot be aligned with its sub-samples at all."""
 
@@ -137,6 +145,18 @@ def parse_json(record: bytes | Mapping[str, Any] | None, key: str) -> Mapping[st
     return record
 
 
+def count_lost_prompts(record: Mapping[str, Any]) -> int:
+    """Number of sub-samples of a pack if it has no list of prompts at all, which is how converters
+    lose them; else 0."""
+    captions = record.get("captions")
+    return len(captions) if isinstance(captions, list) and _prompts_of(record) is None else 0
+
+
+def _prompts_of(record: Mapping[str, Any]) -> str | None:
+    """The field of a pack's prompts."""
+    return next((name for name in ("prompt", "prompts") if record.get(name)), None)
+
+
 def restore_pack(
     record: bytes | Mapping[str, Any], key: str, task: str | None = None
 ) -> RestoredPack:
@@ -159,7 +179,7 @@ def restore_pack(
     videos = _column(record, "videos", key, count) if "videos" in record else without
     has_images = "images" in record or "videos" not in record
     images = _column(record, "images", key, count) if has_images else without
-    given = next((name for name in ("prompt", "prompts") if record.get(name)), None)
+    given = _prompts_of(record)
     prompts = _column(record, given, key, count) if given else [""] * count
     keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
     systems = tuple(meta.get("system") or (None,) * count)

@@ -316,6 +316,18 @@ def test_stage_1_5_refuses_packs_of_another_task(folder: Path, tmp_path: Path) -
     assert process.returncode != 0
     (line,) = [line for line in text.splitlines() if line.startswith("error:")]
     assert "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1" in line
+    assert line.endswith("; or start bash launch/sft_qwen2_vl.sh")
+
+
+def test_variables_of_the_caller_stay(folder: Path, tmp_path: Path) -> None:
+    """The remedy of the error above, as it is printed: the script does not undo it."""
+    arguments = (f"data.path={folder}", f"output.path={tmp_path}", *SMALL, "train.iterations=1")
+    text = finish(start("pretrain_qwen2_vl.sh", *arguments, OFFLINE_PACKING_VQA="1"))
+    assert "the environment says vqa" in text
+    process = start("pretrain_qwen2_vl.sh", *arguments, STAGE="1.5", OFFLINE_PACKING_BMR="1")
+    text = finish(process)
+    assert process.returncode == 0, text
+    assert len(losses(tmp_path)) == 1
 
 
 @pytest.mark.exhaustive

@@ -127,6 +127,14 @@ def test_an_environment_that_contradicts_the_shards_stops(where: str, tmp_path: 
         next(batches(path, task_encoder(PackingSettings(packed=True))))
 
 
+def test_vqa_packs_that_lost_their_prompts_stop(tmp_path: Path) -> None:
+    pack = vqa_pack(np.random.default_rng(0), "x", 3)
+    pack["json"] = json.dumps({**json.loads(pack["json"]), "prompts": []}).encode()
+    path = write_folder(tmp_path / "packs", [{"ps_00000000": pack}], DATASET_YAML)
+    with pytest.raises(FatalSampleError, match=r"3 of 3 sub-samples have no prompt under task vqa"):
+        next(batches(path))
+
+
 def sub_sample_faults() -> dict[str, Any]:
     def drop_image(pack: dict[str, bytes], record: dict[str, Any]) -> None:
         del pack["img1.jpg"]

@@ -105,6 +105,20 @@ def legacy_pack(index: int) -> tuple[str, list[tuple[str, bytes]]]:
     return f"ps_{index:08d}", [("img0.jpg", image_bytes()), ("json", json.dumps(record).encode())]
 
 
+def test_vqa_packs_that_lost_their_prompts_stop(tmp_path: Path) -> None:
+    """As upstream's converter writes them of files with `prompt`."""
+    packs = [legacy_pack(i) for i in range(3)]
+    for number in (0, 2):
+        key, (image, (name, data)) = packs[number]
+        emptied = json.dumps({**json.loads(data), "prompts": []}).encode()
+        packs[number] = (key, [image, (name, emptied)])
+    write_shard(tmp_path / "a.tar", packs)
+    with pytest.raises(StageError, match=r"2 of 3 sub-samples have no prompt .* export writes"):
+        index_pack_folder(tmp_path, "vqa")
+    assert not (tmp_path / ".nv-meta").exists()
+    assert index_pack_folder(tmp_path, "captioning") == 3
+
+
 def write_shard(path: Path, packs: list[tuple[str, list[tuple[str, bytes]]]]) -> None:
     with open(path, "wb") as file:
         writer = TarShardWriter(file)
