@@ -1,5 +1,6 @@
 """The scripts as a user runs them: bash, torchrun, signals, and what is left on disk."""
 
+import itertools
 import logging
 import os
 import re
@@ -23,8 +24,20 @@ from launch.loop.setup import run
 from launch.start import lonely_nodes, main
 from launch.train import cli
 from launch.train_transformers import load_config as load_transformers_config
+from offline_packing.upkeep.blend import blend
+from task_encoders.packs.pack import restore_pack
+from task_encoders.samples import SourceSample
 from tests.helpers.command import invoke
-from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
+from tests.helpers.datasets import (
+    captioning_pairs,
+    dialogue,
+    image_bytes,
+    make_run,
+    mixed_pairs,
+    pack_all,
+)
+from tests.helpers.formats import lines, write_file
+from tests.helpers.outputs import members_of
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, losses
 from tests.helpers.ports import free_port
 from tests.helpers.transformers_runs import Case
@@ -317,6 +330,91 @@ def test_stage_1_5_refuses_packs_of_another_task(folder: Path, tmp_path: Path) -
     (line,) = [line for line in text.splitlines() if line.startswith("error:")]
     assert "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1" in line
     assert line.endswith("; or start bash launch/sft_qwen2_vl.sh")
+
+
+def three_outputs(root: Path) -> list[Path]:
+    """Captions, questions and dialogues packed apart, with a val split each, over the same
+    pictures; some dialogues show two of them."""
+    for i in range(24):
+        write_file(root / "data" / f"{i}.jpg", image_bytes(56 + 28 * (i % 3), 84, shade=i))
+    records: dict[str, list[Any]] = {"captioning": [], "vqa": [], "bmr": []}
+    for i in range(24):
+        image = f"{i}.jpg"
+        records["captioning"].append({"image": image, "caption": f"Picture {i}. " * 20})
+        records["vqa"] += [
+            {"image": image, "question": f"What is {k}?", "answer": "It is. " * 20}
+            for k in range(3)
+        ]
+        records["bmr"].append({"image": image, "messages": dialogue("A?", "b " * 60, "C?", "d")})
+    records["bmr"] += [
+        {"images": [f"{i}.jpg", f"{i + 1}.jpg"], "messages": dialogue("A?", f"b {i}" * 40)}
+        for i in range(0, 24, 6)
+    ]
+    outputs = []
+    for task, own in records.items():
+        write_file(root / "data" / task / "a.jsonl", lines(own))
+        source = {"format": "jsonl", "path": str(root / "data" / task), "task": task}
+        source["image_root"] = str(root / "data")
+        outputs.append(root / task)
+        pack_all(
+            make_run(
+                source,
+                root / task,
+                model={"max_pixels": 50176},
+                output={"key_prefix": task, "split": {"train": 0.6, "val": 0.4}},
+            )
+        )
+    return outputs
+
+
+def media_of_split(output: Path, split: str, *, least: int = 1) -> set[bytes]:
+    """Pictures of a split's samples that have at least so many."""
+    found = set()
+    for tar in output.glob(f"{split}-*.tar"):
+        members = members_of(output, tar.name)
+        for name in [name for name in members if name.endswith(".json")]:
+            for sub in restore_pack(members[name], name.removesuffix(".json")).sub_samples:
+                assert isinstance(sub, SourceSample)
+                if len(sub.media) >= least:
+                    key = name.removesuffix(".json")
+                    found |= {members[f"{key}.{one}"] for one in sub.media}
+    return found
+
+
+def test_three_outputs_over_the_same_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No picture of a val split stands in any train split, but for those that some sample shows
+    beside another, which `blend` counts; and the blend is trained."""
+    outputs = three_outputs(tmp_path)
+    (tmp_path / "blend.yaml").write_text(blend(outputs))
+    warned = [one.getMessage() for one in caplog.records if "stand in the train split" in one.msg]
+    train, val = ({one: media_of_split(one, name) for one in outputs} for name in ("train", "val"))
+    together = set().union(*(media_of_split(outputs[2], one, least=2) for one in ("train", "val")))
+    expected = []
+    for one, other in itertools.permutations(outputs, 2):
+        both = val[one] & train[other]
+        assert val[one] - together
+        assert both <= together
+        if both:
+            found = (
+                f"{one}: {len(both)} of {len(val[one])} images and videos in split val stand in "
+            )
+            expected.append(
+                f"{found}the train split of {other}; they belong to samples of several; pack {one} "
+                "with output.split={train: 1.0}, and validate on others, or give one configuration "
+                "all sources"
+            )
+    assert warned == expected
+    assert expected
+    for name, value in (("PACKED_DATA", "1"), ("PACKING_VQA", "0"), ("PACKING_BMR", "0")):
+        monkeypatch.setenv(f"OFFLINE_{name}", value)
+    torch.set_num_threads(1)
+    paths = (f"data.path={tmp_path / 'blend.yaml'}", f"output.path={tmp_path / 'out'}")
+    small = [one for one in SMALL if not one.startswith("validation")]
+    options = ("train.iterations=2", "validation={every: 1, limit: 1}", "checkpoint.every=0")
+    assert run(load_config(ROOT / "launch" / "sft.yaml", (*paths, *small, *options))) == 0
+    assert len(losses(tmp_path / "out")) == 2
 
 
 def test_variables_of_the_caller_stay(folder: Path, tmp_path: Path) -> None:
