@@ -200,7 +200,7 @@ def run_block(block: Block, folder: Path) -> None:
 def blocks_in_order() -> list[Block]:
     """The blocks that are run, in the order in which a reader meets them."""
     found = list(blocks(README))
-    assert {block.language for block in found} == {"bash", "yaml", "python", "text"}
+    assert {block.language for block in found} == {"bash", "yaml", "python"}
     assert "\n    " not in re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S), "indented block"
     run = [block for block in found if block.language != "text"]
     run = [block for block in run if not block.text.startswith(APART)]
@@ -252,16 +252,27 @@ def test_ci_runs_what_takes_long() -> None:
 
 
 def test_commands_and_families_are_all_named() -> None:
-    table = README.partition("### Commands")[2].partition("\n\n\n")[0]
+    table = (ROOT / "docs/command.md").read_text()
     named = set(re.findall(r"`([a-z-]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))))
     assert set(cli.commands) <= named
     section = README.partition("### Models")[2].partition("###")[0]
-    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == set(FAMILIES)
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(FAMILIES)
+
+
+def test_readme_is_short_and_its_first_program_needs_nothing(tmp_path: Path) -> None:
+    """No file, no configuration, no network."""
+    assert len(README.split()) <= 1300
+    first = next(block for block in blocks(README) if block.language == "python")
+    assert len(first.text.strip().splitlines()) <= 12
+    assert blocks_in_order()[0] == first
+    run_block(first, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"block_{first.line}"]
 
 
 def tree_paths() -> list[str]:
-    """Paths that README's source tree names; what is indented lies in the folder above."""
-    text = README.partition("## Source tree")[2]
+    """Paths that the source tree names; what is indented lies in the folder above."""
+    text = (ROOT / "docs/dev/architecture.md").read_text().partition("## Source tree")[2]
     tree = next(block for block in blocks(text) if block.language == "text").text
     found: list[str] = []
     parents: list[tuple[int, str]] = [(-1, "")]
@@ -282,7 +293,7 @@ def test_the_tree_is_the_tree() -> None:
     named = tree_paths()
     assert len(named) > 30
     for name in named:
-        assert list(ROOT.glob(name)), f"README's tree names {name}, which is not there"
+        assert list(ROOT.glob(name)), f"the source tree names {name}, which is not there"
     packages = {
         f"{path.parent.relative_to(ROOT)}/"
         for package in ("task_encoders", "offline_packing", "launch")
