@@ -287,7 +287,7 @@ def checkpoint_tokenizer(processor: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(processor, **options)
     except (OSError, ValueError) as error:
         raise ValueError(_explain_missing(processor)) from error
-    if tokenizer.is_fast and not tokenizer.backend_tokenizer.get_vocab_size(False):
+    if tokenizer.is_fast and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise ValueError(_explain_missing(processor))  # transformers makes up an empty one
     if not tokenizer.is_fast:
         raise ValueError(
