@@ -52,7 +52,9 @@ def draw(axis: plt.Axes, shown: SubSamplePreview) -> None:
         for piece in span.pieces:
             if piece.kind == "vision":
                 picture = np.asarray(Image.open(io.BytesIO(next(pictures).picture)))
-                axis.add_artist(AnnotationBbox(OffsetImage(picture, zoom=0.55), (x + 7, 1), pad=0.1))
+                axis.add_artist(
+                    AnnotationBbox(OffsetImage(picture, zoom=0.55), (x + 7, 1), pad=0.1)
+                )
                 axis.text(x + 7, -0.1, piece.text.strip("[]"), ha="center", fontsize=8)
                 x += 15
                 continue

@@ -101,25 +101,31 @@ def normalisation(settings: VisionSettings) -> Normalisation:
 
 def _resize_as_pillow(image: Image.Image, height: int, width: int) -> Bytes:
     """(H, W, 4), the fourth byte without meaning, as `Image.resize` with `BICUBIC` of the installed
-    Pillow: first the width, some rows at a time, whose columns become rows and back."""
-    if _SHRINKS_TALL_FIRST and image.height - height > max(0, 2 * (image.width - width)):
-        turned = _resize_as_pillow(image.transpose(Image.Transpose.TRANSPOSE), width, height)
-        return np.ascontiguousarray(turned.swapaxes(0, 1))
-    turn = _compiled(_turn)
-    wide = np.empty((image.height, width, 4), np.uint8)
+    Pillow: first the width, some rows at a time, unless the height shrinks much more."""
+    tall_first = _SHRINKS_TALL_FIRST and (image.height - height > max(0, 2 * (image.width - width)))
+    wide = np.empty((image.height, image.width if tall_first else width, 4), np.uint8)
     # Few enough for the processor's caches, and for one of Pillow's blocks of 16 MB.
     at_once = min(64, (1 << 22) // image.width)
     for top in range(0, image.height, at_once):
         band = image.crop((0, top, image.width, min(top + at_once, image.height)))
         pixels = pa.array(band).flatten().to_numpy().reshape(band.height, band.width, 4)
-        resized = wide[top : top + band.height]
-        if width == image.width:
-            resized[:] = pixels
-            continue
-        columns = np.empty((image.width, band.height, 4), np.uint8)
+        _resize_columns(pixels, wide[top : top + band.height])
+    resized = _resize_rows(wide, height)
+    if tall_first:
+        resized = _resize_columns(resized, np.empty((height, width, 4), np.uint8))
+    return resized
+
+
+def _resize_columns(pixels: Bytes, out: Bytes) -> Bytes:
+    """(H, W, 4) to `out` (H, width, 4): columns become rows, and back."""
+    (height, width, _), turn = pixels.shape, _compiled(_turn)
+    if out.shape == pixels.shape:
+        out[:] = pixels
+    else:
+        columns = np.empty((width, height, 4), np.uint8)
         turn(pixels.view(np.uint32), columns.view(np.uint32))
-        turn(_resize_rows(columns, width).view(np.uint32), resized.view(np.uint32))
-    return _resize_rows(wide, height)
+        turn(_resize_rows(columns, out.shape[1]).view(np.uint32), out.view(np.uint32))
+    return out
 
 
 def _resize_rows(pixels: Bytes, height: int) -> Bytes:
