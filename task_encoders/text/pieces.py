@@ -16,6 +16,7 @@ from task_encoders.samples import (
     MEDIA_KINDS,
     SampleError,
     SourceSample,
+    media_in_front,
     place_media,
     split_at_media,
 )
@@ -64,7 +65,8 @@ def caption_pieces(sample: SourceSample, end: str = "", *, after_media: bool) ->
     """Text and media of a caption, in order, and `end` after its text; no template. With
     `after_media` text in front of the first medium carries no loss."""
     is_trained = not (after_media and sample.media)
-    for i, part in enumerate(split_at_media(sample, place_media(sample)[0].answer + end)):
+    text = media_in_front(sample) + sample.turns[0].answer + end
+    for i, part in enumerate(split_at_media(sample, text)):
         if i % 2:
             is_trained = True
             yield Image() if part == IMAGE_PLACEHOLDER else Video()

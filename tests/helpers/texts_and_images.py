@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
+from tests.helpers.videos import make_video
 
 ENGLISH = """the a red blue circle left of chart shows 3.14 1,280 values, rising; it's don't I'll
 WE'RE picture. Why? (no) "quoted" x=y+1 https://a.b/c?d=e snake_case CamelCase""".split()
@@ -96,3 +97,30 @@ def random_turns(rng: np.random.Generator, kind: str, num_images: int) -> tuple[
         newlines = "\n" * int(rng.integers(0, 3))  # these merge into the header's newline
         turns.append(Turn(prompt, newlines + answer))
     return tuple(turns)
+
+
+def random_documents(
+    count: int, *, takes_videos: bool
+) -> list[tuple[SourceSample, list[bytes], list[bytes]]]:
+    """Random documents, their images and videos; each fourth has its images in front."""
+    rng, clip = np.random.default_rng(1), make_video(12, 4)
+    files = [random_image(rng, 60 + 10 * i, 100 - 10 * i) for i in range(4)]
+    found = []
+    for number in range(count):
+        marks = ["<image>"] * int(rng.integers(4))
+        if takes_videos and number % 5 == 0:
+            marks.append("<video>")
+        text = random_text(rng, 4) if number % 2 else ""
+        for mark in rng.permutation(marks):
+            text += mark + (random_text(rng, 6) if rng.random() < 0.8 else "")
+        text += random_text(rng, 2) * (not text.strip() or rng.random() < 0.7)
+        if number % 4 == 3:
+            text = text.replace("<image>", "")
+        if not text.replace("<image>", "").replace("<video>", "").strip():
+            text += "x"
+        images = [files[i] for i in rng.integers(0, 4, marks.count("<image>"))]
+        names = tuple(f"{i}.png" for i in range(len(images)))
+        videos = ("v.mp4",) * marks.count("<video>")
+        sample = SourceSample(str(number), "captioning", (Turn("", text),), names, None, videos)
+        found.append((sample, images, [clip] * len(videos)))
+    return found

@@ -34,7 +34,13 @@ from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_T
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened
-from tests.helpers.texts_and_images import KINDS, random_image, random_sample, random_text
+from tests.helpers.texts_and_images import (
+    KINDS,
+    random_documents,
+    random_image,
+    random_sample,
+    random_text,
+)
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.tiny_tokenizer import tiny_tokenizer
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
@@ -193,6 +199,24 @@ def test_fuzzed_conversations_with_images(reference: Reference, tmp_path: Path) 
         )
         sample = SourceSample(sample.key, sample.task, turns, sample.images, system)
         assert differences(reference, sample, tmp_path, files, []) == []
+
+
+def test_documents(reference: Reference) -> None:
+    """Their ids, pixels and positions (test_documents.py has all families)."""
+    for sample, files, _ in random_documents(SAMPLES, takes_videos=False):
+        text = sample.turns[0].answer
+        if "<image>" not in text:
+            text = "<image>" * len(files) + text
+        spelled = text.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+        images = [opened(data) for data in files]
+        theirs = reference.processor(
+            text=[f"{spelled}<|im_end|>"], images=images or None, return_tensors="np"
+        )
+        encoded = reference.encoder.encode(sample, files)
+        assert np.array_equal(encoded.tokens, theirs["input_ids"][0])
+        assert np.array_equal(encoded.position_ids, reference.positions(encoded, []))
+        for name in ("image_grid_thw", "pixel_values") if files else ():
+            assert np.array_equal(getattr(encoded, name), theirs[name])
 
 
 @pytest.mark.parametrize("family", ["llava_1_5", "gemma4"])

@@ -15,8 +15,8 @@ from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn, split_at_media
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.texts_and_images import random_image, random_text
-from tests.helpers.tiny_families import CLIP, STILL, encoder_options, save_tokenizer
+from tests.helpers.texts_and_images import random_documents, random_image
+from tests.helpers.tiny_families import STILL, encoder_options, save_tokenizer
 
 #: Control tokens in front of a caption.
 NUM_STARTS = {
@@ -25,6 +25,8 @@ NUM_STARTS = {
 }
 #: Pairs of a family whose pixels have a row per image.
 ROWS_ARE_IMAGES = {"llava_1_5": {"patches", "patches of the grids"}}
+#: Families of stills; and InternVL, which tokenizes the label of a video with the text before it.
+NO_CLIPS = (*STILL, "internvl3")
 SAMPLES = 300 if os.environ.get("FUZZED_SAMPLES") else 12
 
 
@@ -33,32 +35,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("tokenizers") / request.param
     save_tokenizer(request.param, folder)
     return folder
-
-
-def documents(family: str, count: int) -> list[tuple[SourceSample, list[bytes], list[bytes]]]:
-    """Random documents, their images and videos; each fourth has its images in front."""
-    rng = np.random.default_rng(1)
-    files = [random_image(rng, 60 + 10 * i, 100 - 10 * i) for i in range(4)]
-    found = []
-    for number in range(count):
-        marks = ["<image>"] * int(rng.integers(4))
-        # InternVL tokenizes the label of a video's first frame with the text before it.
-        if family not in (*STILL, "internvl3") and number % 5 == 0:
-            marks.append("<video>")
-        text = random_text(rng, 4) if number % 2 else ""
-        for mark in rng.permutation(marks):
-            text += mark + (random_text(rng, 6) if rng.random() < 0.8 else "")
-        text += random_text(rng, 2) * (not text.strip() or rng.random() < 0.7)
-        if number % 4 == 3:
-            text = text.replace("<image>", "")
-        if not text.replace("<image>", "").replace("<video>", "").strip():
-            text += "x"
-        images = [files[i] for i in rng.integers(0, 4, marks.count("<image>"))]
-        names = tuple(f"{i}.png" for i in range(len(images)))
-        videos = ("v.mp4",) * marks.count("<video>")
-        sample = SourceSample(str(number), "captioning", (Turn("", text),), names, None, videos)
-        found.append((sample, images, [CLIP] * len(videos)))
-    return found
 
 
 def spelled(encoder: Any, sample: SourceSample, media: dict[str, list[Sequence[int]]]) -> list[int]:
@@ -104,7 +80,7 @@ def test_documents(folder: Path) -> None:
     family = folder.name
     encoder: Any = build_sample_encoder(family, str(folder), **encoder_options(family))
     placed = 0
-    for sample, files, clips in documents(family, SAMPLES):
+    for sample, files, clips in random_documents(SAMPLES, takes_videos=family not in NO_CLIPS):
         encoded = encoder.encode(sample, files, clips)
         media = media_ids(encoder, files, clips)
         ids = spelled(encoder, sample, media)
