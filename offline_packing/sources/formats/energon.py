@@ -1,9 +1,13 @@
-"""Datasets that are prepared for Megatron-Energon: captioning, VQA and crude ones.
+"""Datasets that are prepared for Megatron-Energon: captioning, VQA and crude ones, and
+Megatron-Bridge's dialogues.
 
     .nv-meta/dataset.yaml   sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
                             field_map: {image: jpg, caption: "json[caption]"}
     .nv-meta/split.yaml     which tars belong to which split: {train: ["a-{00..07}.tar"]}, and what
                             is excluded: exclude: [a-03.tar, "a-04.tar/0017"]
+
+    __class__: ChatMLWebdataset     of Bridge, whose loader's class is read by name and not run
+    field_map: {imgs: image.png, conversation: conversation.json}
 
 A VQA sample gives its answer with the largest weight, without weights the first. A crude dataset,
 whose meaning is in the trainer's own code, is read as plain WebDataset. A `sample_loader` is code
@@ -38,7 +42,10 @@ logger = logging.getLogger(__name__)
 _SAMPLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
     "CaptioningSample": {"caption": "caption"},
     "VQASample": {"context": "question", "answers": "answers", "answer_weights": "weights"},
+    "ChatMLWebdataset": {"conversation": "messages", "tools": "tools"},
 }
+#: Fields of ChatMLWebdataset that hold no single image.
+_PICKLED: Final = ("jpgs", "mp4s", "videos")
 _CRUDE: Final = "CrudeWebdataset"
 _STEP: Final = re.compile(r"[^\[\]]+")
 _MAX_NAMES: Final = 1_000_000
@@ -78,7 +85,8 @@ class EnergonSource(WebDatasetSource):
         self._names = self._split_names(splits.get("split_parts"))
 
     def _set_places(self, description: Mapping[str, Any]) -> None:
-        sample_type = str((description.get("sample_type") or {}).get("__class__"))
+        declared = description.get("sample_type") or description
+        sample_type = str(declared.get("__class__"))
         field_map = description.get("field_map")
         if sample_type not in _SAMPLE_TYPES or not isinstance(field_map, dict):
             raise StageError(
@@ -86,7 +94,14 @@ class EnergonSource(WebDatasetSource):
                 f"a field_map, or none of {', '.join(_SAMPLE_TYPES)}, {_CRUDE}; read packs with "
                 "format packs, anything else with format webdataset and source.fields"
             )
-        self._image_places = _parse_places(str(field_map.get("image", "jpg")))
+        pickled = {"videos", "audio"} & field_map.keys() or {field_map.get("imgs")} & {*_PICKLED}
+        if pickled:
+            raise StageError(
+                f"{self.root.path('.nv-meta/dataset.yaml')}: field_map names {pickled.pop()!r}, "
+                "pickles or sound, which are not read; convert from what the shards were made of"
+            )
+        image = field_map.get("imgs", field_map.get("image", "jpg"))
+        self._image_places = _parse_places(str(image))
         for field, name in _SAMPLE_TYPES[sample_type].items():
             if field in field_map:
                 self._text_places[name] = _parse_places(str(field_map[field]))
@@ -205,6 +220,8 @@ class EnergonSource(WebDatasetSource):
         fields = {name: _value(places, parts) for name, places in self._text_places.items()}
         if "answers" in fields:
             fields["answers"] = best_answer(fields["answers"], fields.pop("weights", None))
+        if isinstance(wrapped := fields.get("messages"), dict):  # with its tools beside it
+            fields |= {"messages": wrapped.get("conversation"), **wrapped}
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -238,5 +255,7 @@ def _value(places: _Places, parts: Mapping[str, bytes]) -> Any:
         if part is not None:
             is_json = part.rpartition(".")[2].lower() == "json"
             data = parts[part]
+            if is_json and not steps:
+                return load_json(b'{"": %b}' % data)[""]
             return follow(load_json(data), tuple(steps)) if is_json else decode_text(data)
     return None

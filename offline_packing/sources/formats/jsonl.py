@@ -1,6 +1,8 @@
 """Files of many records: JSON Lines, JSON arrays, CSV and TSV; plain, or compressed (.gz, .zst).
 
     {"id": "a-17", "messages": [...], "images": ["images/17.jpg"]}      one line, or one element
+    {"info": {...}, "questions": [{...}, ...]}         or an object whose only list of objects holds
+                                                       the records: official files of DocVQA, VQAv2
 
 The path is one file, or a folder of which every file with the format's suffix is read. A record's
 key is its "id" (text or a whole number), or else `FILE:NUMBER`, lines or elements counted from 1.
@@ -17,6 +19,7 @@ in TSV a line is a row and quotes are characters like others.
 import csv
 import io
 import os
+import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -31,7 +34,7 @@ import xxhash
 from offline_packing.errors import as_sample_error
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import FileOptions
-from offline_packing.sources.reading.contents import file_names, first_character
+from offline_packing.sources.reading.contents import file_head, file_names
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.storage.streams import (
     CODECS,
@@ -57,8 +60,11 @@ _BUFFER: Final = 1 << 16
 _CODECS: Final = ("", *(f".{name}" for name in CODECS))
 _BOM: Final = b"\xef\xbb\xbf"
 _UTF16: Final = (b"\xff\xfe", b"\xfe\xff")
-#: Bytes at the beginning of a file by which its form is known.
+#: Bytes at the beginning of a file by which its form is known, and most bytes after its records.
 _HEAD: Final = 4096
+_AFTER: Final = 1 << 20
+#: A JSON object with one of these is a record.
+_FIELDS: Final = frozenset(name.encode() for name in RECORD_FIELDS if name != "id")
 _EMPTY: Final = "it is empty; restore it"
 
 #: Takes a file block by block; returns the end offset of each record in the block.
@@ -85,7 +91,7 @@ class JsonlSource(Source):
     #: bytes of blank records
     BLANK: ClassVar[bytes] = string.whitespace.encode()
 
-    def _cutter(self, begin: int) -> _Cutter:
+    def _cutter(self, container: str, begin: int) -> _Cutter:
         """Cutter of a file from its beginning, or from the end of a record."""
         return lambda block: np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
 
@@ -101,6 +107,10 @@ class JsonlSource(Source):
         """Why a cut file is not whole ("": it is), and whether the bytes `left` from `start` on,
         after the last record's end, are a record. None: too long to hold."""
         return "", True
+
+    def _is_record(self, cutter: Any, rest: bytes) -> bool:
+        """Whether the bytes after the last end of a block are the beginning of a record."""
+        return bool(rest.strip())
 
     def scan(self, samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
@@ -121,7 +131,7 @@ class JsonlSource(Source):
         whole = SourcePart((container, 0, None, 1), None)
         #: (offset, lines or elements before it) at which parts begin
         cuts, num_records, num_lines, offset, is_open = [(0, 0)], 0, 0, 0, False
-        cutter = self._cutter(0)
+        cutter = self._cutter(container, 0)
         with self.open_container(container, sequential=True) as file:
             head = file.read(_HEAD)
             try:
@@ -146,7 +156,7 @@ class JsonlSource(Source):
                 cuts += [(end, num_lines + line) for end, line in places]
                 num_records, num_lines = num_records + len(records), num_lines + len(ends)
                 rest = block[ends[-1] :] if len(ends) else block
-                is_open = bool(rest.strip()) or (is_open and not len(ends))
+                is_open = self._is_record(cutter, rest) or (is_open and not len(ends))
                 offset += len(block)
         if not num_records and not is_open:
             return [replace(whole, num_records=1)], _EMPTY
@@ -208,7 +218,7 @@ class JsonlSource(Source):
         the file), its bytes (None if there are too many), their number. The rest at the end counts
         as a record; blank ones may be left out, since a small file may unpack to millions. Raises
         DamagedStreamError after the last one if the file is not whole."""
-        cutter = self._cutter(begin)
+        cutter = self._cutter(container, begin)
         held, start, position, number, is_blank = list[bytes](), begin, begin, 0, True
         packed = self.open_container(container, sequential=True)
         with _buffered(open_unpacked(packed, container, self.root.size(packed))) as file:
@@ -276,7 +286,7 @@ def _blocks(
 
 
 class JsonSource(JsonlSource):
-    """Each file is one JSON array of records."""
+    """Each file is one JSON array of records, or an object with such an array."""
 
     ENDINGS = endings(".json")
     UNREAD = endings(".json", UNREAD_SUFFIXES)
@@ -288,41 +298,73 @@ class JsonSource(JsonlSource):
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
         names = (name for name in file_names(path) if name.lower().endswith(cls.ENDINGS))
         name = next(names, None)
-        if name is None or (codec_of(name) is None and first_character(path, name) != b"["):
+        if name is None or (codec_of(name) is None and _opening(file_head(path, name)) is None):
             return None
         return super().recognise(path)
 
     def _check_beginning(self, head: bytes) -> None:
         super()._check_beginning(head)
-        if head.removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
+        if head.removeprefix(_BOM).strip() and _opening(head) is None:
             raise DamagedStreamError(
                 "it holds no JSON array; use format pairs for one record per file, jsonl for one "
                 "per line"
             )
 
+    def _is_record(self, cutter: "_ArrayCutter", rest: bytes) -> bool:
+        return not cutter.is_closed and super()._is_record(cutter, rest)
+
     def _damage(self, cutter: "_ArrayCutter", start: int, left: bytes | None) -> tuple[str, bool]:
         if cutter.is_closed:
-            is_whole = left is not None and not left.strip()
-            return "" if is_whole else "text follows its array; remove it", False
+            return cutter.problem_after(), False
         if left is not None and not start:
-            left = left.removeprefix(_BOM).lstrip().removeprefix(b"[")
+            left = left[len(_before_records(left)) :]
         try:
             is_record = left is not None and load_json(left) is not None
         except SampleError:
             is_record = False
         return "its array has no end, as of a file that was cut; restore it", is_record
 
-    def _cutter(self, begin: int) -> _Cutter:
-        return _ArrayCutter(1 if begin else 0)
+    def _cutter(self, container: str, begin: int) -> _Cutter:
+        if not begin:
+            return _ArrayCutter()
+        with self.open_container(container) as file:
+            return _ArrayCutter(_before_records(file.read(_HEAD)))
 
     def _split(
         self, container: str, begin: int, end: int | None
     ) -> Iterator[tuple[int, int, bytes | None, int]]:
         for number, start, data, size in super()._split(container, begin, end):
-            if start == 0 and data is not None:  # the bracket that opens the array is not its own
-                data = data.removeprefix(_BOM).lstrip().removeprefix(b"[")
+            if start == 0 and data is not None:  # what opens the array is not its own
+                data = data[len(_before_records(data)) :]
                 start, size = size - len(data), len(data)
             yield number, start, data, size
+
+
+#: Strings, and the brackets between them.
+_TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+def _opening(head: bytes) -> int | None:
+    """Offset of the bracket that opens the array of records in a file with this beginning: the
+    file's own array, or the first list of objects in an object that is not itself a record."""
+    head, depth = head[:_HEAD], 0
+    if head.removeprefix(_BOM).lstrip()[:1] not in (b"[", b"{"):
+        return None
+    for token in _TOKEN.finditer(head):
+        mark, after = token[0], head[token.end() :].lstrip()[:1]
+        if mark == b"[" and (depth == 0 or (depth == 1 and after == b"{")):
+            return token.start()
+        is_field = depth == 1 and after == b":" and mark[1:-1] in _FIELDS
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(mark, 0)
+        if is_field or depth <= 0:
+            return None
+    return None
+
+
+def _before_records(head: bytes) -> bytes:
+    """The bytes up to the bracket that opens the array, itself included."""
+    opening = _opening(head)
+    return b"" if opening is None else head[: opening + 1]
 
 
 #: Change of the depth by a byte, and 2 for a comma; 0 is ignored.
@@ -338,15 +380,33 @@ class _ArrayCutter:
     number of quotes before it is in a string. All of it is array arithmetic on blocks, as the first
     pass of simdjson (https://arxiv.org/abs/1902.08318)."""
 
-    def __init__(self, depth: int) -> None:
-        """`depth`: 0 in front of the array, 1 after an element."""
-        self._depth = depth
+    def __init__(self, before: bytes = b"") -> None:
+        """`before`: what opened the array, for a file that is read from the end of an element."""
+        self._before, self._depth = before, int(before != b"")
         self._in_string = self._escaped = False
-        #: whether the bracket that closes the array was seen
-        self.is_closed = False
+        #: whether the bracket that closes the array was seen, and the first bytes after it
+        self.is_closed, self._after = False, b""
+
+    def problem_after(self) -> str:
+        """Why the bytes after the array are not what may stand there; "": they are."""
+        if not self._before.removeprefix(_BOM).strip().startswith(b"{"):
+            return "text follows its array; remove it" if self._after.strip() else ""
+        try:
+            fields = orjson.loads(b'{"":0' + self._after)
+        except orjson.JSONDecodeError:
+            return "its object does not end soon after its list of records; restore or shorten it"
+        if any(
+            isinstance(one, list) and one and isinstance(one[0], dict) for one in fields.values()
+        ):
+            return "it holds several lists of objects; write the one with the records to a file"
+        return ""
 
     def __call__(self, block: bytes) -> npt.NDArray[np.intp]:
         """End offset of each element in the block, its separator included."""
+        whole = block
+        if not self._before:
+            self._before = _before_records(block)
+            block = b" " * (len(self._before) - 1) + block[max(len(self._before) - 1, 0) :]
         if self._escaped:  # by the last byte of the last block
             block = b" " + block[1:]
         block = block.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
@@ -361,9 +421,14 @@ class _ArrayCutter:
         self._depth = int(depth[-1]) if len(depth) else self._depth
         ends = np.flatnonzero(((kinds == 2) & (depth == 1)) | ((kinds == -1) & (depth == 0)))
         if self.is_closed:  # after the array, nothing is an element's end any more
-            ends = ends[:0]
+            ends, after = ends[:0], whole
         elif (closing := np.flatnonzero(kinds[ends] == -1)).size:
             ends, self.is_closed = ends[: closing[0] + 1], True
+            after = whole[places[ends[-1]] + 1 :]
+        else:
+            after = b""
+        if len(self._after) <= _AFTER:
+            self._after += after
         return places[ends] + 1
 
 
@@ -487,7 +552,7 @@ class CsvSource(TsvSource):
     UNREAD = endings(".csv", UNREAD_SUFFIXES)
     DIALECT: ClassVar[Mapping[str, Any]] = {}
 
-    def _cutter(self, begin: int) -> "_RowCutter":
+    def _cutter(self, container: str, begin: int) -> "_RowCutter":
         return _RowCutter()
 
     def _damage(self, cutter: "_RowCutter", start: int, left: bytes | None) -> tuple[str, bool]:

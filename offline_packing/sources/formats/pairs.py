@@ -24,7 +24,7 @@ import xxhash
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.options import SourceOptions
-from offline_packing.sources.reading.contents import file_names, first_character, is_pack_name
+from offline_packing.sources.reading.contents import file_head, file_names, is_pack_name
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots import listing
 from offline_packing.sources.roots.listing import DOT, PackedKeys
@@ -79,7 +79,7 @@ class PairsSource(Source):
         is_prepared = (path / ".nv-meta").is_dir()
         if not path.is_dir() or record is None or is_prepared or described or is_pack_name(record):
             return None
-        return {} if first_character(path, record) == b"{" else None
+        return {} if file_head(path, record)[:1] == b"{" else None
 
     def is_read(self, container: str) -> bool:
         stem, _, suffix = container.rpartition(".")

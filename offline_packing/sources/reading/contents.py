@@ -160,10 +160,11 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(seen, key=lambda entry: entry.name)
 
 
-def first_character(path: Path, name: str) -> bytes:
-    """The first byte of a text file at a path (which may be that file) that is not white space."""
+def file_head(path: Path, name: str) -> bytes:
+    """The first bytes of a text file at a path (which may be that file), from its first one that is
+    not white space."""
     with open(path if path.is_file() else path / name, "rb") as file:
-        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
 def holds_packs(path: Path, tar: str) -> bool:

@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unknown_sample_type": (
         {".nv-meta/dataset.yaml": b"sample_type: {__class__: OCRSample}\nfield_map: {a: b}\n"},
         {"format": "energon"},
-        "'OCRSample'.*none of CaptioningSample, VQASample, CrudeWebdataset",
+        "'OCRSample'.*none of CaptioningSample, VQASample, ChatMLWebdataset, CrudeWebdataset",
     ),
     "shard_gone": (
         {

@@ -229,3 +229,28 @@ def test_shards_without_end_are_refused(tmp_path: Path, shards: str) -> None:
     prepared(tmp_path, CAPTIONING, split=f"split_parts: {{train: [{shards}]}}\n")
     with pytest.raises(StageError, match=r"split\.yaml"):
         rows(tmp_path, "captioning")
+
+
+CHATML = (
+    "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
+    "field_map: {imgs: %s, conversation: conversation.json}\nsubflavors: {}\n"
+)
+ASKED = [{"type": "image"}, {"type": "text", "text": "Which?"}]
+ROLES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "This."}]
+TALK = [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "This."}]
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [ROLES, TALK, {"messages": ROLES}, {"conversations": TALK}, {"conversation": TALK}],
+)
+def test_dialogues_of_megatron_bridge(tmp_path: Path, conversation: Any) -> None:
+    member = ("k.image.png", JPEG), ("k.conversation.json", json.dumps(conversation).encode())
+    prepared(tmp_path, CHATML % "image.png", *member)
+    assert turns(tmp_path, "bmr") == ("<image>Which?", "This.")
+
+
+def test_pickles_of_megatron_bridge_are_refused(tmp_path: Path) -> None:
+    prepared(tmp_path, CHATML % "jpgs", ("k.jpgs", b"\x80\x04."))
+    with pytest.raises(StageError, match="field_map names 'jpgs', pickles or sound"):
+        rows(tmp_path, "bmr")

@@ -69,6 +69,46 @@ def test_elements(
     assert [record.content for record in found] == content
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@pytest.mark.parametrize(("indent", "samples_per_part"), [(None, 1), (2, 2), (None, 100)])
+@pytest.mark.parametrize("block", [9, 1 << 16])
+@pytest.mark.parametrize("after", [{}, {"type": "x]}{", "more": [1, {"a": []}], "end": {"b": "}"}}])
+def test_objects_with_one_list_of_objects(
+    tmp_path: Path, name: str, indent: int | None, samples_per_part: int, block: int, after: Any
+) -> None:
+    """As DocVQA and VQAv2 have them, with other fields before and after."""
+    content = [{"a": i, "b": ']}, {\\"[', "c": [{"d": i}]} for i in range(5)]
+    before = {"info": {"year": [2017]}, "names": ["x]{"], "description": "[{", "license": []}
+    text = json.dumps({**before, "questions": content, **after}, indent=indent).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_BUFFER", max(block, len(text) // 2))
+        found = read(path, samples_per_part)
+    assert [record.content for record in found] == content
+    assert [record.key for record in found] == [f"a:{i + 1}" for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "outcomes"),
+    [
+        ('{"data": [{"a": 1}, {"a": 2}', ["ok", "ok", "damaged_source"]),
+        ('{"data": [{"a": 1}]', ["ok", "damaged_source"]),
+        ('{"data": [{"a": 1}]} {}', ["ok", "damaged_source"]),
+        ('{"data": [{"a": 1}], "other": [{"b": 2}]}', ["ok", "damaged_source"]),
+        ('{"images": [{"a": 1}]}', ["damaged_source"]),  # one record, of format pairs
+        ('{"id": 1, "caption": "A.", "data": [{"a": 1}]}', ["damaged_source"]),
+        ('{"data": {"a": [{"b": 1}]}}', ["damaged_source"]),
+        ('{"data": []}', ["damaged_source"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_objects_that_hold_something_else(
+    tmp_path: Path, name: str, text: str, outcomes: list[str]
+) -> None:
+    test_damaged_arrays(tmp_path, name, text, outcomes)
+
+
 @pytest.mark.parametrize(
     ("text", "outcomes"),
     [
