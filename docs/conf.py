@@ -40,7 +40,8 @@ GROUPS = {
     "Training": [
         f"docs/{p}" for p in "training energon integrations which_packing shared_prefixes".split()
     ],
-    "Reference": [f"docs/{p}" for p in "api command from_python formats coming_from_neva".split()],
+    "Coming from": [f"docs/coming_from_{p}" for p in "neva ms_swift megatron_bridge".split()],
+    "Reference": [f"docs/{p}" for p in "api command from_python formats".split()],
     "Examples": ["examples/first_packs", "examples/knapsack/README"],
     "Development": [
         "CONTRIBUTING",

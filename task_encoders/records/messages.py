@@ -3,6 +3,7 @@
     {"role": "user", "content": str}, {"role": "assistant", "content": str}, ...
     {"from": "human", "value": str}, {"from": "gpt", "value": str}, ...   ShareGPT, LLaVA
     {"user": str, "assistant": str}, ...                            the_cauldron, FineVision
+    {"human": str, "assistant": str}, ...                           ms-swift, in "conversation"
 
 `content` may be a list of texts and media, in the order in which the model sees them:
 
@@ -53,6 +54,8 @@ _UNPACKED: Final = ("image", "images", "video", "videos", "audio", "audios")
 #: All that most messages hold: there is nothing else to look for in them.
 _PLAIN: Final = frozenset(("role", "content", "from", "value"))
 _QUESTIONS: Final = frozenset(("user", "tool"))
+#: Names of the question in an object that holds a whole turn.
+_ASKED: Final = frozenset(("user", "human"))
 #: Names of a message's loss weight.
 LOSS_FIELDS: Final = ("loss_weight", "weight", "loss", "loss_scale", "train")
 #: Type of a part of a content list -> what marks its place.
@@ -200,8 +203,10 @@ def _messages(message: Any, found: Dialogue) -> list[_Message]:
         raise SampleError("bad_record", f"a message has {lost!r}, which is not packed")
     if "from" in message:
         role, content = message["from"], message.get("value")
-    elif "role" not in message and "user" in message and "assistant" in message:
-        return [_Message(r, _text(r, message[r], found)) for r in ("user", "assistant")]
+    elif "role" not in message and "assistant" in message and not _ASKED.isdisjoint(message):
+        asked = "user" if "user" in message else "human"
+        said = (("user", message[asked]), ("assistant", message["assistant"]))
+        return [_Message(role, _text(role, text, found)) for role, text in said]
     else:
         role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):

@@ -68,6 +68,9 @@ RECORD_FIELDS: Final = (
     *(SENTENCES, PICTURES, *DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
 )
 
+#: Marks in texts that ms-swift replaces by what a record's "objects" hold.
+_BOX_MARKS: Final = ("<bbox>", "<ref-object>")
+
 #: Fields that a record may hold and that would be lost.
 _UNPACKED: Final = ("audios", "audio")
 
@@ -127,6 +130,8 @@ def to_sample(
     sample = SourceSample(key, task, tuple(turns), *media, tools)
     check_sample(sample)
     _check_places(sample)
+    if content.get("objects"):
+        _check_boxes(sample)
     return sample
 
 
@@ -245,6 +250,14 @@ def _check_places(sample: SourceSample) -> None:
             raise SampleError(
                 f"{kind}_count_mismatch", f"{mark} stands in answers, where no {kind} can be shown"
             )
+
+
+def _check_boxes(sample: SourceSample) -> None:
+    """Refuse ms-swift's marks of boxes and names in "objects": they would be trained as text."""
+    texts = [text for turn in sample.turns for text in (turn.prompt, turn.answer)]
+    mark = next((mark for mark in _BOX_MARKS for text in texts if mark in text), None)
+    if mark is not None:
+        raise SampleError("bad_record", f"{mark} stands for a value of 'objects': write that there")
 
 
 #: No file of an image or a video is as short; the name of one may be.

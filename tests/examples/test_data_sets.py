@@ -14,7 +14,6 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
 from offline_packing.cli.starter import render_config
@@ -24,10 +23,9 @@ from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import list_set_aside
 from offline_packing.sources.recognise import recognise
 from offline_packing.verify.verify import verify
-from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.text.pieces import place_media
 from tests.helpers.datasets import image_bytes, make_run, outcomes, pack_all
-from tests.helpers.energon_batches import batches_of, encoder_of
+from tests.helpers.energon_batches import check_training_step, encoder_of
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of
 from tests.helpers.videos import make_video
@@ -368,23 +366,7 @@ def check_packs(run: Run, samples: list[Sample], aside: dict[str, int]) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """One that trains a single matrix."""
-    tiny = tiny_qwen2_vl().requires_grad_(False)
-    tiny.model.language_model.layers[0].mlp.up_proj.weight.requires_grad_(True)
-    return tiny
-
-
-def check_training_step(run: Run, model: Any) -> None:
-    """One step on the first pack, by a finite loss, changes the model."""
-    (batch, *_) = batches_of(run.workspace.root, encoder_of(run))
-    weight = model.model.language_model.layers[0].mlp.up_proj.weight
-    before = weight.detach().clone()
-    loss = model(**to_transformers_kwargs(batch)).loss
-    assert 0 < loss.item() < 20
-    loss.backward()
-    torch.optim.SGD([weight], 0.01).step()
-    model.zero_grad()
-    assert not torch.equal(weight, before)
+    return tiny_qwen2_vl()
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -395,7 +377,7 @@ def test_a_data_set_from_its_files_to_a_step(
     written = WRITERS[name]()
     run = run_of(load_config(EXAMPLES / f"{name}.yaml", ["engine.workers=0"]), tmp_path / "out")
     check_packs(run, written.samples, written.aside)
-    check_training_step(run, model)
+    check_training_step(model, run.workspace.root, encoder_of(run))
     found = recognise(written.init)
     config = parse_config(yaml.safe_load(render_config(found, "init")))
     init_samples = written.samples if written.init_samples is None else written.init_samples

@@ -18,6 +18,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_loader,
     get_packed_train_dataset,
 )
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 
@@ -75,3 +76,18 @@ def assert_same(found: Sequence[PackedBatch], expected: Sequence[PackedBatch]) -
             mine, other = getattr(ours, name), getattr(theirs, name)
             is_equal = torch.equal if isinstance(mine, torch.Tensor) else operator.eq
             assert is_equal(mine, other), name
+
+
+def check_training_step(model: Any, path: str | Path, encoder: PackedTaskEncoder) -> None:
+    """A step of transformers' model on the first pack, by a finite loss, changes the matrix that is
+    trained."""
+    (batch, *_) = batches_of(path, encoder)
+    weight = model.requires_grad_(False).model.language_model.layers[0].mlp.up_proj.weight
+    weight.requires_grad_(True)
+    before = weight.detach().clone()
+    loss = model(**to_transformers_kwargs(batch)).loss
+    assert torch.isfinite(loss)
+    loss.backward()
+    torch.optim.SGD([weight], 0.01).step()
+    weight.grad = None
+    assert not torch.equal(weight, before)

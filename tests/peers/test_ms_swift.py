@@ -355,17 +355,23 @@ def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: 
     )
 
 
-PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+DOCS = Path(__file__).parents[2] / "docs"
+(COMMAND,) = re.findall(r"`(swift sft [^`]*)`", (DOCS / "integrations.md").read_text())
+(LONG_COMMAND,) = re.findall(
+    r"(swift sft [^`]*)\n```", (DOCS / "coming_from_ms_swift.md").read_text()
+)
 
 
 #: Family of the checkpoint of a command.
 of_command = pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 
 
-def datasets(checkpoint: Path, packed: Path, output: Path, *more: str) -> list[Any]:
+def datasets(
+    checkpoint: Path, packed: Path, output: Path, *more: str, command: str = COMMAND
+) -> list[Any]:
     """The samples that a pipeline of the documented command trains on, with these options."""
-    (command,) = re.findall(r"`(swift sft [^`]*)`", PAGE.read_text())
-    names = {"FOLDER": str(checkpoint), "out/packed": str(packed)}
+    names = dict.fromkeys(("FOLDER", "Qwen/Qwen2-VL-2B-Instruct"), str(checkpoint))
+    names["out/packed"] = str(packed)
     words = [names.get(word, word) for word in shlex.split(command)[2:]]
     model = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
     options = ["--output_dir", str(output), "--use_cpu", "true", "--torch_dtype", "float32"]
@@ -375,8 +381,11 @@ def datasets(checkpoint: Path, packed: Path, output: Path, *more: str) -> list[A
 
 
 @of_command
-def test_the_documented_command_trains_every_pack(case: tuple[Path, Path], tmp_path: Path) -> None:
-    train, validation = datasets(*case, tmp_path)
+@pytest.mark.parametrize("command", [COMMAND, LONG_COMMAND], ids=["integrations", "coming_from"])
+def test_the_documented_command_trains_every_pack(
+    command: str, case: tuple[Path, Path], tmp_path: Path
+) -> None:
+    train, validation = datasets(*case, tmp_path, command=command)
     packs = open_packs(case[1])
     assert len(train) == len(packs) > 3
     assert validation is None

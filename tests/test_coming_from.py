@@ -1,0 +1,129 @@
+"""The pages for those who come from another packer, followed from their own files to a first step:
+what packs is run, a framework's command checked as far as its arguments. `tests/peers/` gives these
+to the frameworks themselves."""
+
+import json
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from megatron.energon.cli.main import main as energon
+from transformers import AutoModelForImageTextToText
+
+from launch.data.packed_data import read_packed_data
+from task_encoders.packed_task_encoder import PackedTaskEncoder
+from tests.helpers.command import invoke
+from tests.helpers.datasets import image_bytes
+from tests.helpers.energon_batches import check_training_step
+from tests.helpers.formats import lines, tar_bytes, write_file
+from tests.helpers.markdown import blocks
+from tests.helpers.peers import small_checkpoint
+
+ROOT = Path(__file__).parents[1]
+
+
+def ms_swift_file() -> None:
+    """ms-swift's standard form with absolute paths, beside its others."""
+    for i in range(3):
+        write_file(Path(f"images/{i}.jpg"), image_bytes(56 + 28 * i, 84))
+    page = (ROOT / "docs/coming_from_ms_swift.md").read_text()
+    (shown,) = [json.loads(block.text) for block in blocks(page) if block.language == "json"]
+    said = shown["messages"]
+    records = [{**shown, "images": [str(Path(f"images/{i % 3}.jpg").resolve())]} for i in range(9)]
+    records += [{"system": "S.", "query": "Q?", "response": "R.", "history": [["a", "b"]]}]
+    records += [{"messages": [said[0] | {"content": "Q?"}, said[1] | {"loss": False}, *TWO_TURNS]}]
+    write_file(Path("train.jsonl"), lines(records))
+
+
+TWO_TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+def bridge_folder() -> None:
+    """The folder of Megatron-Bridge's tutorial (tutorials/data/energon/README.md)."""
+    asked = [{"type": "image"}, {"type": "text", "text": "What is the dominant color?"}]
+    said = [{"type": "text", "text": "The image is red."}]
+    talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    for split in ("train", "val"):
+        members = [
+            member
+            for i in range(11)
+            for member in (
+                (f"{split}-{i:06}.image.png", image_bytes(56 + 28 * (i % 3), 84, "PNG")),
+                (f"{split}-{i:06}.conversation.json", json.dumps(talk).encode()),
+            )
+        ]
+        write_file(Path(f"data/energon/{split}-shard-000000.tar"), tar_bytes(members))
+    loader = (
+        "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
+        "field_map:\n  imgs: image.png\n  conversation: conversation.json\nsubflavors: {}\n"
+    )
+    splits = "split_parts: {train: [train-shard-000000.tar], val: [val-shard-000000.tar]}\n"
+    write_file(Path("data/energon/.nv-meta/dataset.yaml"), loader.encode())
+    write_file(Path("data/energon/.nv-meta/split.yaml"), splits.encode())
+
+
+def check_ms_swift(words: list[str]) -> Path:
+    """`swift sft` with our plugin on packs; returns them."""
+    assert words[:2] == ["swift", "sft"]
+    given = dict(zip(words[2::2], words[3::2], strict=True))
+    assert (ROOT / given["--external_plugins"]).is_file()
+    assert Path(given["--model"]).is_dir()
+    assert (given["--packing"], given["--train_dataloader_shuffle"]) == ("true", "false")
+    return Path(given["--dataset"])
+
+
+def check_bridge(words: list[str]) -> Path:
+    """torchrun with our module, a recipe and packs; returns them."""
+    module, _, packed, *overrides = words[words.index("-m") + 1 :]
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    assert [word.partition("=")[0] for word in overrides] == ["checkpoint.pretrained_checkpoint"]
+    return Path(packed)
+
+
+Check = Callable[[list[str]], Path]
+PAGES: dict[str, tuple[Callable[[], None], str, Check]] = {
+    "ms_swift": (ms_swift_file, "Qwen/Qwen2-VL-2B-Instruct", check_ms_swift),
+    "megatron_bridge": (bridge_folder, "Qwen/Qwen2.5-VL-7B-Instruct", check_bridge),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_from_their_files_to_a_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, model, check = PAGES[name]
+    monkeypatch.chdir(tmp_path)
+    write()
+    family = "qwen2_5_vl" if "2.5" in model else "qwen2_vl"
+    checkpoint = small_checkpoint(family, tmp_path / model)
+    page = (ROOT / f"docs/coming_from_{name}.md").read_text()
+    packing, training = [block for block in blocks(page) if block.language == "bash"]
+    for line in packing.text.replace("\\\n", " ").splitlines():
+        command, *arguments = shlex.split(line, comments=True)
+        if command == "energon":
+            shown = CliRunner().invoke(energon, arguments, catch_exceptions=False)
+            assert shown.exit_code == 0, shown.output
+            continue
+        if command == "sed":
+            subprocess.run([command, *arguments], check=True)
+            continue
+        assert command == "offline-packing"
+        in_process = ["engine.workers=0"] if arguments[0] == "run" else []
+        said = invoke(*arguments, *in_process).output
+        assert "REFUSED" not in said
+    assert "11 samples = 11 packed + 0 set aside" in invoke("report", "pack.yaml").output
+    (line,) = training.text.replace("\\\n", " ").splitlines()
+    words = shlex.split(line)
+    variables = dict(word.split("=") for word in words if word.startswith("OFFLINE_"))
+    packs = check(words[len(variables) :])
+    data = read_packed_data(packs)
+    assert (data.model.family, data.tasks) == (family, ("bmr",))
+    assert (data.model.max_pixels, data.seq_length) == (1003520, 4096)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    encoder = PackedTaskEncoder(seq_length=data.seq_length, model=data.model)
+    loaded = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    check_training_step(loaded, packs, encoder)
