@@ -32,7 +32,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_links_lead_somewhere() -> None:
-    roots = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").rglob("*.md")]
+    roots = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
+    roots += (ROOT / "examples").rglob("*.md")
     for page in (*roots, *(ROOT / "docs").rglob("*.md")):
         for link, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
             if link.startswith("http"):

@@ -122,11 +122,10 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def variant_rows(
+def own_rows(
     common: type[BaseModel], variants: Mapping[str, type[BaseModel]], prefix: str
 ) -> Iterator[tuple[str, str, str]]:
-    """Rows of what all variants have, then of each option that only some have, with their names."""
-    yield from rows_of(common, prefix)
+    """Rows of what variants have besides the common options, with the names of those that do."""
     names = {name: None for model in variants.values() for name in model.model_fields}
     for name in [name for name in names if name not in common.model_fields]:
         having = {key: model for key, model in variants.items() if name in model.model_fields}
@@ -136,14 +135,16 @@ def variant_rows(
         first, *others = by_default
         default = first + "".join(f"; {', '.join(by_default[o])}: {o}" for o in others)
         model = next(iter(having.values()))
-        yield f"{prefix}.{name}", default, f"{_owners(having, variants)}: {describe(model, name)}"
+        yield f"{prefix}.{name}", default, _owners(having, variants) + describe(model, name)
 
 
 def _owners(having: Mapping[str, Any], variants: Mapping[str, Any]) -> str:
     lacking = [f"`{name}`" for name in variants if name not in having]
+    if not lacking:
+        return ""
     if len(lacking) < len(having):
-        return f"not {', '.join(lacking)}"
-    return ", ".join(f"`{name}`" for name in having)
+        return f"not {', '.join(lacking)}: "
+    return f"{', '.join(f'`{name}`' for name in having)}: "
 
 
 def render(rows: Iterator[tuple[str, str, str]]) -> str:
@@ -176,12 +177,20 @@ def _launch() -> str:
 
 def _sources() -> str:
     options = {name: source.Options for name, source in SOURCES.items()}
-    return render(variant_rows(SourceOptions, options, "source"))
+    rows = rows_of(SourceOptions, "source"), own_rows(SourceOptions, options, "source")
+    return render(chain.from_iterable(rows))
 
 
 def _models() -> str:
-    options = {name: family.Options for name, family in FAMILIES.items()}
-    return render(variant_rows(ModelOptions, options, "model"))
+    """A table of the options that every family has, then one for the families of each module."""
+    page = "Every family:\n\n" + render(rows_of(ModelOptions, "model"))
+    modules: dict[str, dict[str, type[BaseModel]]] = {}
+    for name, family in FAMILIES.items():
+        modules.setdefault(family.Options.__module__, {})[name] = family.Options
+    for options in modules.values():
+        names = ", ".join(f"`{name}`" for name in options)
+        page += f"\n{names}:\n\n{render(own_rows(ModelOptions, options, 'model'))}"
+    return page
 
 
 def _of(model: type[BaseModel], name: str) -> Callable[[], str]:

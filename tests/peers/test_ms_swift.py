@@ -372,7 +372,7 @@ def datasets(
     """The samples that a pipeline of the documented command trains on, with these options."""
     names = dict.fromkeys(("FOLDER", "Qwen/Qwen2-VL-2B-Instruct"), str(checkpoint))
     names["out/packed"] = str(packed)
-    words = [names.get(word, word) for word in shlex.split(command)[2:]]
+    words = [names.get(word, word) for word in shlex.split(command.replace("\\\n", " "))[2:]]
     model = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
     options = ["--output_dir", str(output), "--use_cpu", "true", "--torch_dtype", "float32"]
     args, rest = parse_args(CPUArguments, [*words, *model, *options, *more])

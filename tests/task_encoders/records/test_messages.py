@@ -53,6 +53,8 @@ def test_turns_in_one_object() -> None:
     texts = [{"user": "a", "assistant": "b", "source": "x"}, {"user": "c", "assistant": "d"}]
     sample = to_sample({"texts": texts, "images": [{"path": "a.jpg"}]}, "k", "bmr")
     assert (sample.turns, sample.images) == ((Turn("a", "b"), Turn("c", "d")), ("a.jpg",))
+    of_ms_swift = [{"human": "a", "assistant": "b"}, {"human": "c", "assistant": "d"}]
+    assert to_sample({"messages": of_ms_swift}, "k", "bmr").turns == sample.turns
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,8 @@ def test_turns_in_one_object() -> None:
         ({"messages": dialogue("a", "b"), "tools": "[{"}, "bad_record"),
         ({"messages": dialogue("a", "b"), "tools": [7]}, "bad_record"),
         ({"messages": dialogue("<audio>a", "b"), "audios": ["a.mp3"]}, "bad_record"),
+        ({"messages": dialogue("Where?", "<bbox>"), "objects": {"bbox": [[1, 2]]}}, "bad_record"),
+        ({"messages": dialogue("<ref-object>?", "b"), "objects": {"ref": ["a"]}}, "bad_record"),
         ({"messages": dialogue("a", "<image>"), "image": "a.jpg"}, "image_count_mismatch"),
         ({"messages": dialogue("a", "b"), "system": "s", "image": 7}, "bad_record"),
     ],
