@@ -26,6 +26,7 @@ export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 # What each pack is: see task_encoders/settings.py. 0 is for data that are packed here (data.online).
 # Variables that the caller has set stay.
 export OFFLINE_PACKED_DATA=${OFFLINE_PACKED_DATA:-1}
+VQA=${VQA:-0} BMR=${BMR:-0}
 [ "$OFFLINE_PACKED_DATA" = 1 ] || VQA=0 BMR=0
 [ -z "${OFFLINE_PACKING_VQA:-}${OFFLINE_PACKING_BMR:-}" ] || VQA=0 BMR=0
 export OFFLINE_PACKING_VQA=${OFFLINE_PACKING_VQA:-$VQA} OFFLINE_PACKING_BMR=${OFFLINE_PACKING_BMR:-$BMR}

@@ -5,7 +5,7 @@ to the frameworks themselves."""
 import json
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ from megatron.energon.cli.main import main as energon
 from transformers import AutoModelForImageTextToText
 
 from launch.data.packed_data import read_packed_data
+from offline_packing.runs.run import open_encoder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.text.tokenizer import checkpoint_tokenizer, load_tokenizer
 from tests.helpers.command import invoke
 from tests.helpers.datasets import image_bytes
 from tests.helpers.energon_batches import check_training_step
@@ -88,6 +90,17 @@ PAGES: dict[str, tuple[Callable[[], None], str, Check]] = {
     "ms_swift": (ms_swift_file, "Qwen/Qwen2-VL-2B-Instruct", check_ms_swift),
     "megatron_bridge": (bridge_folder, "Qwen/Qwen2.5-VL-7B-Instruct", check_bridge),
 }
+
+
+@pytest.fixture(autouse=True)
+def own_checkpoints() -> Iterator[None]:
+    """What is remembered by a checkpoint's relative name is forgotten: other tests have others."""
+    caches = (checkpoint_tokenizer, load_tokenizer, open_encoder)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -198,7 +198,9 @@ def write_huggingface(root: Path, records: list[Record]) -> Options:
 
 
 def write_text(root: Path, records: list[Record]) -> Options:
-    lines = [as_bytes(content).replace(b"\x1c", b"?").strip() or b"?" for content, _ in records]
+    # Without pictures there are no places for them.
+    lines = [as_bytes(content).replace(b"<image>", b"(image)") for content, _ in records]
+    lines = [line.replace(b"\x1c", b"?").strip() or b"?" for line in lines]
     (root / "a.txt").write_bytes(b"\n".join(lines))
     return {"format": "text", "path": str(root), "task": "captioning"}
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import click
-import yaml
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
 from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
@@ -38,6 +37,8 @@ def init(
 ) -> None:
     """Look at a folder or file PATH, show how it would be read, write a pack.yaml for it, and
     measure ten records with that."""
+    import yaml
+
     from offline_packing.cli.starter import (
         measure_some,
         output_beside,

@@ -13,7 +13,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from task_encoders.families.base.cost import ModelCost, cost_of_sizes
 from task_encoders.families.base.spans import (
@@ -98,6 +104,12 @@ class ModelOptions(BaseModel):
     control_tokens: tuple[str, ...] = ()
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
+
+    @model_serializer(mode="wrap")
+    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """control_tokens only if there are any: manifests are those from before the option."""
+        content: dict[str, Any] = serialize(self)
+        return {name: v for name, v in content.items() if name != "control_tokens" or v}
 
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""

@@ -170,7 +170,7 @@ ASKED = Turn("What?", "That.")
 END = "<|im_end|>"
 MARKED = Turn("What?", f"It ends with {END}")
 VIDEO = {"videos": ("a.mp4",)}
-CAPTION = {"task": "captioning", "turns": (Turn(END, "An <image> tag."),), "system": "Be brief."}
+CAPTION = {"task": "captioning", "turns": (Turn(END, "A <video> tag."),), "system": "Be brief."}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,7 @@ CAPTION = {"task": "captioning", "turns": (Turn(END, "An <image> tag."),), "syst
         (Turn("<video>", "That."), VIDEO, PLAIN),
         (ASKED, CAPTION, PLAIN),  # of captions neither prompt nor system is used
         (ASKED, CAPTION | {"turns": (MARKED,)}, Trait.CONTROL_TEXT),
+        (ASKED, CAPTION | {"turns": (Turn("", "A <image> b."),)}, Trait.CONTROL_TEXT),
         (Turn("What?", "Write <image>."), {}, Trait.CONTROL_TEXT),
         (ASKED, {"system": "You are a helpful assistant."}, PLAIN),
         (ASKED, {"system": ""}, Trait.OWN_SYSTEM | Trait.EMPTY_SYSTEM),
