@@ -304,11 +304,20 @@ def load_tokenizer(
 
     Args:
         text_tokens: what a family adds to the built-in vocabulary after the special tokens.
-        spelled: special tokens that text can spell.
+        spelled: special tokens that text can spell; they do not change the fingerprint.
 
     Raises:
         ValueError: as checkpoint_tokenizer.
     """
+    found = _make_tokenizer(processor, text_tokens, spelled)
+    if spelled:
+        found.fingerprint = load_tokenizer(processor, text_tokens).fingerprint
+    return found
+
+
+def _make_tokenizer(
+    processor: str, text_tokens: tuple[str, ...], spelled: tuple[str, ...]
+) -> Tokenizer:
     if processor == BUILTIN:
         ranks = qwen_ranks()
         special = {token: len(ranks) + i for i, token in enumerate(QWEN_SPECIAL_TOKENS)}
