@@ -28,6 +28,7 @@ _REACH = 6  # rings of cells searched around the ideal partner
 _PARTNERS = 12  # partners compared for one first sample
 _MISFITS = 6  # random samples in a row that do not fit before the pack is closed
 _GOOD_ENOUGH = 3e-4  # share of a pack lost at which no further try is made
+_FIT_TOGETHER = 1 - 1e-6  # share of a pack in which all that is left fits, rounding included
 _EVENNESS = 0.1  # weight of keeping the mix of the remaining samples, against filling this pack
 _UNEVEN_ANYWAY = 0.2  # share by which a pack may differ from the mix at no cost
 
@@ -229,6 +230,10 @@ def _pack_pool(pool: _Pool, seeds: np.ndarray, state: np.ndarray) -> Packs:
                 sample_ids[end : end + size] = pack[:size]
             if least < _GOOD_ENOUGH:
                 break
+        left = pool.num_alive[0]
+        if best_size < left and pool.need.max() < _FIT_TOGETHER:  # random ones leave out a few
+            best_size = left
+            sample_ids[end : end + left] = pool.alive[:left]
         for sample in sample_ids[end : end + best_size]:
             _take_out(pool, sample)
             pool.need[:] -= pool.sizes[sample]

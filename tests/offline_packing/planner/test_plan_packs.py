@@ -66,6 +66,14 @@ def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
+@pytest.mark.parametrize(("count", "seq_length"), [(448, 81_920_000), (448, 60_000), (900, 65_536)])
+def test_what_is_left_is_one_pack_if_it_fits(count: int, seq_length: int) -> None:
+    """Under a budget that never binds, too."""
+    lengths = np.random.default_rng(0).lognormal(4, 1, count).astype(int) + 1
+    plan = plan_packs(lengths, seq_length, budgets={"patches": (4 * lengths, 10**9)})
+    assert plan.num_packs == -(-int(lengths.sum()) // seq_length)
+
+
 def test_a_peer_packs_under_a_budget_what_is_not_set_aside() -> None:
     num_tokens = np.array([40, 500, 40, 40, 0, 40])
     num_images = np.array([3, 9, 1, 1, 9, 3])
