@@ -1,4 +1,6 @@
-"""Train on packs: `torchrun ... -m launch.train CONFIG.yaml [key.sub=value ...]`.
+"""Train on packs: `torchrun ... -m launch.train CONFIG.yaml [key.sub=value ...]`, the readable
+reference on megatron-core's layers, exact and small. Production runs take the trainers of
+docs/integrations.md.
 
 Exit status: 0 done, 1 the run failed, 2 the command or the configuration is wrong, 143 or 130
 stopped by SIGTERM or Ctrl-C after saving.

@@ -382,7 +382,7 @@ def datasets(
 
 @of_command
 @pytest.mark.parametrize("command", [COMMAND, LONG_COMMAND], ids=["integrations", "coming_from"])
-def test_the_documented_command_trains_every_pack(
+def test_the_documented_command_builds_data_of_every_pack(
     command: str, case: tuple[Path, Path], tmp_path: Path
 ) -> None:
     train, validation = datasets(*case, tmp_path, command=command)
