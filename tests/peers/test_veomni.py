@@ -353,7 +353,9 @@ def build(args: VeOmniVLMArguments) -> Any:
 
 
 @of_recipe
-def test_the_documented_recipe_builds_data_of_every_pack(case: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_documented_recipe_builds_data_of_every_pack(
+    case: tuple[Path, Path], tmp_path: Path
+) -> None:
     args = parse(tmp_path / "recipe.yaml", *case)
     assert not args.train.dyn_bsz
     trainer = build(args)
