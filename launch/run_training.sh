@@ -1,5 +1,6 @@
 # Sourced by the scripts beside it: start launch.train, or MODULE, on this node. They set VQA and
-# BMR, the task of their packs, and DEFAULT and DEMO: the configuration and the demo's packs to use where CONFIG is not set.
+# BMR, the task of their packs, and DEFAULT and DEMO: the configuration and the demo's packs to use
+# where CONFIG is not set.
 # Needs bash, runs from any folder; paths in CONFIG and "$@" are relative to the caller's folder.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

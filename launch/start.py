@@ -97,8 +97,9 @@ def _check(config: LaunchConfig) -> None:
             try:
                 settings.resolve_task(task, blend=len(tasks) > 1)
             except PackingSettingsError as error:
-                command = _SCRIPTS["blend" if len(tasks) > 1 else task]
-                raise PackingSettingsError(f"{error}; or start {command}") from error
+                command = _SCRIPTS.get("blend" if len(tasks) > 1 else task)
+                remedy = f"; or start {command}" if command else ""
+                raise PackingSettingsError(f"{error}{remedy}") from error
         check_room(config.data.path, config.parallel.context)
     if config.validation.every:
         check_validation(config.data.path)

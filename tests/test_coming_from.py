@@ -94,7 +94,8 @@ PAGES: dict[str, tuple[Callable[[], None], str, Check]] = {
 
 @pytest.fixture(autouse=True)
 def own_checkpoints() -> Iterator[None]:
-    """What is remembered by a checkpoint's relative name is forgotten: other tests have others."""
+    """Empty the caches of tokenizers and encoders: other tests have another checkpoint of the same
+    relative name."""
     caches = (checkpoint_tokenizer, load_tokenizer, open_encoder)
     for cached in caches:
         cached.cache_clear()

@@ -41,7 +41,8 @@ def packed(folder: Path) -> Run:
     source = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "captioning"}
     output = {"path": str(folder / "out")}
     run = Run(parse_config({"source": source, "output": output}), LocalEngine(0))
-    write(run, measure(run), plan(run, measure(run)))
+    samples = measure(run)
+    write(run, samples, plan(run, samples))
     return run
 
 

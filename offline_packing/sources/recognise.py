@@ -46,7 +46,7 @@ class Recognised:
     options: dict[str, Any]
     others: tuple[str, ...]
     examples: tuple[Example, ...]
-    #: records, or MANY where there are as many or more
+    #: number of records, counted up to MANY
     num_records: int
 
 
@@ -72,7 +72,7 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     missing = next((name for example in examples for name in example.missing), None)
     root = None
     if missing is not None:
-        root = _common_root(source) if missing[0] == "/" else find_image_root(path, missing)
+        root = _common_root(source) if missing.startswith("/") else find_image_root(path, missing)
     if root is not None and isinstance(source.options, MediaOptions):
         options["image_root"] = root
         source = open_source(options)
@@ -102,7 +102,7 @@ def _common_root(source: Source) -> str | None:
             sample = source.sample(record, record.key)
         except SampleError:
             continue
-        folders = {os.path.dirname(name) for name in sample.media if name[0] == "/"}
+        folders = {os.path.dirname(name) for name in sample.media if name.startswith("/")}
         if folders:
             root = os.path.commonpath([*folders, *([root] if root else [])])
     return root if root and os.path.isdir(root) else None

@@ -103,7 +103,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def _remedy(name: str, value: Any) -> str:
-    """What to set where texts stand in objects."""
+    """The option that takes a text out of an object, where a field holds objects."""
     first = value[0] if isinstance(value, list) and value else value
     own = first.items() if isinstance(first, dict) else ()
     inside = next((field for field, text in own if isinstance(text, str)), None)

@@ -368,7 +368,7 @@ def three_outputs(root: Path) -> list[Path]:
 
 
 def media_of_split(output: Path, split: str, *, least: int = 1) -> set[bytes]:
-    """Pictures of a split's samples that have at least so many."""
+    """Pictures of a split's samples that have `least` pictures or more."""
     found = set()
     for tar in output.glob(f"{split}-*.tar"):
         members = members_of(output, tar.name)

@@ -182,6 +182,13 @@ def test_what_cannot_run_is_not_next(tmp_path: Path) -> None:
     assert not (tmp_path / "b.yaml").exists()
 
 
+def test_a_picture_without_a_name_is_no_path(tmp_path: Path) -> None:
+    write_file(tmp_path / "data" / "a.jsonl", lines([{"caption": "A.", "images": [""]}]))
+    found = recognise(str(tmp_path / "data"))
+    assert "image_root" not in found.options
+    assert len(found.examples[0].missing) == 1
+
+
 def test_a_checkpoint_of_no_family_is_refused(tmp_path: Path) -> None:
     write_file(tmp_path / "model" / "config.json", b'{"model_type": "bert"}')
     data = captioning_pairs(tmp_path / "data", 3)

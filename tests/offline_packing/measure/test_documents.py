@@ -39,7 +39,7 @@ def pictures(folder: Path) -> None:
 
 
 def documents(count: int, most: int = 30) -> list[dict[str, Any]]:
-    """Documents of up to so many paragraphs, every third with a picture in front."""
+    """Documents of at most `most` paragraphs, every third with a picture in front."""
     rng = np.random.default_rng(0)
     found = []
     for i in range(count):
@@ -123,7 +123,7 @@ def test_long_documents_are_cut(tmp_path: Path) -> None:
 
 
 def test_batches_of_documents(tmp_path: Path) -> None:
-    """Through Energon: as many trained tokens as were measured, and pictures of their sizes."""
+    """Through Energon: every pack is a batch, and pictures have the patches of their sizes."""
     run = run_of(tmp_path, documents(12, 12), pack={"on_overlong": "split_turns"})
     manifest = pack_all(run)
     batches = batches_of(run.workspace.root, encoder_of(run))

@@ -26,7 +26,7 @@ SAID = "It is <|box_start|>(10,20),(30,40)<|box_end|> there."
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one != "llava_1_5"])  # it has none
 def test_ids_are_those_of_the_tokenizer(family: str, tmp_path: Path) -> None:
-    """Of texts that hold one of its special tokens; without the option, it is text."""
+    """Texts spell two of its special tokens, which are text without the option."""
     folder = str(tmp_path / family)
     save_tokenizer(family, Path(folder))
     options = encoder_options(family)
