@@ -19,7 +19,8 @@ from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
 
 from launch.data.open_packs import open_as_measured, settings_of_packs
-from launch.trainers.shared import PacksAsItems, warn_of_mixed_steps
+from launch.trainers.shared import PacksAsItems, require_kernels, warn_of_mixed_steps
+from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 
@@ -88,13 +89,18 @@ _automodels_own = VlmDataloaderConfig.build
 
 
 def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
-    """AutoModel's loader over packs; anything else goes AutoModel's way. Raises ValueError if a
-    recipe has options that packs do not support."""
+    """AutoModel's loader over packs; anything else goes AutoModel's way.
+
+    Raises:
+        ValueError: the recipe has options that packs do not support, or the recurrent layers of its
+            model would get no boundaries: AutoModel gives them to its own model alone, and that
+            drops them without both packages of kernels.
+    """
     packs, packing = config.dataset_config, config.packing
     if not isinstance(packs, PacksConfig):
         return _automodels_own(config, **options)
     packs = replace(packs, processor=packs.processor or options["pretrained_model_name_or_path"])
-    _, seq_length = settings_of_packs(packs.path)
+    settings, seq_length = settings_of_packs(packs.path)
     contract = options.get("packing_contract", DEFAULT_PACKED_SEQUENCE_CONTRACT)
     if packing is None and contract is not DEFAULT_PACKED_SEQUENCE_CONTRACT:
         # Validation: AutoModel reads packed_sequence for training only, which has set the contract.
@@ -105,7 +111,10 @@ def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
         wrong = "in the order to be trained in; set dataloader: {shuffle: false}"
     elif packing.packing_format == "thd" and options.get("cp_size", 1) > 1:
         wrong = "packing_format thd with cp_size > 1 pads every sample; set packing_format: neat"
+    elif FAMILIES[settings.family].is_recurrent and not contract.requires_packed_sequence_metadata:
+        wrong = "only AutoModel's own model keeps its samples apart; leave out force_hf"
     else:
+        require_kernels(settings.family, "AutoModel", "fla.ops.gated_delta_rule", "causal_conv1d")
         packing = _PackedAlready(**asdict(packing))
         folder = PackedFolder(packs.path, split=packs.split)
         warn_of_mixed_steps(folder, options["dp_world_size"])

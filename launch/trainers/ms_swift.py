@@ -18,7 +18,7 @@ from swift.pipelines.train.sft import SwiftSft
 from transformers import Trainer
 
 from launch.data.open_packs import open_as_measured
-from launch.trainers.shared import PacksAsItems, by_saved_names
+from launch.trainers.shared import PacksAsItems, by_saved_names, require_kernels
 from task_encoders.concatenate import split_row
 from task_encoders.model_inputs import media_kwargs, token_types
 from task_encoders.storage.paths import path_of
@@ -60,7 +60,8 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
     """The packs at a path, for a pipeline that has its template.
 
     Raises:
-        ValueError: the pipeline does not pack: attention would cross samples.
+        ValueError: the pipeline does not pack: attention would cross samples; or see
+            `require_kernels`.
         PackingSettingsError: see `open_as_measured`.
     """
     args = pipeline.args
@@ -68,7 +69,10 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
     pipeline.template._get_position_ids = positions_of_packs
-    return SwiftPacks(*open_as_measured(path, "ms-swift", split=split, processor=args.model_dir))
+    opened = open_as_measured(path, "ms-swift", split=split, processor=args.model_dir)
+    family = opened[1].encoder.options.family
+    require_kernels(family, "ms-swift", "fla.modules.convolution", "fla.ops.gated_delta_rule")
+    return SwiftPacks(*opened)
 
 
 _swifts_own = SwiftSft._prepare_dataset

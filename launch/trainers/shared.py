@@ -1,6 +1,8 @@
 """Parts that several integrations share: packs as a dataset, a warning where ranks would wait for
-each other forever, and resuming with the weights that were saved."""
+each other forever, a check of kernels that need the boundaries, and resuming with the weights that
+were saved."""
 
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 from torch import distributed
 from torch.utils.data import Dataset
 
+from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 
@@ -53,6 +56,26 @@ def warn_of_mixed_steps(packs: Any, num_ranks: int, packs_per_row: int = 1) -> N
         num_ranks,
         remedy,
     )
+
+
+def require_kernels(family: str, trainer: str, *modules: str) -> None:
+    """Check that a trainer has the kernels through which alone it keeps samples apart in recurrent
+    layers.
+
+    Raises:
+        ValueError: the family has such layers, and a module of the kernels cannot be imported.
+    """
+    for module in modules if FAMILIES[family].is_recurrent else ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # fla, too, has several where there is no driver
+            package = {"fla": "flash-linear-attention"}.get(
+                module.partition(".")[0], "causal-conv1d"
+            )
+            raise ValueError(
+                f"{trainer} keeps samples of a pack apart in the recurrent layers of {family} only "
+                f"by {module}, which cannot be imported; install {package}"
+            ) from error
 
 
 def by_saved_names(load: Callable[..., None]) -> Callable[..., None]:

@@ -7,22 +7,30 @@ from typing import Any
 import av
 import numpy as np
 import transformers
-from transformers import AutoTokenizer, Qwen2VLProcessor
+from transformers import AutoConfig, AutoTokenizer, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata
 
 
-def save_processor(folder: Path, tokenizer: Any, template: str, **limits: int) -> None:
+def save_processor(
+    folder: Path, tokenizer: Any, template: str, model_type: str = "qwen2_vl", **limits: int
+) -> None:
     """A checkpoint's whole processor: with torchvision it can be built."""
-    images = Qwen2VLImageProcessorPil(**limits)
-    videos = transformers.Qwen2VLVideoProcessor()
-    Qwen2VLProcessor(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
+    if model_type.startswith("qwen3"):
+        half = [0.5] * 3
+        images = Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, **limits)
+        kind, videos = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor()
+    else:
+        images = Qwen2VLImageProcessorPil(**limits)
+        kind, videos = Qwen2VLProcessor, transformers.Qwen2VLVideoProcessor()
+    kind(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
 
 
 def with_processor(checkpoint: Path, **limits: int) -> Path:
     """The checkpoint, to which the whole processor of its tokenizer is added."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    save_processor(checkpoint, tokenizer, tokenizer.chat_template, **limits)
+    model_type = AutoConfig.from_pretrained(checkpoint).model_type
+    save_processor(checkpoint, tokenizer, tokenizer.chat_template, model_type, **limits)
     return checkpoint
 
 

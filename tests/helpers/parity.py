@@ -1,7 +1,7 @@
 """Losses of packs, to be compared with those of their samples alone.
 
 A comparison sees a broken boundary, or a neighbour's picture, only in packs of several samples with
-pictures of their own: others are refused. Three controls show that it sees them."""
+pictures of their own: others are refused. Controls show that it sees them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs, to_transformers_kwargs, token_types
 from task_encoders.packs.tokenized import IGNORE_INDEX
@@ -84,6 +85,14 @@ def one_sample(packs: PackedFolder, number: int) -> list[Inputs]:
     return [inputs_of(packs, row)]
 
 
+def attention_cut_alone(packs: PackedFolder, number: int) -> list[Inputs]:
+    """A pack with boundaries for attention, which restarting positions tell, and without boundaries
+    for recurrent layers."""
+    batch = packed_batch(encoded_alone(packs, number))
+    row, boundaries = to_transformers_kwargs(batch), flash_attention_kwargs(batch.cu_lengths)
+    return [{name: value for name, value in row.items() if name not in boundaries}]
+
+
 def labels_shifted(packs: PackedFolder, number: int) -> list[Inputs]:
     """The samples, each token trained to be what the one before should be."""
     samples = samples_alone(packs, number)
@@ -116,8 +125,8 @@ def loss_per_label(model: Any, samples: Iterable[Inputs], pixels: torch.dtype) -
         labels = int((sample["labels"][:, 1:] != IGNORE_INDEX).sum())
         if not labels:
             continue
-        if "pixel_values" in sample:
-            sample["pixel_values"] = sample["pixel_values"].to(pixels).float()
+        for name in sample.keys() & {"pixel_values", "pixel_values_videos"}:
+            sample[name] = sample[name].to(pixels).float()
         if model.config.model_type == "gemma4_unified":
             tokens, types = sample["input_ids"], sample["mm_token_type_ids"]
             sample["attention_mask"] = image_masks(model, tokens, types)
@@ -145,7 +154,8 @@ def check_losses(
         samples = (read(packs, number) for number in (0, 1))
         return two_losses(model, samples, lambda found: loss_per_label(model, found, pixels))
 
-    for mistake in CONTROLS:
+    recurrent = FAMILIES[packs.task_encoder.encoder.options.family].is_recurrent  # type: ignore[union-attr]
+    for mistake in CONTROLS + (attention_cut_alone,) * recurrent:
         control = trained(mistake)
         away = max(abs(a - b) for a, b in zip(control, losses, strict=False))
         assert away > 1e-3, f"{mistake.__name__} goes unnoticed: {control} for {losses}"

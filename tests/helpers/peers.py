@@ -89,12 +89,15 @@ def sub_samples(folder: PackedFolder, number: int) -> list[PackedRow]:
 
 
 def small_checkpoint(family: str, folder: Path) -> Path:
-    """A tiny model with weights that all count, with its tokenizer."""
-    save_tokenizer(family, folder)
+    """A tiny model with weights that all count, with its tokenizer. `family`: with "_moe" after it,
+    a mixture of experts."""
+    name = family.removesuffix("_moe")
+    save_tokenizer(name, folder)
     encoder = PackedTaskEncoder(
-        seq_length=512, settings=PackingSettings(packed=True), family=family, processor=str(folder)
+        seq_length=512, settings=PackingSettings(packed=True), family=name, processor=str(folder)
     )
-    tiny_model(family, encoder.encoder.media_token_ids).save_pretrained(folder)
+    token_ids = encoder.encoder.media_token_ids
+    tiny_model(name, token_ids, experts=name != family).save_pretrained(folder)
     return folder
 
 
@@ -106,7 +109,8 @@ def small_packs(family: str, checkpoint: Path, root: Path, samples: int = 48) ->
 def pack_dialogues(
     pairs: Path, family: str, checkpoint: Path, root: Path, resize: str = "pil", **pack: Any
 ) -> Path:
-    """Packs of a folder's dialogues, for that checkpoint."""
+    """Packs of a folder's dialogues, for that checkpoint; `family` as of `small_checkpoint`."""
+    family = family.removesuffix("_moe")
     model = {"family": family, "processor": str(checkpoint), "max_pixels": None}
     model |= encoder_options(family)
     if "resize" in FAMILIES[family].Options.model_fields:

@@ -10,6 +10,8 @@ from transformers import (
     Glm4vMoeForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from launch.model.config import config_of_preset, transformers_classes
@@ -91,6 +93,7 @@ _EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 _EXPERTS |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 #: Mixtures of experts: model type, config and model.
 _MIXTURES: dict[str, tuple[str, Any, Any]] = {
+    "qwen3_vl": ("qwen3_vl_moe", Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
     "qwen3_5": ("qwen3_5_moe", Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
     "glm4v": ("glm4v_moe", Glm4vMoeConfig, Glm4vMoeForConditionalGeneration),
 }

@@ -9,3 +9,7 @@ if Path(sys.prefix).name == "megatron_bridge":
     import tests.helpers.megatron_bridge_stubs
 if Path(sys.prefix).name == "llama_factory":
     import tests.helpers.llama_factory_stubs  # noqa: F401
+if Path(sys.prefix).name in ("automodel", "llama_factory", "ms_swift", "veomni"):
+    from tests.peers import stand_in_fla
+
+    stand_in_fla.install()

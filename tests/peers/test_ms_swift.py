@@ -23,6 +23,7 @@ from swift.template import get_template
 from swift.utils import import_external_file, parse_args
 from torch.utils.data import Dataset
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     Glm4vImageProcessor,
     Glm4vProcessor,
@@ -38,6 +39,7 @@ from transformers import (
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.online.collate import padding_free_collator
 from offline_packing.online.datasets import PackedDatasetWrapper
+from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import read_video_header
 from task_encoders.samples import SourceSample, place_media
@@ -171,7 +173,6 @@ def make_trainer(
 
 
 Say = Callable[[str], None]
-QWEN2_VL = {"model_type": "qwen2_vl", "template": "qwen2_vl"}
 VERSION = f"ms-swift {swift.__version__}"
 
 
@@ -187,13 +188,19 @@ def case(case: Any) -> Any:
     return case
 
 
+def names_of(checkpoint: Path) -> dict[str, str]:
+    """ms-swift's names for a checkpoint of Qwen's."""
+    model_type = AutoConfig.from_pretrained(checkpoint).model_type
+    return {"model_type": model_type, "template": model_type.removesuffix("_moe")}
+
+
 def recorded_run(
     checkpoint: Path, packed: Path, output: Path, **options: Any
 ) -> tuple[list[int], list[float], list[torch.Tensor]]:
     """Packs and loss of each of six steps, and the weights at the end."""
     packs = open_packs(packed)
     trainer = make_trainer(
-        checkpoint, packed, output, **QWEN2_VL, max_steps=6, save_steps=3, **options
+        checkpoint, packed, output, **names_of(checkpoint), max_steps=6, save_steps=3, **options
     )
     seen: list[int] = []
     trainer.model.register_forward_pre_hook(
@@ -205,20 +212,25 @@ def recorded_run(
     return seen, losses, [weight.detach().clone() for weight in trainer.model.parameters()]
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"], indirect=True
+)
 def test_steps_are_those_of_our_own_trainer_and_are_resumed(
-    case: Any, tmp_path: Path, say: Say
+    family: str, case: Any, tmp_path: Path, say: Say
 ) -> None:
     packs, losses, weights = recorded_run(*case, tmp_path / "whole")
     assert packs == list(range(6))
-    difference = check_losses(case[1], case[0], losses, tmp_path / "ours")
+    is_ours = family in FAMILIES and FAMILIES[family].megatron_core
+    difference = check_losses(case[1], case[0], losses, tmp_path / "ours" if is_ours else None)
     resumed = recorded_run(
         *case, tmp_path / "again", resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3")
     )
     assert resumed[0] == packs[3:]
     assert resumed[1] == losses  # those of the first three are in the checkpoint
     assert all(map(torch.equal, resumed[2], weights))
+    like = "launch.train's" if is_ours else "of the samples alone"
     say(
-        f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}), "
+        f"{VERSION}, {family}: loss before and after a step as {like} (to {difference:.0e}), "
         "6 steps resumed after 3 to the last bit"
     )
 
@@ -226,14 +238,44 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
     """Numbers of the packs that this rank trains on in an epoch."""
     packs = open_packs(packed)
-    trainer = make_trainer(checkpoint, packed, output, **QWEN2_VL)
+    trainer = make_trainer(checkpoint, packed, output, **names_of(checkpoint))
     return [number_of(row["input_ids"], packs) for row in trainer.get_train_dataloader()]
 
 
-def test_order(case: Any, tmp_path: Path, say: Say) -> None:
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"], indirect=True)
+def test_order(family: str, case: Any, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = case
     check_order(packed, tmp_path, numbers_read, checkpoint, tmp_path / "out", drop_last=True)
-    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+    say(f"{VERSION}, {family}: order of packs kept on 1, 2 and 4 ranks")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
+def test_packs_are_what_its_packing_would_give(family: str, case: Any, say: Say) -> None:
+    checkpoint, packed = case
+    model, processor = get_model_processor(str(checkpoint), model_type=family)
+    template, plugged = (make_template(model, processor, family) for _ in range(2))
+    dataset, packs = packs_of_plugin(plugged, str(checkpoint), packed), open_packs(packed)
+    vision = packs.task_encoder.encoder.vision
+    limits = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
+    for number, pack in enumerate(packs):
+        own = [own_sample(template, *sample, limits) for sample in stored_samples(pack)]
+        theirs = template.data_collator([own])
+        ours = plugged.data_collator([dataset[number]])
+        assert ours.keys() == theirs.keys()
+        assert_same(ours, theirs, f"{family} {number}")
+    assert len(packs) > 5
+    say(f"{VERSION}, {family}: {len(packs)} packs are what its own packing makes of their samples")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize("module", ["fla.modules.convolution", "fla.ops.gated_delta_rule"])
+def test_recurrent_layers_without_kernels_are_refused(
+    module: str, family: str, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    template = SimpleNamespace()
+    with pytest.raises(ValueError, match=f"only by {module}, .* install flash-linear-attention"):
+        packs_of_plugin(template, str(case[0]), case[1])
 
 
 @pytest.fixture(scope="module")
