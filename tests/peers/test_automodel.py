@@ -4,6 +4,7 @@ docs/integrations.md, and what is wrong in others."""
 
 import io
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import islice
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from nemo_automodel._transformers.registry import ModelRegistry
 from nemo_automodel._transformers.utils import resolve_get_rope_index
 from nemo_automodel.cli.utils import resolve_recipe_name
 from nemo_automodel.components.config._arg_parser import parse_args_and_load_config
@@ -53,6 +55,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
+import launch.trainers.automodel
 from launch.data.packed_data import read_packed_data
 from launch.model.config import config_of_preset, transformers_classes
 from launch.trainers.automodel import PacksConfig
@@ -112,8 +115,7 @@ def make_loader(
         pretrained_model_name_or_path=None,  # the packs name theirs
         dp_rank=rank,
         dp_world_size=world_size,
-        batch_size=1,
-        **options,
+        **{"batch_size": 1, **options},
     )
     loader: DataLoader[Any] = built.dataloader
     return loader
@@ -191,6 +193,11 @@ def losses_of_packs(model: Any, packed: Path) -> list[float]:
 
 Say = Callable[[str], None]
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
+
+
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest) -> Any:
+    return getattr(request, "param", "qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
@@ -289,16 +296,77 @@ def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say)
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
 
 
-@pytest.mark.parametrize("family", ["glm4v", "glm46v", "internvl3"])
+def loaded_model(checkpoint: Path) -> Any:
+    """The model that AutoModel makes of a checkpoint, in float32: of Qwen3.5 its own, of the others
+    transformers'. Its `from_pretrained` needs a GPU."""
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
+    if not model.config.model_type.startswith("qwen3_5"):
+        return model
+    (architecture,) = model.config.architectures
+    own = ModelRegistry.model_arch_name_to_cls[architecture].from_pretrained(checkpoint).float()
+    own.load_state_dict(own.state_dict_adapter.from_hf(model.state_dict()))
+    return own
+
+
+@pytest.mark.parametrize(
+    "family", ["glm4v", "glm46v", "internvl3", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
+)
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = several_packs(family, tmp_path)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
-    losses = losses_of_packs(model, packed)
+    losses = losses_of_packs(loaded_model(checkpoint), packed)
     difference = check_losses(packed, checkpoint, losses, pixels=torch.bfloat16)
     say(
         f"{VERSION}, {family}: loss before and after a step as of the samples alone "
         f"(to {difference:.0e})"
     )
+
+
+of_qwen3_5 = pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
+
+
+@of_qwen3_5
+def test_rows_of_two_packs_keep_boundaries(family: str, case: Any) -> None:
+    """Padded to the longer of them, which recurrent layers must not see."""
+    checkpoint, packed = case
+    model = loaded_model(checkpoint)
+    options = {"packing_contract": configure_packing_for_models([model])}
+    two = next(iter(make_loader(packed, batch_size=2, **options)))
+    padding = two["_packed_seq_ids"] == 0
+    assert padding.any()
+    two["input_ids"].masked_fill_(padding, 0)  # from a token of a larger vocabulary
+    for place, one in enumerate(islice(make_loader(packed, **options), 2)):
+        length = one["input_ids"].shape[1]
+        ours, alone = (
+            model(**filter_forward_kwargs(model, dict(batch)), use_cache=False).logits
+            for batch in (two, one)
+        )
+        assert (ours[place, :length] - alone[0]).abs().max() < 1e-4
+
+
+@of_qwen3_5
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("fla.ops.gated_delta_rule", "flash-linear-attention"), ("causal_conv1d", "causal-conv1d")],
+)
+def test_recurrent_layers_without_kernels_are_refused(
+    module: str, package: str, family: str, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AutoModel goes on without, and its losses are other ones."""
+    checkpoint, packed = case
+    whole = losses_of_packs(loaded_model(checkpoint), packed)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"only by {module}, .* install {package}"):
+        losses_of_packs(loaded_model(checkpoint), packed)
+    monkeypatch.setattr(launch.trainers.automodel, "require_kernels", lambda *_: None)
+    leaking = losses_of_packs(loaded_model(checkpoint), packed)
+    assert max(abs(a - b) for a, b in zip(whole, leaking, strict=True)) > 1e-3
+
+
+@of_qwen3_5
+def test_recurrent_layers_of_transformers_are_refused(family: str, case: Any) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(case[0], attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="leave out force_hf"):
+        losses_of_packs(model, case[1])
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified", "mistral3"])
