@@ -146,3 +146,6 @@ def install() -> None:
         module.__spec__ = ModuleSpec(name, None)  # `find_spec` wants one
         module.__path__ = []
         sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)

@@ -20,6 +20,8 @@ from llamafactory.data.template import TEMPLATES, register_template
 from llamafactory.hparams import DataArguments, parser
 from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as mixture
 
 from launch.trainers.llama_factory import tuner
 from offline_packing.demo.training import tiny_qwen2_vl
@@ -28,7 +30,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import segment_kwargs, to_transformers_kwargs
 from task_encoders.samples import SourceSample, place_media
 from tests.helpers.datasets import dialogue, make_run, mixed_pairs, pack_all
-from tests.helpers.hf_trainers import number_of
+from tests.helpers.hf_trainers import number_of, several_packs
 from tests.helpers.hf_videos import with_processor
 from tests.helpers.markdown import blocks
 from tests.helpers.parity import check_losses
@@ -251,6 +253,31 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     say(
         f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}) and as "
         "of the samples alone, 6 steps resumed after 3 to the last bit"
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "fa2"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+def test_steps_are_those_of_the_samples_alone(
+    family: str, attention: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fa2 it gives recurrent layers the boundaries itself, with others our trainer does.
+    (Without flash attention it goes on with sdpa.)"""
+    checkpoint, packed = several_packs(family, tmp_path)
+    with_processor(checkpoint)
+    with monkeypatch.context() as patch:  # it changes classes, also those of the samples alone
+        layers = [dense.Qwen3_5DecoderLayer, dense.Qwen3_5GatedDeltaNet]
+        layers += [mixture.Qwen3_5MoeDecoderLayer, mixture.Qwen3_5MoeGatedDeltaNet]
+        for layer in layers:
+            patch.setattr(layer, "forward", layer.forward)
+        options = {"template": family.removesuffix("_moe"), "flash_attn": attention}
+        losses = train(checkpoint, packed, tmp_path / "out", max_steps=2, **options).losses
+        changed = sum("llamafactory" in layer.forward.__module__ for layer in layers)
+    assert changed == 2 * (attention == "fa2" and family != "qwen3_vl")
+    difference = check_losses(packed, checkpoint, losses)
+    say(
+        f"{VERSION}, {family}, {attention}: loss before and after a step as of the samples alone "
+        f"(to {difference:.0e})"
     )
 
 

@@ -4,6 +4,7 @@ images and with videos; its recipe of docs/integrations.md, and what is wrong in
 import io
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch import distributed
-from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor
+from transformers import AutoConfig, AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from veomni.arguments import parse_args
 from veomni.data import build_data_transform, build_dataloader, build_dataset
@@ -41,7 +42,7 @@ from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
-from tests.helpers.hf_trainers import number_of, use_segment_attention
+from tests.helpers.hf_trainers import number_of, several_packs, use_segment_attention
 from tests.helpers.markdown import blocks
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
@@ -230,17 +231,57 @@ def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
     say(f"{VERSION}: its loader, saved in the middle of an epoch, goes on exactly")
 
 
-def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
-    """On VeOmni's own model and loss; its trainer needs a GPU."""
-    checkpoint, packed = case
-    model = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint)
+#: Kernels of recurrent layers, by module.
+KERNELS = (
+    ("fla.modules.convolution", "causal_conv1d"),
+    ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+)
+
+
+def losses_of_packs(checkpoint: Path, packed: Path) -> list[float]:
+    """Losses before and after a step on VeOmni's own model and loss; its trainer needs a GPU."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    name, (architecture,) = config.model_type, config.architectures
+    folder = f"veomni.models.transformers.{name}.generated"
+    modeling = import_module(f"{folder}.patched_modeling_{name}_gpu")
+    if name.startswith("qwen3_5"):  # its registry gives these out where it sees a GPU
+        for module, kernel in KERNELS:
+            found = getattr(import_module(module), kernel)
+            getattr(modeling, f"veomni_{kernel}")._kernel = found
+    model = getattr(modeling, architecture).from_pretrained(checkpoint)
     use_segment_attention(model)
     model.loss_function = ForCausalLMLoss
-    losses = two_losses(
+    return two_losses(
         model, make_loader(packed), lambda rows: model(**rows[0], use_cache=False).loss
     )
+
+
+def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
+    checkpoint, packed = case
+    losses = losses_of_packs(checkpoint, packed)
     difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
+    checkpoint, packed = several_packs(family, tmp_path)
+    difference = check_losses(packed, checkpoint, losses_of_packs(checkpoint, packed))
+    say(
+        f"{VERSION}, {family}: loss before and after a step as of the samples alone "
+        f"(to {difference:.0e})"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
+def test_it_refuses_recurrent_layers_without_kernels(
+    family: str, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, kernel in KERNELS:
+        with monkeypatch.context() as patch:
+            patch.setattr(import_module(module), kernel, None)
+            with pytest.raises((NotImplementedError, RuntimeError), match=r"[Vv]arlen"):
+                losses_of_packs(*case)
 
 
 LIMITS = {"min_pixels": MODEL["min_pixels"], "max_pixels": MODEL["max_pixels"]}
