@@ -103,6 +103,12 @@ class PackingConfig(Section):
                 f"output.layout={self.output.layout!r} holds {' and '.join(tasks)} only, not "
                 f"{self.task}; choose another layout"
             )
+        family = getattr(self.model, "family", "")
+        if reason := LAYOUTS[self.output.layout].REFUSED.get(family):
+            raise ValueError(
+                f"output.layout={self.output.layout!r} holds no packs of {family}: {reason}; "
+                "choose energon, and another trainer"
+            )
         return self
 
     def _check_prefixes(self) -> None:

@@ -60,6 +60,8 @@ class Layout(ABC):
 
     #: the tasks whose packs it holds
     TASKS: ClassVar[Sequence[str]] = TASKS
+    #: families whose samples its reader would encode otherwise, and how
+    REFUSED: ClassVar[Mapping[str, str]] = {}
     #: token ids in its packs: never, if `output.pretokenize` asks for them, or always
     TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
     #: whether all samples of a pack must have images, or videos, or neither

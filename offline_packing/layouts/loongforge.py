@@ -62,6 +62,9 @@ Growth = Callable[[npt.NDArray[np.integer]], npt.NDArray[np.integer]]
 class LoongForgeLayout(EnergonLayout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "qwen3_5": "LoongForge writes an empty thought before the answers of every turn"
+    }
     TOKEN_IDS = "never"
     OWN_JSON = False
     HOLDS_UNTRAINED = False

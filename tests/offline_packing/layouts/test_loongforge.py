@@ -28,14 +28,19 @@ from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.videos import make_video
 
 
-def packed(root: Path) -> Any:
+def packed(root: Path, family: str = "qwen3_vl") -> Any:
     """A run over dialogues with tools, and its tokenizer's folder."""
-    save_tokenizer("qwen3_vl", root / "tokenizer")
+    save_tokenizer(family, root / "tokenizer")
     source = {"format": "jsonl", "path": str(tool_dialogues(root / "source")), "task": "bmr"}
-    model = {"family": "qwen3_vl", "processor": str(root / "tokenizer")}
-    model |= encoder_options("qwen3_vl")
+    model = {"family": family, "processor": str(root / "tokenizer")}
+    model |= encoder_options(family)
     output, pack = {"layout": "loongforge"}, {"seq_length": 1024}
     return make_run(source, root / "packed", model=model, pack=pack, output=output)
+
+
+def test_a_family_that_it_encodes_otherwise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'loongforge' holds no packs of qwen3_5: .* thought"):
+        packed(tmp_path, "qwen3_5")
 
 
 def test_packs_hold_its_fields_and_ours(tmp_path: Path) -> None:
