@@ -55,6 +55,7 @@ from tests.helpers.peers import (
     stored_samples,
 )
 from tests.helpers.tiny_families import encoder_options
+from tests.helpers.video_packs import video_packs as clips_packed
 
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
 LENGTH = {"return_length": True}
@@ -474,6 +475,7 @@ def test_packs_that_contradict_model_or_environment_are_refused(
     )
 
 
+_ENDS = ("min", "max")
 #: In pixel values.
 THREE_OF_255 = 3.01 / 255 / 0.2613
 
@@ -516,7 +518,7 @@ def test_packs_with_videos_are_what_its_packing_would_give(
     packs = open_packs(video_packs)
     encoder = packs.task_encoder.encoder
     stored = encoder.options.model_dump()
-    limits = {f"{end}_pixels": stored[f"video_{end}_pixels"] for end in ("min", "max")}
+    limits = {f"{end}_pixels": stored[f"video_{end}_pixels"] for end in _ENDS}
     template, plugged = (make_template(*with_videos, family) for _ in range(2))
     dataset = packs_of_plugin(plugged, with_videos[0].model_dir, video_packs)
     alike = others = 0
@@ -546,6 +548,41 @@ def test_packs_with_videos_are_what_its_packing_would_give(
         f"{VERSION}, {family}: {len(packs)} packs with {alike + others} videos are what its own "
         f"packing makes of their samples, but for the pixels: of {others} it takes other frames"
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
+@pytest.mark.usefixtures("_decoder")
+def test_samples_with_videos_are_what_it_encodes(
+    family: str, case: Any, with_videos: Any, tmp_path: Path, say: Say
+) -> None:
+    """All but the pixels, of videos of 4 and 8 frames: it takes an even number, and limits the
+    pixels of a frame, where packs limit those of a video."""
+    model = {"family": family, "processor": str(case[0]), "video_max_pixels": 1 << 16}
+    packed = clips_packed("bmr", tmp_path, **model)
+    packs, model_dir = open_packs(packed), with_videos[0].model_dir
+    encoder = packs.task_encoder.encoder
+    stored = encoder.options.model_dump()
+    template, plugged = (
+        make_template(*with_videos, family, add_non_thinking_prefix=False) for _ in range(2)
+    )
+    dataset, compared = packs_of_plugin(plugged, model_dir, packed), 0
+    for number, pack in enumerate(packs):
+        for (sample, media), ours in zip(stored_samples(pack), dataset[number], strict=True):
+            headers = [read_video_header(io.BytesIO(data)) for data in media[len(sample.images) :]]
+            counts = {len(encoder.sample_video(header).frames) for header in headers}
+            if counts not in ({4}, {8}) or sample.images:
+                continue
+            (frames,) = counts
+            limits = {f"{end}_pixels": stored[f"video_{end}_pixels"] // frames for end in _ENDS}
+            own = own_sample(template, sample, media, limits, tmp_path)
+            row, theirs = plugged.data_collator([[ours]]), template.data_collator([[own]])
+            for batch in (row, theirs):
+                del batch["pixel_values_videos"]
+            assert row.keys() == theirs.keys()
+            assert_same(row, theirs, f"{family} {number}")
+            compared += 1
+    assert compared > 3
+    say(f"{VERSION}, {family}: {compared} samples with videos as it encodes them, pixels apart")
 
 
 @each_family

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from offline_packing.errors import ConfigError
 from offline_packing.layouts.loongforge import _room_of_images
 from offline_packing.verify.verify import verify
 from task_encoders.media.image import VisionSettings, smart_resize
@@ -39,7 +40,7 @@ def packed(root: Path, family: str = "qwen3_vl") -> Any:
 
 
 def test_a_family_that_it_encodes_otherwise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'loongforge' holds no packs of qwen3_5: .* thought"):
+    with pytest.raises(ConfigError, match=r"'loongforge' holds no packs of qwen3_5: .* thought"):
         packed(tmp_path, "qwen3_5")
 
 
