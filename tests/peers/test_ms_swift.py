@@ -218,7 +218,7 @@ def recorded_run(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"], indirect=True
+    "family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], indirect=True
 )
 def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     family: str, case: Any, tmp_path: Path, say: Say
