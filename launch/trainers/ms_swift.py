@@ -17,7 +17,7 @@ import torch
 from swift.pipelines.train.sft import SwiftSft
 from transformers import Trainer
 
-from launch.data.open_packs import open_as_measured
+from launch.data.open_packs import open_as_measured, settings_of_packs
 from launch.trainers.shared import PacksAsItems, by_saved_names, require_kernels
 from task_encoders.concatenate import split_row
 from task_encoders.model_inputs import media_kwargs, token_types
@@ -69,10 +69,9 @@ def packs_for(pipeline: SwiftSft, path: str, split: str) -> SwiftPacks:
         raise ValueError(f"{path} holds packs; set --packing true")
     pipeline.template.packing = pipeline.template.padding_free = True
     pipeline.template._get_position_ids = positions_of_packs
-    opened = open_as_measured(path, "ms-swift", split=split, processor=args.model_dir)
-    family = opened[1].encoder.options.family
+    family = settings_of_packs(path)[0].family
     require_kernels(family, "ms-swift", "fla.modules.convolution", "fla.ops.gated_delta_rule")
-    return SwiftPacks(*opened)
+    return SwiftPacks(*open_as_measured(path, "ms-swift", split=split, processor=args.model_dir))
 
 
 _swifts_own = SwiftSft._prepare_dataset
