@@ -229,7 +229,7 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} has no manifest.json; write it with offline-packing, or wait until that is "
             "finished"
         )
-    if manifest.layout == "llava_onevision":
+    if manifest.layout.startswith("llava_onevision"):
         raise StageError(
             f"{folder} has output.layout={manifest.layout}, which other trainers read; pack it "
             "with output.layout=energon"

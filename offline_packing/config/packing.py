@@ -142,6 +142,16 @@ class PackingConfig(Section):
                 f"model.loss_on={loss_on} trains a part of each conversation or document, and "
                 "split_turns makes several samples of one; leave out one of the two"
             )
+        if (
+            loss_on != "all"
+            and self.task != "captioning"
+            and not LAYOUTS[self.output.layout].HOLDS_UNTRAINED
+        ):
+            raise ValueError(
+                f"model.loss_on={loss_on} trains a part of each conversation, and readers of "
+                f"output.layout={self.output.layout!r} train all answers; leave it out, or choose "
+                "another layout"
+            )
         earlier = self.pack.split_turns.context_turns
         if earlier and self.task == "captioning":
             raise ValueError(

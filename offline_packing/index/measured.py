@@ -29,6 +29,8 @@ _BREAK: Final = re.compile(r"\s*[\r\n]")
 _SPECIAL: Final = re.compile("|".join(map(re.escape, QWEN_SPECIAL_TOKENS)))
 #: Image sides that array code takes for a number of channels.
 _LIKE_CHANNELS: Final = frozenset((1, 3))
+#: Pixels to which some trainers stretch a shorter side before they resize an image.
+_LEAST_SIDE: Final = 28
 
 
 class Trait(IntFlag):
@@ -55,6 +57,8 @@ class Trait(IntFlag):
     #: CONTROL_TEXT of system message, tools, calls, thoughts or messages before a prompt; or
     #: <video> that stands for no video
     CONTROL_ELSEWHERE = 128
+    #: an image is less than 28 pixels high or wide
+    SMALL_IMAGE = 256
 
 
 _NO_TRAIT: Final = Trait(0)
@@ -87,8 +91,11 @@ def sample_traits(sample: SourceSample, image_sizes: Sequence[tuple[int, int]]) 
         traits |= Trait.UNTRAINED_OR_ROLES
     if any(_BREAK.match(turn.answer) for turn in sample.turns):
         traits |= Trait.BREAK_FIRST
-    if not _LIKE_CHANNELS.isdisjoint(itertools.chain(*image_sizes)):
+    sides = [*itertools.chain(*image_sizes)]
+    if not _LIKE_CHANNELS.isdisjoint(sides):
         traits |= Trait.THIN_IMAGE
+    if sides and min(sides) < _LEAST_SIDE:
+        traits |= Trait.SMALL_IMAGE
     return traits
 
 

@@ -191,7 +191,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_images", pa.int32()),
         pa.field("num_videos", pa.int32()),
         pa.field("num_turns", pa.int32()),
-        pa.field("traits", pa.uint8()),  # flags, see measured.py; null: not measured
+        pa.field("traits", pa.uint16()),  # flags, see measured.py; null: not measured
         pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium, one after another
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see measured.py
         pa.field("json", pa.struct(LOCATOR_FIELDS)),
@@ -246,7 +246,7 @@ def rewrite_part(path: Path, change: Callable[[pa.Table, slice], pa.Table]) -> N
     with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
         begin = 0
         for number in range(part.num_row_groups):
-            rows = part.read_row_group(number)
+            rows = part.read_row_group(number).cast(INDEX_SCHEMA)
             write(change(rows, slice(begin, begin + len(rows))))
             begin += len(rows)
 
@@ -303,7 +303,8 @@ class Index:
             raise DamagedError(
                 f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
-        return table.select(list(columns))
+        # Flags were narrower once.
+        return table.select(list(columns)).cast(pa.schema(map(INDEX_SCHEMA.field, columns)))
 
     def array(self, column: str) -> npt.NDArray[Any]:
         """A numeric column as an array (num_samples,)."""

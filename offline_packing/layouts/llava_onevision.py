@@ -1,19 +1,21 @@
-"""Shards as the trainers of LLaVA-OneVision-1.5 read them.
+"""Shards as the trainers of LLaVA-OneVision-1.5 and of LLaVA-OneVision-2 read them.
 
     train-000000.tar     KEY.img0.jpg, KEY.img1.jpg, ..., KEY.json
     KEY.json             {"images": ["img0.jpg", ...], "prompts": [str, ...], "captions": [...]}
     .nv-meta/.info.yaml  their Energon (5.0) does not read the .json
 
-One image and one turn per sub-sample, `.jpg` whatever the image's format, and no system message.
-Their loader drops a whole pack for one unusable sub-sample, and trains some sub-samples
-differently; `admit` finds both. It does not turn images upright by their EXIF orientation; the
-number of tokens is the same.
+For 1.5, one image and one turn per sub-sample. For 2, any number of both: member `img{i}_{j}.jpg`
+is image j of sub-sample i, and the lists are nested. `.jpg` whatever the image's format, and no
+system message. Their loaders drop a whole pack for one unusable sub-sample, and train some
+sub-samples differently; `admit` finds both. They do not turn images upright by their EXIF
+orientation; the number of tokens is the same.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +30,7 @@ from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.storage.files import write_atomically
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import JSON_PART
-from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
+from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn, place_media
 
 _SAMPLE_LOADER: Final = '''"""What Energon reads of a pack."""
 
@@ -41,7 +43,7 @@ def sample_loader(parts):
     record = parts["json"]
     return {
         "__key__": parts["__key__"],
-        "images": [parts[name] for name in record["images"]],
+        "images": [IMAGES],
         "captions": record["captions"],
         "prompts": record["prompts"],
     }
@@ -57,12 +59,25 @@ _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     # transformers 4.53 takes the rows of such an image for its channels.
     Trait.THIN_IMAGE: "image 1 or 3 pixels high or wide",
 }
+_UNFIT_TRAITS_2: Final[Mapping[Trait, str]] = {
+    Trait.OWN_SYSTEM: "system message",
+    Trait.NOT_PLAIN: "tools, thoughts, or answers without loss or end token",
+    # Its `_normalize_image_backed_video_placeholders` puts all images in place of a <video>.
+    Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
+    Trait.CONTROL_ELSEWHERE: "such text elsewhere, nor <video>",
+    # It tokenizes an answer apart from its header.
+    Trait.BREAK_FIRST: "answer that begins with a line break",
+    # Its `_preprocess_image` stretches such an image before the processor resizes it.
+    Trait.SMALL_IMAGE: "image less than 28 pixels high or wide",
+}
 
 
 class LlavaOneVisionLayout(EnergonLayout):
     """Tar shards with the member names and metadata that LLaVA-OneVision-1.5's trainers expect."""
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
+    #: the images of a pack, in `_SAMPLE_LOADER`
+    IMAGES: ClassVar[str] = 'parts[name] for name in record["images"]'
     TOKEN_IDS = "never"
     OWN_JSON = False
     HOLDS_UNTRAINED = False
@@ -87,11 +102,7 @@ class LlavaOneVisionLayout(EnergonLayout):
             "images": names,
             "prompts": [one.turns[0].prompt for one in stored],
             "captions": [one.turns[0].answer for one in stored],
-            "meta": {
-                "task": task.task,
-                "keys": [sample.key for sample in samples],
-                "num_tokens": [sample.num_tokens for sample in samples],
-            },
+            "meta": _meta(task, samples),
         }
         return [*zip(names, images, strict=True), (JSON_PART, orjson.dumps(record))]
 
@@ -118,8 +129,64 @@ class LlavaOneVisionLayout(EnergonLayout):
             "part_filter": "sample_loader.py:part_filter",
             "sample_loader": "sample_loader.py:sample_loader",
         }
-        write_atomically(folder / ".nv-meta/sample_loader.py", _SAMPLE_LOADER.encode())
+        loader = _SAMPLE_LOADER.replace("IMAGES", self.IMAGES)
+        write_atomically(folder / ".nv-meta/sample_loader.py", loader.encode())
         self.describe_anew(folder, dataset, manifest)
+
+
+class LlavaOneVision2Layout(LlavaOneVisionLayout):
+    """The same for LLaVA-OneVision-2, as its `s4_bins_to_webdataset.py` writes packs: images that
+    its trainer reads with OFFLINE_PACKING_BMR=1. Captions have no form there."""
+
+    TASKS: ClassVar[Sequence[str]] = ("vqa", "bmr")
+    IMAGES = """
+            [parts[f"img{i}_{j}.jpg"] for j in range(len(names))]
+            for i, names in enumerate(record["images"])
+        """
+
+    def admit(self, samples: Index) -> Admission:
+        if "model.chat_template" in samples.info.fingerprint:
+            raise StageError(
+                "the chat template of model.processor, or model.template_options, writes something "
+                "else than the template qwen2-vl, which LLaVA-OneVision-2's trainer writes; remove "
+                "it from the checkpoint's folder, or choose output.layout=energon"
+            )
+        traits = traits_of(samples)
+        unfit = {
+            "video file: give its frames as images": samples.array("num_videos"),
+            **{what: traits & trait for trait, what in _UNFIT_TRAITS_2.items()},
+        }
+        return Admission([(what, np.flatnonzero(found)) for what, found in unfit.items()])
+
+    def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
+        stored = [self.stored_form(task.read_sample(sample)) for sample in samples]
+        names = [
+            [f"img{i}_{j}.jpg" for j in range(len(one.images))] for i, one in enumerate(stored)
+        ]
+        images = [data for one in samples for data in task.read_media(one, one.media)]
+        record = {
+            "images": names,
+            "prompts": [[turn.prompt for turn in one.turns] for one in stored],
+            "captions": [[turn.answer for turn in one.turns] for one in stored],
+            "sample_count": len(samples),
+            "patch_positions": [[""] * len(own) for own in names],
+            "timestamp_decimal": [1] * len(samples),
+            "meta": _meta(task, samples),
+        }
+        media = zip(itertools.chain(*names), images, strict=True)
+        return [*media, (JSON_PART, orjson.dumps(record))]
+
+    def stored_form(self, sample: SourceSample) -> SourceSample:
+        return replace(sample, turns=place_media(sample), system=None)
+
+
+def _meta(task: ShardTask, samples: Sequence[PlannedSample]) -> dict[str, Any]:
+    """Our own field of a pack's JSON."""
+    return {
+        "task": task.task,
+        "keys": [sample.key for sample in samples],
+        "num_tokens": [sample.num_tokens for sample in samples],
+    }
 
 
 def traits_of(samples: Index) -> npt.NDArray[np.uint8]:

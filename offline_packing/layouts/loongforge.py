@@ -48,7 +48,8 @@ _UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
     Trait.EMPTY_SYSTEM: "empty system message",
     # It refuses a token that is half the header's.
     Trait.BREAK_FIRST: "answer that begins with a line break",
-    Trait.THIN_IMAGE: "image 1 or 3 pixels high or wide",
+    # It stretches such an image before it resizes it.
+    Trait.SMALL_IMAGE: "image less than 28 pixels high or wide",
 }
 #: Extensions of videos that its Energon leaves undecoded, and of the same containers ones it knows.
 _READ_AS: Final = {"m4v": "mp4", "3gp": "mp4", "mkv": "webm"}

@@ -15,6 +15,7 @@ from typing import Any, Final
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import ConfigError, DamagedError, StageError
+from offline_packing.index.measured import Trait
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
@@ -240,7 +241,7 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
             text = ", ".join(value) if isinstance(value, tuple) else str(value)
             fields[f"source.{i}.{name}"] = text
     if LAYOUTS[config.output.layout].NEEDS_TRAITS:
-        fields["index.traits"] = "measured"
+        fields["index.traits"] = str(len(Trait))  # an index with fewer is measured again
     return fields | config.cut_for
 
 

@@ -20,7 +20,12 @@ from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
 from task_encoders.families.llava_1_5 import LLAVA_1_5
 from task_encoders.families.mistral3 import MISTRAL3
-from task_encoders.families.qwen2_vl import LLAVA_ONEVISION_1_5, QWEN2_5_VL, QWEN2_VL
+from task_encoders.families.qwen2_vl import (
+    LLAVA_ONEVISION_1_5,
+    LLAVA_ONEVISION_2,
+    QWEN2_5_VL,
+    QWEN2_VL,
+)
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
 from task_encoders.sample_encoder import SampleEncoder
@@ -33,7 +38,8 @@ from task_encoders.versions import require_supported
 FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
     for family in (
-        *(QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5, LLAVA_ONEVISION_1_5, LLAVA_1_5),
+        *(QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5),
+        *(LLAVA_ONEVISION_1_5, LLAVA_ONEVISION_2, LLAVA_1_5),
         *(GLM4V, GLM46V, GEMMA4, GEMMA4_UNIFIED, MISTRAL3, INTERNVL3),
     )
 }

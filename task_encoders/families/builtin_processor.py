@@ -99,9 +99,10 @@ def builtin_processor(family: str | None = None, **options: Any) -> Any:
         def get_attributes(cls) -> list[str]:
             return ["image_processor", "tokenizer"]
 
-    limits = {"min_pixels": encoder.vision.min_pixels, "max_pixels": encoder.vision.max_pixels}
+    names = ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size")
+    images = {name: getattr(encoder.vision, name) for name in names}
     return ImageTextProcessor(
-        image_processor=Qwen2VLImageProcessorPil(**limits),
+        image_processor=Qwen2VLImageProcessorPil(**images),
         tokenizer=builtin_tokenizer(encoder.TEXT_TOKENS),
         chat_template=QWEN2_VL_TEMPLATE,
     )

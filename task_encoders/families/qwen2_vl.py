@@ -1,6 +1,6 @@
-"""Qwen2-VL, Qwen2.5-VL, LLaVA-OneVision-1.5, and what they share with Qwen3-VL: ChatML, patches in
-blocks of merge_size², vision tags. Qwen2.5-VL has the lengths of Qwen2-VL; positions of its videos
-follow the time."""
+"""Qwen2-VL, Qwen2.5-VL, LLaVA-OneVision-1.5 and 2, and what they share with Qwen3-VL: ChatML,
+patches in blocks of merge_size², vision tags. Qwen2.5-VL has the lengths of Qwen2-VL; positions of
+its videos follow the time."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -38,8 +38,8 @@ from task_encoders.text.qwen_vocabulary import (
 )
 
 
-class QwenVLOptions(ModelOptions):
-    """Images and videos of any shape, resized within limits."""
+class QwenImageOptions(ModelOptions):
+    """Images of any shape, resized within limits."""
 
     #: limits of an image after resizing, as in training
     min_pixels: Count
@@ -47,6 +47,23 @@ class QwenVLOptions(ModelOptions):
     max_pixels: Count
     #: an image longer than this in one direction is set aside
     max_aspect_ratio: Annotated[Number, Field(ge=1)] = 200.0
+    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision,
+    #: and for videos always. Values differ by up to .03 in images, .29 in videos; lengths do not
+    resize: Literal["pil", "torch"] = beside_lengths("pil")
+
+    @model_validator(mode="after")
+    def _check_pixels(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels, "
+                "or raise max_pixels if it was meant in tokens"
+            )
+        return self
+
+
+class QwenVLOptions(QwenImageOptions):
+    """Videos, too."""
+
     #: frames taken per second of video
     video_fps: Annotated[Number, Field(gt=0)] = 2.0
     #: limits of the frames taken; never more than the video has
@@ -59,17 +76,9 @@ class QwenVLOptions(ModelOptions):
     video_max_pixels: Count
     #: frames of a video share 0.9 times that many tokens' pixels (default: no such limit)
     video_max_tokens: Count | None = None
-    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision,
-    #: and for videos always. Values differ by up to .03 in images, .29 in videos; lengths do not
-    resize: Literal["pil", "torch"] = beside_lengths("pil")
 
     @model_validator(mode="after")
-    def _check_limits(self) -> Self:
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} > max_pixels {self.max_pixels}; lower min_pixels, "
-                "or raise max_pixels if it was meant in tokens"
-            )
+    def _check_videos(self) -> Self:
         for name in ("frames", "pixels"):
             least, most = (getattr(self, f"video_{end}_{name}") for end in ("min", "max"))
             if not 2 <= least <= most:
@@ -96,18 +105,19 @@ class QwenVLEncoder(FamilyEncoder):
     #: Temporal positions per second of a video; None: one per step of its grid.
     tokens_per_second: float | None = None
 
-    options: QwenVLOptions
+    options: QwenImageOptions
 
-    def __init__(self, options: QwenVLOptions) -> None:
+    def __init__(self, options: QwenImageOptions, **patches: int) -> None:
+        """`patches`: sizes of VisionSettings that are not the class's."""
         vision = VisionSettings(
             options.min_pixels,
             options.max_pixels,
             options.max_aspect_ratio,
             options.max_image_pixels or MAX_IMAGE_PIXELS,
-            patch_size=self.PATCH_SIZE,
             mean=self.MEAN,
             std=self.STD,
             resize=options.resize,
+            **{"patch_size": self.PATCH_SIZE, **patches},
         )
         super().__init__(options, vision)
         ids = self.media_token_ids
@@ -126,6 +136,7 @@ class QwenVLEncoder(FamilyEncoder):
         patch, as transformers' `sample_frames` counts them; of a video with fewer frames, which
         transformers refuses, all are taken."""
         options, depth, patch = self.options, self.vision.temporal_patch_size, self.PATCH_SIZE
+        assert isinstance(options, QwenVLOptions)
         num_sampled = total = header.num_frames
         if total >= depth:
             if header.fps is None:
@@ -185,8 +196,8 @@ class Qwen2VLEncoder(QwenVLEncoder):
     PATCH_SIZE = _PATCH
     TEMPLATE = QWEN2_VL_TEMPLATE
 
-    def __init__(self, options: DynamicImageOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: QwenImageOptions, **patches: int) -> None:
+        super().__init__(options, **patches)
         if isinstance(options, Qwen2VLOptions):
             self.video_end = options.video_end
 
@@ -199,14 +210,20 @@ class Qwen25VLEncoder(Qwen2VLEncoder):
 
     def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
-        vision: Mapping[str, Any] = {}
-        if options.processor != BUILTIN:
-            from transformers import PreTrainedConfig
+        self.tokens_per_second = float(_vision_config(options).get("tokens_per_second", 2.0))
 
-            with suppress(OSError):  # a folder without that file
-                config, _ = PreTrainedConfig.get_config_dict(options.processor)
-                vision = config.get("vision_config", {})
-        self.tokens_per_second = float(vision.get("tokens_per_second", 2.0))
+
+def _vision_config(options: ModelOptions) -> Mapping[str, Any]:
+    """`vision_config` of a checkpoint's config.json; {} where there is none."""
+    if options.processor == BUILTIN:
+        return {}
+    from transformers import PreTrainedConfig
+
+    with suppress(OSError):  # a folder without that file
+        config, _ = PreTrainedConfig.get_config_dict(options.processor)
+        vision: Mapping[str, Any] = config.get("vision_config", {})
+        return vision
+    return {}
 
 
 def _text(
@@ -310,4 +327,48 @@ LLAVA_ONEVISION_1_5: Final = Family(
     cost_of_sizes("LLaVA-OneVision-1.5-8B", _ONEVISION_TEXT, _ONEVISION_TOWER),
     None,
     other_names=("llava_onevision1_5", "llavaonevision1_5"),  # transformers; the hub
+)
+
+
+class LlavaOneVision2Options(QwenImageOptions):
+    """Limits of the merged checkpoints' image processor; the project's packer counts with a
+    max_pixels of 12,845,056."""
+
+    min_pixels: Count = 3136
+    max_pixels: Count = 2000 * 2000
+    #: side of a patch in pixels, an even number: 14 or 16 in published checkpoints
+    patch_size: Annotated[Count, Field(multiple_of=2)] = _PATCH
+    #: patches of a token on each side: 2 or 3
+    merge_size: Count = 2
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
+
+
+class LlavaOneVision2Encoder(LlavaOneVision15Encoder):
+    """Frames of a video are images to this model: it takes no video files, and no codec input."""
+
+    LENGTHS_OF = "llava_onevision_2"
+    LENGTHS_FOLLOW = ()
+    sample_video = FamilyEncoder.sample_video
+
+    def __init__(self, options: LlavaOneVision2Options) -> None:
+        sizes = {"patch_size": options.patch_size, "merge_size": options.merge_size}
+        vision = _vision_config(options)
+        for name, size in sizes.items():
+            own = vision.get({"merge_size": "spatial_merge_size"}.get(name, name), size)
+            if own != size:
+                raise ValueError(
+                    f"{name} {size}, and {own} in the config.json of {options.processor}; set "
+                    f"model.{name}={own}"
+                )
+        super().__init__(options, temporal_patch_size=1, **sizes)
+
+
+#: The model is not part of transformers.
+LLAVA_ONEVISION_2: Final = Family(
+    "llava_onevision_2",
+    LlavaOneVision2Options,
+    LlavaOneVision2Encoder,
+    cost_of_sizes("LLaVA-OneVision-2-8B", _ONEVISION_TEXT, _ONEVISION_TOWER),
+    None,
+    other_names=("llava_onevision2",),
 )

@@ -24,11 +24,20 @@ from task_encoders.packs.pack_format import (
     is_video_name,
 )
 from task_encoders.packs.tokenized import TokenizedPack, TokenizedText
-from task_encoders.samples import TASKS, SampleError, SourceSample, Turn, check_sample, make_turn
+from task_encoders.samples import (
+    TASKS,
+    SampleError,
+    SourceSample,
+    Turn,
+    check_sample,
+    make_turn,
+    refuse_codec_input,
+)
 from task_encoders.storage.paths import REMEDY
 
-#: An image member by its number in the pack: 'img0.jpg', 'img000.png'.
-_NUMBERED: Final = re.compile(r"img(\d+)\.[^.]+")
+#: An image member by its number in the pack, or by its sub-sample's and its own there: 'img0.jpg',
+#: 'img000.png', 'img2_0.jpg'.
+_NUMBERED: Final = re.compile(r"img(\d+)(?:_(\d+))?\.[^.]+")
 
 
 #: Error of VQA packs without questions; after their place and numbers.
@@ -185,6 +194,9 @@ def restore_pack(
     systems = tuple(meta.get("system") or (None,) * count)
     tools = _column({"tools": [""] * count, **meta}, "tools", key, count)
     details = _column({"turns": [None] * count, **meta}, "turns", key, count)
+    codec = [
+        _column({name: without, **record}, name, key, count) for name in ("patch_positions", "fps")
+    ]
     num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
     checksums = meta.get("checksums", {})
     if not isinstance(checksums, Mapping):
@@ -195,7 +207,7 @@ def restore_pack(
     sub_task = task or meta.get("task") or "captioning"
     if sub_task not in TASKS:
         raise PackFormatError(f"pack {key!r}: unknown task {sub_task!r}; valid: {', '.join(TASKS)}")
-    columns = keys, images, videos, prompts, captions, systems, tools, details
+    columns = keys, images, videos, prompts, captions, systems, tools, details, *codec
     subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
     tokenized = None
     if "tokenized_with" in meta:
@@ -281,8 +293,9 @@ def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, s
     """The member for each image name in a pack's JSON; names without a member are left out.
 
     A name is a member's, possibly with the pack's key in front. Some converters leave in the JSON
-    the paths that the images came from: where a flat pack names no member at all, its i-th name
-    means the member `img{i}`.
+    the paths that the images came from, or names of their own: where no name is a member's, the
+    i-th name of a flat pack means the member `img{i}`, and the j-th name in the i-th list of a
+    nested one `img{i}_{j}`.
 
     Args:
         images: `images` of the JSON, in either form.
@@ -294,11 +307,19 @@ def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, s
     candidates = {name: name.removeprefix(f"{key}.") for name in names if isinstance(name, str)}
     known = frozenset(members)
     found = {name: member for name, member in candidates.items() if member in known}
-    if found or not all(isinstance(entry, str) for entry in entries):
+    if found or not all(isinstance(name, str) for name in names):
         return found
-    numbered = ((_NUMBERED.fullmatch(member), member) for member in members)
-    by_number = {int(match[1]): member for match, member in numbered if match}
-    return {name: by_number[i] for i, name in enumerate(entries) if name and i in by_number}
+    by_number = {}
+    for member in members:
+        if match := _NUMBERED.fullmatch(member):
+            by_number[tuple(int(number) for number in match.groups() if number)] = member
+    for i, entry in enumerate(entries):
+        is_list = isinstance(entry, list)
+        for j, name in enumerate(entry if is_list else [entry]):
+            member = by_number.get((i, j) if is_list else (i,))
+            if name and member:
+                found[name] = member
+    return found
 
 
 def _column(record: Mapping[str, Any], name: str, key: str, count: int | None = None) -> list[Any]:
@@ -327,10 +348,13 @@ def _restore_sub_sample(
     system: str | None,
     tools: str,
     details: Any,
+    positions: Any,
+    fps: Any,
     *,
     task: str,
 ) -> SourceSample | SampleError:
     try:
+        refuse_codec_input(positions, fps)
         image_names = tuple(filter(None, _strings([] if images is None else images, "images")))
         video_names = tuple(filter(None, _strings([] if videos is None else videos, "videos")))
         answers = _strings(captions, "captions")

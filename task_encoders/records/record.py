@@ -53,6 +53,7 @@ from task_encoders.samples import (
     Turn,
     check_sample,
     count_placeholders,
+    refuse_codec_input,
 )
 from task_encoders.samples.limits import check_json
 
@@ -114,6 +115,7 @@ def to_sample(
     where the format pairs by name. Raises SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
+    refuse_codec_input(content.get("patch_positions"))
     name = first_field(content, DIALOGUE_FIELDS)
     found = read_document(content)
     if found is not None and task != "captioning":

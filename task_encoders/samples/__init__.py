@@ -225,6 +225,14 @@ def check_sample(sample: SourceSample) -> None:
             )
 
 
+def refuse_codec_input(positions: Any, fps: Any = None) -> None:
+    """Raise SampleError for codec input of LLaVA-OneVision-2, whose images are no pictures by
+    themselves: files named in the `patch_positions` of a record or a pack, or a pack's `fps`."""
+    if fps is not None or any(positions if isinstance(positions, list) else [positions]):
+        what = "fps" if fps is not None else "patch_positions"
+        raise SampleError("bad_record", f"codec input ({what} of LLaVA-OneVision-2) is not packed")
+
+
 def count_placeholders(turns: Iterable[Turn], placeholder: str, task: str) -> int:
     """Count a placeholder where it marks media: in the prompts and in the messages before them; of
     captions, in their text."""

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision-1.5 of transformers' parts, since transformers has no such model."""
+"""LLaVA-OneVision-1.5 and 2 of transformers' parts, since transformers has no such models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,15 +10,17 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 
-class LlavaOneVision15(nn.Module):
+class LlavaOneVision(nn.Module):
     """A tower that attends within each image and merges 2 by 2 patches into a token (the published
-    one is pretrained as RICE, with the same patches and rotary positions), and Qwen3, whose
-    positions count tokens."""
+    ones are pretrained as RICE, with the same patches and rotary positions, and as OneVision
+    Encoder), and Qwen3, whose positions count tokens. `depth`: frames of a patch."""
 
-    def __init__(self, token_ids: Mapping[str, int]) -> None:
+    def __init__(self, token_ids: Mapping[str, int], depth: int) -> None:
         super().__init__()
         self.token_ids = token_ids
-        vision = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=64, num_heads=2)
+        vision = Qwen2VLVisionConfig(
+            depth=2, embed_dim=32, hidden_size=64, num_heads=2, temporal_patch_size=depth
+        )
         self.visual = Qwen2VisionTransformerPretrainedModel._from_config(vision)
         self.config = Qwen3Config(
             vocab_size=1024,

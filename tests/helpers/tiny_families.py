@@ -27,7 +27,7 @@ from task_encoders.text.qwen_templates import (
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from tests.helpers.gemma_tokenizer import save_gemma_tokenizer
 from tests.helpers.glm_tokenizer import save_glm_tokenizer
-from tests.helpers.llava_onevision import LlavaOneVision15
+from tests.helpers.llava_onevision import LlavaOneVision
 from tests.helpers.mistral_tokenizer import save_tekken
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import VISION, randomise
@@ -41,14 +41,16 @@ QWEN: dict[str, tuple[tuple[str, ...], str]] = {
     "qwen2_5_vl": (QWEN2_5_TEXT_TOKENS, QWEN2_VL_TEMPLATE),
     "qwen3_vl": (QWEN3_TEXT_TOKENS, QWEN3_VL_TEMPLATE),
     "qwen3_5": (QWEN3_TEXT_TOKENS, QWEN3_5_TEMPLATE),
-    "llava_onevision_1_5": (QWEN3_TEXT_TOKENS, QWEN2_VL_TEMPLATE),
+    **dict.fromkeys(
+        ("llava_onevision_1_5", "llava_onevision_2"), (QWEN3_TEXT_TOKENS, QWEN2_VL_TEMPLATE)
+    ),
 }
 #: Tokens that InternVL3 adds to Qwen's.
 INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>")
 #: Families that transformers has, beside those of `tiny_checkpoints`.
 FURTHER = [name for name, one in FAMILIES.items() if one.transformers_name and name not in VISION]
 #: Families that take no videos.
-STILL = ("llava_1_5", "mistral3")
+STILL = ("llava_1_5", "mistral3", "llava_onevision_2")
 CLIP = make_video(12, 4)
 #: Images and videos of each sample of `encoded_samples`.
 MEDIA = [(1, 0), (0, 0), (0, 1), (2, 0)]
@@ -65,6 +67,7 @@ _VISION: dict[str, dict[str, Any]] = {
 #: Options of families that have others than Qwen's.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "llava_1_5": _SQUARE,
+    "llava_onevision_2": {"min_pixels": 4096, "max_pixels": 32_768},
     "gemma4": _BUDGETS,
     "gemma4_unified": _BUDGETS,
     "mistral3": {"longest_edge": 168},
@@ -157,8 +160,9 @@ def image_masks(model: Any, tokens: Any, types: Any) -> dict[str, Any]:
 def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = False) -> Any:
     """The tiny preset on such a tokenizer; `experts`: as a mixture of four."""
     needs_family(family)
-    if family == "llava_onevision_1_5":
-        return randomise(LlavaOneVision15(token_ids))
+    if family in ("llava_onevision_1_5", "llava_onevision_2"):
+        depth = 1 if family == "llava_onevision_2" else 2
+        return randomise(LlavaOneVision(token_ids, depth))
     text = {"vocab_size": 1024}
     if family == "mistral3" and experts:
         text, experts = _MISTRAL4, False

@@ -215,11 +215,13 @@ def test_every_control_token_counts() -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ([(2, 2), (4, 300)], PLAIN),
-        ([(28, 28), (1, 90)], Trait.THIN_IMAGE),
-        ([(90, 3)], Trait.THIN_IMAGE),
+        ([(28, 28), (29, 300)], PLAIN),
+        ([(28, 28), (4, 300)], Trait.SMALL_IMAGE),
+        ([(300, 27)], Trait.SMALL_IMAGE),
+        ([(28, 28), (1, 90)], Trait.THIN_IMAGE | Trait.SMALL_IMAGE),
+        ([(90, 3)], Trait.THIN_IMAGE | Trait.SMALL_IMAGE),
     ],
 )
-def test_thin_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
+def test_thin_and_small_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
     sample = SourceSample("k", "bmr", (ASKED,), ("x",) * len(sizes))
     assert sample_traits(sample, sizes) == expected

@@ -194,7 +194,7 @@ def test_an_index_without_traits_is_not_taken_for_a_layout_that_needs_them(
     samples = measure(run_of(tmp_path, records, "vqa"))
     assert samples.table("traits")["traits"].null_count == 2
     other = run_of(tmp_path, records, "vqa", output={"layout": layout})
-    with pytest.raises(StageError, match=r"index\.traits was not set, is 'measured'; .*overwrite"):
+    with pytest.raises(StageError, match=r"index\.traits was not set, is '9'; .*overwrite"):
         measure(other)
     with pytest.raises(StageError, match="does not need the traits of samples; run measure again"):
         LAYOUTS[layout].admit(samples)

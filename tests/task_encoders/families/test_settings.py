@@ -38,6 +38,7 @@ def test_settings_survive_json(family: str) -> None:
         ("internvl", "internvl3"),
         ("gemma4_unified", "gemma4_unified"),
         ("llavaonevision1_5", "llava_onevision_1_5"),
+        ("llava_onevision2", "llava_onevision_2"),
         ("llama", None),
         (None, None),
     ],
