@@ -69,10 +69,11 @@ def task_encoder(checkpoint: Path, template: str | None, seq_length: int, **limi
 
 def tool_dialogues(root: Path, count: int = 12) -> Path:
     """Dialogues on a picture, some with tools, some with a system message; two without a picture;
-    and three that the layout cannot hold: an answer without loss, one that begins with a line
-    break, an empty system message."""
+    and four that the layout cannot hold: an answer without loss, one that begins with a line
+    break, an empty system message, a small picture."""
     root.mkdir(parents=True)
     (root / "0.jpg").write_bytes(image_bytes(84, 56))
+    (root / "small.jpg").write_bytes(image_bytes(300, 27))
     found = []
     for i in range(count):
         messages = dialogue(f"<image>What is {i}?", "A number.", "Sure?", "Yes. " * (i + 1))
@@ -93,6 +94,8 @@ def tool_dialogues(root: Path, count: int = 12) -> Path:
     found.append({"messages": dialogue("Why?", " \n\nBecause."), "id": "break"})
     empty = [{**SYSTEM, "content": ""}, *dialogue("Who?", "Me.")]
     found.append({"messages": empty, "id": "empty"})
+    line = dialogue("<image>A line?", "Yes.")
+    found.append({"messages": line, "images": ["small.jpg"], "id": "small"})
     found += [{"messages": dialogue("No picture?", "None."), "id": f"text{i}"} for i in range(2)]
     (root / "data.jsonl").write_text("\n".join(map(json.dumps, found)))
     return root / "data.jsonl"

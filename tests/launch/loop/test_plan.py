@@ -21,7 +21,7 @@ from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
 from task_encoders.families import build_sample_encoder
 from task_encoders.packs.slots import ContextParallel, Slots
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.datasets import make_run, pack_all, vqa_pairs
 from tests.helpers.packed_runs import SEQ_LENGTH
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import Case
@@ -262,10 +262,11 @@ def test_a_blend_that_cannot_be_read_is_named(tmp_path: Path, content: str, mess
         read_packed_data(blend)
 
 
-def test_a_layout_of_other_trainers_is_named(tmp_path: Path) -> None:
-    source = captioning_pairs(tmp_path / "data", 4)
-    pack_all(make_run(source, tmp_path / "out", output={"layout": "llava_onevision"}))
-    with pytest.raises(StageError, match=r"layout=llava_onevision, which other trainers read"):
+@pytest.mark.parametrize("layout", ["llava_onevision", "llava_onevision2"])
+def test_a_layout_of_other_trainers_is_named(layout: str, tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(vqa_pairs(tmp_path / "data", 4)), "task": "vqa"}
+    pack_all(make_run(source, tmp_path / "out", output={"layout": layout}))
+    with pytest.raises(StageError, match=rf"layout={layout}, which other trainers read"):
         read_packed_data(tmp_path / "out")
 
 

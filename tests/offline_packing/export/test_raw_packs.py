@@ -45,6 +45,7 @@ def samples_of(run: Run) -> dict[str, int]:
         ("bmr", "energon"),
         ("vqa", "loongforge"),
         ("vqa", "llava_onevision"),
+        ("bmr", "llava_onevision2"),
         ("captioning", "energon"),
     ],
 )

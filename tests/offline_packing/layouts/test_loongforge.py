@@ -52,6 +52,7 @@ def test_packs_hold_its_fields_and_ours(tmp_path: Path) -> None:
         "answer that begins with a line break",
         "answer untrained or cut, nor system or developer message further on",
         "empty system message",
+        "image less than 28 pixels high or wide",
     ]
     assert counts.packed == 14
     assert verify(run, deep=True).ok

@@ -156,6 +156,24 @@ def test_no_prompts_and_no_images_in_any_spelling() -> None:
     assert isinstance(odd, SampleError)
 
 
+def test_codec_input_of_llava_onevision_2_is_refused_by_name() -> None:
+    """Its images are cut out of frames, and `patch_positions` say from where; `fps` makes its
+    encoder write all images of a sample as frames of one video."""
+    record = {
+        "images": [["a.jpg"]] * 4,
+        "prompts": [["<image>What?"]] * 4,
+        "captions": [["That."]] * 4,
+        "patch_positions": [[""], ["a.npy"], [""], []],
+        "fps": [None, None, [30], None],
+    }
+    first, codec, rate, last = restore_pack(record, "ps_1", "bmr").sub_samples
+    assert isinstance(first, SourceSample)
+    assert isinstance(last, SourceSample)
+    for found, name in ((codec, "patch_positions"), (rate, "fps")):
+        assert isinstance(found, SampleError)
+        assert found.detail == f"codec input ({name} of LLaVA-OneVision-2) is not packed"
+
+
 def test_images_are_matched_with_members() -> None:
     members = [f"img{i}.jpg" for i in (0, 10, 1)]
     assert match_images(["img1.jpg", "img9.jpg"], "ps_7", members) == {"img1.jpg": "img1.jpg"}
@@ -168,6 +186,12 @@ def test_images_are_matched_with_members() -> None:
     assert match_images(["x/a.png", "", "x/c.png"], "ps_7", padded) == {
         "x/a.png": "img000.png",
         "x/c.png": "img002.png",
+    }
+    placed = ["img0_0.jpg", "img2_1.jpg", "img2_0.jpg"]  # by sub-sample, as LLaVA-OneVision-2
+    assert match_images([["a"], [], ["b", "c", "lost"]], "ps_7", placed) == {
+        "a": "img0_0.jpg",
+        "b": "img2_0.jpg",
+        "c": "img2_1.jpg",
     }
     # Not by number: some names are members, or the pack is nested and numbers could be off.
     assert match_images(["img0.jpg", "lost.jpg"], "ps_7", members) == {"img0.jpg": "img0.jpg"}
