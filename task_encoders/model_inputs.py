@@ -4,6 +4,7 @@ transformers' arguments."""
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -255,6 +256,16 @@ def media_kwargs(
     return kwargs
 
 
+def _placed(merge: int, imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """And (P, 3) where each patch lies in its image, in blocks of merge²: (0, row, column)."""
+    places = []
+    for _, rows, columns in grids.tolist():
+        numbers = torch.arange(rows * columns, device=grids.device)
+        cut = numbers.view(rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
+        places.append(torch.stack([torch.zeros_like(cut), cut // columns, cut % columns], 1))
+    return {"pixel_values": imgs, "image_grid_thw": grids, "patch_positions": torch.cat(places)}
+
+
 def _tiles(imgs: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Tiles of one size, in patches row by row, (T, 3, H, W): each image has t."""
     return {"pixel_values": _whole(imgs, *grids[0, 1:].tolist())}
@@ -306,6 +317,7 @@ def _in_sequences(pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tens
 #: Forms in which transformers' models take images, from rows of pixels and grids in patches.
 IMAGE_LAYOUTS: Final[Mapping[str, Callable[..., dict[str, torch.Tensor]]]] = {
     "patches": lambda imgs, grids: {"pixel_values": imgs, "image_grid_thw": grids},
+    **{f"placed_{merge}": partial(_placed, merge) for merge in (1, 2, 3)},
     "squares": lambda imgs, _: {"pixel_values": _whole(imgs, 1, 1)},  # (N, 3, H, H)
     "padded": _padded,
     "tiles": _tiles,

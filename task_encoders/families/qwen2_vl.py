@@ -338,8 +338,8 @@ class LlavaOneVision2Options(QwenImageOptions):
     max_pixels: Count = 2000 * 2000
     #: side of a patch in pixels, an even number: 14 or 16 in published checkpoints
     patch_size: Annotated[Count, Field(multiple_of=2)] = _PATCH
-    #: patches of a token on each side: 2 or 3
-    merge_size: Count = 2
+    #: patches of a token on each side: 2 or 3 in published checkpoints
+    merge_size: Literal[1, 2, 3] = 2
     resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
@@ -361,6 +361,7 @@ class LlavaOneVision2Encoder(LlavaOneVision15Encoder):
                     f"model.{name}={own}"
                 )
         super().__init__(options, temporal_patch_size=1, **sizes)
+        self.IMAGE_LAYOUT = f"placed_{options.merge_size}"
 
 
 #: The model is not part of transformers.

@@ -31,6 +31,7 @@ from PIL import ExifTags, Image
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.model_inputs import media_kwargs
 from task_encoders.packs.pack import Pack, parse_json, sub_samples_of_pack
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.text.pieces import to_messages
@@ -208,27 +209,27 @@ def test_every_batch_is_what_its_encoder_makes_of_the_pack(
 
 
 def compare_images(files: list[bytes], ours: list[EncodedSample], batch: dict[str, Any]) -> int:
-    """Compare grids and patches of a row's images. It does not turn images upright by their EXIF;
-    returns the number of these."""
+    """Compare grids, patches and their positions of a row's images. It does not turn images upright
+    by their EXIF; returns the number of these."""
     if not files:
         assert batch["image_grid_thw"] is None
         return 0
-    theirs = batch["imgs"].split(batch["image_grid_thw"].prod(-1).tolist())
-    own_grids = np.concatenate([one.image_grid_thw for one in ours])
-    own = torch.from_numpy(np.concatenate([one.pixel_values for one in ours]))
+    grids = torch.from_numpy(np.concatenate([one.image_grid_thw for one in ours]))
+    rows = torch.from_numpy(np.concatenate([one.pixel_values for one in ours]))
+    found = media_kwargs(rows, grids, layout=ours[0].image_layout)
+    theirs = batch | {"pixel_values": batch["imgs"]}
     turned = 0
-    for data, grid, values, its_grid, its_values in zip(
-        files,
-        own_grids.tolist(),
-        own.split(own_grids.prod(-1).tolist()),
-        batch["image_grid_thw"].tolist(),
-        theirs,
-        strict=True,
-    ):
-        assert sorted(grid) == sorted(its_grid)
+    for data, own, its in zip(files, pictures(found), pictures(theirs), strict=True):
         if Image.open(io.BytesIO(data)).getexif().get(ExifTags.Base.Orientation, 1) == 1:
-            assert grid == its_grid
-            assert torch.equal(its_values, values)
+            assert all(map(torch.equal, own, its))
         else:
+            assert own[0].sort().values.tolist() == its[0].sort().values.tolist()
             turned += 1
     return turned
+
+
+def pictures(inputs: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Grid, patches and positions of each image."""
+    sizes = inputs["image_grid_thw"].prod(-1).tolist()
+    parts = (inputs[name].split(sizes) for name in ("pixel_values", "patch_positions"))
+    return zip(inputs["image_grid_thw"].long(), *parts, strict=True)

@@ -171,7 +171,7 @@ class FamilyEncoder(ABC):
     #: Position of the text after a video, see `spans.position_ids`.
     video_end: str = "longer_side"
     #: How transformers' model takes images: a name in model_inputs.IMAGE_LAYOUTS.
-    IMAGE_LAYOUT: ClassVar[str] = "patches"
+    IMAGE_LAYOUT: str = "patches"
     #: Whether a video's steps are pictures among the images of its row. Their patches are as wide
     #: as an image's: `normalisation` repeats no frame.
     VIDEOS_AS_IMAGES: ClassVar[bool] = False

@@ -1,7 +1,9 @@
 """LLaVA-OneVision-2: every patch and merge size against transformers' image processor, which the
 project's processor calls; no video files; sizes of the checkpoint."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
@@ -18,6 +21,7 @@ from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened
 from tests.helpers.texts_and_images import KINDS, random_sample
+from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 from tests.helpers.videos import make_video
 
@@ -49,11 +53,23 @@ def test_fuzzed_conversations(patch_size: int, merge_size: int, tmp_path: Path) 
             pairs["tokens of images"] = (of_images.sum(), (encoded.tokens == pad).sum())
             for name in ("image_grid_thw", "pixel_values"):
                 pairs[name] = (getattr(encoded, name), theirs[name])
+            places = [
+                place for grid in encoded.image_grid_thw for place in in_blocks(grid, merge_size)
+            ]
+            inputs = to_transformers_kwargs(packed_batch([encoded]))
+            pairs["patch positions"] = (inputs["patch_positions"], places)
             assert encoded.pixel_values.shape[1] == 3 * patch_size**2
         assert unequal(pairs) == []
         assert (encoded.labels != IGNORE_INDEX).any()
         num_images += len(files)
     assert num_images > 3 * len(KINDS)
+
+
+def in_blocks(grid: Any, merge: int) -> Iterator[tuple[int, int, int]]:
+    """(0, row, column) of each patch, in blocks of merge²."""
+    rows, columns = (range(0, int(side), merge) for side in grid[1:])
+    for row, column, y, x in itertools.product(rows, columns, range(merge), range(merge)):
+        yield 0, row + y, column + x
 
 
 def test_limits_are_those_of_merged_checkpoints() -> None:
