@@ -87,7 +87,7 @@ class SplitTurnsConfig(Section):
     of a document, which it cuts at blank lines and in front of media."""
 
     #: earlier turns that a part shows first, without loss, as far as they fit; not of documents,
-    #: and not in the layouts loongforge and llava_onevision
+    #: and not in the layouts of other trainers
     context_turns: NonNegative = 0
 
 
