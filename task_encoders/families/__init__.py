@@ -19,13 +19,9 @@ from task_encoders.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
 from task_encoders.families.llava_1_5 import LLAVA_1_5
+from task_encoders.families.llava_onevision_2 import LLAVA_ONEVISION_2
 from task_encoders.families.mistral3 import MISTRAL3
-from task_encoders.families.qwen2_vl import (
-    LLAVA_ONEVISION_1_5,
-    LLAVA_ONEVISION_2,
-    QWEN2_5_VL,
-    QWEN2_VL,
-)
+from task_encoders.families.qwen2_vl import LLAVA_ONEVISION_1_5, QWEN2_5_VL, QWEN2_VL
 from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.field_types import invalid
 from task_encoders.sample_encoder import SampleEncoder

@@ -1,6 +1,6 @@
-"""Qwen2-VL, Qwen2.5-VL, LLaVA-OneVision-1.5 and 2, and what they share with Qwen3-VL: ChatML,
-patches in blocks of merge_size², vision tags. Qwen2.5-VL has the lengths of Qwen2-VL; positions of
-its videos follow the time."""
+"""Qwen2-VL, Qwen2.5-VL, LLaVA-OneVision-1.5, and what they share with Qwen3-VL: ChatML, patches in
+blocks of merge_size², vision tags. Qwen2.5-VL has the lengths of Qwen2-VL; positions of its videos
+follow the time."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -210,10 +210,10 @@ class Qwen25VLEncoder(Qwen2VLEncoder):
 
     def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
-        self.tokens_per_second = float(_vision_config(options).get("tokens_per_second", 2.0))
+        self.tokens_per_second = float(vision_config(options).get("tokens_per_second", 2.0))
 
 
-def _vision_config(options: ModelOptions) -> Mapping[str, Any]:
+def vision_config(options: ModelOptions) -> Mapping[str, Any]:
     """`vision_config` of a checkpoint's config.json; {} where there is none."""
     if options.processor == BUILTIN:
         return {}
@@ -327,49 +327,4 @@ LLAVA_ONEVISION_1_5: Final = Family(
     cost_of_sizes("LLaVA-OneVision-1.5-8B", _ONEVISION_TEXT, _ONEVISION_TOWER),
     None,
     other_names=("llava_onevision1_5", "llavaonevision1_5"),  # transformers; the hub
-)
-
-
-class LlavaOneVision2Options(QwenImageOptions):
-    """Limits of the merged checkpoints' image processor; the project's packer counts with a
-    max_pixels of 12,845,056."""
-
-    min_pixels: Count = 3136
-    max_pixels: Count = 2000 * 2000
-    #: side of a patch in pixels, an even number: 14 or 16 in published checkpoints
-    patch_size: Annotated[Count, Field(multiple_of=2)] = _PATCH
-    #: patches of a token on each side: 2 or 3 in published checkpoints
-    merge_size: Literal[1, 2, 3] = 2
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
-
-
-class LlavaOneVision2Encoder(LlavaOneVision15Encoder):
-    """Frames of a video are images to this model: it takes no video files, and no codec input."""
-
-    LENGTHS_OF = "llava_onevision_2"
-    LENGTHS_FOLLOW = ()
-    sample_video = FamilyEncoder.sample_video
-
-    def __init__(self, options: LlavaOneVision2Options) -> None:
-        sizes = {"patch_size": options.patch_size, "merge_size": options.merge_size}
-        vision = _vision_config(options)
-        for name, size in sizes.items():
-            own = vision.get({"merge_size": "spatial_merge_size"}.get(name, name), size)
-            if own != size:
-                raise ValueError(
-                    f"{name} {size}, and {own} in the config.json of {options.processor}; set "
-                    f"model.{name}={own}"
-                )
-        super().__init__(options, temporal_patch_size=1, **sizes)
-        self.IMAGE_LAYOUT = f"placed_{options.merge_size}"
-
-
-#: The model is not part of transformers.
-LLAVA_ONEVISION_2: Final = Family(
-    "llava_onevision_2",
-    LlavaOneVision2Options,
-    LlavaOneVision2Encoder,
-    cost_of_sizes("LLaVA-OneVision-2-8B", _ONEVISION_TEXT, _ONEVISION_TOWER),
-    None,
-    other_names=("llava_onevision2",),
 )
