@@ -100,7 +100,7 @@ class QwenVLEncoder(FamilyEncoder):
     MEDIA_TOKENS = MEDIA_TOKENS
     CAPTION_END = Control("<|im_end|>", 1.0)
     #: Frames that a video's file may have.
-    LENGTHS_FOLLOW = ("max_video_frames",)
+    LENGTHS_FOLLOW: ClassVar[tuple[str, ...]] = ("max_video_frames",)
 
     #: Temporal positions per second of a video; None: one per step of its grid.
     tokens_per_second: float | None = None

@@ -53,6 +53,8 @@ class Qwen3VLEncoder(QwenVLEncoder):
     TEXT_TOKENS = QWEN3_TEXT_TOKENS
     TEMPLATE = QWEN3_VL_TEMPLATE
 
+    options: Qwen3VLOptions
+
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.
         options, total = self.options, header.num_frames

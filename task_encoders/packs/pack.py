@@ -316,9 +316,9 @@ def match_images(images: Any, key: str, members: Collection[str]) -> dict[str, s
     for i, entry in enumerate(entries):
         is_list = isinstance(entry, list)
         for j, name in enumerate(entry if is_list else [entry]):
-            member = by_number.get((i, j) if is_list else (i,))
-            if name and member:
-                found[name] = member
+            place = (i, j) if is_list else (i,)
+            if name and place in by_number:
+                found[name] = by_number[place]
     return found
 
 

@@ -32,7 +32,7 @@ from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import media_kwargs
-from task_encoders.packs.pack import Pack, parse_json, sub_samples_of_pack
+from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.text.pieces import to_messages
 from tests.helpers.texts_and_images import random_sample
@@ -233,3 +233,48 @@ def pictures(inputs: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, ..
     sizes = inputs["image_grid_thw"].prod(-1).tolist()
     parts = (inputs[name].split(sizes) for name in ("pixel_values", "patch_positions"))
     return zip(inputs["image_grid_thw"].long(), *parts, strict=True)
+
+
+def test_packs_are_as_its_packer_writes_them_and_its_own_are_read(tmp_path: Path, say: Say) -> None:
+    """But for the names in the JSON, of which its loader takes the number."""
+    sys.path.append(str(CHECKOUT / "offline_packing"))
+    from s4_bins_to_webdataset import build_direct_sample
+    from s4_pack_samples import PackSamplesConfig, SamplePacker
+
+    model = save_checkpoint(tmp_path / "checkpoint")
+    packed = pack(tmp_path, conversations(tmp_path / "source", 60), model)
+    (tmp_path / "its").mkdir()
+    packer = SamplePacker(PackSamplesConfig(source_dir=str(tmp_path / "its")))
+    count = 0
+    for raw in PackedFolder(packed):
+        record = parse_json(raw.record, raw.key)
+        ours = sub_samples_of_pack(Pack(raw.key, record, raw.media), "bmr", "")
+        bins = [
+            {"name": save_source(one, tmp_path / "its", count + i)} for i, one in enumerate(ours)
+        ]
+        theirs = build_direct_sample(packer, 0, bins)
+        described = json.loads(theirs.pop("json"))
+        assert theirs.pop("__key__")
+        assert theirs == raw.media
+        assert [*theirs] == [*raw.media]
+        images = described.pop("images")
+        assert [len(own) for own in images] == [len(own) for own in record["images"]]
+        assert described == {name: record[name] for name in described}
+        assert record.keys() - described.keys() == {"images", "meta"}
+        again = Pack(raw.key, {**described, "images": images}, theirs)
+        for one, other in zip(ours, sub_samples_of_pack(again, "bmr", ""), strict=True):
+            assert other.images == one.images
+            assert other.sample.turns == one.sample.turns
+        count += len(ours)
+    assert count == 60
+    say(f"{VERSION}: its packer writes the same members and fields for {count} samples")
+
+
+def save_source(one: SubSample, folder: Path, number: int) -> str:
+    """Write a sample as the packer's first step leaves it; returns its name."""
+    names = [f"{number}_{j}.jpg" for j in range(len(one.images))]
+    for name, data in zip(names, one.images, strict=True):
+        (folder / name).write_bytes(data)
+    record = {"images": names, "messages": to_messages(one.sample)}
+    (folder / f"{number}.json").write_text(json.dumps(record))
+    return str(number)
