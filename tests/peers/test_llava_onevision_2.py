@@ -175,7 +175,7 @@ def batches(packed: Path, encoder: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("patch_size", "merge_size", "count"), [(14, 2, 330), (14, 3, 60), (16, 2, 60), (16, 3, 60)]
+    ("patch_size", "merge_size", "count"), [(14, 2, 350), (14, 3, 60), (16, 2, 60), (16, 3, 60)]
 )
 def test_every_batch_is_what_its_encoder_makes_of_the_pack(
     patch_size: int, merge_size: int, count: int, tmp_path: Path, say: Say
