@@ -1,22 +1,30 @@
-"""Packs in Megatron-Bridge: its own recipes for Qwen2.5-VL and Qwen3-VL, trained on packs.
+"""Packs in Megatron-Bridge: its own recipes for Qwen2.5-VL, Qwen3-VL and Qwen3.5, on packs.
 
     OFFLINE_PACKED_DATA=1 torchrun --nproc-per-node 8 -m launch.trainers.megatron_bridge \\
         qwen25_vl_7b_sft_config out/packed checkpoint.pretrained_checkpoint=FOLDER
 
-In a script of your own: `finetune(on_packs(recipe(), "out/packed"), vlm_step.forward_step)`, also
-for Qwen3-VL: Bridge's `qwen3_vl_step` refuses packs. `train.global_batch_size` counts packs. They
+In a script of your own: `finetune(on_packs(recipe(), "out/packed"), vlm_step.forward_step)`, for
+all of them: Bridge's `qwen3_vl_step` refuses packs. `train.global_batch_size` counts packs. They
 keep the order that they were written in, and Bridge's checkpoints keep the place.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
-from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
+from megatron.bridge.models.qwen_vl import (
+    Qwen3VLModelProvider,
+    Qwen3VLMoEModelProvider,
+    Qwen25VLModelProvider,
+    Qwen35VLModelProvider,
+    Qwen35VLMoEModelProvider,
+)
+from megatron.bridge.training.utils.packed_seq_utils import unpack_mcore_thd_tensor_for_position_ids
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from megatron.energon import WorkerConfig
 
@@ -24,7 +32,7 @@ from launch.data.packed_data import read_packed_data
 from launch.loop.loss import shift_labels
 from launch.trainers.megatron_lm import DataIterator
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families.qwen2_vl import QwenVLEncoder
+from task_encoders.families import change_options
 from task_encoders.loading.packed_dataset import (
     get_packed_loader,
     get_packed_train_dataset,
@@ -35,11 +43,18 @@ from task_encoders.model_inputs import (
     media_kwargs,
     required_pad_multiple,
     to_packed_seq_params,
-    token_kwargs,
 )
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 
+#: Family of a provider's packs, or another of the same lengths: positions are the model's.
+_FAMILIES: Final[Mapping[type, str]] = {
+    Qwen25VLModelProvider: "qwen2_5_vl",
+    Qwen3VLModelProvider: "qwen3_vl",
+    Qwen3VLMoEModelProvider: "qwen3_vl",
+    Qwen35VLModelProvider: "qwen3_5",
+    Qwen35VLMoEModelProvider: "qwen3_5",
+}
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
@@ -63,14 +78,15 @@ class VisualBytes(GenericVisualInputs):
 
 
 def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
-    """A row as Bridge's own collator packs the same samples.
+    """A row as Bridge's own collator packs the same samples, with M-RoPE's positions.
 
     Returns:
-        tokens, labels (shifted), loss_mask and position_ids (1, S), the boundaries (P + 1,) int32,
-        boundaries of padded samples only if there is padding, max_seqlen_q/kv () int32 on the host.
-        Positions count from the start of each sample; the models find M-RoPE's three themselves.
+        tokens, labels (shifted) and loss_mask (1, S), position_ids (3, 1, S), the boundaries
+        (P + 1,) int32, boundaries of padded samples only if there is padding, max_seqlen_q/kv ()
+        int32 on the host. Bridge's collator gives positions that count tokens, (1, S), of which its
+        models make M-RoPE's on the GPU, each step.
     """
-    row, videos = token_kwargs(batch), (batch.pixel_values_videos, batch.video_grid_thw)
+    videos = batch.pixel_values_videos, batch.video_grid_thw
     labels = shift_labels(batch.labels)
     params = to_packed_seq_params(batch)
     boundaries = {name: getattr(params, name) for name in _BOUNDARIES}
@@ -80,7 +96,7 @@ def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
         "labels": labels,
         "loss_mask": (labels != IGNORE_INDEX).float(),
         "attention_mask": None,
-        "position_ids": row["position_ids"][:1].reshape(1, -1),
+        "position_ids": batch.position_ids,
         **{name: value for name, value in boundaries.items() if value is not None},
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
@@ -91,23 +107,28 @@ def to_vlm_batch(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
+def take_positions(chunks: list[Any]) -> list[Any]:
+    """Make Bridge's Qwen2.5-VL take the positions that it is given. It would ask transformers for
+    others, which counts the time of a video in whole seconds per step. A hook of its provider."""
+
+    def take(model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        params = kwargs["packed_seq_params"]
+        axes = [
+            unpack_mcore_thd_tensor_for_position_ids(axis, params)[0]
+            for axis in kwargs["position_ids"]
+        ]
+        model.get_rope_index = lambda *_, **__: (torch.stack(axes), None)
+
+    for model in chunks:
+        model.register_forward_pre_hook(take, with_kwargs=True)
+    return chunks
+
+
 class VLMIterator(DataIterator):
-    """Rows without end, with the state that Bridge keeps in its checkpoints.
-
-    Args:
-        places_videos: whether the model places videos without the seconds of each step, which rows
-            of packs lack.
-    """
-
-    def __init__(self, loader: Any, *, places_videos: bool) -> None:
-        super().__init__(loader)
-        self._places_videos = places_videos
+    """Rows without end, with the state that Bridge keeps in its checkpoints."""
 
     def __next__(self) -> Any:
-        batch = super().__next__()
-        if len(batch.video_grid_thw) and not self._places_videos:
-            raise ValueError("Bridge places Qwen2.5-VL's videos by seconds, not kept in packs")
-        return to_vlm_batch(batch)
+        return to_vlm_batch(super().__next__())
 
     def save_state(self) -> Any:
         """Energon's classes, which Bridge's reader of states knows; it refuses some tensors."""
@@ -130,25 +151,27 @@ def build_iterators(
 
     Raises:
         PackingSettingsError: the environment or the parallel sizes contradict the packs.
-        ValueError: the packs' images are cut into other patches than the model's.
+        ValueError: the packs are of another family than the model, or the model takes none.
     """
     data = read_packed_data(path)
+    family = next((name for kind, name in _FAMILIES.items() if isinstance(model, kind)), None)
+    if family is None:
+        names = ", ".join(kind.__name__ for kind in _FAMILIES)
+        raise ValueError(f"{type(model).__name__} does not take packs; those that do: {names}")
     task_encoder = PackedTaskEncoder(
-        seq_length=data.seq_length, model=data.model, pixel_transport="uint8", **padding
+        seq_length=data.seq_length,
+        model=change_options(data.model, family=family),
+        pixel_transport="uint8",
+        **padding,
     )
     task_encoder.check_trainer("Megatron-Bridge")
-    patch, encoder = model.vision_config.patch_size, task_encoder.encoder
-    if not isinstance(encoder, QwenVLEncoder) or encoder.vision.patch_size != patch:
-        raise ValueError(f"{path}: {data.model.family} does not fit the model's patches of {patch}")
     ranks = context.pg_collection.dp
     config = WorkerConfig(rank=ranks.rank(), world_size=ranks.size(), num_workers=num_workers)
-    places_videos = not isinstance(model, Qwen25VLModelProvider)
 
     def iterator(get_dataset: Any, num_samples: int) -> VLMIterator | None:
         if not num_samples:
             return None
-        loader = get_packed_loader(get_dataset(path, task_encoder, worker_config=config))
-        return VLMIterator(loader, places_videos=places_videos)
+        return VLMIterator(get_packed_loader(get_dataset(path, task_encoder, worker_config=config)))
 
     return (
         iterator(get_packed_train_dataset, context.train_samples),
@@ -221,6 +244,8 @@ def on_packs(recipe: Any, path: str | Path) -> Any:
     for name, (value, _) in _needed(recipe).items():
         section, _, field = name.partition(".")
         setattr(getattr(recipe, section), field, value)
+    if isinstance(recipe.model, Qwen25VLModelProvider):
+        recipe.model.register_pre_wrap_hook(take_positions)
     return recipe
 
 

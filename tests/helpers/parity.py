@@ -141,18 +141,19 @@ def check_losses(
     losses: list[float],
     ours: Path | None = None,
     pixels: torch.dtype = torch.float32,
+    eps: float = 1e-8,
 ) -> float:
     """The losses of a trainer on the first two packs, before and after a step, are those of their
     samples, each encoded and trained alone in transformers' model, to 1e-4; the mistakes of
     `CONTROLS` are far from them. With `ours`, a folder, those of `launch.train` are the same, too.
-    Returns the largest difference."""
+    `eps`: of AdamW. Returns the largest difference."""
     packs = open_packs(packed)
     refuse_packs_of_few(packs, (0, 1))
 
     def trained(read: Reader) -> list[float]:
         model = AutoModelForImageTextToText.from_pretrained(checkpoint)
         samples = (read(packs, number) for number in (0, 1))
-        return two_losses(model, samples, lambda found: loss_per_label(model, found, pixels))
+        return two_losses(model, samples, lambda found: loss_per_label(model, found, pixels), eps)
 
     recurrent = FAMILIES[packs.task_encoder.encoder.options.family].is_recurrent  # type: ignore[union-attr]
     for mistake in CONTROLS + (attention_cut_alone,) * recurrent:

@@ -180,11 +180,15 @@ def _with_warnings(
 
 
 def two_losses(
-    model: torch.nn.Module, batches: Iterable[Any], loss_of: Callable[[Any], torch.Tensor]
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    eps: float = 1e-8,
 ) -> list[float]:
-    """Loss of the first batch, and of the second after a step with the optimizer of `our_losses`;
-    for trainers whose own loop needs a GPU."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    """Loss of the first batch, and of the second after a step with the optimizer of `our_losses`,
+    or with another `eps`; for trainers whose own loop needs a GPU."""
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.0, "eps": eps}
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, **options)
     losses = []
     for batch in islice(batches, 2):
         loss = loss_of(batch)

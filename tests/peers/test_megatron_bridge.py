@@ -4,8 +4,7 @@ import io
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -22,10 +21,17 @@ from megatron.bridge.data.conversation_processing import (
     normalized_vlm_sample_to_hf_example,
 )
 from megatron.bridge.data.energon.task_encoder_utils import ChatMLSample
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.qwen_vl import (
+    Qwen3VLModelProvider,
+    Qwen25VLModelProvider,
+    Qwen35VLModelProvider,
+)
 from megatron.bridge.models.qwen_vl.data import collate_fn
 from megatron.bridge.models.qwen_vl.data.energon import QwenVLTaskEncoder, QwenVLTaskSample
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import get_rope_index
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import (
+    Qwen3VLVisionPatchMerger,
     expand_thw,
     get_vision_cp_data,
     qwen3vl_cp_split,
@@ -42,59 +48,69 @@ from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 from megatron.bridge.training.vlm_step import forward_step, get_batch
+from megatron.core import utils as core_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 from PIL import Image, ImageOps
 from torch import distributed
-from transformers import AutoConfig, Qwen2_5_VLProcessor
+from transformers import AutoProcessor, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
+from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.model.context_parallel import part_of_rank
-from launch.model.megatron_model import layer_spec
-from launch.trainers.megatron_bridge import VLMIterator, main, on_packs, to_vlm_batch
+from launch.trainers import megatron_bridge
+from launch.trainers.megatron_bridge import main, on_packs, to_vlm_batch
 from offline_packing.demo.run import MODEL
-from task_encoders.families import model_cost
+from task_encoders.energon_samples import PackedBatch
+from task_encoders.families import FAMILIES, model_cost
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs
 from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
-from tests.helpers.context_ranks import packs_for_ranks
+from tests.helpers.context_ranks import packs_for_ranks, use_partitioned_indices
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.hf_trainers import number_of
-from tests.helpers.parity import check_losses
+from tests.helpers.hf_videos import with_processor
+from tests.helpers.parity import check_losses, encoded_alone, refuse_packs_of_few
 from tests.helpers.peers import (
     assert_same,
     open_packs,
+    pack_dialogues,
     small_checkpoint,
-    small_packs,
     stored_samples,
 )
 from tests.helpers.rank_processes import PRELOADED, run_ranks
+from tests.helpers.tiny_checkpoints import packed_batch, randomise
+from tests.helpers.videos import short_dialogues
 
-END, NEWLINE = 151645, 198
+END, MEDIA = "<|im_end|>", ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>")
 #: A caption after its images, without the headers of a dialogue.
 CAPTION_TEMPLATE = (
     "{% for part in messages[0].content %}{% if part.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}"
     "{{ part.text }}{% endif %}{% endfor %}<|im_end|>"
 )
+#: Providers of models by the family of packs.
+PROVIDERS: dict[str, Any] = {
+    "qwen2_vl": Qwen25VLModelProvider,  # see _of_qwen2_vl
+    "qwen2_5_vl": Qwen25VLModelProvider,
+    "qwen3_5": Qwen35VLModelProvider,
+}
 #: Limits of images in pixels, those of the demo's packs.
 LIMITS = {"min_pixels": 3136, "max_pixels": 100352}
 
 
-def make_model(**changes: Any) -> Any:
-    """The part of a model that packs read."""
-    given = {"vision_config": SimpleNamespace(patch_size=14), "context_parallel_size": 1}
-    given |= {"tensor_model_parallel_size": 1, "sequence_parallel": False}
-    return SimpleNamespace(**(given | changes))
+def make_model(kind: Any, **changes: Any) -> Any:
+    """Bridge's provider, of which packs read a part."""
+    return kind(num_layers=1, hidden_size=64, num_attention_heads=4, **changes)
 
 
 def make_recipe(packed: Path, model: Any = None) -> Any:
     """The beginning of Bridge's recipes for vision models, on packs."""
     recipe = _sft_common_vlm()
-    recipe.model = model or make_model()
+    recipe.model = model or make_model(PROVIDERS[read_packed_data(packed).model.family])
     return on_packs(recipe, packed)
 
 
@@ -131,20 +147,22 @@ def assert_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str)
     assert_same(ours, given, where)
 
 
-def own_encoder(task: str = "vqa", **options: Any) -> QwenVLTaskEncoder:
-    """Bridge's, with a template that ends as packed samples do: without a last newline."""
-    builtin = builtin_processor()
-    end, last = "<|im_end|>\n{% endfor %}", "<|im_end|>{{ '' if loop.last else '\n' }}{% endfor %}"
-    dialogue = builtin.chat_template.replace(end, last)
-    assert dialogue != builtin.chat_template
-    processor = Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessorPil(**LIMITS),
-        builtin.tokenizer,
-        Qwen2VLVideoProcessor(),
-        chat_template=CAPTION_TEMPLATE if task == "captioning" else dialogue,
-    )
+def own_encoder(
+    task: str = "vqa", checkpoint: Path | None = None, **options: Any
+) -> QwenVLTaskEncoder:
+    """Bridge's, with a template that ends as packed samples do: without a last newline.
+    `checkpoint`: one with a processor, instead of the demo's."""
+    if checkpoint is None:
+        builtin = builtin_processor()
+        parts = Qwen2VLImageProcessorPil(**LIMITS), builtin.tokenizer, Qwen2VLVideoProcessor()
+        processor = Qwen2_5_VLProcessor(*parts, chat_template=builtin.chat_template)
+    else:
+        processor = AutoProcessor.from_pretrained(checkpoint)
+        processor.image_processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
+    whole = f"{{% set whole %}}{processor.chat_template}{{% endset %}}{{{{ whole[:-1] }}}}"
+    processor.chat_template = CAPTION_TEMPLATE if task == "captioning" else whole
     return QwenVLTaskEncoder(
-        builtin.tokenizer,
+        processor.tokenizer,
         processor,
         max_num_images=None,
         max_visual_tokens=None,
@@ -153,7 +171,7 @@ def own_encoder(task: str = "vqa", **options: Any) -> QwenVLTaskEncoder:
     )
 
 
-def own_sample(sample: SourceSample, media: list[bytes]) -> ChatMLSample:
+def own_sample(sample: SourceSample, media: list[bytes], limits: Mapping[str, int]) -> ChatMLSample:
     """Upright, as Bridge does not turn images by their EXIF orientation."""
     images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in media]
     chat = to_chat(sample)
@@ -161,7 +179,7 @@ def own_sample(sample: SourceSample, media: list[bytes]) -> ChatMLSample:
         text = {"type": "text", "text": sample.turns[0].answer}
         chat = [{"role": "assistant", "content": [*({"type": "image"} for _ in media), text]}]
     for part in (part for turn in chat for part in turn["content"] if part in ({"type": "image"},)):
-        part |= LIMITS  # else it resizes twice
+        part |= limits  # else it resizes twice
     return ChatMLSample(
         __key__=sample.key,
         __restore_key__=(),
@@ -174,45 +192,77 @@ def own_sample(sample: SourceSample, media: list[bytes]) -> ChatMLSample:
 def own_batch(encoder: QwenVLTaskEncoder, samples: Any) -> dict[str, Any]:
     """The samples as Bridge packs them, with two changes: images stay where they are in their turn,
     and the newline after every answer is not trained."""
+    limits = {"min_pixels": encoder.min_pixels, "max_pixels": encoder.max_pixels}
     encoded = []
     for sample in samples:
-        chat = normalize_energon_vlm_sample(own_sample(*sample))
+        chat = normalize_energon_vlm_sample(own_sample(*sample, limits))
         example = normalized_vlm_sample_to_hf_example(chat)
         encoded.append(QwenVLTaskSample(sample[0].key, {}, example))
     batch: dict[str, Any] = encoder.encode_batch(encoder.batch(encoded))
-    newline = (batch["input_ids"] == END) & (batch["labels"] == NEWLINE)
+    end, *ids = (encoder.hf_tokenizer.convert_tokens_to_ids(name) for name in (END, *MEDIA))
+    (line_feed,) = encoder.hf_tokenizer.encode("\n")
+    newline = (batch["input_ids"] == end) & (batch["labels"] == line_feed)
     batch["labels"][newline], batch["loss_mask"][newline] = -100, 0
+    batch["position_ids"] = its_positions(ids, batch["input_ids"], batch)
     return batch
 
 
-def tiny_provider(checkpoint: Path) -> Any:
-    """Bridge's provider for a checkpoint; local modules stand in for those of TransformerEngine."""
-    provider = AutoBridge.from_hf_pretrained(str(checkpoint)).to_megatron_provider(False)
-    provider.transformer_layer_spec = layer_spec(backend="sdpa", recompute=False, qk_norm=False)
-    provider.mrope_section = [2, 3, 3]  # which Bridge does not read
-    provider.params_dtype = provider.autocast_dtype = torch.float32
-    provider.bf16, provider.use_cpu_initialization = False, True
-    for name in ("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax"):
-        setattr(provider, f"{name}_fusion", False)
-    provider.persist_layer_norm = provider.cross_entropy_loss_fusion = False
-    return provider
-
-
-def qwen3_vl_positions(checkpoint: Path, row: Mapping[str, Any]) -> torch.Tensor:
-    """Those that Bridge's Qwen3-VL gives a row."""
-    config = AutoConfig.from_pretrained(checkpoint)
+def its_positions(ids: Sequence[int], tokens: torch.Tensor, row: Any) -> torch.Tensor:
+    """M-RoPE's positions (3, 1, S) that Bridge's Qwen3-VL would give a row; of images, those of
+    Qwen2.5-VL are the same. `ids`: of the tokens MEDIA."""
+    grids = row["visual_inputs"].normalized_for_model()
     positions, _ = get_rope_index(
-        config.vision_config.spatial_merge_size,
-        config.image_token_id,
-        config.video_token_id,
-        config.vision_start_token_id,
-        row["tokens"],
-        image_grid_thw=row["visual_inputs"].image_grid_thw,
+        2,
+        *ids,
+        tokens,
+        image_grid_thw=grids.get("image_grid_thw"),
+        video_grid_thw=grids.get("video_grid_thw"),
         packed_seq_params=get_packed_seq_params(row),
     )
     return positions
 
 
+def tiny_provider(checkpoint: Path, **options: Any) -> Any:
+    """Bridge's provider for a checkpoint, in float32 and without fusions."""
+    provider = AutoBridge.from_hf_pretrained(str(checkpoint)).to_megatron_provider(False)
+    if isinstance(provider, Qwen25VLModelProvider):
+        provider.mrope_section = [2, 3, 3]  # which Bridge does not read
+    provider.params_dtype = provider.autocast_dtype = torch.float32
+    provider.bf16, provider.use_cpu_initialization = False, True
+    fusions = ("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax")
+    for name in (*fusions, "moe_permute"):
+        setattr(provider, f"{name}_fusion", False)
+    provider.persist_layer_norm = provider.cross_entropy_loss_fusion = False
+    for part in ("language_model", "vision_model", "vision_projection"):
+        setattr(provider, f"freeze_{part}", False)
+    provider.moe_token_dispatcher_type = "allgather"  # another wants streams of CUDA
+    provider.moe_aux_loss_coeff = 0.0  # which transformers does not train by default
+    provider.perform_initialization = False
+    for name, value in options.items():
+        setattr(provider, name, value)
+    return provider
+
+
+def bridge_model(provider: Any, checkpoint: Path) -> Any:
+    """The model as Bridge's setup builds it, but for its wrappers. Its mergers take the exact GELU
+    as transformers' do, and not the approximate one, which changes losses by up to 2e-3."""
+    provider.finalize()
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    model = provider.provide(pre_process=True, post_process=True)
+    if provider.pre_wrap_hook is not None:
+        (model,) = provider.pre_wrap_hook([model])
+    AutoBridge.from_hf_pretrained(str(checkpoint)).load_hf_weights([model])
+    for module in model.modules():
+        if isinstance(module, Qwen3VLVisionPatchMerger):
+            module.activation_func = torch.nn.functional.gelu
+    return model
+
+
+#: Families of Bridge's models, and their mixtures of experts.
+TRAINED = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+#: Of AdamW. Gated delta nets have gradients so small that, with torch's, its first step takes their
+#: rounding for a direction: losses are then 5e-5 apart.
+EPS = 1e-5
 Say = Callable[[str], None]
 VERSION = f"Megatron-Bridge {version('megatron-bridge')}, core {version('megatron-core')}"
 multiprocessing.set_forkserver_preload(
@@ -224,10 +274,28 @@ multiprocessing.set_forkserver_preload(
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, whose GPU is the CPU."""
     initialize_parallel(1)
+    on_cpu(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest) -> Any:
+    return getattr(request, "param", "qwen2_5_vl")
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is the GPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, **_: tensor)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
+@pytest.fixture
+def _of_qwen2_vl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bridge's models take packs of Qwen2-VL's tokenizer, as `make demo` makes them."""
+    for kind in (Qwen25VLModelProvider, Qwen3VLModelProvider):
+        monkeypatch.setitem(megatron_bridge._FAMILIES, kind, "qwen2_vl")
+
+
+@pytest.mark.usefixtures("_of_qwen2_vl")
 def test_every_demo_pack_is_what_its_task_encoder_packs(
     task: str, demo: dict[str, Path], monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
@@ -248,14 +316,35 @@ def test_every_demo_pack_is_what_its_task_encoder_packs(
     say(f"{VERSION}: {num_packs} packs of {task} are what its task encoder packs")
 
 
-def test_its_qwen3_vl_places_packs_as_we_do(tmp_path: Path, say: Say) -> None:
-    checkpoint = small_checkpoint("qwen3_vl", tmp_path / "checkpoint")
-    packs = open_packs(small_packs("qwen3_vl", checkpoint, tmp_path))
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
+def test_packs_are_what_its_task_encoder_packs(family: str, case: Any, say: Say) -> None:
+    checkpoint, packed = case
+    packs = open_packs(packed)
+    options = packs.task_encoder.encoder.options.model_dump()
+    limits = {name: options[name] or 1 << 24 for name in LIMITS}
+    encoder = own_encoder(checkpoint=with_processor(checkpoint, **limits), patch_size=16, **limits)
+    rows = make_iterator(packed, model=tiny_provider(checkpoint))
+    for pack in packs:
+        own = own_batch(encoder, stored_samples(pack))
+        assert_equal(as_read(rows), as_read(iter([own])), f"{family} {pack.number}")
+    assert len(packs) > 5
+    say(f"{VERSION}, {family}: {len(packs)} packs are what its task encoder packs")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_its_model_would_place_packs_as_we_do(family: str, tmp_path: Path, say: Say) -> None:
+    checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
+    dialogues = short_dialogues(tmp_path / "source", 48, videos=True)
+    packs = open_packs(pack_dialogues(dialogues, family, checkpoint, tmp_path))
+    encoder = packs.task_encoder.encoder
+    ids = [
+        encoder.media_token_ids[f"{name}_token_id"] for name in ("image", "video", "vision_start")
+    ]
     for number in range(len(packs)):
-        batch = packs.batch([number])
-        found = qwen3_vl_positions(checkpoint, to_vlm_batch(batch))
-        assert torch.equal(found, batch.position_ids), number
-    say(f"{VERSION}: its Qwen3-VL gives {len(packs)} packs our M-RoPE positions")
+        row = to_vlm_batch(packs.batch([number]))
+        found = its_positions(ids, row["tokens"], row)
+        assert torch.equal(found, row["position_ids"]), number
+    say(f"{VERSION}: its {family} gives {len(packs)} packs our M-RoPE positions")
 
 
 def test_pixels_become_values_after_its_step_has_copied_them(
@@ -276,19 +365,23 @@ def test_pixels_become_values_after_its_step_has_copied_them(
     assert num_images > 1
 
 
+@pytest.mark.usefixtures("_of_qwen2_vl")
 def test_rows_padded_for_context_parallelism(tmp_path: Path, say: Say) -> None:
     """Bridge pads with token 0, packs with the tokenizer's own; nothing else differs."""
     source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 30)), "task": "bmr"}
     options = {"seq_length": 512, "pad_multiple": 4}
     pack_all(make_run(source, tmp_path / "packed", model=dict(MODEL), pack=options))
     packs = open_packs(tmp_path / "packed")
-    rows = make_iterator(tmp_path / "packed", model=make_model(context_parallel_size=2))
+    rows = make_iterator(
+        tmp_path / "packed", model=make_model(Qwen3VLModelProvider, context_parallel_size=2)
+    )
     encoder = own_encoder(in_batch_packing_pad_to_multiple_of=4)
     for pack in packs:
         ours, own = as_read(rows), as_read(iter([own_batch(encoder, stored_samples(pack))]))
         padding = ours["tokens"] == encoder.hf_tokenizer.pad_token_id
         assert padding.any()
         own["tokens"][padding] = encoder.hf_tokenizer.pad_token_id
+        own["position_ids"][:, padding] = ours["position_ids"][:, padding]
         assert_equal(ours, own, str(pack.number))
     assert len(packs) > 2
     say(f"{VERSION}: {len(packs)} packs padded to multiples of 4 are what its task encoder packs")
@@ -307,8 +400,9 @@ def test_its_split_gives_each_rank_what_it_should(size: int, tmp_path: Path, say
             own = part_of_rank(params, size, rank).own
             for name in ("tokens", "labels", "loss_mask", "position_ids"):
                 pieces = row[name].split(lengths, dim=-1)
-                given = [split_data_cp_rank(piece, size, 1, rank) for piece in pieces]
-                assert torch.equal(torch.cat(given, dim=1), row[name][:, own]), (number, name)
+                axis = row[name].ndim - 1
+                given = [split_data_cp_rank(piece, size, axis, rank) for piece in pieces]
+                assert torch.equal(torch.cat(given, dim=-1), row[name][..., own]), (number, name)
         media = to_transformers_kwargs(batch)
         media = {name: media[name] for name in MEDIA_INPUTS if name in media}
         if not media:
@@ -341,7 +435,8 @@ def numbers_read(packed: Path) -> list[int]:
     return [number_of(next(rows)["tokens"], packs) for _ in range(share)]
 
 
-def test_order(case: Any, tmp_path: Path, say: Say) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"], indirect=True)
+def test_order(family: str, case: Any, tmp_path: Path, say: Say) -> None:
     _, packed = case
     for world_size in (1, 2, 4):
         read = run_ranks(world_size, tmp_path / f"ranks{world_size}", numbers_read, packed)
@@ -349,12 +444,14 @@ def test_order(case: Any, tmp_path: Path, say: Say) -> None:
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         every = [number for numbers in read for number in numbers]
         assert sorted(set(every)) == sorted(every)
-    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+    say(f"{VERSION}, {family}: order of packs kept on 1, 2 and 4 ranks")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("family", "num_workers"), [("qwen2_5_vl", 0), ("qwen3_5", 2)], indirect=["family"]
+)
 def test_its_checkpoint_keeps_the_place(
-    num_workers: int, case: Any, tmp_path: Path, say: Say
+    family: str, num_workers: int, case: Any, tmp_path: Path, say: Say
 ) -> None:
     """As Bridge saves and restores it, in the middle of the first epoch and of the second."""
     _, packed = case
@@ -371,32 +468,107 @@ def test_its_checkpoint_keeps_the_place(
         maybe_load_dataloader_state(resumed, step, str(tmp_path), **options)
         for number in range(step + 1, step + 4):
             assert_equal(as_read(resumed), as_read(iter([rows[number]])), f"row {number}")
-    say(f"{VERSION}: its checkpoint, with {num_workers} workers, goes on in the middle of an epoch")
+    say(f"{VERSION}, {family}: its checkpoint keeps the place of {num_workers} workers")
 
 
-def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
-    """With Bridge's recipe, model, weights, step and loss; its training loop needs a GPU."""
-    checkpoint, packed = case
+def two_steps(checkpoint: Path, packed: Path, *, eps: float = 1e-8, **options: Any) -> list[float]:
+    """Losses before and after a step with Bridge's recipe, model, weights, step and loss, on this
+    rank's part of a row; its training loop needs a GPU."""
     state = GlobalState()
-    state.cfg = make_recipe(packed, tiny_provider(checkpoint))
+    state.cfg = make_recipe(packed, tiny_provider(checkpoint, **options))
     provider = state.cfg.model
-    provider.finalize()
-    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    model = provider.provide(pre_process=True, post_process=True)
-    AutoBridge.from_hf_pretrained(str(checkpoint)).load_hf_weights([model])
+    model = bridge_model(provider, checkpoint)
     rows = make_iterator(packed, model=provider)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.0, "eps": eps}
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, **options)
     losses = []
     for _ in range(2):
         output, loss_function = forward_step(state, rows, model)
         loss, count, _ = loss_function(output)
-        losses.append(float(loss.detach() / count))
-        (loss / count).backward()
+        total = torch.stack([loss.detach(), count.float()])
+        distributed.all_reduce(total)
+        losses.append(float(total[0] / total[1]))
+        (loss / total[1]).backward()
+        for parameter in model.parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            distributed.all_reduce(gradient)
+            parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
-    say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
+    return losses
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_steps_are_those_of_the_samples(family: str, tmp_path: Path, say: Say) -> None:
+    """Of images and videos; and, where it has the model, those of `launch.train`."""
+    checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
+    dialogues = short_dialogues(tmp_path / "source", 48, videos=True)
+    packed = pack_dialogues(dialogues, family, checkpoint, tmp_path)
+    assert sum(len(batch.video_grid_thw) for batch in map(open_packs(packed).batch, ([0], [1])))
+    is_ours = family in FAMILIES and FAMILIES[family].megatron_core
+    options = {} if is_ours else {"eps": EPS}
+    losses = two_steps(checkpoint, packed, **options)
+    ours = tmp_path / "ours" if is_ours else None
+    difference = check_losses(packed, checkpoint, losses, ours, **options)
+    say(f"{VERSION}, {family}: loss before and after a step as of the samples ({difference:.0e})")
+
+
+def test_multi_token_prediction_stays_in_its_sample(tmp_path: Path, say: Say) -> None:
+    """Bridge's recipes for Qwen3.5 train it: gradients of a pack are the sum of its samples'."""
+    checkpoint = small_checkpoint("qwen3_5", tmp_path / "checkpoint")
+    packed = pack_dialogues(
+        short_dialogues(tmp_path / "source", 24), "qwen3_5", checkpoint, tmp_path
+    )
+    state = GlobalState()
+    provider = tiny_provider(checkpoint, mtp_num_layers=1, mtp_loss_scaling_factor=1.0)
+    state.cfg = make_recipe(packed, provider)
+    model = bridge_model(provider, checkpoint)
+    randomise(model)
+
+    def gradients(*batches: PackedBatch) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        for batch in batches:
+            output, loss_function = forward_step(state, iter([to_vlm_batch(batch)]), model)
+            loss_function(output)[0].backward()
+        named = model.language_model.named_parameters()
+        return {name: one.grad for name, one in named if name.startswith("mtp.")}
+
+    packs = open_packs(packed)
+    refuse_packs_of_few(packs, [0])
+    samples = encoded_alone(packs, 0)
+    alone = gradients(*(packed_batch([sample]) for sample in samples))
+    assert len(alone) > 10
+    for name, found in gradients(packs.batch([0])).items():
+        torch.testing.assert_close(found, alone[name], rtol=1e-3, atol=1e-5, msg=name)
+    mixed = gradients(packed_batch(samples, cross_sample_attention=True))
+    away = [float((mixed[name] - one).norm() / one.norm()) for name, one in alone.items()]
+    assert max(away) > 0.1
+    say(f"{VERSION}, qwen3_5: gradients of MTP in a pack are those of the samples alone")
+
+
+def steps_of_two_ranks(checkpoint: Path, packed: Path) -> list[float]:
+    """`two_steps` of rows that go over this rank and another."""
+    initialize_parallel(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        on_cpu(patch)
+        tex = use_partitioned_indices(patch)
+        patch.setattr(core_utils, "tex", tex, raising=False)
+        return two_steps(checkpoint, packed, eps=EPS, context_parallel_size=2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_steps_under_context_parallelism(family: str, tmp_path: Path, say: Say) -> None:
+    """Attention gathers keys here, where TransformerEngine passes them round; recurrent layers
+    exchange tokens for heads, as on a GPU."""
+    checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
+    dialogues = short_dialogues(tmp_path / "source", 48, videos=True)
+    options: Any = {"context_parallel": {"size": 2}}
+    packed = pack_dialogues(dialogues, family, checkpoint, tmp_path, **options)
+    losses, others = run_ranks(2, tmp_path / "ranks", steps_of_two_ranks, checkpoint, packed)
+    assert losses == others
+    difference = check_losses(packed, checkpoint, losses, eps=EPS)
+    say(f"{VERSION}, {family}: loss on two context ranks as of the samples ({difference:.0e})")
 
 
 @pytest.mark.parametrize(
@@ -441,12 +613,11 @@ def test_command(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_data_against_the_model_is_refused(case: Any) -> None:
     _, packed = case
-    with pytest.raises(ValueError, match="qwen2_5_vl does not fit the model's patches of 16"):
-        make_iterator(packed, model=make_model(vision_config=SimpleNamespace(patch_size=16)))
+    with pytest.raises(ValueError, match="is of family qwen2_5_vl, not qwen3_vl"):
+        make_iterator(packed, model=make_model(Qwen3VLModelProvider))
+    with pytest.raises(ValueError, match=r"GPTModelProvider does not take packs; .* Qwen25VL"):
+        make_iterator(packed, model=make_model(GPTModelProvider))
     batch = open_packs(packed).batch([0])
-    video = replace(batch, video_grid_thw=torch.ones(1, 3))
-    with pytest.raises(ValueError, match=r"places Qwen2\.5-VL's videos by seconds"):
-        next(VLMIterator([video], places_videos=False))
     with pytest.raises(ValueError, match="does not support collate-time in-batch packing"):
         qwen3_vl_get_batch(
             iter([to_vlm_batch(batch)]),
