@@ -15,7 +15,7 @@ import torch
 import typing_extensions
 from torch.nn import functional as F
 
-from tests.peers import stand_in_fla
+from tests.helpers import stand_in_fla
 
 vars(typing)["override"] = typing_extensions.override
 

@@ -10,6 +10,6 @@ if Path(sys.prefix).name == "megatron_bridge":
 if Path(sys.prefix).name == "llama_factory":
     import tests.helpers.llama_factory_stubs  # noqa: F401
 if Path(sys.prefix).name in ("automodel", "llama_factory", "ms_swift", "veomni"):
-    from tests.peers import stand_in_fla
+    from tests.helpers import stand_in_fla
 
     stand_in_fla.install()
