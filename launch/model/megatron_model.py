@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -50,6 +51,9 @@ from task_encoders.packs.tokenized import IGNORE_INDEX
 
 #: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
 LOSS_CHUNK: Final = 2048
+
+#: Makes the layers' config for another loop of the one for ours.
+LayersConfig = Callable[[TransformerConfig], TransformerConfig]
 
 
 class RecomputedTransformerLayer(TransformerLayer):
@@ -132,6 +136,7 @@ def build_language_model(
     device: torch.device,
     backend: str,
     recompute: bool,
+    layers_config: LayersConfig | None = None,
 ) -> GPTModel:
     """This rank's part of the language model, its weights not yet set.
 
@@ -140,6 +145,7 @@ def build_language_model(
         tensors: published names of its tensors.
         backend: see `packed_attention.select_backend`.
         recompute: whether layers run again in the backward pass instead of keeping activations.
+        layers_config: see `build_model`.
 
     Raises:
         ValueError: the config needs parts that are not built here.
@@ -148,6 +154,8 @@ def build_language_model(
     size = parallel_state.get_tensor_model_parallel_world_size()
     check_supported(text_config, size)
     core_config = transformer_config(text_config, tensors, size, dtype=dtype, device=device)
+    if layers_config is not None:
+        core_config = layers_config(core_config)
     spec = layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm)
     model = GPTModel(
         core_config,
@@ -162,9 +170,10 @@ def build_language_model(
     )
     model = model.to(dtype)  # torch's norms do not follow params_dtype
     # Every tensor parallel rank has the whole query and key norms, but applies them to its own
-    # heads only: their gradients are sums over the ranks.
+    # heads only: their gradients are sums over the ranks. Megatron-LM's loop adds them up itself.
+    sums_norms = size > 1 and layers_config is None
     for name, parameter in model.named_parameters():
-        if size > 1 and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+        if sums_norms and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
             parameter.register_hook(_summed)
     return model
 
@@ -303,13 +312,13 @@ def rope_frequencies(
     return torch.cat([angles, angles], dim=-1).transpose(0, 1)[:, :, None]
 
 
-class PackedMegatronModel(torch.nn.Module):
+class PackedMegatronModel(MegatronModule):
     """A model that reads packed rows. Made by `build_model`."""
 
     def __init__(
         self, family: str, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module
     ) -> None:
-        super().__init__()
+        super().__init__(language_model.config)
         self._family = FAMILIES[family]
         self.hf_config = hf_config
         #: folder that the weights, and the tokenizer that belongs to them, came from
@@ -462,6 +471,14 @@ def _put_features(
     return embeddings
 
 
+def model_outline(config: ModelConfig) -> Any:
+    """transformers' model with shapes, but without weights. Raises ValueError: the checkpoint or
+    the sizes cannot be used."""
+    hf_config = config.build_transformers_config()
+    with torch.device("meta"):
+        return transformers_classes(config.family).model(hf_config)
+
+
 def build_model(
     config: ModelConfig,
     *,
@@ -469,6 +486,7 @@ def build_model(
     seed: int = 0,
     shares_rows: bool = False,
     trees: bool = False,
+    layers_config: LayersConfig | None = None,
 ) -> PackedMegatronModel:
     """The model on this rank: its share of the language model, and the whole vision tower.
 
@@ -479,6 +497,8 @@ def build_model(
         seed: of random weights.
         shares_rows: rows go over several ranks.
         trees: rows have prefix trees.
+        layers_config: makes the layers' config of the checkpoint's, for Megatron-LM's loop; without
+            it they are for the loop of `launch.train`.
 
     Raises:
         ValueError: the checkpoint or the sizes cannot be used.
@@ -488,10 +508,9 @@ def build_model(
             f"rows of {config.family} cannot go over several ranks; set parallel.context=1, and "
             "pack for one rank each"
         )
-    hf_config = config.build_transformers_config()
-    with torch.device("meta"):  # shapes, but no weights
-        outline = transformers_classes(config.family).model(hf_config)
-    shapes, dtype = published_shapes(outline), config.resolve_dtype(device)
+    outline = model_outline(config)
+    hf_config, dtype = outline.config, config.resolve_dtype(device)
+    shapes = published_shapes(outline)
     backend = select_backend(
         device, dtype, config.attention, context_parallel=shares_rows, trees=trees
     )
@@ -502,6 +521,7 @@ def build_model(
         device=device,
         backend=backend,
         recompute=config.recompute == "full",
+        layers_config=layers_config,
     )
     visual = build_visual(outline.model, config, hf_config, dtype, device)
     model = PackedMegatronModel(config.family, hf_config, language_model, visual).to(device)

@@ -1,27 +1,15 @@
 """Packs in a Megatron-LM pretrain script, in the forms that its `pretrain()` calls: `get_batch`,
-`loss_func`, `forward_step`, and the dataloaders, as in its multimodal example:
-
-    def train_valid_test_dataloaders_provider(num_samples):
-        return build_dataloaders(get_args(), task_encoder)  # PackedTaskEncoder or any other
-
-    train_valid_test_dataloaders_provider.is_distributed = True
-
-Run as a module, they train a few steps on packs:
-
-    OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_VQA=1 \\
-        torchrun --nproc-per-node 2 -m launch.trainers.megatron_lm out/packed --tensor-parallel 2
+`loss_func`, `forward_step`, and the dataloaders. `examples/megatron_lm/pretrain_packed_vlm.py` is
+such a script.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
@@ -29,6 +17,8 @@ from megatron.energon import WorkerConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.loop.loss import shift_labels
+from launch.loop.parallel import context_group
+from launch.model.context_parallel import cut_row
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_dataset import (
     PackedLoader,
@@ -38,8 +28,6 @@ from task_encoders.loading.packed_dataset import (
 )
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packs.tokenized import IGNORE_INDEX
-
-logger = logging.getLogger(__name__)
 
 
 class DataIterator:
@@ -69,7 +57,8 @@ class DataIterator:
 def build_dataloaders(
     args: Any, task_encoder: Any, restore_from: str | Path | None = None
 ) -> tuple[DataIterator | None, list[DataIterator] | None, None]:
-    """Train and validation data on the ranks that read, in the order of the written packs.
+    """Train and validation data on the ranks that read, in the order of the written packs: the
+    first of those that share a row, on the first and the last pipeline stage.
 
     Args:
         args: Megatron-LM's, of which `data_path`, `micro_batch_size`, `num_workers` and
@@ -78,7 +67,8 @@ def build_dataloaders(
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if parallel_state.get_tensor_model_parallel_rank() or stage not in (0, stages - 1):
+    of_row = parallel_state.get_tensor_and_context_parallel_rank()
+    if of_row or stage not in (0, stages - 1):
         return None, None, None
     options = {
         "micro_batch_size": args.micro_batch_size,
@@ -101,17 +91,19 @@ def build_dataloaders(
 
 
 def get_batch(data_iterator: Iterator[PackedBatch] | None, device: torch.device) -> PackedBatch:
-    """The next batch with shifted labels, read by the first tensor parallel rank for all of them.
+    """The next batch with shifted labels, read by the first of the tensor and context parallel
+    ranks for all of them.
 
     Args:
-        data_iterator: over Energon's loader; None on the other tensor parallel ranks.
+        data_iterator: over Energon's loader; None on the other ranks.
         device: of the result.
 
     Raises:
         StopIteration: on all ranks, when the data ends.
     """
     read = next(data_iterator, None) if data_iterator is not None else None
-    batch = broadcast_batch(read, device, parallel_state.get_tensor_model_parallel_group())
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    batch = broadcast_batch(read, device, group)
     if batch is None:
         raise StopIteration
     labels = shift_labels(batch.labels)
@@ -135,52 +127,21 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[PackedBatch] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Per-token losses of the next batch, and the function that reduces them."""
+    """Per-token losses of the next batch, and the function that reduces them. Context parallel
+    ranks count the tokens that they hold, each its own."""
     batch = get_batch(data_iterator, next(model.parameters()).device)
+    params = to_packed_seq_params(batch, context_group(batch))
+    loss_mask = batch.loss_mask
+    if (part := cut_row(params)) is not None:
+        loss_mask = torch.zeros_like(loss_mask).index_copy(1, part.own, loss_mask[:, part.own])
     output_tensor = model(
         batch.tokens,
         batch.position_ids,
-        to_packed_seq_params(batch),
+        params,
         batch.imgs,
         batch.image_grid_thw,
         batch.labels,
         batch.pixel_values_videos,
         batch.video_grid_thw,
     )
-    return output_tensor, functools.partial(loss_func, batch.loss_mask)
-
-
-@click.command()
-@click.argument("path")
-@click.option("--tensor-parallel", default=1)
-@click.option("--steps", default=2)
-@click.option("--task-encoder", help="'module:Class', with PackedTaskEncoder's arguments")
-def main(path: str, tensor_parallel: int, steps: int, task_encoder: str | None) -> None:
-    """Train a tiny random model on the packs in PATH for a few steps."""
-    from launch.config import DataConfig
-    from launch.data.micro_batches import build_task_encoder
-    from launch.data.packed_data import read_packed_data
-    from launch.loop.parallel import initialize_parallel
-    from launch.model.config import ModelConfig
-    from launch.model.megatron_model import build_model
-
-    device = initialize_parallel(tensor_parallel)
-    data = read_packed_data(path)
-    encoder = build_task_encoder(DataConfig(path=path, task_encoder=task_encoder), data)
-    model = build_model(ModelConfig(family=data.model.family), device=device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    args = argparse.Namespace(data_path=path, micro_batch_size=1, num_workers=0, eval_iters=0)
-    data_iterator, _, _ = build_dataloaders(args, encoder)
-    for step in range(steps):
-        output_tensor, reduce = forward_step(data_iterator, model)
-        loss, num_tokens, _ = reduce(output_tensor)
-        optimizer.zero_grad()
-        (loss / num_tokens).backward()
-        optimizer.step()
-        mean = float(loss.detach() / num_tokens)
-        logger.info("step %d: loss %.4f over %d tokens", step, mean, int(num_tokens))
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    main()
+    return output_tensor, functools.partial(loss_func, loss_mask)
