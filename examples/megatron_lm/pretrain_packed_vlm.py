@@ -4,13 +4,14 @@ The language model is megatron-core's `GPTModel` with attention inside the sampl
 vision tower transformers'. Both take their weights, and Megatron-LM's arguments their defaults,
 from a Hugging Face checkpoint:
 
-    export PYTHONPATH=Megatron-LM OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1
+    export PYTHONPATH=Megatron-LM CUDA_DEVICE_MAX_CONNECTIONS=1
+    export OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1
     torchrun --nproc-per-node 8 examples/megatron_lm/pretrain_packed_vlm.py \\
         --hf-checkpoint Qwen2.5-VL-7B-Instruct --data-path out/packed \\
         --tensor-model-parallel-size 2 --use-distributed-optimizer --bf16 \\
         --micro-batch-size 1 --global-batch-size 64 --train-iters 1000 \\
         --lr 1e-5 --min-lr 1e-6 --lr-warmup-iters 30 --lr-decay-style cosine --weight-decay 0 \\
-        --recompute-granularity full --eval-iters 0 --log-interval 1 \\
+        --recompute-granularity full --eval-interval 1000 --eval-iters 0 --log-interval 1 \\
         --save out/trained --save-interval 100 --save-hf out/hf
 
 Add `--load out/trained` to go on where it stopped, data too. Batch sizes count packs; a loss is the
@@ -118,6 +119,8 @@ def add_packed_vlm_args(parser: ArgumentParser) -> ArgumentParser:
         vocab_size=text.vocab_size,
         make_vocab_size_divisible_by=1,
         seq_length=read_packed_data(args.data_path[0]).seq_length,
+        recompute_method="uniform",  # of each layer, where --recompute-granularity asks for it
+        recompute_num_layers=1,
         dataloader_type="external",
         calculate_per_token_loss=True,
     )

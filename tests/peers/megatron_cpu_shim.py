@@ -12,7 +12,6 @@ import contextlib
 import os
 import runpy
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
 
 CPU = torch.device("cpu")
 CALLS: collections.Counter[tuple[str, str, int]] = collections.Counter()
@@ -31,6 +29,8 @@ def count(call: str) -> None:
     """Count a call by its place in the code, which is two frames up."""
     frame = sys._getframe(2)
     file = frame.f_code.co_filename
+    if file == __file__:  # an answer to an answer
+        return
     for root in ("site-packages/", "Megatron-LM/", f"{os.getcwd()}/"):
         file = file.split(root)[-1]
     CALLS[call, file, frame.f_lineno] += 1
@@ -46,39 +46,14 @@ def answer(place: Any, name: str, value: Any, call: str | None = None) -> None:
     setattr(place, name, answered)
 
 
-class Stream(SimpleNamespace):
+class Stream:
     """Everything is done when a call returns: there is nothing to wait for."""
 
-    cuda_stream, device = 0, CPU
-
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self) -> None:
         count("torch.cuda.Stream")
 
-    def wait_stream(self, *_: Any) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         """Nothing."""
-
-    wait_event = synchronize = wait_stream
-
-
-class Event:
-    """A time."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        count("torch.cuda.Event")
-        self.time = 0.0
-
-    def record(self, *_: Any) -> None:
-        """Take the time."""
-        self.time = time.time()
-
-    def synchronize(self, *_: Any) -> None:
-        """Nothing."""
-
-    wait = synchronize
-
-    def elapsed_time(self, other: "Event") -> float:
-        """Milliseconds."""
-        return (other.time - self.time) * 1e3
 
 
 def on_cpu(value: Any) -> Any:
@@ -94,19 +69,20 @@ class CudaIsCpu(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
-        if given != (kwargs or {}):
-            count(f"device of torch.{function.__name__}")
-        if getattr(function, "__name__", "") in ("to", "type"):
-            args = tuple(on_cpu(value) for value in args)
-        return function(*args, **given)
+        name = getattr(function, "__name__", "")
+        placed = tuple(on_cpu(value) for value in args) if name == "to" else args
+        if given != (kwargs or {}) or placed != args:
+            count(f"device of torch.{name}")
+        return function(*placed, **given)
 
 
-def without(function: Callable[..., Any], *names: str, **changed: Any) -> Callable[..., Any]:
-    """The function, without some arguments and with others changed."""
+def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes groups, with gloo in the place of NCCL."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        left = {name: value for name, value in kwargs.items() if name not in names}
-        return function(*args, **left | changed)
+        for name in ("device_id", "pg_options"):
+            kwargs.pop(name, None)
+        return function(*args, **kwargs | {"backend": "gloo"})
 
     return called
 
@@ -114,46 +90,41 @@ def without(function: Callable[..., Any], *names: str, **changed: Any) -> Callab
 def answer_cuda() -> None:
     """Answer torch's functions."""
     device = SimpleNamespace(total_memory=1 << 34, multi_processor_count=1, name="CPU", major=8)
+    stream = object.__new__(Stream)
+    zeros = "max_memory_allocated max_memory_reserved memory_allocated memory_reserved"
+    nothing = "empty_cache manual_seed manual_seed_all set_device synchronize"
     answers: dict[str, Any] = {
         "is_available": True,
         "device_count": 1,
         "get_device_capability": (8, 0),
         "current_device": CPU,
         "get_device_properties": lambda *_: device,
-        "memory_stats": lambda *_: collections.defaultdict(int),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "is_current_stream_capturing": False,
-        "current_stream": lambda *_: Stream(),
+        "current_stream": lambda *_: stream,
         "stream": lambda *_: contextlib.nullcontext(),
-        "_lazy_call": None,
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "utilization"), 0),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), 0),
-        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed", "_lazy_init")),
-        **dict.fromkeys(("reset_peak_memory_stats", "manual_seed_all", "set_stream")),
+        **dict.fromkeys(zeros.split(), 0),
+        **dict.fromkeys(nothing.split()),
     }
     for name, value in answers.items():
         answer(torch.cuda, name, value)
     for kind in ("Float", "Half", "BFloat16", "Int", "Long", "Byte", "Double", "Bool"):
         setattr(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
-    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
-    for owner in (torch.Tensor, torch.nn.Module):
-        answer(owner, "cuda", lambda itself, *_, **__: itself)
-    answer(torch.Tensor, "pin_memory", lambda itself: itself)
+    torch.cuda.Stream = Stream  # type: ignore[misc, assignment]
+    answer(torch.nn.Module, "cuda", lambda itself, *_: itself)
+    answer(torch.Tensor, "pin_memory", lambda itself, *_: itself)
     kind_of = torch.Tensor.type
 
-    def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = kind_of(tensor, *args, **kwargs)
+    def type_of(tensor: torch.Tensor, *given: Any) -> Any:
+        found = kind_of(tensor, *given)
         is_name = isinstance(found, str) and ".cuda." not in found  # FloatTensor names itself so
         return found.replace("torch.", "torch.cuda.") if is_name else found
 
-    torch.Tensor.type = type_of  # type: ignore[method-assign, assignment]
-    for health in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        setattr(torch.optim.Optimizer, health, lambda itself: None)
+    answer(torch.Tensor, "type", type_of)
+    answer(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)
     start, group = distributed.init_process_group, distributed.new_group
-    distributed.init_process_group = without(start, "device_id", backend="gloo")
-    distributed.new_group = without(group, "device_id", "pg_options", backend="gloo")
-    DataLoader.__init__ = without(DataLoader.__init__, pin_memory=False)  # type: ignore[method-assign]
+    answer(distributed, "init_process_group", on_gloo(start))
+    answer(distributed, "new_group", on_gloo(group))
 
 
 def answer_megatron() -> None:
@@ -176,6 +147,8 @@ def answer_megatron() -> None:
         return state_dict(itself)
 
     answer(DistributedOptimizer, "state_dict", with_steps)
+    load = DistributedOptimizer.load_state_dict  # of float32 weights it writes to leaves of a graph
+    answer(DistributedOptimizer, "load_state_dict", torch.no_grad()(load))
 
 
 def write_calls() -> None:

@@ -14,10 +14,9 @@ said=()
 PATH=$PWD/$folder/uv/bin:$PATH
 
 for name in ${LANES:-3.11-lowest-direct 3.11-highest 3.12-highest 3.13-highest}; do
-    interpreter=python${name%%-*} own=$folder/$name
-    export PYENV_VERSION=${name%%-*}  # pyenv hides all Pythons but its chosen one
-    if ! "$interpreter" --version > /dev/null 2>&1; then
-        said+=("$name: skipped, there is no $interpreter")
+    own=$folder/$name
+    if ! interpreter=$(tests/python.sh "${name%%-*}"); then
+        said+=("$name: skipped, there is no Python ${name%%-*}")
         continue
     fi
     "$interpreter" -m venv "$own"

@@ -1,14 +1,11 @@
-"""The Megatron-LM example: what tensor parallel ranks receive, and that it trains."""
+"""Steps for Megatron-LM's loop: what ranks that share a row receive, and their losses."""
 
-import logging
-import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from click.testing import CliRunner
 from megatron.energon import stateless
 
 from launch.config import DataConfig
@@ -17,7 +14,7 @@ from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
 from launch.model.megatron_model import build_model
-from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_batch, main
+from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_batch
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -96,24 +93,35 @@ class OwnTaskEncoder(PackedTaskEncoder):
         return super().encode_sample(sample)
 
 
-OWN = f"{__name__}:OwnTaskEncoder"
+def own_losses(checkpoint: Path, context: int) -> tuple[list[float], list[int]]:
+    """Sums of the losses of this rank's tokens in each batch, and their numbers."""
+    device = initialize_parallel(context_parallel=context)
+    reference = transformers_model("qwen2_vl", tied=False)
+    batches = [packed_batch(row_samples(reference, row), multiple=4) for row in ROWS]
+    model = build_model(
+        ModelConfig(checkpoint=checkpoint),
+        device=device,
+        shares_rows=context > 1,
+        layers_config=lambda config: config,
+    )
+    data_iterator = iter(batches) if torch.distributed.get_rank() == 0 else None
+    sums, counts = [], []
+    for _ in ROWS:
+        output_tensor, reduce = forward_step(data_iterator, model)
+        loss, num_tokens, _ = reduce(output_tensor)
+        sums.append(float(loss.detach()))
+        counts.append(int(num_tokens))
+    return sums, counts
 
 
-def test_the_example_trains_on_packs(
-    folder: Path, bmr_environment: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With a task encoder of one's own."""
-    OwnTaskEncoder.seen.clear()
-    with caplog.at_level(logging.INFO):
-        arguments = [str(folder), "--steps", "6", "--task-encoder", OWN]
-        CliRunner().invoke(main, arguments, catch_exceptions=False)
-    steps = [record for record in caplog.records if record.msg.startswith("step")]
-    losses = [
-        float(word) for record in steps for word in re.findall(r"loss ([0-9.]+)", record.message)
-    ]
-    assert len(losses) == len(OwnTaskEncoder.seen) == 6
-    assert 11 < losses[0] < 12.5  # about ln 151,936 = 11.93
-    assert losses[-1] < losses[0] - 0.1
+def test_context_parallel_ranks_count_each_token_once(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen2_vl", tied=False)
+    sums, counts = own_losses(checkpoint, 1)
+    ranks = run_ranks(2, tmp_path / "ranks", own_losses, checkpoint, 2)
+    for row, (loss, count) in enumerate(zip(sums, counts, strict=True)):
+        assert sum(of_rank[row] for _, of_rank in ranks) == count
+        assert sum(of_rank[row] for of_rank, _ in ranks) == pytest.approx(loss, rel=1e-5)
+    assert min(min(of_rank) for _, of_rank in ranks) < max(counts)
 
 
 def test_steps_are_those_of_launch_and_of_the_samples_alone(
@@ -123,7 +131,8 @@ def test_steps_are_those_of_launch_and_of_the_samples_alone(
     packed = small_packs("qwen2_5_vl", checkpoint, tmp_path)
     OwnTaskEncoder.seen.clear()
     encoder = build_task_encoder(
-        DataConfig(path=str(packed), task_encoder=OWN), read_packed_data(packed)
+        DataConfig(path=str(packed), task_encoder=f"{__name__}:OwnTaskEncoder"),
+        read_packed_data(packed),
     )
     device = initialize_parallel(1)
     args = Namespace(data_path=str(packed), micro_batch_size=1, num_workers=0, eval_iters=0)
