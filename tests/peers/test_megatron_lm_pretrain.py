@@ -61,14 +61,23 @@ def pretrain(case: tuple[Path, Path], calls: Path, ranks: int, *arguments: str) 
     """Steps of the script on the shim."""
     checkpoint, packed = case
     compiled = {"TORCHDYNAMO_DISABLE": "1", "PYTORCH_JIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     data = ["--hf-checkpoint", str(checkpoint), "--data-path", str(packed)]
     result = subprocess.run(
-        [*torchrun, "--master-port", "0", str(SHIM), str(SCRIPT), *data, *COMMAND, *arguments],
+        [
+            *torchrun,
+            f"--nproc-per-node={ranks}",
+            str(SHIM),
+            str(SCRIPT),
+            *data,
+            *COMMAND,
+            *arguments,
+        ],
         env=environment(CHECKOUT, ROOT, SHIM_CALLS=str(calls), **compiled),
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr[-8000:]
     logged = {
