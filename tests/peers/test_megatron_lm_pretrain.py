@@ -111,12 +111,13 @@ def launch(case: tuple[Path, Path], family: str, output: Path) -> Steps:
 @pytest.fixture(scope="module")
 def expected(
     case: tuple[Path, Path], family: str, tmp_path_factory: pytest.TempPathFactory
-) -> Steps:
-    """Steps of `launch.train`."""
+) -> tuple[Steps, Path]:
+    """Steps of `launch.train`, and the checkpoint that it writes at the end."""
+    output = tmp_path_factory.mktemp("launch") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLINE_PACKED_DATA", "1")
         patch.setenv("OFFLINE_PACKING_BMR", "1")
-        return launch(case, family, tmp_path_factory.mktemp("launch") / "out")
+        return launch(case, family, output), output / "hf"
 
 
 def assert_close(found: Steps, wanted: Steps) -> None:
@@ -130,28 +131,26 @@ def assert_close(found: Steps, wanted: Steps) -> None:
 def test_steps_saved_and_resumed_are_those_of_launch(
     ranks: int,
     case: tuple[Path, Path],
-    expected: Steps,
+    expected: tuple[Steps, Path],
     tmp_path: Path,
     say: Callable[[str], None],
 ) -> None:
     tensor, saved = ["--tensor-model-parallel-size", str(ranks)], str(tmp_path / "saved")
     steps = pretrain(case, tmp_path / "1", ranks, *tensor, "--save", saved, "--save-interval", "2")
-    assert_close(steps, expected)
+    assert_close(steps, expected[0])
     exported = tmp_path / "hf"
     more = ["--load", saved, "--ckpt-step", "2", "--save-hf", str(exported)]
     resumed = pretrain(case, tmp_path / "2", ranks, *tensor, *more)
     assert resumed == {3: steps[3]}
-    before = load_file(case[0] / "model.safetensors")
-    after = load_file(exported / "model.safetensors")
-    assert after.keys() == before.keys()
-    for name, weight in before.items():
-        moved = float((after[name] - weight).abs().max())
-        assert 5e-4 < moved < 5e-3, name  # three steps of 1e-3
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (expected[1], exported))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():  # three steps move a weight by 3e-3
+        assert float((theirs[name] - weight).abs().max()) < 1e-3, name
     lines = [line for part in "12" for line in (tmp_path / part).read_text().splitlines()]
     assert listed() == {line.split("\t")[0] for line in lines}
     count = sum(int(line.split("\t")[-1]) for line in lines)
     say(
-        f"Megatron-LM's pretrain(), TP {ranks}: losses {[loss for loss, _ in steps.values()]}, as "
+        f"Megatron-LM's pretrain(), TP {ranks}: losses {[round(loss, 6) for loss, _ in steps.values()]}, as "
         f"launch.train; resumed to the same; {count} calls of CUDA answered"
     )
 
