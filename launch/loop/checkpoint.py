@@ -1,15 +1,16 @@
 """Training checkpoints: everything needed to resume as if nothing had happened.
 
     checkpoints/iter_00000500/
-        model_00.pt, …      weights, one file per tensor parallel rank
-        rank_00000.pt, …    per rank: slices of the optimizer, state of loader and generators
+        shard-00001-model-00001-of-00003.safetensors, …     per rank: its shards of weights, and of
+                            both moments, by torch.distributed.checkpoint
+        rank_00000.pt, …    per rank: state of loader and generators
                             (tensor parallel ranks stand together, then context parallel ones)
         state.json          which run this is, and the hash of every other file; written last
     checkpoints/iter_00001000.tmp/      being written, or left by a kill: never read
 
 A folder takes its name when all ranks have written and synced their files. They hold tensors,
-numbers and text, and are read with torch's weights_only loader, which runs no code. A checkpoint
-with a missing or changed file is not used, but the newest whole one.
+numbers and text, and are read as safetensors and with torch's weights_only loader, which run no
+code. A checkpoint with a missing or changed file is not used, but the newest whole one.
 
 A resumed run must share its settings with the one that wrote the checkpoint: every field of the
 configuration is compared but those in `_FREE`, so that a new field is guarded until someone decides
@@ -20,21 +21,23 @@ other value can continue; any other may differ if it is named.
 import logging
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from megatron.energon.rng import SystemRng
-from torch import distributed, nn
-from torch.distributed.tensor import DTensor
+from torch import distributed
+from torch.distributed import checkpoint as sharded
+from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.config import LaunchConfig
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.micro_batches import MicroBatches
 from launch.data.packed_data import PackedData
-from launch.loop.optimizer import RankAdamW
+from launch.loop.optimizer import ShardedAdamW
 from launch.loop.plan import TrainPlan
 from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
 from offline_packing.storage.files import (
@@ -49,7 +52,7 @@ from offline_packing.storage.files import (
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 5
+VERSION: Final = 6
 #: The file of a checkpoint that is written last.
 _STATE: Final = "state.json"
 
@@ -93,15 +96,12 @@ class CheckpointFolder:
         self._keep = keep
         self._rank = distributed.get_rank()
         self._tensor_rank, self._tensor_size = tensor_rank, tensor_size
-        self._model_file = f"model_{tensor_rank:02d}.pt"
         #: the newest whole one, once it is known: it is not read twice
         self._whole: Path | None = None
         #: others that were found damaged, newer ones; they go when the next one is saved
         self._damaged: set[Path] = set()
 
-    def save(
-        self, iteration: int, model_state: Mapping[str, Any], rank_state: Mapping[str, Any]
-    ) -> Path:
+    def save(self, iteration: int, optimizer: ShardedAdamW, data: MicroBatches) -> Path:
         """Write a checkpoint, and remove the oldest and damaged ones. A collective. Raises
         DiskFullError."""
         final = self.folder / f"iter_{iteration:08d}"
@@ -111,14 +111,15 @@ class CheckpointFolder:
                 shutil.rmtree(left)
             temporary.mkdir(parents=True)
         distributed.barrier()
-        written = []
-        if self._rank < self._tensor_size:  # the first data parallel rank
-            whole = {n: t for n, t in model_state.items() if not isinstance(t, DTensor)}
-            written.append(_save_tensors(temporary / self._model_file, whole))
+        tensors, files_of = self._named(optimizer)
+        writer = sharded.HuggingFaceStorageWriter(str(temporary), files_of, save_distributed=True)
+        with translate_disk_full(temporary), _unwrapped():
+            sharded.save(tensors, storage_writer=writer)
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         generators = {"system": to_plain(SystemRng.save_state()), "cuda": cuda}
-        state = {**rank_state, "generators": generators}
-        written.append(_save_tensors(temporary / _rank_file(self._rank), state))
+        state = {"data": data.state(), "generators": generators}
+        written = [_save_tensors(temporary / _rank_file(self._rank), state)]
+        written += temporary.glob(f"shard-{self._rank + 1:05d}-*")
         # Each rank hashes its own files: their content is still in memory, and on a network file
         # system other ranks may see them late.
         hashes = _gather({path.name: hash_file(path) for path in written})
@@ -208,40 +209,42 @@ class CheckpointFolder:
         distributed.broadcast_object_list(shared)
         return check_same_run(content["run"], shared[0], self._accept, path)
 
-    def load(
-        self,
-        path: Path,
-        model: nn.Module,
-        optimizer: RankAdamW,
-        data: MicroBatches,
-    ) -> int:
+    def load(self, path: Path, optimizer: ShardedAdamW, data: MicroBatches) -> int:
         """Restore a checkpoint, with the generators if packs are dealt as then; its iteration. A
         collective. Raises StageError, see `check`."""
         for line in self.check(path):
             logger.info("accepted: %s", line)
         content = _read_state(path)
         then = Deal(**{one.name: content[one.name] for one in fields(Deal) if one.name in content})
-        # Weights are copied into the model from the mapped file, a tensor at a time. Those that are
-        # sharded come with the optimizer.
-        whole = _load_tensors(path / self._model_file, mmap=True)
-        is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-        model.load_state_dict(whole, strict=not is_sharded)
+        iteration = int(content["iteration"])
+        tensors, _ = self._named(optimizer)
+        with _unwrapped():
+            sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
+        optimizer.publish(iteration)
+        number = self._rank if then == self._deal else self._tensor_rank
+        state = torch.load(path / _rank_file(number), map_location="cpu", weights_only=True)
+        data.restore(state["data"])
         if then == self._deal:
-            own = _load_tensors(path / _rank_file(self._rank), mmap=False)
-            optimizer.load_state_dict(own["optimizer"])
-            data.restore(own["data"])
-            SystemRng.restore_state(from_plain(own["generators"]["system"]))
-            if own["generators"]["cuda"] is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state(own["generators"]["cuda"])
+            SystemRng.restore_state(from_plain(state["generators"]["system"]))
+            if state["generators"]["cuda"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["generators"]["cuda"])
         else:
             logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
-            size = self._tensor_size
-            shards = then.data_parallel * then.context_parallel
-            numbers = range(self._tensor_rank, shards * size, size)
-            ranks = [_load_tensors(path / _rank_file(number), mmap=True) for number in numbers]
-            optimizer.load_state_dicts([rank["optimizer"] for rank in ranks])
-            data.restore(ranks[0]["data"])
-        return int(content["iteration"])
+        return iteration
+
+    def _named(self, optimizer: ShardedAdamW) -> tuple[dict[str, Any], dict[str, int]]:
+        """The optimizer's tensors by names that tensor parallel ranks do not share; and the file
+        of each name, one for each kind of tensors, of which all are in memory while it is
+        written."""
+        tensors: dict[str, Any] = {}
+        files: dict[str, int] = {}
+        for number, (kind, named) in enumerate(optimizer.state().items(), 1):
+            for rank in range(self._tensor_size):
+                prefix = f"{kind}.{rank:02d}."
+                files |= {prefix + name: number for name in named}
+                if rank == self._tensor_rank:
+                    tensors |= {prefix + name: tensor for name, tensor in named.items()}
+        return tensors, files
 
     def _complete(self) -> list[Path]:
         return [p for p in self.folder.glob("iter_*") if p.suffix == "" and p.is_dir()]
@@ -287,8 +290,14 @@ def _save_tensors(path: Path, state: Mapping[str, Any]) -> Path:
     return path
 
 
-def _load_tensors(path: Path, *, mmap: bool) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raise the first rank's own error instead of torch's CheckpointException, which is not an
+    Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 #: Fields, or whole sections, that do not change training. The content of the packs is compared

@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 from megatron.core import parallel_state
 from torch import distributed
-from torch.distributed.fsdp import FSDPModule
 
 from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
@@ -19,7 +18,7 @@ from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, check_room, check_validation, slot_ranks_of
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
-from launch.loop.optimizer import FullyShardedAdamW, RankAdamW, ShardedAdamW
+from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
 from launch.loop.trainer import Trainer
@@ -114,11 +113,11 @@ def build_trainer(
             config.data, task_encoder, device, split="val", limit=config.validation.limit
         )
     model = build_run_model(config, data, task_encoder, device)
-    is_sharded = isinstance(model, FSDPModule)
+    is_alone = distributed.get_world_size() == 1
 
     def even(batches: LoaderBatches | None) -> Any:
-        """Micro batches with which no rank waits for another in a sharded model."""
-        if batches is None or not is_sharded:
+        """Micro batches with which no rank waits for another in transformers' models."""
+        if batches is None or is_alone or not isinstance(config.model, TransformersModelConfig):
             return batches
         return EvenRows(batches, FAMILIES[config.model.family], model.hf_config, device)
 
@@ -126,7 +125,7 @@ def build_trainer(
         config,
         plan,
         model=model,
-        optimizer=build_optimizer(config, model),
+        optimizer=build_optimizer(config, model, device),
         train_data=even(train_data),
         validation_data=even(validation_data),
         checkpoints=checkpoints,
@@ -270,13 +269,22 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
                 )
 
 
-def build_optimizer(config: LaunchConfig, model: torch.nn.Module) -> RankAdamW:
-    """The optimizer over this rank's groups."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if isinstance(model, FSDPModule):
-        return FullyShardedAdamW(model, config.optimizer, group)
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    return ShardedAdamW(model, config.optimizer, group, tensor_group)
+def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> ShardedAdamW:
+    """The optimizer over this rank's groups. It shards the model."""
+    dtype: torch.dtype | None = config.model.resolve_dtype(device)
+    is_sharded = getattr(config.model, "fsdp", False)
+    if isinstance(config.model, TransformersModelConfig) and not is_sharded:
+        dtype = None  # autocast computes with float32 weights
+    return ShardedAdamW(
+        model,
+        config.optimizer,
+        model.layers(),
+        dtype,
+        device=device,
+        group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        stays_gathered=not is_sharded,
+    )
 
 
 def build_checkpoints(

@@ -30,11 +30,12 @@ from launch.loop.metrics import (
     memory_gib,
     peak_flops,
 )
-from launch.loop.optimizer import RankAdamW
+from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import TrainPlan
 from launch.model.prefix_trees import segment_params
-from task_encoders.energon_samples import PackedBatch
+from task_encoders.energon_samples import PackedBatch, empty_batch
+from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import TRAINING
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Trainer:
         plan: TrainPlan,
         *,
         model: Any,
-        optimizer: RankAdamW,
+        optimizer: ShardedAdamW,
         train_data: MicroBatches,
         checkpoints: CheckpointFolder,
         tokens_per_rank: int,
@@ -110,6 +111,9 @@ class Trainer:
         self._checkpoints = checkpoints
         self._tokens_per_rank = tokens_per_rank
         self._device = device
+        build = FAMILIES[config.model.family].build
+        #: for steps in which this rank has no pack; ranks of a row cut it into two chunks each
+        self._blank = empty_batch(build.POSITION_ROWS, 2 * config.parallel.context).to(device)
         self._is_main = distributed.get_rank() == 0
         self._reports = parallel_state.get_tensor_model_parallel_rank() == 0
         self._log: MetricsLog | None = None
@@ -128,9 +132,7 @@ class Trainer:
         path = self._checkpoints.newest()
         if path is None:
             return
-        self.iteration = self._checkpoints.load(
-            path, self._model, self._optimizer, self._train_data
-        )
+        self.iteration = self._checkpoints.load(path, self._optimizer, self._train_data)
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:
@@ -204,7 +206,9 @@ class Trainer:
             if row is not None:
                 pack_keys += row.__key__
                 self._forward_backward(row, counts)
-            self._optimizer.accumulate()
+            elif distributed.get_world_size() > 1:
+                # The others wait for this rank's gradients.
+                self._token_losses(self._blank, context_group(self._blank)).sum().backward()
         totals = counts.reduce(counts=self._reports, stop=stop.received)
         if not totals.packs:
             return None
@@ -247,22 +251,26 @@ class Trainer:
         """The sum of one row's weighted losses, or of this rank's part of it, entered into the
         counts."""
         group = context_group(row)
-        labels = shift_labels(row.labels)
         terms = loss_terms(row.loss_mask, row.cu_lengths, self._config.train.normalization)
-        token_losses = self._model(
+        loss = weighted_sum(self._token_losses(row, group), terms)
+        cost = self._model.cost
+        counts.add(row, loss=loss, denominator=terms.denominator, cost=cost, group=group)
+        return loss
+
+    def _token_losses(
+        self, row: PackedBatch, group: distributed.ProcessGroup | None
+    ) -> torch.Tensor:
+        losses: torch.Tensor = self._model(
             tokens=row.tokens,
             position_ids=row.position_ids,
             packed_seq_params=segment_params(row, group),
             imgs=row.imgs,
             image_grid_thw=row.image_grid_thw,
-            labels=labels,
+            labels=shift_labels(row.labels),
             pixel_values_videos=row.pixel_values_videos,
             video_grid_thw=row.video_grid_thw,
         )
-        loss = weighted_sum(token_losses, terms)
-        cost = self._model.cost
-        counts.add(row, loss=loss, denominator=terms.denominator, cost=cost, group=group)
-        return loss
+        return losses
 
     @torch.no_grad()
     def _validate(self) -> None:
@@ -302,8 +310,7 @@ class Trainer:
         self._line = ""
 
     def _save(self) -> int:
-        state = {"optimizer": self._optimizer.state_dict(), "data": self._train_data.state()}
-        path = self._checkpoints.save(self.iteration, self._model.state_dict(), state)
+        path = self._checkpoints.save(self.iteration, self._optimizer, self._train_data)
         logger.info("saved %s", path)
         return self.iteration
 

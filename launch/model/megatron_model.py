@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import distributed
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -240,8 +241,8 @@ def token_losses(
             checkpoint, losses_at, use_reentrant=False, preserve_rng_state=False
         )
         losses = torch.cat([recomputed(chunk) for chunk in chunks])
-    row = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
-    return row.index_copy(0, positions, losses.float())[None]
+    row = torch.zeros(1, len(labels), dtype=torch.float32, device=labels.device)
+    return row.index_copy(1, positions, losses.float()[None])
 
 
 def rope_base(
@@ -366,6 +367,11 @@ class PackedMegatronModel(MegatronModule):
         """
         part = cut_row(packed_seq_params)
         own = part.own if part else slice(None)
+        if isinstance(self, FSDPModule) and torch.is_grad_enabled():
+            # Ranks add up the tower's gradients together, also those whose rows do not use it.
+            for parameter in self.visual.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         media = (imgs, image_grid_thw), (pixel_values_videos, video_grid_thw)
         embeddings, self._deep_features = self._embed(tokens, part, *media)
         text_config = self.hf_config.text_config
@@ -397,6 +403,10 @@ class PackedMegatronModel(MegatronModule):
         if part is None:
             return losses
         return losses.new_zeros(1, len(part.owner)).index_copy(1, part.own, losses)
+
+    def layers(self) -> list[torch.nn.Module]:
+        """Layers that every row goes through."""
+        return list(self.language_model.decoder.layers)
 
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.

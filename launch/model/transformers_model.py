@@ -15,8 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
@@ -59,7 +58,7 @@ class PackedTransformersModel(nn.Module):
         config = self.hf_config
         self.cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
         self.checkpoint = checkpoint
-        #: builds the model again unsharded, if it is sharded
+        #: builds transformers' or peft's model again
         self.make: Callable[[], Any] | None = None
 
     @property
@@ -132,12 +131,24 @@ class PackedTransformersModel(nn.Module):
         limit = getattr(self.hf_config.get_text_config(), "final_logit_softcapping", None)
         return logits if limit is None else torch.tanh(logits / limit) * limit
 
+    def layers(self) -> list[nn.Module]:
+        """Layers of the decoder and of the vision tower."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [
+            layer
+            for layers in self.modules()
+            if isinstance(layers, nn.ModuleList)
+            and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+            for layer in layers
+        ]
+
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the
         weights, and the adapters beside it in `lora/`. A collective; the model is not to be used
         afterwards."""
         model = self.model
-        if self.make is not None:
+        if isinstance(self, FSDPModule) and self.make is not None:
             in_one_piece = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights = get_model_state_dict(self, options=in_one_piece)  # on rank 0
             model = self.make() if weights else None
@@ -187,11 +198,8 @@ def build_transformers_model(
     make = partial(_make, config, device, dtype, seed, trees, packs)
     layout = FAMILIES[config.family].build.IMAGE_LAYOUT
     model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer, layout)
-    if not config.fsdp:
-        return model.to(device)
-    _shard(model, dtype, device)
     model.make = make
-    return model
+    return model if config.fsdp else model.to(device)  # layer by layer, when they are sharded
 
 
 def _make(
@@ -270,26 +278,3 @@ def _with_lora(model: Any, options: LoraOptions) -> Any:
             target_modules=names,
         ),
     )
-
-
-def _shard(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Shard a model of float32 weights in place over all ranks: its layers one by one, and the rest
-    together.
-
-    Args:
-        dtype: in which it computes.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in list(model.modules()):
-        layers = list(module) if isinstance(module, nn.ModuleList) else []
-        if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-            for layer in layers:  # of a decoder or of a vision tower
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)  # sums, as `ShardedAdamW` has them

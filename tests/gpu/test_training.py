@@ -9,6 +9,7 @@ import torch
 from launch.config import OptimizerConfig
 from launch.loop.metrics import Stopwatch
 from launch.loop.optimizer import ShardedAdamW
+from launch.loop.parallel import initialize_parallel
 from tests.helpers.packed_runs import (
     bmr_folder,
     losses,
@@ -94,15 +95,22 @@ def test_prefix_trees_train_as_the_samples_without(tmp_path: Path) -> None:
 
 def test_the_fused_optimizer_equals_the_one_of_a_cpu(cuda: torch.device) -> None:
     weights = {}
+    initialize_parallel()
     for device in (torch.device("cpu"), cuda):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 32)
         gradients = [torch.randn(32, 64) for _ in range(5)]
         model.to(device)
-        optimizer = ShardedAdamW(model, OptimizerConfig(weight_decay=0.1))
+        optimizer = ShardedAdamW(
+            model,
+            OptimizerConfig(weight_decay=0.1),
+            [],
+            torch.float32,
+            device=device,
+            group=torch.distributed.group.WORLD,
+        )
         for gradient in gradients:
-            model.weight.grad = gradient.to(device)
-            optimizer.accumulate()
+            (model.weight * gradient.to(device)).sum().backward()
             optimizer.step(learning_rate=1e-2, denominator=2, max_norm=1.0)
         weights[device.type] = model.weight.detach().cpu()
     torch.testing.assert_close(weights["cuda"], weights["cpu"], rtol=1e-5, atol=1e-6)

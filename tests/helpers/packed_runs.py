@@ -187,7 +187,7 @@ def make_trainer(
         config,
         plan,
         model=model,
-        optimizer=build_optimizer(config, model),
+        optimizer=build_optimizer(config, model, device),
         train_data=recorded,
         validation_data=validation,
         checkpoints=build_checkpoints(config, data, plan, accept),

@@ -149,7 +149,14 @@ def run_mode(
     is_folded = shapes.startswith("cpu")
     if is_folded:
         model.hf_config.image_token_id = FOLDED_WORDS - 1
-    optimizer = ShardedAdamW(model, OptimizerConfig())
+    optimizer = ShardedAdamW(
+        model,
+        OptimizerConfig(),
+        model.layers(),
+        next(model.parameters()).dtype,
+        device=device,
+        group=torch.distributed.group.WORLD,
+    )
     is_cuda = device.type == "cuda"
     batches = iter(build_loader(mode, **loader_options))
     train_row(model, optimizer, next(batches), device, folded=is_folded)  # warm-up
@@ -201,7 +208,6 @@ def train_row(
         video_grid_thw=batch.video_grid_thw.to(device, non_blocking=True),
     )
     losses.sum().backward()
-    optimizer.accumulate()
     optimizer.step(learning_rate=1e-5, denominator=max(num_labels, 1), max_norm=1.0)
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from launch.loop.checkpoint import VERSION
 from offline_packing.errors import DamagedError, StageError
@@ -19,6 +21,7 @@ from tests.helpers.packed_runs import (
 )
 
 STEPS = 4
+WEIGHTS = "shard-00001-model-00001-of-00003.safetensors"
 Damage = Callable[[Path], object]
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
@@ -58,8 +61,8 @@ def run(whole: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "damage", "named"),
     [
-        ("model_00.pt", flip_bit, "model_00.pt is not what was written"),
-        ("model_00.pt", cut, "model_00.pt is not what was written"),
+        (WEIGHTS, flip_bit, f"{WEIGHTS} is not what was written"),
+        (WEIGHTS, cut, f"{WEIGHTS} is not what was written"),
         ("rank_00000.pt", flip_bit, "rank_00000.pt is not what was written"),
         ("rank_00000.pt", Path.unlink, "rank_00000.pt cannot be read: No such file or directory"),
         ("state.json", Path.unlink, "state.json is missing"),
@@ -91,26 +94,28 @@ def test_the_newest_whole_checkpoint_is_used(
     again = trainer_of(folder, run)  # what was damaged has been written again
     again.resume()
     assert again.iteration == STEPS
-    assert (newest / "model_00.pt").read_bytes() == (
-        whole / "checkpoints" / newest.name / "model_00.pt"
-    ).read_bytes()
+    written, expected = (
+        load_file(path / "checkpoints" / newest.name / WEIGHTS) for path in (run, whole)
+    )
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
 def test_damaged_checkpoints_alone_are_refused(folder: Path, run: Path) -> None:
-    flip_bit(run / "checkpoints" / "iter_00000002" / "model_00.pt")
+    flip_bit(run / "checkpoints" / "iter_00000002" / WEIGHTS)
     (run / "checkpoints" / "iter_00000004" / "state.json").unlink()
     with pytest.raises(DamagedError) as refused:
         trainer_of(folder, run).resume()
     assert str(refused.value) == (
         f"{run / 'checkpoints'} holds no whole checkpoint: iter_00000004 (state.json is missing), "
-        "iter_00000002 (model_00.pt is not what was written); restore these files, or remove the "
+        f"iter_00000002 ({WEIGHTS} is not what was written); restore these files, or remove the "
         "folder to train from the beginning"
     )
 
 
 def test_a_damaged_checkpoint_does_not_stand_for_a_whole_one(folder: Path, run: Path) -> None:
     """It is newer than those that the resumed run saves, which keeps one."""
-    flip_bit(run / "checkpoints" / "iter_00000004" / "model_00.pt")
+    flip_bit(run / "checkpoints" / "iter_00000004" / WEIGHTS)
     trainer = trainer_of(folder, run, every=1, keep=1, fail_at=3)  # in step 4
     trainer.resume()
     with pytest.raises(KilledError):

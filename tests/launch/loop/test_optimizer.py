@@ -9,6 +9,7 @@ from torch import distributed, nn
 
 from launch.config import OptimizerConfig
 from launch.loop.optimizer import ShardedAdamW
+from launch.loop.parallel import initialize_parallel
 from tests.helpers.rank_processes import run_ranks
 
 ADAM = OptimizerConfig(weight_decay=0.1)
@@ -19,6 +20,13 @@ MICRO_BATCHES = 4
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(dtype)
+
+
+def sharded(model: nn.Sequential, config: OptimizerConfig = ADAM, **options: Any) -> ShardedAdamW:
+    """The optimizer over all ranks, the first module as the one layer."""
+    device = initialize_parallel()
+    dtype, group = model[0].weight.dtype, distributed.group.WORLD
+    return ShardedAdamW(model, config, [model[0]], dtype, device=device, group=group, **options)
 
 
 def inputs(step: int, micro_batch: int) -> torch.Tensor:
@@ -45,22 +53,21 @@ def reference_weights(max_norm: float | None) -> tuple[list[torch.Tensor], list[
     return [p.detach() for p in model.parameters()], norms
 
 
-def train_sharded(max_norm: float | None) -> tuple[list[torch.Tensor], list[float], int]:
+def train_sharded(
+    max_norm: float | None, **options: Any
+) -> tuple[list[torch.Tensor], list[float], int]:
     """The same micro batches, dealt out to the ranks; also how many moments this rank keeps."""
-    world = distributed.is_initialized()
-    rank, size = (distributed.get_rank(), distributed.get_world_size()) if world else (0, 1)
-    group = distributed.group.WORLD if world else None
     model = small_model()
-    optimizer = ShardedAdamW(model, ADAM, data_parallel_group=group)
+    optimizer = sharded(model, **options)
+    rank, size = distributed.get_rank(), distributed.get_world_size()
     norms = []
     for step in range(STEPS):
         for micro_batch in range(rank, MICRO_BATCHES, size):
             model(inputs(step, micro_batch)).square().sum().backward()
-            optimizer.accumulate()
         norms.append(optimizer.step(learning_rate=0.01, denominator=10, max_norm=max_norm))
-    moments = [state["exp_avg"] for state in optimizer.state_dict()["adamw"]["state"].values()]
-    weights = [p.detach().clone() for p in model.parameters()]
-    return weights, norms, sum(moment.numel() for moment in moments)
+    state = optimizer.state()
+    weights = [weight.full_tensor() for weight in state["weights"].values()]
+    return weights, norms, sum(moment.to_local().numel() for moment in state["exp_avg"].values())
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])
@@ -72,44 +79,43 @@ def test_one_rank_equals_torch(max_norm: float | None) -> None:
     assert max_norm is None or min(norms) > max_norm  # clipping was at work
 
 
+def train_both_ways() -> list[Any]:
+    return [train_sharded(0.05, stays_gathered=stays) for stays in (True, False)]
+
+
 def test_two_ranks_equal_torch_and_keep_half_of_the_state_each(tmp_path: Path) -> None:
-    ranks = run_ranks(2, tmp_path, train_sharded, 0.05)
-    (first, norms, moments), (second, _, _) = ranks
-    expected, expected_norms = reference_weights(0.05)
-    total = sum(weight.numel() for weight in expected)
-    assert total / 2 <= moments <= total / 2 + 2  # half each, and padding: under one per bucket
-    assert all(map(torch.equal, first, second))
-    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-7)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    for ranks in zip(*run_ranks(2, tmp_path, train_both_ways), strict=True):
+        (first, norms, moments), (second, _, others) = ranks
+        expected, expected_norms = reference_weights(0.05)
+        total = sum(weight.numel() for weight in expected)
+        assert moments + others == total
+        assert abs(moments - others) <= 16  # a row of each weight
+        assert all(map(torch.equal, first, second))
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-7)
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
 
 
-def test_bfloat16_weights_follow_float32_masters() -> None:
+def test_bfloat16_weights_follow_float32_shards() -> None:
     model = small_model(torch.bfloat16)
-    optimizer = ShardedAdamW(model, ADAM)
-    before = [bucket.master.detach().clone() for bucket in optimizer.buckets]
-    for _ in range(8):  # each step is far below bfloat16's resolution; the masters add them up
+    optimizer = sharded(model)
+    before = {name: shard.detach().clone() for name, shard in optimizer.shards.items()}
+    for _ in range(8):  # each step is far below bfloat16's resolution; the shards add them up
         model(inputs(0, 0).bfloat16()).square().sum().backward()
-        optimizer.accumulate()
         optimizer.step(learning_rate=1e-5, denominator=1, max_norm=None)
-    for bucket, start in zip(optimizer.buckets, before, strict=True):
-        assert bucket.master.dtype == torch.float32
-        assert not torch.equal(bucket.master, start)
-        assert torch.equal(bucket.weights[bucket.own], bucket.master.bfloat16())
-
-
-def test_state_of_another_model_is_refused() -> None:
-    state = ShardedAdamW(nn.Linear(3, 3), ADAM).state_dict()
-    with pytest.raises(ValueError, match="same model, frozen parts and number of ranks"):
-        ShardedAdamW(nn.Linear(4, 3), ADAM).load_state_dict(state)
+    for name, weight in model.named_parameters():
+        shard = optimizer.shards[name]
+        assert shard.dtype == torch.float32
+        assert not torch.equal(shard, before[name])
+        assert torch.equal(weight, shard.bfloat16())
 
 
 def test_frozen_parts_and_parts_without_gradient_stay() -> None:
     model = small_model()
     model[0].requires_grad_(False)
+    model.forward = lambda rows: model[1](model[0](rows))  # type: ignore[method-assign]
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = ShardedAdamW(model, OptimizerConfig(weight_decay=0.0))
-    model[1](torch.randn(2, 5)).sum().backward()  # model[2] takes no part
-    optimizer.accumulate()
+    optimizer = sharded(model, OptimizerConfig(weight_decay=0.0))
+    model(inputs(0, 0)).square().sum().backward()  # model[2] takes no part
     optimizer.step(learning_rate=0.01, denominator=1, max_norm=None)
     moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
     assert moved == [False, False, True, True, False, False]
@@ -118,9 +124,8 @@ def test_frozen_parts_and_parts_without_gradient_stay() -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = ShardedAdamW(model, ADAM)
+    optimizer = sharded(model)
     (model(inputs(0, 0)).sum() * float("inf")).backward()
-    optimizer.accumulate()
     norm = optimizer.step(learning_rate=0.01, denominator=1, max_norm=1.0)
     assert not torch.isfinite(torch.tensor(norm))
     assert all(map(torch.equal, model.parameters(), before))
@@ -128,4 +133,4 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def test_a_model_frozen_throughout_is_refused() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        ShardedAdamW(small_model().requires_grad_(False), ADAM)
+        sharded(small_model().requires_grad_(False))
