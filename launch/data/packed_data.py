@@ -54,6 +54,8 @@ class PackedData:
     slots: Slots | None = None
     #: whether samples share prefixes (pack.share_prefixes)
     has_trees: bool = False
+    #: most forward operations of the vision tower for a pack; None: a manifest does not tell
+    tower_flops: float | None = None
 
     @property
     def num_slots(self) -> int:
@@ -116,7 +118,15 @@ def read_packed_data(path: str | Path) -> PackedData:
         ordered_for=_ordered_for(manifests[0]) if len(manifests) == 1 else None,
         slots=_slots_of(path, manifests),
         has_trees=any(manifest.version == 2 for manifest in manifests),
+        tower_flops=_most_tower_flops(manifests),
     )
+
+
+def _most_tower_flops(manifests: Sequence[Manifest]) -> float | None:
+    shards = [shard for manifest in manifests for shard in manifest.shards]
+    if not all(shard.flops for shard in shards):
+        return None
+    return max(float(shard.flops_of_packs()[:, 0].max()) for shard in shards)
 
 
 def _warn_of_twice(path: str | Path, folders: Sequence[Any]) -> None:

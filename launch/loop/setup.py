@@ -18,6 +18,7 @@ from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, check_room, check_validation, slot_ranks_of
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
+from launch.loop.memory import settle_recompute
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
@@ -112,7 +113,9 @@ def build_trainer(
         validation_data = LoaderBatches(
             config.data, task_encoder, device, split="val", limit=config.validation.limit
         )
-    model = build_run_model(config, data, task_encoder, device)
+    options = model_options_of(config, data, task_encoder, device)
+    config = settle_recompute(config, data, task_encoder.encoder, options)
+    model = build_run_model(config.model, options)
     is_alone = distributed.get_world_size() == 1
 
     def even(batches: LoaderBatches | None) -> Any:
@@ -135,29 +138,31 @@ def build_trainer(
     return trainer, model
 
 
-def build_run_model(
+def model_options_of(
     config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
-) -> Any:
-    """The model of a run, for the packs that it trains."""
-    options: dict[str, Any] = {
-        "device": device,
-        "seed": config.train.seed,
-        "trees": data.has_trees,
-    }
+) -> dict[str, Any]:
+    """Options of a run's model, for the packs that it trains. Raises ValueError where it has not as
+    many positions as they do."""
+    options = {"device": device, "seed": config.train.seed, "trees": data.has_trees}
     if not isinstance(config.model, TransformersModelConfig):
-        shares_rows = config.parallel.context > 1 or data.slot_ranks > 1
-        return build_model(config.model, **options, shares_rows=shares_rows)
-    from launch.model.transformers_model import build_transformers_model
-
+        return {**options, "shares_rows": config.parallel.context > 1 or data.slot_ranks > 1}
     if config.model.checkpoint is not None:
         check_positions(config.model.build_transformers_config(), data.seq_length)
-    return build_transformers_model(
-        config.model,
+    return {
         **options,
-        tokenizer=Path(data.model.processor),
-        vision=data.model.model_dump(include={"image_size", "patch_size"}),
-        token_ids=task_encoder.encoder.media_token_ids,
-    )
+        "tokenizer": Path(data.model.processor),
+        "vision": data.model.model_dump(include={"image_size", "patch_size"}),
+        "token_ids": task_encoder.encoder.media_token_ids,
+    }
+
+
+def build_run_model(config: ModelConfig, options: Mapping[str, Any]) -> Any:
+    """The model of a run."""
+    if not isinstance(config, TransformersModelConfig):
+        return build_model(config, **options)
+    from launch.model.transformers_model import build_transformers_model
+
+    return build_transformers_model(config, **options)
 
 
 def check_trees(config: LaunchConfig, data: PackedData) -> None:

@@ -107,8 +107,8 @@ class ModelConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     #: auto: the first available of flash_attn, transformer_engine, torch_varlen, sdpa; or its name
     attention: Literal["auto", "flash_attn", "transformer_engine", "torch_varlen", "sdpa"] = "auto"
-    #: none, or full: keep only each layer's input
-    recompute: Literal["none", "full"] = "none"
+    #: none; full: keep only each layer's input; auto: full if steps would not fit on the device
+    recompute: Literal["auto", "none", "full"] = "auto"
     #: any of vision, projector (the vision tower's merger), language: not trained
     freeze: frozenset[Literal["vision", "projector", "language"]] = frozenset()
 

@@ -6,6 +6,7 @@ are kept in `model.dtype`.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,22 +196,24 @@ def build_transformers_model(
             packs (see `isolate_segments`).
     """
     dtype = config.resolve_dtype(device)
-    make = partial(_make, config, device, dtype, seed, trees, packs)
+    make = partial(make_model, config, device, dtype, seed, trees, packs)
     layout = FAMILIES[config.family].build.IMAGE_LAYOUT
     model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer, layout)
     model.make = make
     return model if config.fsdp else model.to(device)  # layer by layer, when they are sharded
 
 
-def _make(
+def make_model(
     config: TransformersModelConfig,
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
     trees: bool,
     packs: Mapping[str, Any],
+    *,
+    outline: bool = False,
 ) -> Any:
-    """transformers' model, on the CPU, or peft's around it."""
+    """transformers' model, on the CPU, or peft's around it; as an outline, without memory."""
     is_random = config.checkpoint is None
     sizes = config.random_config(**packs) if is_random else config.build_transformers_config()
     attention = config.attention
@@ -224,8 +227,9 @@ def _make(
         "attn_implementation": attention,
     }
     torch.manual_seed(seed)
-    if is_random:
-        model = transformers_classes(config.family).model._from_config(sizes, **options)
+    if is_random or outline:
+        with torch.device("meta") if outline else nullcontext():
+            model = transformers_classes(config.family).model._from_config(sizes, **options)
     else:
         from transformers import AutoModelForImageTextToText
 
