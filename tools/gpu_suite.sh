@@ -16,7 +16,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_P
 export HF_HUB_OFFLINE=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 mkdir -p "$OUT"
 
-timeout 240 "$PYTHON" -m pytest tests/gpu -m gpu -q -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
+timeout 240 "$PYTHON" -m pytest tests/gpu -m gpu -q -rs -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
 
 # Packs to train on: the demo's dialogues, at the length of a real run.
 DATA=$OUT/data

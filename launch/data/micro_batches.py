@@ -220,6 +220,7 @@ def build_loader(
         "limit": limit,
         "num_workers": config.num_workers,
         "timeout": FIRST_ROW_TIMEOUT if config.num_workers else 0,
+        "pin_memory": torch.cuda.is_available(),  # from there rows are sent without waiting
         "worker_init_fn": leave_group,
     }
     if slot_ranks_of(folder.shards[0].root) > 1:

@@ -312,6 +312,7 @@ _FREE: Final = (
     "data.processor",
     "metrics",
     "model.attention",
+    "model.fusions",
     "model.recompute",
     "output",
     "parallel.context",

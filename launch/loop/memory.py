@@ -300,7 +300,6 @@ def estimate(
     sample = probe_sample(encoder, has_media=data.has_media)
     rows = [row_of([sample] * number, device) for number in _ROWS]
     found = [saved_bytes(model, row) for row in rows]
-    del model
 
     tokens, patches = longest_row(config, data)
     longest = tokens / len(sample.tokens)
@@ -319,10 +318,12 @@ def estimate(
     # What layers keep of no row at all: weights in the dtype of autocast, which holds them until
     # the forward pass ends.
     copies = sum(extrapolated("kept", part, 0.0) * number[part] for part in number)
-    chunk = min(LOSS_CHUNK, tokens) * vocab_size // config.parallel.tensor
+    words = vocab_size // config.parallel.tensor
+    width = model.hf_config.get_text_config().hidden_size
     around = {
         "rest": kept["rest"] + kept["pictures"],
-        "logits": chunk * 2 * 4,  # in float32, with their gradients
+        # In float32, with their gradients; and the head's gradient of all chunks, beside of one.
+        "logits": words * (min(LOSS_CHUNK, tokens) * 2 * 4 + width * (4 + outline.itemsize)),
         "pixels": times["vision"] * rows[0].imgs.nbytes * 5 / 4,  # bytes, and values
     }
     always, bucket = _held_always(config, outline), max(BUCKET_ELEMENTS, outline.num_widest)

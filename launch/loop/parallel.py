@@ -11,6 +11,8 @@ Weights and optimizer treat context parallel ranks as data parallel ones: gradie
 """
 
 import os
+from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,10 @@ from megatron.core import parallel_state
 
 from launch.data.broadcast import group_of_size
 from task_encoders.energon_samples import PackedBatch
+
+#: After which a collective counts as hung, as in megatron-core's own groups. NCCL's ten minutes are
+#: no longer than a rank may wait for its loader's first row.
+_TIMEOUT: Final = timedelta(minutes=30)
 
 
 class ParallelError(RuntimeError):
@@ -52,7 +58,7 @@ def initialize_parallel(
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=_TIMEOUT)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size()

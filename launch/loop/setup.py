@@ -116,6 +116,8 @@ def build_trainer(
     options = model_options_of(config, data, task_encoder, device)
     config = settle_recompute(config, data, task_encoder.encoder, options)
     model = build_run_model(config.model, options)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    logger.info("on %s: %s", name, model.kernels())
     is_alone = distributed.get_world_size() == 1
 
     def even(batches: LoaderBatches | None) -> Any:

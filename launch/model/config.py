@@ -105,8 +105,13 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool | None = None
     #: auto: bfloat16 on CUDA, else float32; the optimizer keeps float32 weights
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    #: auto: the first available of flash_attn, transformer_engine, torch_varlen, sdpa; or its name
-    attention: Literal["auto", "flash_attn", "transformer_engine", "torch_varlen", "sdpa"] = "auto"
+    #: auto: the first available of flash_attn_3 (on Hopper), flash_attn, transformer_engine,
+    #: torch_varlen, sdpa; or its name
+    attention: Literal[
+        "auto", "flash_attn_3", "flash_attn", "transformer_engine", "torch_varlen", "sdpa"
+    ] = "auto"
+    #: megatron-core's fused kernels, on CUDA
+    fusions: bool = True
     #: none; full: keep only each layer's input; auto: full if steps would not fit on the device
     recompute: Literal["auto", "none", "full"] = "auto"
     #: any of vision, projector (the vision tower's merger), language: not trained
@@ -234,6 +239,8 @@ class TransformersModelConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_lora(self) -> "TransformersModelConfig":
+        if not self.fusions:
+            raise ValueError("fusions are of launch.train's layers; remove it")
         if self.lora is not None and self.freeze:
             raise ValueError("lora freezes all weights but its own; remove freeze")
         return self

@@ -44,7 +44,13 @@ from launch.model.hf_checkpoint import (
     write_checkpoint,
     written_name,
 )
-from launch.model.packed_attention import PackedCoreAttention, select_backend
+from launch.model.packed_attention import (
+    PackedCoreAttention,
+    is_importable,
+    kernel_name,
+    select_backend,
+    vision_backend,
+)
 from launch.model.vision_tower import Medium, build_visual, media_features, picture_features
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
@@ -84,15 +90,19 @@ def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
     return spec
 
 
-#: Fusions do not exist on a CPU, and tests should run the code that trains.
-_UNFUSED: Final = {
-    "apply_rope_fusion": False,  # TransformerEngine's restarts the angles in every segment
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False,
-}
+def _fusions(*, fused: bool) -> dict[str, bool]:
+    """Fields of megatron-core's config. Where attention, norms and the sum of gradients are not
+    megatron-core's, it has none to fuse."""
+    return {
+        # A kernel of TransformerEngine. Rows are not "thd" for it, see `forward`: it would restart
+        # the angles in every segment.
+        "apply_rope_fusion": fused and is_importable("transformer_engine"),
+        "bias_activation_fusion": fused,  # compiled by torch
+        "bias_dropout_fusion": fused,  # the same
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
 
 
 def transformer_config(
@@ -102,8 +112,9 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    fused: bool = False,
 ) -> TransformerConfig:
-    """megatron-core's config of a text model with these tensors, without options that need CUDA."""
+    """megatron-core's config of a text model with these tensors; `fused` needs CUDA."""
     return TransformerConfig(
         num_layers=text_config.num_hidden_layers,
         hidden_size=text_config.hidden_size,
@@ -125,7 +136,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # weights are loaded, see hf_checkpoint
-        **_UNFUSED,
+        **_fusions(fused=fused),
     )
 
 
@@ -137,6 +148,7 @@ def build_language_model(
     device: torch.device,
     backend: str,
     recompute: bool,
+    fused: bool = False,
     layers_config: LayersConfig | None = None,
 ) -> GPTModel:
     """This rank's part of the language model, its weights not yet set.
@@ -146,6 +158,7 @@ def build_language_model(
         tensors: published names of its tensors.
         backend: see `packed_attention.select_backend`.
         recompute: whether layers run again in the backward pass instead of keeping activations.
+        fused: whether megatron-core's fused kernels are used, which need CUDA.
         layers_config: see `build_model`.
 
     Raises:
@@ -154,7 +167,9 @@ def build_language_model(
     text_config = hf_config.text_config
     size = parallel_state.get_tensor_model_parallel_world_size()
     check_supported(text_config, size)
-    core_config = transformer_config(text_config, tensors, size, dtype=dtype, device=device)
+    core_config = transformer_config(
+        text_config, tensors, size, dtype=dtype, device=device, fused=fused
+    )
     if layers_config is not None:
         core_config = layers_config(core_config)
     spec = layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm)
@@ -223,26 +238,73 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
 
 
 def token_losses(
-    labels: torch.Tensor, losses_at: Callable[[torch.Tensor], torch.Tensor]
+    labels: torch.Tensor,
+    head: torch.Tensor,
+    losses_at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """(1, S) float32: the loss of every token, 0 where it is ignored.
 
     Args:
         labels: (S,) int64, shifted.
-        losses_at: the losses (n,) at positions (n,) of the row; it is called on one chunk of the
-            labelled positions after another, and again in the backward pass.
+        head: the matrix of the head. Its gradients of all chunks add up in float32.
+        losses_at: the losses (n,) at positions (n,) of the row by a head; it is called on one chunk
+            of the labelled positions after another, and again in the backward pass.
     """
     positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
     chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
     if len(chunks) == 1:
-        losses = losses_at(positions)
+        losses = losses_at(positions, head)
     else:
         recomputed = functools.partial(
             checkpoint, losses_at, use_reentrant=False, preserve_rng_state=False
         )
-        losses = torch.cat([recomputed(chunk) for chunk in chunks])
+        uses = _uses(head, len(chunks))
+        losses = torch.cat([recomputed(*given) for given in zip(chunks, uses, strict=True)])
     row = torch.zeros(1, len(labels), dtype=torch.float32, device=labels.device)
     return row.index_copy(1, positions, losses.float()[None])
+
+
+def _uses(weight: torch.Tensor, number: int) -> list[torch.Tensor]:
+    """A weight for each of its uses, whose gradients add up in float32 and become the weight's at
+    once. Autograd itself would add them in the weight's dtype."""
+    if weight.dtype == torch.float32 or not weight.requires_grad:
+        return [weight] * number
+    sums: list[torch.Tensor] = []
+    begin = _Weight.apply(weight, sums)  # type: ignore[no-untyped-call]
+    return [_Use.apply(begin, weight, sums) for _ in range(number)]  # type: ignore[no-untyped-call]
+
+
+class _Weight(torch.autograd.Function):
+    """The end of all uses' backward passes: a tensor that stands for the weight in them."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, sums: list[torch.Tensor]) -> torch.Tensor:
+        ctx.sums, ctx.dtype = sums, weight.dtype
+        return weight.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.sums.pop().to(ctx.dtype), None
+
+
+class _Use(torch.autograd.Function):
+    """One use of a weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, begin: torch.Tensor, weight: torch.Tensor, sums: list[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.sums = sums
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if ctx.sums:
+            ctx.sums[0].add_(gradient)
+        else:
+            ctx.sums.append(gradient.float())
+        return gradient.new_zeros(1), None, None
 
 
 def rope_base(
@@ -391,15 +453,19 @@ class PackedMegatronModel(MegatronModule):
             # Not "thd": megatron-core would look up angles segment by segment, each time waiting.
             packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
         )
+        output_layer = self.language_model.output_layer
+        head = output_layer.weight
+        if self.language_model.share_embeddings_and_output_weights:
+            head = self.language_model.shared_embedding_or_output_weight()
         if labels is None:
-            return self._logits(hidden).transpose(0, 1)
+            return output_layer(hidden, weight=head)[0].transpose(0, 1)
         own_labels = labels[0, own]
 
-        def losses_at(positions: torch.Tensor) -> torch.Tensor:
-            logits = self._logits(hidden[positions]).squeeze(1)
+        def losses_at(positions: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+            logits = output_layer(hidden[positions], weight=head)[0].squeeze(1)
             return vocab_parallel_cross_entropy(logits, own_labels[positions])
 
-        losses = token_losses(own_labels, losses_at)
+        losses = token_losses(own_labels, head, losses_at)
         if part is None:
             return losses
         return losses.new_zeros(1, len(part.owner)).index_copy(1, part.own, losses)
@@ -407,6 +473,18 @@ class PackedMegatronModel(MegatronModule):
     def layers(self) -> list[torch.nn.Module]:
         """Layers that every row goes through."""
         return list(self.language_model.decoder.layers)
+
+    def kernels(self) -> str:
+        """What computes its attention, and what is fused, for logs."""
+        layer, core = self.language_model.decoder.layers[0], self.language_model.config
+        attention = layer.self_attention.core_attention.backend
+        weight = layer.mlp.linear_fc1.weight
+        fused = [name for name in _fusions(fused=True) if getattr(core, name)]
+        return (
+            f"attention {kernel_name(attention)}; in the vision tower "
+            f"{kernel_name(vision_backend(weight.device, weight.dtype))}; "
+            f"{', '.join(fused) or 'no fusions'}"
+        )
 
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.
@@ -462,12 +540,6 @@ class PackedMegatronModel(MegatronModule):
             # Only the projector is trained, and this row has no image: keep backward() possible.
             embeddings.requires_grad_()
         return embeddings, deep
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(n, 1, H) -> (n, 1, vocab_size / TP)."""
-        tied = self.language_model.share_embeddings_and_output_weights
-        weight = self.language_model.shared_embedding_or_output_weight() if tied else None
-        return self.language_model.output_layer(hidden, weight=weight)[0]
 
 
 def _put_features(
@@ -570,6 +642,7 @@ def build_parts(
         device=device,
         backend=backend,
         recompute=config.recompute == "full",
+        fused=config.fusions and device.type == "cuda",
         layers_config=layers_config,
     )
     visual = build_visual(outline.model, config, hf_config, dtype, device)

@@ -2,7 +2,8 @@
 model (through the layer spec) and for the vision tower (through transformers' registry); and of
 branches to their trunk (`prefix_trees`), in both kinds of language model.
 
-flash_attn          flash-attn's flash_attn_varlen_func, where importable
+flash_attn_3        flash_attn_interface's flash_attn_varlen_func, on Hopper, where importable
+flash_attn          flash-attn's, where importable
 transformer_engine  TransformerEngine's DotProductAttention (language model only)
 torch_varlen        torch.nn.attention.varlen on CUDA
 sdpa                one scaled_dot_product_attention per segment: CPU, or float32 on CUDA
@@ -15,6 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import torch
@@ -31,6 +33,8 @@ Lengths = tuple[Tensor, Tensor, int, int]
 #: Earlier and later tokens of its segment that a token sees, besides itself; -1: all.
 Window = tuple[int, int]
 CAUSAL: Final[Window] = (-1, 0)
+#: Major compute capability of the GPUs that flash attention 3 is written for.
+_HOPPER: Final = 9
 #: (query, key, value, lengths, scale, window) -> output, shapes as varlen_attention.
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, Window], Tensor]
 
@@ -42,6 +46,16 @@ def _flash_attn(
 
     options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
     return flash_attn_varlen_func(query, key, value, *lengths, **options)
+
+
+def _flash_attn_3(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, window: Window
+) -> Tensor:
+    from flash_attn_interface import flash_attn_varlen_func  # its folder `hopper`
+
+    options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
+    out = flash_attn_varlen_func(query, key, value, *lengths, **options)
+    return out[0] if isinstance(out, tuple) else out  # early versions gave the sums, too
 
 
 def _torch_varlen(
@@ -103,6 +117,7 @@ def _visible(num_queries: int, num_keys: int, window: Window, device: torch.devi
 
 
 KERNELS: Final[Mapping[str, VarlenKernel]] = {
+    "flash_attn_3": _flash_attn_3,
     "flash_attn": _flash_attn,
     "torch_varlen": _torch_varlen,
     "sdpa": _sdpa,
@@ -110,7 +125,8 @@ KERNELS: Final[Mapping[str, VarlenKernel]] = {
 
 
 @functools.cache
-def _is_importable(package: str) -> bool:
+def is_importable(package: str) -> bool:
+    """Whether a package is installed and can be imported here."""
     try:  # finding it is not enough: a build for another torch is found, but fails here
         importlib.import_module(package)
     except ImportError:
@@ -140,10 +156,13 @@ def select_backend(
     available = ["sdpa"]
     if on_gpu:
         available.insert(0, "torch_varlen")
-        if not (context_parallel or trees) and _is_importable("transformer_engine"):
+        if not (context_parallel or trees) and is_importable("transformer_engine"):
             available.insert(0, "transformer_engine")
-        if _is_importable("flash_attn"):
+        if is_importable("flash_attn"):
             available.insert(0, "flash_attn")
+        is_installed = is_importable("flash_attn_interface")
+        if is_installed and torch.cuda.get_device_capability(device)[0] == _HOPPER:
+            available.insert(0, "flash_attn_3")
     if requested == "auto":
         return available[0]
     if requested not in available:
@@ -154,6 +173,28 @@ def select_backend(
             "attention: auto"
         )
     return requested
+
+
+def kernel_name(backend: str) -> str:
+    """A backend, here or in transformers, with the package that computes it and its version, for
+    logs: "flash_attn 2.8.3"."""
+    if backend == "torch_varlen":
+        from torch.nn.attention import current_flash_attention_impl
+
+        return f"torch_varlen {torch.__version__} ({current_flash_attention_impl() or 'FA2'})"
+    packages = {
+        "flash_attention_2": "flash_attn",
+        "flash_attention_3": "flash_attn_3",
+        "flex_attention": "torch",
+        "eager": "torch",
+        "sdpa": "torch",
+    }
+    package = packages.get(backend, backend)
+    try:
+        found = version(package)
+    except PackageNotFoundError:  # built where it stands, without metadata
+        return backend
+    return f"{backend} {found}" if package == backend else f"{backend} ({package} {found})"
 
 
 def varlen_attention(
@@ -194,6 +235,12 @@ def varlen_attention(
     return KERNELS[backend](query, key, value, lengths, scale, CAUSAL if causal else (-1, -1))
 
 
+_BOUNDARIES: Final = (
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+)
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
 #: the whole row with its boundaries instead of calling once per image.
 VISION_ATTENTION: Final = "packed_flash"
@@ -271,7 +318,12 @@ class PackedCoreAttention(torch.nn.Module):
                 raise ValueError("attention transformer_engine has no context parallelism here")
             if isinstance(packed_seq_params, RowTrees):  # its causal mask is aligned at the start
                 raise ValueError("attention transformer_engine cannot compute prefix trees")
-            thd = dataclasses.replace(packed_seq_params, qkv_format="thd")
+            # Padding follows the tokens of its segment, where a causal token never looks: with
+            # boundaries that leave it out, its flash attention 2 would not be used. It tells that
+            # there is none between segments by both boundaries being one tensor.
+            ends = packed_seq_params.cu_seqlens_q_padded
+            padded = {} if ends is None else dict.fromkeys(_BOUNDARIES, ends)
+            thd = dataclasses.replace(packed_seq_params, qkv_format="thd", **padded)
             out = self.transformer_engine(
                 query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
             )
@@ -299,6 +351,12 @@ class PackedCoreAttention(torch.nn.Module):
         return out if is_thd else out.reshape(out.shape[0], 1, -1)
 
 
+def vision_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """The backend of the vision tower's attention for tensors of this kind."""
+    found = select_backend(device, dtype)
+    return "torch_varlen" if found == "transformer_engine" else found
+
+
 def vision_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -320,14 +378,13 @@ def vision_attention(
     Returns:
         (1, T, H, D), and no attention weights.
     """
-    backend = select_backend(query.device, query.dtype)
     out = varlen_attention(
         *(t[0].transpose(0, 1) for t in (query, key, value)),
         cu_seqlens=cu_seq_lens_q.to(torch.int32),
         max_seqlen=max_length_q,
         scale=scaling,
         causal=is_causal,
-        backend="torch_varlen" if backend == "transformer_engine" else backend,
+        backend=vision_backend(query.device, query.dtype),
     )
     return out[None], None
 

@@ -17,12 +17,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
 from launch.model.megatron_model import token_losses
-from launch.model.packed_attention import has_tree_attention, use_tree_attention
+from launch.model.packed_attention import has_tree_attention, kernel_name, use_tree_attention
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
     check_attention,
@@ -96,14 +97,15 @@ class PackedTransformersModel(nn.Module):
                 **self._segments(tokens, position_ids, packed_seq_params),
                 **media_kwargs(imgs, image_grid_thw, *videos, self._layout),
             ).last_hidden_state
+            head = self.whole.lm_head.weight
             if labels is None:
-                return self._logits(hidden)
+                return self._logits(hidden, head)
 
-            def losses_at(positions: torch.Tensor) -> torch.Tensor:
-                logits = self._logits(hidden[0, positions]).float()
+            def losses_at(positions: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+                logits = self._logits(hidden[0, positions], head).float()
                 return F.cross_entropy(logits, labels[0, positions], reduction="none")
 
-            losses = token_losses(labels[0], losses_at)
+            losses = token_losses(labels[0], head, losses_at)
         if self.training and not losses.requires_grad:
             # No weight that this row uses is trained: keep backward() possible.
             losses.requires_grad_()
@@ -126,9 +128,9 @@ class PackedTransformersModel(nn.Module):
             "row_trees": with_image_blocks(as_trees(params), self.hf_config, tokens),
         }
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The head's logits, within a limit where the model has one (Gemma's)."""
-        logits: torch.Tensor = self.whole.lm_head(hidden)
+        logits: torch.Tensor = functional_call(self.whole.lm_head, {"weight": head}, hidden)
         limit = getattr(self.hf_config.get_text_config(), "final_logit_softcapping", None)
         return logits if limit is None else torch.tanh(logits / limit) * limit
 
@@ -143,6 +145,12 @@ class PackedTransformersModel(nn.Module):
             and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
             for layer in layers
         ]
+
+    def kernels(self) -> str:
+        """What computes its attention, for logs."""
+        text, vision = self.hf_config.get_text_config(), self.hf_config.vision_config
+        own, of_tower = text._attn_implementation, vision._attn_implementation
+        return f"attention {kernel_name(own)}; in the vision tower {kernel_name(of_tower)}"
 
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the

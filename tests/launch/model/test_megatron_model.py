@@ -15,6 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
+from launch.model import megatron_model
 from launch.model.config import ModelConfig
 from launch.model.megatron_model import (
     PackedMegatronModel,
@@ -116,6 +117,43 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients(model)[name], gradient, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_of_the_head_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    monkeypatch.setattr(megatron_model, "LOSS_CHUNK", 1)
+    head = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    labels, count = torch.zeros(1000, dtype=torch.int64), []
+
+    def losses_at(positions: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        count.append(len(positions))
+        return head[0, :1].expand(len(positions))
+
+    megatron_model.token_losses(labels, head, losses_at).sum().backward()
+    assert count == [1] * 1000
+    assert head.grad is not None
+    assert head.grad.tolist() == [[1000, 0], [0, 0]]
+
+
+def test_fused_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as they are, not compiled."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    batch, found = batch_of("mixed"), []
+    choose = megatron_model._fusions
+    for fused in (False, True):
+        monkeypatch.setattr(megatron_model, "_fusions", lambda fused, own=fused: choose(fused=own))
+        model = build()
+        losses = token_losses(model, batch)
+        losses.sum().backward()
+        core = model.language_model.config
+        assert (core.bias_activation_fusion, core.bias_dropout_fusion) == (fused, fused)
+        found.append((losses, gradients(model)))
+    (expected, expected_gradients), (losses, own) = found
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=0)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(own[name], gradient, atol=1e-5, rtol=1e-4)
+    monkeypatch.undo()
+    assert "no fusions" in build().kernels()
 
 
 class CountReads(TorchDispatchMode):

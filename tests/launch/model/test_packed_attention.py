@@ -15,8 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from launch.model.packed_attention import (
     KERNELS,
     PackedCoreAttention,
-    _is_importable,
     _sdpa,
+    is_importable,
     register_vision_attention,
     select_backend,
     varlen_attention,
@@ -144,9 +144,39 @@ def test_what_it_lacks_is_refused(config: dict[str, Any]) -> None:
         core_attention(**config)
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_transformer_engine_gets_one_tensor_for_all_boundaries(is_padded: bool) -> None:
+    """Otherwise it takes rows to have gaps, and leaves flash attention 2 out."""
+    tensors = random_tensors((8, 1, 2, 8), (8, 1, 2, 8), (8, 1, 2, 8))
+    logical = torch.tensor([0, 3, 7], dtype=torch.int32)
+    padded = torch.tensor([0, 4, 8], dtype=torch.int32) if is_padded else None
+    params = PackedSeqParams(
+        qkv_format="sbhd",
+        cu_seqlens_q=logical,
+        cu_seqlens_kv=logical,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=4,
+        max_seqlen_kv=4,
+    )
+    attention, given = core_attention(), list[PackedSeqParams]()
+
+    def engine(query: torch.Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any) -> Any:
+        given.append(packed_seq_params)
+        return query.flatten(1)
+
+    attention.backend, attention.transformer_engine = "transformer_engine", engine  # type: ignore[assignment]
+    assert attention(*tensors, None, packed_seq_params=params).shape == (8, 1, 16)
+    (thd,) = given
+    assert thd.qkv_format == "thd"
+    wanted = padded if is_padded else logical
+    assert thd.cu_seqlens_q is thd.cu_seqlens_kv is wanted
+    assert thd.cu_seqlens_q_padded is thd.cu_seqlens_kv_padded is padded
+
+
 def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: set[str] = set()
-    monkeypatch.setattr("launch.model.packed_attention._is_importable", installed.__contains__)
+    monkeypatch.setattr("launch.model.packed_attention.is_importable", installed.__contains__)
     assert select_backend(CPU, torch.bfloat16) == "sdpa"
     assert select_backend(CUDA, torch.float32) == "sdpa"
     assert select_backend(CUDA, torch.bfloat16) == "torch_varlen"
@@ -158,6 +188,10 @@ def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) 
         select_backend(CUDA, torch.bfloat16, "transformer_engine", trees=True)
     installed.add("flash_attn")
     assert select_backend(CUDA, torch.bfloat16) == "flash_attn"
+    installed.add("flash_attn_interface")
+    for capability, backend in (((9, 0), "flash_attn_3"), ((8, 0), "flash_attn")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert select_backend(CUDA, torch.bfloat16) == backend
     assert select_backend(CUDA, torch.bfloat16, "torch_varlen") == "torch_varlen"
     assert select_backend(CPU, torch.bfloat16) == "sdpa"
 
@@ -168,9 +202,9 @@ def test_a_package_that_fails_to_load_is_not_used(
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')\n")
     (tmp_path / "transformer_engine.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    _is_importable.cache_clear()
+    is_importable.cache_clear()
     assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
-    _is_importable.cache_clear()
+    is_importable.cache_clear()
 
 
 def test_a_backend_that_cannot_run_is_refused() -> None:
