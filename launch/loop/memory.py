@@ -12,7 +12,7 @@ import functools
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,7 +27,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from launch.config import LaunchConfig
 from launch.data.packed_data import PackedData
 from launch.loop.loss import shift_labels
-from launch.loop.optimizer import BUCKET_ELEMENTS
 from launch.model.config import TransformersModelConfig, part_of, transformers_classes
 from launch.model.megatron_model import LOSS_CHUNK, build_parts, model_outline
 from launch.model.prefix_trees import segment_params
@@ -72,19 +71,17 @@ class Saved:
 class Outline:
     """A whole model's sizes on a rank."""
 
-    #: bytes of its weights, and of those that are trained
+    #: bytes of its weights
     weights: int
-    trained: int
-    #: weights that are trained, by number
+    #: its weights by number, and those that are trained
+    num_weights: int
     num_trained: int
     #: layers, of "language" and "vision"; and those that the shallow model has
     layers: Mapping[str, int]
     kept: Mapping[str, int]
-    #: weights outside of its layers, and in the largest one, by number
+    #: weights outside of the layers that are sharded one by one, and in the largest, by number
     num_outside: int
     num_largest: int
-    #: of the largest single tensor of weights
-    num_widest: int
     #: bytes of a weight that layers compute with
     itemsize: int
 
@@ -168,7 +165,9 @@ def shallow_model(config: LaunchConfig, options: Mapping[str, Any]) -> tuple[Any
     whole = model_outline(model).to(dtype)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(part_of(name) not in model.freeze)
-    outline = _outline_of(whole, dtype, config.parallel.tensor, {"language": 1, "vision": 1})
+    # Rows without pictures do not go through the tower's layers, so these are no units.
+    kept = {"language": 1, "vision": 1}
+    outline = _outline_of(whole, dtype, config.parallel.tensor, kept, units={"language"})
     sizes = copy.deepcopy(whole.config)
     text, vision = sizes.text_config, sizes.vision_config
     if getattr(text, "layer_types", None):
@@ -201,7 +200,7 @@ def _shallow_transformers_model(
     model = PackedTransformersModel(whole, dtype, image_layout=layout)
     kinds = getattr(model.hf_config.get_text_config(), "layer_types", None) or [""]
     kept = {"language": 1 + max(map(kinds.index, kinds)), "vision": 1}  # until each kind was there
-    outline = _outline_of(model.whole, dtype, 1, kept)
+    outline = _outline_of(model.whole, dtype, 1, kept, units=set(kept))
     for part, layers in list(stacks(model.whole)):
         del layers[kept[part] :]
     _with_one_layer(model.hf_config.vision_config)
@@ -219,10 +218,15 @@ def _with_one_layer(vision_config: Any) -> None:
 
 
 def _outline_of(
-    model: nn.Module, dtype: torch.dtype, tensor_parallel: int, kept: Mapping[str, int]
+    model: nn.Module,
+    dtype: torch.dtype,
+    tensor_parallel: int,
+    kept: Mapping[str, int],
+    *,
+    units: Container[str],
 ) -> Outline:
     """The sizes of a model of transformers, whose language model is divided by tensor parallel
-    ranks, and which computes in `dtype`."""
+    ranks, and which computes in `dtype`; layers of `units` are sharded one by one."""
     counts = Counter[str]()
     for name, parameter in model.named_parameters():
         number = parameter.numel()
@@ -232,21 +236,20 @@ def _outline_of(
         counts["weights"] += number * parameter.itemsize
         if parameter.requires_grad:
             counts["num_trained"] += number
-            counts["trained"] += number * parameter.itemsize
     layers, largest, inside = Counter({"language": 0, "vision": 0}), 0, 0
     for part, stack in stacks(model):
         layers[part] += len(stack)
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
-        largest, inside = max(largest, *sizes), inside + sum(sizes)
+        if part in units:
+            largest, inside = max(largest, *sizes), inside + sum(sizes)
     return Outline(
         weights=counts["weights"],
-        trained=counts["trained"],
+        num_weights=counts["all"],
         num_trained=counts["num_trained"],
         layers=layers,
         kept=kept,
         num_outside=counts["all"] - inside,
         num_largest=largest,
-        num_widest=max(parameter.numel() for parameter in model.parameters()),
         itemsize=dtype.itemsize,
     )
 
@@ -326,15 +329,12 @@ def estimate(
         "logits": words * (min(LOSS_CHUNK, tokens) * 2 * 4 + width * (4 + outline.itemsize)),
         "pixels": times["vision"] * rows[0].imgs.nbytes * 5 / 4,  # bytes, and values
     }
-    always, bucket = _held_always(config, outline), max(BUCKET_ELEMENTS, outline.num_widest)
-    trained = outline.trained
-    if getattr(config.model, "fsdp", False):
-        trained //= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    always = _held_always(config, outline)
     after = {
         **always,
-        "gradients": trained,
+        # Of layers they are on their ranks by now; of the rest their sums are being made.
+        "gradients": outline.num_outside * (outline.itemsize + 2 * 4),
         "one layer": max(kept[part] / outline.kept[part] for part in number),
-        "sums of gradients": 2 * 4 * min(bucket, outline.num_trained),  # one's own, and received
     }
     moments = {"none": [{**always, **layers, **around}, after]}
     moments["full"] = [{**always, **inputs, "copies of weights": copies, **around}, after]
@@ -345,14 +345,14 @@ def estimate(
 
 
 def _held_always(config: LaunchConfig, outline: Outline) -> dict[str, int]:
+    """Gathered weights and those that are not trained; and the shards of `ShardedAdamW`: weights,
+    sums of gradients and two moments, in float32."""
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    number = outline.num_trained
+    weights, shards = outline.weights, 16 * outline.num_trained // ranks
     if getattr(config.model, "fsdp", False):
-        gathered = (outline.num_outside + 2 * outline.num_largest) * outline.itemsize
-        return {"weights": outline.weights // ranks + gathered, "optimizer": 8 * number // ranks}
-    # Two moments and the sum of micro batches; and master weights, if those are narrower.
-    optimizer = 12 + (4 if outline.trained < 4 * number else 0)
-    return {"weights": outline.weights, "optimizer": optimizer * number // ranks}
+        weights = (outline.num_outside + 2 * outline.num_largest) * outline.itemsize
+        shards += 4 * (outline.num_weights - outline.num_trained) // ranks
+    return {"weights": weights, "optimizer": shards}
 
 
 def settle_recompute(
