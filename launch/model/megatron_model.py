@@ -270,8 +270,8 @@ def _uses(weight: torch.Tensor, number: int) -> list[torch.Tensor]:
     if weight.dtype == torch.float32 or not weight.requires_grad:
         return [weight] * number
     sums: list[torch.Tensor] = []
-    begin = _Weight.apply(weight, sums)  # type: ignore[no-untyped-call]
-    return [_Use.apply(begin, weight, sums) for _ in range(number)]  # type: ignore[no-untyped-call]
+    begin = _Weight.apply(weight, sums)
+    return [_Use.apply(begin, weight, sums) for _ in range(number)]
 
 
 class _Weight(torch.autograd.Function):

@@ -322,8 +322,8 @@ class PackedCoreAttention(torch.nn.Module):
             # boundaries that leave it out, its flash attention 2 would not be used. It tells that
             # there is none between segments by both boundaries being one tensor.
             ends = packed_seq_params.cu_seqlens_q_padded
-            padded = {} if ends is None else dict.fromkeys(_BOUNDARIES, ends)
-            thd = dataclasses.replace(packed_seq_params, qkv_format="thd", **padded)
+            alike = {} if ends is None else dict.fromkeys(_BOUNDARIES, ends)
+            thd = dataclasses.replace(packed_seq_params, qkv_format="thd", **alike)
             out = self.transformer_engine(
                 query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
             )

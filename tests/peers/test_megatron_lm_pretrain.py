@@ -150,8 +150,8 @@ def test_steps_saved_and_resumed_are_those_of_launch(
     assert listed() == {line.split("\t")[0] for line in lines}
     count = sum(int(line.split("\t")[-1]) for line in lines)
     say(
-        f"Megatron-LM's pretrain(), TP {ranks}: losses {[round(loss, 6) for loss, _ in steps.values()]}, as "
-        f"launch.train; resumed to the same; {count} calls of CUDA answered"
+        f"Megatron-LM's pretrain(), TP {ranks}: losses "
+        f"{[round(loss, 6) for loss, _ in steps.values()]}, as launch.train; resumed to the same; {count} calls of CUDA answered"
     )
 
 
