@@ -13,11 +13,10 @@ import pytest
 import torch
 import yaml
 
-from tests.gpu.test_training import MODEL
-from tests.helpers.packed_runs import BMR_ENVIRONMENT, bmr_folder, losses
+from tests.helpers.packed_runs import BMR_ENVIRONMENT, GPU_MODEL, bmr_folder, losses
 
 #: All words of the packs.
-WHOLE = {**MODEL, "text": {**MODEL["text"], "vocab_size": 151_936}, "dtype": "bfloat16"}
+WHOLE = {**GPU_MODEL, "text": {**GPU_MODEL["text"], "vocab_size": 151_936}, "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +146,7 @@ def test_a_step_needs_the_memory_that_was_estimated(
     layers = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
     model = {**WHOLE, "text": {**WHOLE["text"], **layers, **heads}, "recompute": "none"}
-    model["vision"] = {**MODEL["vision"], "hidden_size": 1024}
+    model["vision"] = {**GPU_MODEL["vision"], "hidden_size": 1024}
     config = LaunchConfig.model_validate(
         {
             "model": model,

@@ -11,6 +11,7 @@ from launch.loop.metrics import Stopwatch
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
 from tests.helpers.packed_runs import (
+    GPU_MODEL,
     bmr_folder,
     losses,
     make_config,
@@ -18,23 +19,6 @@ from tests.helpers.packed_runs import (
     step_lines,
 )
 from tests.helpers.prefix_packs import tree_folders
-
-#: Heads of 64: smaller ones are not what the kernels are made for.
-MODEL: dict[str, Any] = {
-    "text": {
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [8, 12, 12],
-        },
-    },
-    "vision": {"depth": 2, "embed_dim": 128, "hidden_size": 256, "num_heads": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 
 def train(folder: Path, output: Path, dtype: str = "bfloat16", **sections: Any) -> list[float]:
-    model = {**MODEL, "dtype": dtype, **sections.pop("model", {})}
+    model = {**GPU_MODEL, "dtype": dtype, **sections.pop("model", {})}
     config = make_config(folder, output, model=model, train={"iterations": 12}, **sections)
     trainer, _, _ = make_trainer(config)
     trainer.resume()
@@ -77,7 +61,7 @@ def test_a_checkpoint_goes_on(folder: Path, tmp_path: Path) -> None:
     (half / "iter_00000006").symlink_to(tmp_path / "whole" / "checkpoints" / "iter_00000006")
     output = tmp_path / "half"
     config = make_config(
-        folder, output, model={**MODEL, "dtype": "bfloat16"}, train={"iterations": 12}
+        folder, output, model={**GPU_MODEL, "dtype": "bfloat16"}, train={"iterations": 12}
     )
     trainer, _, _ = make_trainer(config)
     trainer.resume()

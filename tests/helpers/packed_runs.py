@@ -52,6 +52,23 @@ TINY_MODEL: dict[str, Any] = {
 #: The same with all words, for rows that are not folded.
 WHOLE_VOCABULARY: dict[str, Any] = {"text": {**TINY_MODEL["text"], "vocab_size": 151_936}}
 
+#: Heads of 64: smaller ones are not what the kernels are made for.
+GPU_MODEL: dict[str, Any] = {
+    "text": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [8, 12, 12],
+        },
+    },
+    "vision": {"depth": 2, "embed_dim": 128, "hidden_size": 256, "num_heads": 2},
+}
+
 #: Environment variables for `bmr_folder`.
 BMR_ENVIRONMENT = {"OFFLINE_PACKED_DATA": "1", "OFFLINE_PACKING_BMR": "1"}
 

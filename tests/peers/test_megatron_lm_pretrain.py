@@ -151,7 +151,8 @@ def test_steps_saved_and_resumed_are_those_of_launch(
     count = sum(int(line.split("\t")[-1]) for line in lines)
     say(
         f"Megatron-LM's pretrain(), TP {ranks}: losses "
-        f"{[round(loss, 6) for loss, _ in steps.values()]}, as launch.train; resumed to the same; {count} calls of CUDA answered"
+        f"{[round(loss, 6) for loss, _ in steps.values()]}, as launch.train; resumed to the same; "
+        f"{count} calls of CUDA answered"
     )
 
 
