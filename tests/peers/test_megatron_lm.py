@@ -8,9 +8,7 @@ embedding each, and its tokenizer has Qwen2-VL's words, so that rows are of one 
 
 import io
 import os
-import subprocess
 import sys
-import typing
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import typing_extensions
 from PIL import Image, ImageOps
 
 if not os.environ.get("MEGATRON_LM"):
@@ -29,11 +26,11 @@ EXAMPLE = CHECKOUT / "examples/multimodal"
 OWN_PATHS = [str(CHECKOUT), str(EXAMPLE)]  # first, for the core that the example was written for
 sys.path[:0] = OWN_PATHS
 os.environ["PYTHONPATH"] = os.pathsep.join([*OWN_PATHS, *sys.path])  # of the ranks' server
-typing.override = typing_extensions.override  # type: ignore[attr-defined]  # before Python 3.12
 
 import dataset_helpers
 import energon_util
 import train as example
+from megatron.core import __version__ as core_version
 from megatron.core import parallel_state
 from megatron.core import utils as core_utils
 from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN, LLaVAModel
@@ -66,8 +63,7 @@ from tests.helpers.legacy_packs import text_folder
 from tests.helpers.peers import assert_same, open_packs, stored_samples
 from tests.helpers.rank_processes import run_ranks
 
-_HEAD = ["git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"]
-VERSION = f"Megatron-LM {subprocess.check_output(_HEAD, text=True).strip()}"
+VERSION = f"Megatron-LM, core {core_version}"
 Say = Callable[[str], None]
 Batch = dict[str, torch.Tensor]
 END, NEWLINE, IMAGE_PAD = 151645, 198, 151655
