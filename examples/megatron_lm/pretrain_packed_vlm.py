@@ -160,6 +160,8 @@ def model_provider(
     )
     for name in ("pg_collection", "set_input_tensor"):  # which Megatron-LM's loop looks for
         setattr(model, name, getattr(model.language_model, name))
+    # The head is used once per chunk of labels, and those uses' gradients add up before.
+    model.language_model.output_layer.gradient_accumulation_fusion = False
     for buffer in model.buffers():  # of the tower's rotary frequencies
         mark_keep_in_fp32(buffer)
     return model
