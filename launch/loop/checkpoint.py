@@ -8,9 +8,10 @@
         state.json          which run this is, and the hash of every other file; written last
     checkpoints/iter_00001000.tmp/      being written, or left by a kill: never read
 
-A folder takes its name when all ranks have written and synced their files. They hold tensors,
-numbers and text, and are read as safetensors and with torch's weights_only loader, which run no
-code. A checkpoint with a missing or changed file is not used, but the newest whole one.
+A folder takes its name when all ranks have written and synced their files. Frozen weights are not
+in it: a run reads them again where it read them before. The files hold tensors, numbers and text,
+and are read as safetensors and with torch's weights_only loader, which run no code. A checkpoint
+with a missing or changed file is not used, but the newest whole one.
 
 A resumed run must share its settings with the one that wrote the checkpoint: every field of the
 configuration is compared but those in `_FREE`, so that a new field is guarded until someone decides

@@ -62,10 +62,15 @@ class ShardedAdamW:
         tensor_group: distributed.ProcessGroup | None = None,
         stays_gathered: bool = True,
     ) -> None:
-        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        if not trained:
+        # Sharding makes new parameters, and no memory of those before must stay.
+        hooks = {n: p._backward_hooks for n, p in model.named_parameters() if p.requires_grad}
+        if not hooks:
             raise ValueError("every part of the model is frozen; leave one of them to train")
-        self._divided = {n for n in trained if getattr(trained[n], "tensor_model_parallel", False)}
+        self._divided = {
+            name
+            for name, parameter in model.named_parameters()
+            if getattr(parameter, "tensor_model_parallel", False)
+        }
         self._group, self._tensor_group = group, tensor_group
         self._stays_gathered = stays_gathered
         mesh = DeviceMesh.from_group(group, device.type)
@@ -73,15 +78,12 @@ class ShardedAdamW:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         #: replaced in the model while they are gathered
         self._parameters: dict[str, Any] = {
-            name: one for name, one in model.named_parameters() if name in trained
+            name: parameter for name, parameter in model.named_parameters() if name in hooks
         }
         self.publish()
-        if stays_gathered:
-            # The gathered parameters are new ones, too, and stay for good; hooks move there.
-            for name, parameter in model.named_parameters():
-                if name in trained:
-                    for hook in (trained[name]._backward_hooks or {}).values():
-                        parameter.register_hook(hook)
+        for name, parameter in model.named_parameters():
+            for hook in (hooks.get(name) or {}).values():
+                parameter.register_hook(hook)
         #: the rows of each weight that this rank owns
         self.shards = {
             name: nn.Parameter(parameter.to_local().detach())

@@ -121,6 +121,19 @@ def test_frozen_parts_and_parts_without_gradient_stay() -> None:
     assert moved == [False, False, True, True, False, False]
 
 
+def test_hooks_of_weights_stay() -> None:
+    """Tensor parallel ranks add up gradients of norms in them."""
+    norms = []
+    for factor in (1, 3):
+        model = small_model()
+        for weight in model.parameters():
+            weight.register_hook(lambda gradient, factor=factor: factor * gradient)
+        optimizer = sharded(model)
+        model(inputs(0, 0)).square().sum().backward()
+        norms.append(optimizer.step(learning_rate=0.01, denominator=1, max_norm=None))
+    assert norms[1] == pytest.approx(3 * norms[0])
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
