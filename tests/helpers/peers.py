@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from launch.loop.setup import build_trainer
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from task_encoders.concatenate import PackedRow, split_row
-from task_encoders.families import FAMILIES
+from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
@@ -92,12 +93,11 @@ def small_checkpoint(family: str, folder: Path) -> Path:
     """A tiny model with weights that all count, with its tokenizer. `family`: with "_moe" after it,
     a mixture of experts."""
     name = family.removesuffix("_moe")
-    save_tokenizer(name, folder)
-    encoder = PackedTaskEncoder(
-        seq_length=512, settings=PackingSettings(packed=True), family=name, processor=str(folder)
-    )
-    token_ids = encoder.encoder.media_token_ids
+    with TemporaryDirectory() as scratch:  # transformers makes another one beside some models
+        save_tokenizer(name, Path(scratch))
+        token_ids = build_sample_encoder(name, processor=scratch).media_token_ids
     tiny_model(name, token_ids, experts=name != family).save_pretrained(folder)
+    save_tokenizer(name, folder)
     return folder
 
 
