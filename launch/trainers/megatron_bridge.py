@@ -33,6 +33,8 @@ from launch.loop.loss import shift_labels
 from launch.trainers.megatron_lm import DataIterator
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import change_options
+from task_encoders.families.qwen2_vl import QWEN2_5_VL
+from task_encoders.families.qwen3_vl import QWEN3_5, QWEN3_VL
 from task_encoders.loading.packed_dataset import (
     get_packed_loader,
     get_packed_train_dataset,
@@ -49,11 +51,11 @@ from task_encoders.packs.tokenized import IGNORE_INDEX
 
 #: Family of a provider's packs, or another of the same lengths: positions are the model's.
 _FAMILIES: Final[Mapping[type, str]] = {
-    Qwen25VLModelProvider: "qwen2_5_vl",
-    Qwen3VLModelProvider: "qwen3_vl",
-    Qwen3VLMoEModelProvider: "qwen3_vl",
-    Qwen35VLModelProvider: "qwen3_5",
-    Qwen35VLMoEModelProvider: "qwen3_5",
+    Qwen25VLModelProvider: QWEN2_5_VL.name,
+    Qwen3VLModelProvider: QWEN3_VL.name,
+    Qwen3VLMoEModelProvider: QWEN3_VL.name,
+    Qwen35VLModelProvider: QWEN3_5.name,
+    Qwen35VLMoEModelProvider: QWEN3_5.name,
 }
 _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 

@@ -31,6 +31,7 @@ from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout, traits_of
 from offline_packing.layouts.shards import PlannedSample, ShardTask
 from task_encoders.families import FAMILIES
+from task_encoders.families.qwen3_vl import QWEN3_5
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART, is_video_name
@@ -64,7 +65,7 @@ class LoongForgeLayout(EnergonLayout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
-        "qwen3_5": "LoongForge writes an empty thought before the answers of every turn"
+        QWEN3_5.name: "LoongForge writes an empty thought before the answers of every turn"
     }
     TOKEN_IDS = "never"
     OWN_JSON = False
