@@ -2,18 +2,19 @@
 
 Weights, gradients and the optimizer follow from shapes. What the layers keep for the backward pass
 depends on kernels, fusions, autocast and frozen parts, so it is not calculated but seen: a model of
-the same widths, with few layers and zeros as weights, runs its forward pass on rows of one, two and
-three samples, and the tensors that autograd saves are counted. The three make a polynomial in the
-number of tokens (masks of attention are quadratic), which tells the bytes of the longest row.
+the same widths, with few layers and weights of no meaning, runs its forward pass on rows of one,
+two and three samples, and the tensors that autograd saves are counted. The three make a polynomial
+in the number of tokens (masks of attention are quadratic), which tells the bytes of the longest
+row.
 """
 
 import copy
-import functools
 import io
 import logging
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -44,6 +45,8 @@ _GIB: Final = 2**30
 #: Share of a device that steps may fill before layers are recomputed: kernels need room to work in,
 #: and an allocator leaves gaps.
 _FILLED: Final = 0.9
+#: Numbers in a tensor below which it is written.
+_SMALL: Final = 1 << 20
 #: Rows of these numbers of samples are run: as many as a parabola has coefficients.
 _ROWS: Final = (1, 2, 3)
 
@@ -111,6 +114,7 @@ def saved_bytes(model: Any, batch: PackedBatch) -> Saved:
     held = []  # so that no later tensor gets its memory
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()  # what knew its graph would be held by it, and never be freed
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
@@ -130,7 +134,7 @@ def saved_bytes(model: Any, batch: PackedBatch) -> Saved:
             scopes.append(("pictures", module))
     handles: list[Any] = []
     for part, module in scopes:
-        begin = functools.partial(enter, part)
+        begin = partial(enter, part)
         handles += [
             module.register_forward_pre_hook(begin, with_kwargs=True),
             module.register_forward_hook(lambda *_: place.pop() and None),
@@ -152,8 +156,8 @@ def saved_bytes(model: Any, batch: PackedBatch) -> Saved:
 
 
 def shallow_model(config: LaunchConfig, options: Mapping[str, Any]) -> tuple[Any, Outline]:
-    """A model like that of a run, with one layer of each kind and zeros as weights; and the sizes
-    of the whole.
+    """A model like that of a run, with one layer of each kind and weights of no meaning; and the
+    sizes of the whole.
 
     Args:
         options: of `build_model` or `build_transformers_model`.
@@ -177,9 +181,6 @@ def shallow_model(config: LaunchConfig, options: Mapping[str, Any]) -> tuple[Any
     with torch.device("meta"):
         shallow = transformers_classes(model.family).model(sizes)
     built, _ = build_parts(model, shallow, **{k: v for k, v in options.items() if k != "seed"})
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.zero_()
     return built.train(), outline
 
 
@@ -206,8 +207,15 @@ def _shallow_transformers_model(
     _with_one_layer(model.hf_config.vision_config)
     if config.fsdp:  # it gathers weights in this dtype; otherwise autocast keeps copies in it
         model = model.to(dtype)
-    model._apply(lambda tensor: torch.zeros_like(tensor, device=device))
+    model._apply(partial(_filled, device=device))
     return model.train(), outline
+
+
+def _filled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in the place of one without memory. A small one may hold places, such as of patches,
+    that a model looks up; a large one is not written, and takes no memory where it is not read."""
+    is_small = tensor.numel() < _SMALL
+    return (torch.zeros_like if is_small else torch.empty_like)(tensor, device=device)
 
 
 def _with_one_layer(vision_config: Any) -> None:
@@ -373,6 +381,7 @@ def settle_recompute(
         distributed.all_reduce(least, distributed.ReduceOp.MIN)  # ranks recompute alike
         available = int(least)
         needed = estimate(config, data, encoder, options)
+        torch.cuda.empty_cache()
         peaks = {
             name: max(moments, key=lambda one: sum(one.values()))
             for name, moments in needed.items()

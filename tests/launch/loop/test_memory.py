@@ -1,7 +1,9 @@
 """The memory that a step needs, as estimated before weights are read, against what autograd saves
 in the whole model."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +80,7 @@ def kept_bytes(model: Any, row: PackedBatch) -> int:
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()  # which does not hold its graph
         if tensor.shape[-1:] != (WORDS,) or tensor.dtype != torch.float32:  # logits
             kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that none has its place
         return tensor
@@ -126,6 +129,18 @@ def test_layers_keep_what_was_estimated(
     model = {"recompute": recompute, "dtype": "bfloat16", **sizes_of(*sizes)}
     estimated, kept = compare(config_of(folder, kind, **model), kind, monkeypatch)
     assert estimated == pytest.approx(kept, rel=0.03)
+
+
+def test_nothing_of_the_model_stays(folder: Path) -> None:
+    config = config_of(folder, **sizes_of(*SIZES[0]))
+    _, task_encoder, options = prepared(config)
+    model, _ = memory.shallow_model(config, options)
+    row = memory.row_of([memory.probe_sample(task_encoder.encoder, has_media=True)], CPU)
+    assert memory.saved_bytes(model, row).kept["language"]
+    weight = weakref.ref(next(model.parameters()))
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.exhaustive
