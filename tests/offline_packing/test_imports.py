@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
 from offline_packing.layouts import LAYOUTS
-from tests.helpers.datasets import captioning_pairs, config_file, make_config
+from tests.helpers.datasets import captioning_pairs, config_file, make_config, mixed_pairs
 from tests.helpers.videos import make_video
 
 BLOCKED = ("av", "torch", "transformers", "megatron", "ray", "webdataset", "matplotlib")
@@ -71,10 +71,13 @@ def test_help_imports_nothing_heavy() -> None:
         for layout in LAYOUTS
     ],
 )
-def test_a_whole_run(config: str, layout: str) -> None:
+def test_a_whole_run(config: str, layout: str, tmp_path: Path) -> None:
     """Writing and verifying in every layout, with Energon's metadata, needs none of them either;
     a preview does."""
     options = [config, f"output.layout={layout}"]
+    if "captioning" not in LAYOUTS[layout].TASKS:
+        dialogues = mixed_pairs(tmp_path / "dialogues")
+        options += ["source.task=bmr", f"source.path={dialogues}"]
     result = run_blocked(BLOCKED, ["run", *options], ["preview", *options])
     assert "problems        0" in result.stdout, result.stderr
     assert result.returncode != 0

@@ -34,7 +34,7 @@ from tests.helpers.tiny_checkpoints import (
     row_samples,
     transformers_model,
 )
-from tests.helpers.tiny_families import FURTHER, QWEN, encoder_options, save_tokenizer, tiny_model
+from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
 
 
 def boundaries(lengths: Sequence[int]) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_branches_equal_their_samples_alone(family: str, multiple: int, tmp_path
 
 
 #: Families of transformers whose layers are all attention.
-ATTENTION = [f for f in (*QWEN, *FURTHER) if f not in ("qwen3_5", "llava_onevision_1_5")]
+ATTENTION = [f for f in FAMILIES if FAMILIES[f].transformers_name and not FAMILIES[f].is_recurrent]
 
 
 def questions(family: str, folder: Path) -> tuple[Any, list[EncodedSample], int]:
