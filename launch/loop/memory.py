@@ -12,7 +12,7 @@ import copy
 import io
 import logging
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -20,7 +20,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from PIL import Image
 from torch import distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -29,7 +28,7 @@ from launch.config import LaunchConfig
 from launch.data.packed_data import PackedData
 from launch.loop.loss import shift_labels
 from launch.model.config import TransformersModelConfig, part_of, transformers_classes
-from launch.model.megatron_model import LOSS_CHUNK, build_parts, model_outline
+from launch.model.megatron_model import LOSS_CHUNK, build_parts, layer_stacks, model_outline
 from launch.model.prefix_trees import segment_params
 from offline_packing.errors import StageError
 from task_encoders.concatenate import concatenate
@@ -47,7 +46,7 @@ _GIB: Final = 2**30
 _FILLED: Final = 0.9
 #: Numbers in a tensor below which it is written.
 _SMALL: Final = 1 << 20
-#: Rows of these numbers of samples are run: as many as a parabola has coefficients.
+#: Numbers of samples in the rows that are run; a parabola has three coefficients.
 _ROWS: Final = (1, 2, 3)
 
 
@@ -61,7 +60,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 @dataclass
 class Saved:
-    """What autograd saves in one forward pass, in bytes."""
+    """Bytes that autograd saves in one forward pass."""
 
     #: in the layers of "language" and "vision" that were run, in the "pictures" around the layers
     #: of vision, and in the "rest"
@@ -87,18 +86,6 @@ class Outline:
     num_largest: int
     #: bytes of a weight that layers compute with
     itemsize: int
-
-
-def stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The stacks of layers of a model of transformers, or of `PackedMegatronModel`, each with its
-    part, "language" or "vision"."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    for name, module in model.named_modules():
-        layers = module if isinstance(module, nn.ModuleList) else ()
-        kinds = GradientCheckpointingLayer | TransformerLayer
-        if len(layers) and all(isinstance(layer, kinds) for layer in layers):
-            yield part_of(name), module
 
 
 def saved_bytes(model: Any, batch: PackedBatch) -> Saved:
@@ -127,7 +114,7 @@ def saved_bytes(model: Any, batch: PackedBatch) -> Saved:
         place.append(part)
 
     whole = getattr(model, "whole", model)
-    scopes = [(part, layer) for part, layers in stacks(whole) for layer in layers]
+    scopes = [(part, layer) for part, layers in layer_stacks(whole) for layer in layers]
     for name, module in whole.named_modules():
         above = name.rpartition(".")[0]
         if part_of(f"{name}.") != "language" and part_of(f"{above}.") == "language":
@@ -202,7 +189,7 @@ def _shallow_transformers_model(
     kinds = getattr(model.hf_config.get_text_config(), "layer_types", None) or [""]
     kept = {"language": 1 + max(map(kinds.index, kinds)), "vision": 1}  # until each kind was there
     outline = _outline_of(model.whole, dtype, 1, kept, units=set(kept))
-    for part, layers in list(stacks(model.whole)):
+    for part, layers in list(layer_stacks(model.whole)):
         del layers[kept[part] :]
     _with_one_layer(model.hf_config.vision_config)
     if config.fsdp:  # it gathers weights in this dtype; otherwise autocast keeps copies in it
@@ -245,7 +232,7 @@ def _outline_of(
         if parameter.requires_grad:
             counts["num_trained"] += number
     layers, largest, inside = Counter({"language": 0, "vision": 0}), 0, 0
-    for part, stack in stacks(model):
+    for part, stack in layer_stacks(model):
         layers[part] += len(stack)
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
         if part in units:
@@ -406,7 +393,7 @@ def settle_recompute(
 
 
 def _remedy(config: LaunchConfig) -> str:
-    """What makes a step smaller, from the least to the greatest change."""
+    """Options that make a step smaller, from the least to the greatest change."""
     model, found = config.model, []
     if config.data.micro_batch_size > 1:
         found.append("data.micro_batch_size=1")

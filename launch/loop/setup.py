@@ -143,8 +143,8 @@ def build_trainer(
 def model_options_of(
     config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
 ) -> dict[str, Any]:
-    """Options of a run's model, for the packs that it trains. Raises ValueError where it has not as
-    many positions as they do."""
+    """Options of a run's model, for the packs that it trains. Raises ValueError where packs are
+    longer than the model has positions."""
     options = {"device": device, "seed": config.train.seed, "trees": data.has_trees}
     if not isinstance(config.model, TransformersModelConfig):
         return {**options, "shares_rows": config.parallel.context > 1 or data.slot_ranks > 1}

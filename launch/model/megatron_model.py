@@ -10,7 +10,7 @@ computed here: megatron-core's own module for them needs a CUDA device.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -475,7 +475,7 @@ class PackedMegatronModel(MegatronModule):
         return list(self.language_model.decoder.layers)
 
     def kernels(self) -> str:
-        """What computes its attention, and what is fused, for logs."""
+        """Names of the kernels of attention, and of the fusions, for logs."""
         layer, core = self.language_model.decoder.layers[0], self.language_model.config
         attention = layer.self_attention.core_attention.backend
         weight = layer.mlp.linear_fc1.weight
@@ -551,6 +551,18 @@ def _put_features(
     for mask, part in zip(masks, parts, strict=True):
         embeddings = embeddings.masked_scatter(mask[:, None, None], part)
     return embeddings
+
+
+def layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
+    """The stacks of layers in a model of transformers, or in a `PackedMegatronModel`, each with the
+    part that it belongs to, "language" or "vision"."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    kinds = GradientCheckpointingLayer | TransformerLayer
+    for name, module in model.named_modules():
+        layers = module if isinstance(module, torch.nn.ModuleList) else ()
+        if len(layers) and all(isinstance(layer, kinds) for layer in layers):
+            yield part_of(name), module
 
 
 def model_outline(config: ModelConfig) -> Any:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
-from launch.model.megatron_model import token_losses
+from launch.model.megatron_model import layer_stacks, token_losses
 from launch.model.packed_attention import has_tree_attention, kernel_name, use_tree_attention
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
@@ -136,18 +136,10 @@ class PackedTransformersModel(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """Layers of the decoder and of the vision tower."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        return [
-            layer
-            for layers in self.modules()
-            if isinstance(layers, nn.ModuleList)
-            and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
-            for layer in layers
-        ]
+        return [layer for _, layers in layer_stacks(self) for layer in layers]
 
     def kernels(self) -> str:
-        """What computes its attention, for logs."""
+        """Names of the kernels of attention, for logs."""
         text, vision = self.hf_config.get_text_config(), self.hf_config.vision_config
         own, of_tower = text._attn_implementation, vision._attn_implementation
         return f"attention {kernel_name(own)}; in the vision tower {kernel_name(of_tower)}"

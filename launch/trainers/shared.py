@@ -68,7 +68,7 @@ def require_kernels(family: str, trainer: str, *modules: str) -> None:
     for module in modules if FAMILIES[family].is_recurrent else ():
         try:
             importlib.import_module(module)
-        except Exception as error:  # fla, too, has several where there is no driver
+        except Exception as error:  # fla raises errors of other types without a driver
             package = {"fla": "flash-linear-attention"}.get(
                 module.partition(".")[0], "causal-conv1d"
             )

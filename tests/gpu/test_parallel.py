@@ -1,5 +1,5 @@
-"""Ranks on as many GPUs as there are, and kernels of packages that are installed: their losses are
-those of one GPU with torch's own. `pytest -rs` lists what was left out, and why."""
+"""Losses of ranks on several GPUs, and of kernels of packages that are installed, equal those of
+one GPU with torch's kernels. `pytest -rs` lists what was left out, and why."""
 
 import os
 import subprocess
@@ -13,6 +13,10 @@ import pytest
 import torch
 import yaml
 
+from launch.config import LaunchConfig
+from launch.data.packed_data import read_packed_data
+from launch.loop import memory, setup
+from launch.loop.parallel import initialize_parallel
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, GPU_MODEL, bmr_folder, losses
 
 #: All words of the packs.
@@ -138,11 +142,6 @@ def test_a_step_needs_the_memory_that_was_estimated(
     folder: Path, tmp_path: Path, cuda: torch.device
 ) -> None:
     """Of a model whose layers take most of it, the peak is what `launch` says it will be."""
-    from launch.config import LaunchConfig
-    from launch.data.packed_data import read_packed_data
-    from launch.loop import memory, setup
-    from launch.loop.parallel import initialize_parallel
-
     layers = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
     model = {**WHOLE, "text": {**WHOLE["text"], **layers, **heads}, "recompute": "none"}
