@@ -84,6 +84,9 @@ class Outline:
     #: weights outside of the layers that are sharded one by one, and in the largest, by number
     num_outside: int
     num_largest: int
+    #: those outside that are trained; and the head's, if it is, by number
+    num_trained_outside: int
+    num_trained_head: int
     #: bytes of a weight that layers compute with
     itemsize: int
 
@@ -222,29 +225,33 @@ def _outline_of(
 ) -> Outline:
     """The sizes of a model of transformers, whose language model is divided by tensor parallel
     ranks, and which computes in `dtype`; layers of `units` are sharded one by one."""
+    share = {"language": tensor_parallel}
     counts = Counter[str]()
     for name, parameter in model.named_parameters():
-        number = parameter.numel()
-        if part_of(name) == "language":
-            number //= tensor_parallel
+        number = parameter.numel() // share.get(part_of(name), 1)
         counts["all"] += number
         counts["weights"] += number * parameter.itemsize
         if parameter.requires_grad:
-            counts["num_trained"] += number
-    layers, largest, inside = Counter({"language": 0, "vision": 0}), 0, 0
+            counts["trained"] += number
+    layers, largest = Counter({"language": 0, "vision": 0}), 0
     for part, stack in layer_stacks(model):
         layers[part] += len(stack)
-        sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
-        if part in units:
-            largest, inside = max(largest, *sizes), inside + sum(sizes)
+        for layer in stack if part in units else ():
+            sizes = [(p.numel() // share.get(part, 1), p.requires_grad) for p in layer.parameters()]
+            size = sum(number for number, _ in sizes)
+            largest, counts["inside"] = max(largest, size), counts["inside"] + size
+            counts["trained_inside"] += sum(number for number, is_trained in sizes if is_trained)
+    head: nn.Parameter = model.lm_head.weight  # type: ignore[assignment, union-attr]
     return Outline(
         weights=counts["weights"],
         num_weights=counts["all"],
-        num_trained=counts["num_trained"],
+        num_trained=counts["trained"],
         layers=layers,
         kept=kept,
-        num_outside=counts["all"] - inside,
+        num_outside=counts["all"] - counts["inside"],
         num_largest=largest,
+        num_trained_outside=counts["trained"] - counts["trained_inside"],
+        num_trained_head=head.numel() // tensor_parallel if head.requires_grad else 0,
         itemsize=dtype.itemsize,
     )
 
@@ -316,19 +323,18 @@ def estimate(
     # What layers keep of no row at all: weights in the dtype of autocast, which holds them until
     # the forward pass ends.
     copies = sum(extrapolated("kept", part, 0.0) * number[part] for part in number)
-    words = vocab_size // config.parallel.tensor
-    width = model.hf_config.get_text_config().hidden_size
+    words, head = vocab_size // config.parallel.tensor, outline.num_trained_head
     around = {
         "rest": kept["rest"] + kept["pictures"],
         # In float32, with their gradients; and the head's gradient of all chunks, beside of one.
-        "logits": words * (min(LOSS_CHUNK, tokens) * 2 * 4 + width * (4 + outline.itemsize)),
+        "logits": words * min(LOSS_CHUNK, tokens) * 2 * 4 + head * (4 + outline.itemsize),
         "pixels": times["vision"] * rows[0].imgs.nbytes * 5 / 4,  # bytes, and values
     }
     always = _held_always(config, outline)
     after = {
         **always,
         # Of layers they are on their ranks by now; of the rest their sums are being made.
-        "gradients": outline.num_outside * (outline.itemsize + 2 * 4),
+        "gradients": outline.num_trained_outside * (outline.itemsize + 2 * 4),
         "one layer": max(kept[part] / outline.kept[part] for part in number),
     }
     moments = {"none": [{**always, **layers, **around}, after]}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.config import LaunchConfig
+from launch.config import LaunchConfig, ParallelConfig
 from launch.data.packed_data import read_packed_data
 from launch.loop import memory, setup
 from launch.loop.loss import shift_labels
@@ -217,3 +217,43 @@ def test_a_cpu_is_not_asked(folder: Path) -> None:
         data, encoder, options = prepared(config)
         settled = memory.settle_recompute(config, data, encoder.encoder, options)
         assert settled.model.recompute == chosen
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        (TransformersConfig, {"lora": {"rank": 16}}),
+        (LaunchConfig, {"freeze": ["vision", "language"]}),
+    ],
+)
+def test_frozen_weights_have_no_gradients(kind: Any, model: dict[str, Any], folder: Path) -> None:
+    """Not those outside of the layers either, such as the embeddings."""
+    found = []
+    for own in ({}, model):
+        config = config_of(folder, kind, dtype="bfloat16", **sizes_of(*SIZES[0]), **own)
+        data, task_encoder, options = prepared(config)
+        before, after = memory.estimate(config, data, task_encoder.encoder, options)["none"]
+        found.append((before["logits"], after["gradients"], after["optimizer"]))
+    whole, frozen = found
+    head = WORDS * SIZES[0][1]
+    assert whole[0] - frozen[0] == head * (4 + 2)
+    assert frozen[1] < 0.1 * whole[1]
+    assert frozen[2] < 0.1 * whole[2]
+
+
+def test_tensor_parallel_ranks_divide_the_language_model(folder: Path) -> None:
+    outlines = []
+    for ranks in (1, 2):
+        config = config_of(folder, **sizes_of(*SIZES[0]))
+        config = config.model_copy(update={"parallel": ParallelConfig(tensor=ranks)})
+        _, _, options = prepared(config)
+        outlines.append(memory.shallow_model(config, options)[1])
+    one, two = outlines
+    language = 2 * (one.num_weights - two.num_weights)
+    head = WORDS * SIZES[0][1]
+    assert language > head  # which is tied
+    assert one.num_trained_head == 2 * two.num_trained_head == head
+    assert two.num_largest == one.num_largest // 2
+    inside = one.num_weights - one.num_outside
+    assert two.num_weights - two.num_outside == inside // 2
+    assert one.num_outside - two.num_outside == (language - inside) // 2
