@@ -37,7 +37,7 @@ _THREADS: Final = 8
 #: Kinds of media whose bytes measuring did not hold.
 _PLACES: Final = ("file", "bytes")
 #: Arguments of `plan_packs` that are the same for all samples of an item.
-_ALIKE: Final = ("groups", "media", "source_order")
+_ALIKE: Final = ("groups", "media", "source", "source_order")
 
 Numbers = npt.NDArray[np.int64]
 

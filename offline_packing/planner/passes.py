@@ -1,6 +1,6 @@
 """Passes over a draft of a plan: which ones are asked for, in the order in which they run.
 
-compose: by strategy | in windows | over ranks   ->   balance   ->   uniform kinds   ->
+compose: by strategy | in windows | by a mixture | over ranks   ->   balance   ->   uniform kinds   ->
 equal cost | slots | shuffle   ->   sample order   ->   picture split
 
 A pass keeps what earlier ones promise, or is refused beside them, here and nowhere else.
@@ -107,6 +107,7 @@ class PlanRequest:
     picture_ranks: int | None = None
     window_packs: int = 1000
     mixed: bool = False
+    has_mixture: bool = False
 
     def passes(self) -> list[Pass]:
         """The passes in order. Raises ValueError if one breaks the promise of an earlier one."""
@@ -146,11 +147,21 @@ class PlanRequest:
         if options.has_locality:
             breaks = {"limits": exchanges, "epochs": "packs follow the source", **others}
             yield Pass("windows", "assignment locality", ("source_order",), breaks)
+        if self.has_mixture:
+            breaks = {
+                "limits": "its windows know tokens only",
+                "epochs": "each would follow it by itself",
+                "groups": "packs of each kind would follow it by themselves",
+                "windows": "packs follow the source",
+                **others,
+            }
+            yield Pass("mixture", "mixture", ("source", "source_order"), breaks)
         if self.slots is not None:
             breaks = {
                 "limits": "packs hold as much as their ranks",
                 "epochs": "packs over several ranks are the same for every seed",
                 "windows": "slots are filled by cost",
+                "mixture": "slots are filled by cost",
                 **others,
             }
             yield Pass("over_ranks", "context_parallel", (), breaks)
@@ -162,12 +173,13 @@ class PlanRequest:
                 yield Pass("uniform", "order.uniform", ("media",))
             breaks = {
                 "windows": "it puts packs of similar cost side by side",
+                "mixture": "it puts packs of similar cost side by side",
                 "over_ranks": "the ranks of a slot have equal cost already",
             }
             yield Pass("equal_cost", "order", (), breaks)
         elif self.slots is not None:
             yield Pass("slots")
-        elif "shuffle" in options.assignment and not options.has_locality:
+        elif "shuffle" in options.assignment and not (options.has_locality or self.has_mixture):
             yield Pass("shuffle")
         yield Pass("sample_order")
         if self.picture_ranks is not None:

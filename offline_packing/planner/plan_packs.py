@@ -12,6 +12,7 @@ from offline_packing.planner.exchange import (
     rounds_of_copies,
     separate_copies,
 )
+from offline_packing.planner.mixture import Mixture
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.deal import PackCosts, cost_grouped_order
@@ -38,6 +39,7 @@ from task_encoders.packs.slots import ContextParallel
 
 _SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
 _PART_PACKS = 200  # packs that a part has at least when copies are dealt out
+_MIXED_PACKS = 500  # packs that a mixture composes at a time, at most
 _FULL = 0.995  # load of a pack, of its scarcest limit, that stays as its part composed it
 _MOST_POOR = 0.1  # share of packs that are composed again; where it is larger, none are full
 
@@ -66,6 +68,8 @@ def plan_packs(
     media: np.ndarray | None = None,
     features: Sequence[np.ndarray] = (),
     source_order: np.ndarray | None = None,
+    mixture: Mixture | None = None,
+    source: np.ndarray | None = None,
     balance_by: np.ndarray | None = None,
     copy_of: np.ndarray | None = None,
     order: RankLayout | None = None,
@@ -98,6 +102,9 @@ def plan_packs(
             of eight micro batches under ``order``.
         source_order: place of each sample in the source, any sortable array; for assignment
             locality.
+        mixture: shares of tokens that each source has at the start and the end of the plan; needs
+            ``source_order``, by which the samples of a source follow each other, copies far apart.
+        source: number of each sample's source, for ``mixture``.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
             two, and locality takes first copies first, then all second ones, and so on.
@@ -120,7 +127,14 @@ def plan_packs(
     given = {name: value for name, value in options.items() if value is not None}
     chosen = checked_model(PlanOptions, {"seq_length": seq_length, **given})
     request = PlanRequest(
-        chosen, budgets or (), order, context_parallel, picture_ranks, window_packs, mixed
+        chosen,
+        budgets or (),
+        order,
+        context_parallel,
+        picture_ranks,
+        window_packs,
+        mixed,
+        mixture is not None,
     )
     limits = dict(budgets or {})
     if chosen.max_samples is not None:
@@ -131,6 +145,7 @@ def plan_packs(
         "tower_cost": tower_cost,
         "media": media,
         "source_order": source_order,
+        "source": source,
         "balance_by": balance_by,
         "copy_of": copy_of,
         "units": units,
@@ -143,7 +158,7 @@ def plan_packs(
         if missing := [name for name in one.needs if name not in samples.columns]:
             raise ValueError(f"{one.title} needs {missing[0]}, an array with one entry per sample")
     with kernels_for(len(samples.lengths), room_of(samples.lengths, seq_length)):
-        draft = _compose(samples, request)
+        draft = _compose(samples, request) if mixture is None else _mix(samples, request, mixture)
         for one in passes:
             if one.name in _AFTER:
                 draft = _AFTER[one.name](samples, draft, request)
@@ -240,12 +255,41 @@ def _compose_apart(
         return _compose_part(samples, request)[0]
     part_of = deal_out_copies(copy_of, num_parts, request.options.seed)
     packs = join_packs([compose(np.flatnonzero(part_of == part)) for part in range(num_parts)])
+    return _compose_poor_again(samples, request, packs)
+
+
+def _compose_poor_again(samples: Samples, request: PlanRequest, packs: Packs) -> Packs:
+    """The packs, with new ones in the places of those that their part or window left unfilled, if
+    these are few."""
     sizes, limits = samples.limited()
     poor = (packs.sums(sizes) / limits).max(axis=1) < _FULL
     if not 0 < poor.sum() <= _MOST_POOR * packs.num_packs:
         return packs
     left = packs.sample_ids[np.repeat(poor, np.diff(packs.pack_offsets))]
-    return join_packs([reorder_packs(packs, np.flatnonzero(~poor)), compose(left)])
+    new = _compose_part(samples.subset(left), request)[0].of(left)
+    whole = np.flatnonzero(~poor)
+    places = np.linspace(0, poor.sum() - 1, new.num_packs).astype(np.int64)
+    order = np.argsort(np.append(whole, np.flatnonzero(poor)[places]), kind="stable")
+    return reorder_packs(join_packs([reorder_packs(packs, whole), new]), order)
+
+
+def _mix(samples: Samples, request: PlanRequest, mixture: Mixture) -> Draft:
+    """Packs of all samples along a mixture, no two copies of one in a pack."""
+    lengths, source, options = samples.lengths, samples.columns["source"], request.options
+    bound, copy_of = _lower_bound(samples), samples.columns.get("copy_of")
+    places = mixture.places(source, samples.columns["source_order"], lengths)
+    window_packs = min(_MIXED_PACKS, max(_MIXED_PACKS // 16, bound // 32))
+    order = np.argsort(places, kind="stable")
+    data = lengths, samples.seq_length, order
+    packs = pack_in_order(*data, window_packs=window_packs, seed=options.seed)
+    packs = _compose_poor_again(samples, request, packs)
+    if "balance" in options.assignment:
+        by = samples.columns["balance_by"]
+        packs = balance_packs(packs, lengths, by, window_packs, options.seed)
+    if copy_of is not None:
+        bound = max(bound, int(np.bincount(copy_of).max(initial=0)))
+        packs = separate_copies(packs, *samples.limited(), copy_of, None, options.seed)
+    return Draft(reorder_packs(packs, mixture.order(packs, source, lengths)), bound)
 
 
 def _compose_part(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
