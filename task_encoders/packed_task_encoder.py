@@ -218,7 +218,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         if self.settings.packed and kwargs.get("shuffle_buffer_size"):
             logger.warning(
                 "shuffle_buffer_size %d undoes the order packs were written in, which gives ranks "
-                "equal work; set it to None",
+                "equal work, or a mixture that changes (pack.mixture); set it to None",
                 kwargs["shuffle_buffer_size"],
             )
         built = super().build_train_datasets(datasets=datasets, repeat=repeat, **kwargs)

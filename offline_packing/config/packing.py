@@ -97,6 +97,8 @@ class PackingConfig(Section):
             )
         if self.pack.share_prefixes is not None:
             self._check_prefixes()
+        if self.pack.mixture is not None:
+            self._check_mixture()
         tasks = LAYOUTS[self.output.layout].TASKS
         if self.task not in tasks:
             raise ValueError(
@@ -128,6 +130,22 @@ class PackingConfig(Section):
             remedy = f"set pack.seq_length to at most {limit}, or {remedy}"
         if why:
             raise ValueError(f"pack.share_prefixes: {why}; {remedy}")
+
+    def _check_mixture(self) -> None:
+        """Refuse pack.mixture of other sources, and beside what else decides their shares."""
+        assert self.pack.mixture is not None
+        names, shares = self.source_names(), self.pack.mixture
+        given = {name for name in shares.start | shares.end if shares.mean(name)}
+        if given != {*names}:
+            wrong = min(given ^ {*names})
+            what = "no source" if wrong in given else "a source without a share"
+            raise ValueError(
+                f"pack.mixture: {wrong!r} is {what}; give shares to {', '.join(names)}"
+            )
+        if any(source.weight or source.repeat != 1 for source in self.source):
+            raise ValueError(
+                "pack.mixture says how often samples are used; remove weight and repeat"
+            )
 
     @property
     def task(self) -> str:
@@ -191,6 +209,15 @@ class PackingConfig(Section):
             "pack.seq_length": pack.longest_sample,
             "pack.budgets": str(dict(sorted(pack.budgets.items()))),
         }
+
+    @property
+    def weights(self) -> list[float] | None:
+        """Shares of all tokens that the sources have, in proportion; None: they follow from
+        repeats."""
+        if self.pack.mixture is not None:
+            return list(map(self.pack.mixture.mean, self.source_names()))
+        weights = [source.weight for source in self.source if source.weight]
+        return weights or None
 
     def key_prefixes(self) -> list[str]:
         """Prefix of each source's keys; empty for a single source."""

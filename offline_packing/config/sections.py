@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -100,9 +100,34 @@ class SharePrefixesConfig(Section):
     max_branches: Annotated[Count, Field(ge=2)] = 16
 
 
+class MixtureConfig(Section):
+    """A mixture that changes over the plan: shares of the tokens by the names of the sources, along
+    a line. Their mean decides how often samples are used, as weights do."""
+
+    #: shares of the first packs
+    start: dict[str, Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)]]
+    #: and of the last
+    end: dict[str, Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)]]
+
+    @field_validator("start", "end")
+    @classmethod
+    def _check_sum(cls, shares: dict[str, float]) -> dict[str, float]:
+        if abs(sum(shares.values()) - 1) > 1e-6:
+            raise ValueError(f"shares sum to {sum(shares.values()):g}; make them sum to 1")
+        return shares
+
+    def mean(self, name: str) -> float:
+        """The share of a source in the whole plan."""
+        return (self.start.get(name, 0.0) + self.end.get(name, 0.0)) / 2
+
+
 def _as_section(value: Any) -> Any:
     """{} for true, and None for false."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
+#: Options that `PackConfig` dumps only if they are on.
+_RARE: Final = ("share_prefixes", "mixture")
 
 
 class PackConfig(PlanOptions, Section):
@@ -124,6 +149,9 @@ class PackConfig(PlanOptions, Section):
     epochs: Count = 1
     #: store once what samples share at their beginning, media included: true, or {max_branches: 16}
     share_prefixes: Annotated[SharePrefixesConfig | None, BeforeValidator(_as_section)] = None
+    #: shares of the tokens that go from {captions: .7, docs: .3} at the start of the plan to others
+    #: at its end: {start: …, end: …}; not with weight or repeat
+    mixture: MixtureConfig | None = None
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
@@ -139,9 +167,10 @@ class PackConfig(PlanOptions, Section):
 
     @model_serializer(mode="wrap")
     def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """share_prefixes only if it is on: manifests and fingerprints are those from before it."""
+        """Options of plans that few need only if they are on: manifests and fingerprints are those
+        from before them."""
         content: dict[str, Any] = serialize(self)
-        return {name: v for name, v in content.items() if name != "share_prefixes" or v is not None}
+        return {name: v for name, v in content.items() if name not in _RARE or v is not None}
 
     @property
     def layout(self) -> RankLayout | None:
@@ -197,7 +226,14 @@ class PackConfig(PlanOptions, Section):
                 f"strategy {self.strategy} counts samples as the packer that it is taken from does,"
                 " and share_prefixes joins some; choose strategy auto, or leave out one of them"
             )
-        PlanRequest(self, self.budgets, self.layout, self.slots, mixed=self.epochs > 1).passes()
+        PlanRequest(
+            self,
+            self.budgets,
+            self.layout,
+            self.slots,
+            mixed=self.epochs > 1,
+            has_mixture=self.mixture is not None,
+        ).passes()
         if self.padding > self.seq_length:
             raise ValueError(
                 f"context_parallel.size {self.cp_size} pads samples to multiples of {self.padding} "

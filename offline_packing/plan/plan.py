@@ -399,6 +399,17 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         groups = ((column("num_images") > 0) | has_video).astype(np.int32) + has_video
         if len(np.unique(groups)) > 1:
             arguments |= {"homogeneous": True, "groups": groups}
+    if pack.mixture is not None:
+        from offline_packing.planner.mixture import Mixture  # compiled
+
+        names = config.source_names()
+        lines = (pack.mixture.start, pack.mixture.end)
+        arguments["mixture"] = Mixture(*(tuple(own.get(n, 0.0) for n in names) for own in lines))
+        # In random order, the same in each round of uses: so copies are as far apart as can be.
+        rounds = np.cumsum(np.diff(kept, prepend=-1) <= 0)
+        turns = np.random.default_rng(pack.seed).permutation(samples.info.num_samples)
+        arguments["source_order"] = rounds * len(turns) + turns[kept]
+        arguments["source"] = column("source_id")
     if pack.cp_size > 1:
         units = units_of_samples(samples)[kept]
         arguments |= {"picture_ranks": pack.cp_size, "units": units}

@@ -16,7 +16,7 @@ So outputs of other sources, models or lengths agree on every group, and on ever
 with one picture.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,7 +29,7 @@ from offline_packing.index.records import Hashes, shared_contents
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
-from offline_packing.sources.options import MAX_REPEAT, SourceOptions
+from offline_packing.sources.options import MAX_REPEAT
 
 #: Salts of the numbers that are drawn from a hash.
 _USE_SALT: Final = 0
@@ -57,14 +57,14 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
     if len(shares) > 1:
         splits = draw_splits(samples, shares, config.output.split_seed)[kept]
         parts = {name: splits == i for i, name in enumerate(shares)}
-    if all(source.repeat == 1 and not source.weight for source in config.source):
+    if config.weights is None and all(source.repeat == 1 for source in config.source):
         once = {name: kept[part] for name, part in parts.items()}
         return Uses(once, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
     hashes = samples.array("key_hash")[kept]
     num_tokens = samples.array("num_tokens")[kept]
-    pack = config.pack
-    uses = count_uses(config.source, hashes, source_ids, num_tokens, pack.longest_sample, pack.seed)
+    repeats = source_repeats(config, source_ids, num_tokens)
+    uses = count_uses(repeats[source_ids], hashes, config.pack.seed)
     not_drawn = [
         AsideSamples.of(
             kept[(uses == 0) & (source_ids == i)], "not_drawn", f"repeat {one.repeat:g}"
@@ -82,35 +82,35 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
 
 
 def count_uses(
-    sources: Sequence[SourceOptions],
-    hashes: npt.NDArray[np.uint64],
+    repeats: npt.NDArray[np.float64], hashes: npt.NDArray[np.uint64], seed: int
+) -> npt.NDArray[np.int64]:
+    """Uses of each sample, (num_samples,): 2 or 3 for repeat 2.3, as its hash decides."""
+    whole = np.floor(repeats)
+    return (whole + (_draw(hashes, seed, _USE_SALT) < repeats - whole)).astype(np.int64)
+
+
+def source_repeats(
+    config: PackingConfig,
     source_ids: npt.NDArray[np.integer],
     num_tokens: npt.NDArray[np.integer],
-    longest: int,
-    seed: int,
-) -> npt.NDArray[np.int64]:
-    """Uses of each sample, (num_samples,): 2 or 3 for repeat 2.3, as its hash decides.
-
-    With weights, sources of [100, 100] tokens and weights [1, 3] have repeats [1, 3]; samples above
-    ``longest`` tokens fit no pack and do not count. Raises StageError if the weights ask for too
-    many copies of a sample.
-    """
-    repeats = np.array([source.repeat for source in sources], float)
-    if sources[0].weight:
-        fits = num_tokens <= longest
-        tokens = np.bincount(source_ids[fits], num_tokens[fits], minlength=len(sources))
-        weights = np.array([source.weight for source in sources], float)
-        wanted = np.divide(weights, tokens, out=np.zeros(len(sources)), where=tokens > 0)
-        repeats = np.where(tokens > 0, wanted / wanted[tokens > 0].min(initial=np.inf), 1.0)
-        if repeats.max() > MAX_REPEAT:
-            most = int(repeats.argmax())
-            raise StageError(
-                f"the weights ask for {repeats[most]:,.0f} copies of each sample of "
-                f"{sources[most].path}, at most {MAX_REPEAT:,} are made; lower its weight"
-            )
-    each = repeats[source_ids]
-    whole = np.floor(each)
-    return (whole + (_draw(hashes, seed, _USE_SALT) < each - whole)).astype(np.int64)
+) -> npt.NDArray[np.float64]:
+    """Repeat of each source, (num_sources,); of weights, too: sources of [100, 100] tokens and
+    weights [1, 3] have repeats [1, 3]; samples that fit no pack do not count. Raises StageError if
+    the weights ask for too many copies of a sample."""
+    if config.weights is None:
+        return np.array([source.repeat for source in config.source], float)
+    fits = num_tokens <= config.pack.longest_sample
+    tokens = np.bincount(source_ids[fits], num_tokens[fits], minlength=len(config.source))
+    has_some = tokens > 0
+    wanted = np.divide(config.weights, tokens, out=np.zeros(len(tokens)), where=has_some)
+    repeats = np.where(has_some, wanted / wanted[has_some].min(initial=np.inf), 1.0)
+    if repeats.max() > MAX_REPEAT:
+        most = int(repeats.argmax())
+        raise StageError(
+            f"the weights ask for {repeats[most]:,.0f} copies of each sample of "
+            f"{config.source[most].path}, at most {MAX_REPEAT:,} are made; lower its weight"
+        )
+    return np.asarray(repeats)
 
 
 def draw_splits(samples: Index, shares: Mapping[str, float], seed: int) -> npt.NDArray[np.int16]:

@@ -51,7 +51,9 @@ class Mixture:
         size = packs.num_packs * len(self.start)
         tokens = np.bincount(of_packs, lengths[packs.sample_ids], size).reshape(packs.num_packs, -1)
         lines = np.array([self.start, self.end])
-        return _follow(tokens / tokens.sum(), lines * tokens.sum(axis=0) / tokens.sum() / lines.mean(axis=0))
+        return _follow(
+            tokens / tokens.sum(), lines * tokens.sum(axis=0) / tokens.sum() / lines.mean(axis=0)
+        )
 
 
 @Kernel

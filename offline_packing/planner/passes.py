@@ -1,6 +1,6 @@
 """Passes over a draft of a plan: which ones are asked for, in the order in which they run.
 
-compose: by strategy | in windows | by a mixture | over ranks   ->   balance   ->   uniform kinds   ->
+compose: by strategy | in windows | by mixture | over ranks   ->   balance   ->   uniform kinds   ->
 equal cost | slots | shuffle   ->   sample order   ->   picture split
 
 A pass keeps what earlier ones promise, or is refused beside them, here and nowhere else.

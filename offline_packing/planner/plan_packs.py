@@ -40,6 +40,7 @@ from task_encoders.packs.slots import ContextParallel
 _SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
 _PART_PACKS = 200  # packs that a part has at least when copies are dealt out
 _MIXED_PACKS = 500  # packs that a mixture composes at a time, at most
+_MIXED_WINDOWS = 32  # times that it composes, at most where packs are few
 _FULL = 0.995  # load of a pack, of its scarcest limit, that stays as its part composed it
 _MOST_POOR = 0.1  # share of packs that are composed again; where it is larger, none are full
 
@@ -102,8 +103,9 @@ def plan_packs(
             of eight micro batches under ``order``.
         source_order: place of each sample in the source, any sortable array; for assignment
             locality.
-        mixture: shares of tokens that each source has at the start and the end of the plan; needs
-            ``source_order``, by which the samples of a source follow each other, copies far apart.
+        mixture: shares of tokens that each source has at the start and the end of the plan, whose
+            mean it has in all; needs ``source_order``, by which the samples of a source follow each
+            other, copies far apart.
         source: number of each sample's source, for ``mixture``.
         balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
@@ -278,7 +280,7 @@ def _mix(samples: Samples, request: PlanRequest, mixture: Mixture) -> Draft:
     lengths, source, options = samples.lengths, samples.columns["source"], request.options
     bound, copy_of = _lower_bound(samples), samples.columns.get("copy_of")
     places = mixture.places(source, samples.columns["source_order"], lengths)
-    window_packs = min(_MIXED_PACKS, max(_MIXED_PACKS // 16, bound // 32))
+    window_packs = min(_MIXED_PACKS, max(1, bound // _MIXED_WINDOWS))
     order = np.argsort(places, kind="stable")
     data = lengths, samples.seq_length, order
     packs = pack_in_order(*data, window_packs=window_packs, seed=options.seed)

@@ -25,7 +25,7 @@ _NUM_COLOURS: Final = 6
 _MAX_LABELS: Final = 9
 
 #: Bar of a drawing, its segments: tokens, class, title.
-Bar = list[tuple[int, str, str]]
+Bar = list[tuple[float, str, str]]
 
 
 def render_report(document: dict[str, Any], verdict: str) -> bytes:
@@ -34,6 +34,7 @@ def render_report(document: dict[str, Any], verdict: str) -> bytes:
     values: dict[str, Any] = {"names": names, "verdict": verdict, "report": document}
     if document["plan"]:
         values |= {"fill_bands": _used_bands(document["packs"]["fill_bands"]), **_drawn(document)}
+        values |= _mixture(document)
     title = f"Packing report: {names} ({document['task']})"
     return _render("report.html", title=title, **values)
 
@@ -121,6 +122,21 @@ def _drawn(document: dict[str, Any]) -> dict[str, Any]:
     used = sorted({class_ for bar in packed for _, class_, _ in bar})
     legend = [(class_, kinds[int(class_[1:])]) for class_ in used]
     return {"packed_rows": packed, "padded_rows": padded, "legend": legend}
+
+
+def _mixture(document: dict[str, Any]) -> dict[str, Any]:
+    """A row per stretch of a plan whose mixture changes, and colours of the sources in them."""
+    legend = [(f"c{i % _NUM_COLOURS}", one["name"]) for i, one in enumerate(document["sources"])]
+    rows = [
+        [
+            (share, class_, f"{name}: {share:.1%}, asked {asked:.1%}")
+            for (class_, name), share, asked in zip(
+                legend, one["shares"], one["asked"], strict=True
+            )
+        ]
+        for one in document["plan"]["mixture"]
+    ]
+    return {"mixture_legend": legend, "mixture_rows": rows}
 
 
 def _segments(pack: PackPreview) -> Bar:

@@ -38,6 +38,8 @@ _NUM_RANKS: Final = 8
 #: Columns summed up per source: columns num_NAME of the index.
 _SUMS: Final = ("tokens", "loss_tokens", "images", "videos", "vision_patches", "turns")
 _BINS: Final = 16
+#: Stretches of a plan whose shares are shown, where these change.
+_STRETCHES: Final = 20
 _VALUES_AT_ONCE: Final = 1 << 20
 
 Figures = dict[str, Any]
@@ -90,6 +92,7 @@ def run_figures(
     found["plan"] |= {
         "splits": _split_figures(config, plan),
         "sharing": sharing,
+        "mixture": _mixture_figures(config, samples, plan),
         "ranks_of_a_pack": config.pack.cp_size,
         "picture_split": None if picture_split is None else picture_split._asdict(),
         "waiting": None if table is None else _waiting(config, plan, table),
@@ -186,7 +189,7 @@ def _source_figures(
     columns = [f"num_{name}" for name in _SUMS]
     sums = sums_by_source(samples, uses, len(config.source), columns)
     total = sum(sums["num_tokens"]) or 1
-    lines = []
+    weights, lines = config.weights or [None] * len(config.source), []
     for i, (source, name) in enumerate(zip(config.source, config.source_names(), strict=True)):
         own = {name: values[i] for name, values in sums.items()}
         lines.append(
@@ -195,7 +198,7 @@ def _source_figures(
                 "path": source.path,
                 "format": source.format,
                 "repeat": source.repeat,
-                "weight": source.weight,
+                "weight": weights[i],
                 "used": own["used"],
                 "packed": own["uses"],
                 "times_used": own["uses"] / (own["used"] or 1),
@@ -205,6 +208,30 @@ def _source_figures(
             }
         )
     return lines
+
+
+def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> list[Figures]:
+    """Return the share of the tokens that each source has in stretches of the first split's packs,
+    and was to have; [] without pack.mixture."""
+    mixture = config.pack.mixture
+    if mixture is None:
+        return []
+    own = next(iter(splits_of_plan(plan, config.output.split).values()))
+    uses = plan.sample_ids[: plan.pack_offsets[own.stop]]
+    pack_of_use = np.repeat(np.arange(own.stop), np.diff(plan.pack_offsets[: own.stop + 1]))
+    count, names = min(_STRETCHES, own.stop), config.source_names()
+    places = pack_of_use * count // own.stop * len(names) + samples.array("source_id")[uses]
+    tokens = np.bincount(places, samples.array("num_tokens")[uses], count * len(names))
+    tokens = tokens.reshape(count, -1)
+    lines = (mixture.start, mixture.end)
+    start, end = (np.array([line.get(name, 0.0) for name in names]) for line in lines)
+    middles = (np.arange(count)[:, np.newaxis] + 0.5) / count
+    wanted = start + (end - start) * middles
+    shares = tokens / tokens.sum(axis=1, keepdims=True)
+    return [
+        {"shares": one.tolist(), "asked": asked.tolist()}
+        for one, asked in zip(shares, wanted, strict=True)
+    ]
 
 
 def _split_figures(config: PackingConfig, plan: PackPlan) -> list[Figures]:

@@ -2,7 +2,8 @@
 
 python tools/benchmarks/benchmark_planner.py speed --samples 1000000 --seq-length 8192
 python tools/benchmarks/benchmark_planner.py scale --samples 100000000
-python tools/benchmarks/benchmark_planner.py budgets | assignment | order | streaming | prefixes
+python tools/benchmarks/benchmark_planner.py budgets | assignment | order | streaming | prefixes |
+    mixtures
 
 A distribution is one of length_distributions.py or a measured index: a folder of Parquet parts, or
 an output.
@@ -34,6 +35,7 @@ from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import count_lengths, lower_bound
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from offline_packing.runs.run import Run, Workspace
+from task_encoders.loading.schedule import InTurn
 
 WARM_UP_SAMPLES = 2000
 ROWS_PER_PART = 4096
@@ -396,6 +398,85 @@ def prefixes(samples: int, seq_length: int, max_branches: int, data_sets: Sequen
     print_table(rows)
 
 
+@main.command()
+@click.option("--samples", default=1_000_000, show_default=True)
+@click.option("--seq-length", default=8192, show_default=True)
+@click.option("--packs-per-step", default=64, show_default=True)
+@click.option("--block", default=50, show_default=True, help="Steps over which shares are summed.")
+def mixtures(samples: int, seq_length: int, packs_per_step: int, block: int) -> None:
+    """Shares of tokens of five sources along a mixture that changes, per block of steps of 1, 8 and
+    32 ranks; and packs and CPU time of `plan`, against weights that do not change."""
+    with tempfile.TemporaryDirectory() as folder:
+        for count in (10 * WARM_UP_SAMPLES, samples):  # compiles
+            rows = _plan_mixture(Path(folder), count, seq_length, packs_per_step, block)
+    print_table(rows)
+
+
+#: Shares of the sources at the start and the end of a plan.
+_LINES = np.array([[0.5, 0.2, 0.1, 0.05, 0.15], [0.1, 0.3, 0.2, 0.25, 0.15]])
+
+
+def _plan_mixture(
+    folder: Path, count: int, seq_length: int, packs_per_step: int, block: int
+) -> list[dict[str, Any]]:
+    each = count // len(DISTRIBUTIONS)
+    tokens = np.concatenate([draw_lengths(n, each, seed=i) for i, n in enumerate(DISTRIBUTIONS)])
+    source_ids = np.repeat(np.arange(len(DISTRIBUTIONS)), each)
+    drawn = np.stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64), tokens], axis=1)
+    start, end = (dict(zip(DISTRIBUTIONS, line.tolist(), strict=True)) for line in _LINES)
+    made, seconds = [], []
+    for mixture in (None, {"start": start, "end": end}):
+        sources: list[dict[str, Any]] = [
+            {"format": "jsonl", "path": f"{folder}/{name}", "name": name, "task": "vqa"}
+            for name in DISTRIBUTIONS
+        ]
+        if mixture is None:
+            weights = _LINES.mean(axis=0).tolist()
+            sources = [one | {"weight": w} for one, w in zip(sources, weights, strict=True)]
+        config = {
+            "source": sources,
+            "pack": {"seq_length": seq_length, "mixture": mixture},
+            "output": {"path": f"{folder}.out", "overwrite": True},
+        }
+        run = Run(parse_config(config), LocalEngine(0))
+        samples = _index_of(run.workspace, drawn, source_ids)
+        began = time.process_time()
+        made.append(plan(run, samples).packs)
+        seconds.append(time.process_time() - began)
+    shutil.rmtree(run.workspace.root)
+    plain, packs = made
+    of_packs = np.zeros((packs.num_packs, len(DISTRIBUTIONS)))
+    pack_of_use = np.repeat(np.arange(packs.num_packs), np.diff(packs.pack_offsets))
+    np.add.at(of_packs, (pack_of_use, source_ids[packs.sample_ids]), tokens[packs.sample_ids])
+    rows = []
+    for num_ranks in (1, 8, 32):
+        epoch = InTurn([packs.num_packs], num_ranks, repeat=False).epoch(0)
+        read = [epoch.items(step, rank) for step in range(len(epoch)) for rank in range(num_ranks)]
+        order = np.concatenate(read)
+        blocks = len(order) // (block * packs_per_step)
+        ends = np.arange(blocks + 1) * block * packs_per_step
+        sums = np.add.reduceat(of_packs[order[: ends[-1]]], ends[:-1])
+        shares = sums / sums.sum(axis=1, keepdims=True)
+        middle = (ends[:-1] + ends[1:])[:, np.newaxis] / 2 / len(order)
+        apart = np.abs(shares - (_LINES[0] + (_LINES[1] - _LINES[0]) * middle))
+        rows.append(
+            {
+                "ranks": num_ranks,
+                "blocks": blocks,
+                "apart, points": round(100 * apart.max(), 3),
+                "mean": round(100 * apart.mean(), 3),
+                "uses": len(packs.sample_ids),
+                "packs": packs.num_packs,
+                "bound": packs.info.lower_bound,
+                "packs by weights": plain.num_packs,
+                "CPU seconds": round(seconds[1], 2),
+                "by weights": round(seconds[0], 2),
+                "ratio": round(seconds[1] / seconds[0], 2),
+            }
+        )
+    return rows
+
+
 def _plan_trees(
     folder: Path, drawn: np.ndarray, seq_length: int, max_branches: int
 ) -> dict[str, Any]:
@@ -429,7 +510,9 @@ def _plan_trees(
     }
 
 
-def _index_of(workspace: Workspace, drawn: np.ndarray) -> Index:
+def _index_of(
+    workspace: Workspace, drawn: np.ndarray, source_ids: np.ndarray | None = None
+) -> Index:
     """An index of samples with these media, tokens of prefixes and tokens, an image each."""
     count = len(drawn)
     sizes = {"kind": "bytes", "container": "a.tar", "offset": 0, "size": 0, "column": ""}
@@ -441,6 +524,8 @@ def _index_of(workspace: Workspace, drawn: np.ndarray) -> Index:
     given = {"prefix_hash": media + 1, "prefix_media": media + 1, "prefix_tokens": prefix}
     given |= {"num_tokens": tokens, "key_hash": np.arange(count), "key": np.arange(count)}
     given["sample_hash"] = np.arange(count)
+    if source_ids is not None:
+        given["source_id"] = source_ids
     for name, values in given.items():
         place = INDEX_SCHEMA.get_field_index(name)
         rows = rows.set_column(

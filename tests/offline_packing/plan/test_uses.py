@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline_packing.config.packing import parse_config
 from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan
-from offline_packing.plan.uses import count_uses
+from offline_packing.plan.uses import count_uses, source_repeats
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
-from offline_packing.sources import parse_options
 from offline_packing.sources.options import MAX_REPEAT
 from offline_packing.verify.verify import verify
 from tests.helpers import formats
@@ -45,11 +45,14 @@ def uses_of(
 ) -> np.ndarray:
     """Uses of samples of equal length, so many of each source."""
     named = [
-        parse_options({"format": "pairs", "path": str(i), "task": "vqa", **option})
+        {"format": "pairs", "path": f"data/{i}", "task": "vqa", **option}
         for i, option in enumerate(options)
     ]
+    pack = {"seq_length": 10, "seed": seed}
+    config = parse_config({"source": named, "pack": pack, "output": {"path": "out"}})
     ids = np.repeat(np.arange(len(sizes)), sizes)
-    return count_uses(named, hashes[: len(ids)], ids, np.full(len(ids), tokens), 10, seed)
+    repeats = source_repeats(config, ids, np.full(len(ids), tokens))
+    return count_uses(repeats[ids], hashes[: len(ids)], seed)
 
 
 @given(sources=st.lists(st.tuples(st.floats(1, 9), st.integers(200, 600)), min_size=1, max_size=6))

@@ -1,0 +1,183 @@
+"""pack.mixture: shares of the tokens that change over the plan, in as few packs as without."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offline_packing import plan_packs
+from offline_packing.config.packing import parse_config
+from offline_packing.errors import ConfigError
+from offline_packing.planner.mixture import Mixture
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.ranks.layout import RankLayout
+from offline_packing.report.report import report
+from offline_packing.runs.artifacts import open_index, open_plan
+from offline_packing.runs.figures import run_figures
+from offline_packing.verify.verify import verify
+from task_encoders.packs.slots import ContextParallel
+from tests.helpers.datasets import captioning_pairs, pack_all, packed_run, plan_summary
+
+#: Lengths of three sources, which have few in common.
+BANDS = ((100, 400), (300, 1500), (900, 4000))
+START, END = (0.7, 0.2, 0.1), (0.1, 0.3, 0.6)
+
+
+def drawn(count: int = 60_000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and sources whose tokens have the mean shares of the mixture."""
+    rng = np.random.default_rng(seed)
+    means = np.array([sum(band) / 2 for band in BANDS])
+    share = (np.array(START) + END) / 2 / means
+    source = rng.choice(3, count, p=share / share.sum())
+    low, high = np.array(BANDS).T
+    return rng.integers(low[source], high[source]).astype(np.int32), source
+
+
+def shares_of(plan: PackPlan, lengths: np.ndarray, source: np.ndarray, packs: int) -> np.ndarray:
+    """(num_blocks, num_sources) shares of the tokens in blocks of packs."""
+    block = np.repeat(np.arange(plan.num_packs), np.diff(plan.pack_offsets)) // packs
+    table = np.zeros((block.max() + 1, len(START)))
+    np.add.at(table, (block, source[plan.sample_ids]), lengths[plan.sample_ids])
+    whole = table[: plan.num_packs // packs]
+    return np.asarray(whole / whole.sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_shares_follow_the_lines_in_as_few_packs(copies: int) -> None:
+    lengths, source = drawn(60_000 // copies)
+    samples = np.tile(np.arange(len(lengths)), copies)
+    lengths, source = lengths[samples], source[samples]
+    turns = np.random.default_rng(1).permutation(len(lengths) // copies)
+    order = np.repeat(np.arange(copies), len(turns)) * len(turns) + np.tile(turns, copies)
+    copy_of = samples if copies > 1 else None
+    mixed = {"mixture": Mixture(START, END), "source": source, "source_order": order}
+    plan = plan_packs(lengths, 4096, copy_of=copy_of, **mixed)
+    plain = plan_packs(lengths, 4096, copy_of=copy_of)
+    assert plan.num_packs <= plain.num_packs + 1
+    assert plan.info.lower_bound == plain.info.lower_bound
+    assert np.array_equal(np.sort(plan.sample_ids), np.arange(len(lengths)))
+    assert np.add.reduceat(lengths[plan.sample_ids], plan.pack_offsets[:-1]).max() <= 4096
+    for packs, most in ((100, 0.03), (500, 0.006)):
+        found = shares_of(plan, lengths, source, packs)
+        middle = (np.arange(len(found))[:, None] + 0.5) * packs / plan.num_packs
+        asked = np.array(START) + (np.array(END) - START) * middle
+        assert np.abs(found - asked).max() < most
+        assert np.abs(shares_of(plain, lengths, source, packs) - asked).max() > 0.2
+    for pack in plan:
+        assert len(np.unique(samples[pack])) == len(pack)
+    again = plan_packs(lengths, 4096, copy_of=copy_of, **mixed)
+    assert np.array_equal(again.sample_ids, plan.sample_ids)
+    if copies > 1:  # a sample comes again after all others of its source
+        place = np.empty(len(lengths))
+        place[plan.sample_ids] = np.arange(len(lengths)) / len(lengths)
+        later = np.diff(place.reshape(copies, -1), axis=0)
+        assert (later > 0.1).mean() > 0.98
+
+
+def test_a_source_can_begin_or_end_without_a_share() -> None:
+    lengths = np.random.default_rng(0).integers(100, 2000, 20_000).astype(np.int32)
+    source = np.arange(len(lengths)) % 2
+    plan = plan_packs(
+        lengths,
+        4096,
+        mixture=Mixture((1.0, 0.0), (0.0, 1.0)),
+        source=source,
+        source_order=np.arange(len(source)),
+    )
+    found = shares_of(plan, lengths, source, plan.num_packs // 10)
+    assert found[[0, -1], 0] == pytest.approx([0.95, 0.05], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"order": RankLayout(2)}, "order"),
+        ({"context_parallel": ContextParallel(4, 1024)}, "context_parallel"),
+        ({"mixed": True}, "epochs"),
+        ({"max_samples": 9}, "samples"),
+        ({"assignment": "locality"}, "locality"),
+        ({"strategy": "first_fit_decreasing"}, "first_fit_decreasing"),
+        ({"homogeneous": True, "groups": np.zeros(600, np.int32)}, "homogeneous"),
+    ],
+)
+def test_what_would_undo_it_is_refused(other: dict[str, Any], named: str) -> None:
+    lengths, source = drawn(600)
+    given = {"mixture": Mixture(START, END), "source": source, "source_order": np.arange(600)}
+    with pytest.raises(ValueError, match=f"cannot keep.*{named}|{named}.*cannot keep"):
+        plan_packs(lengths, 4096, **given, **other)
+
+
+def sources(root: Path) -> list[dict[str, Any]]:
+    captions = [
+        {"format": "pairs", "path": str(root / name), "task": "captioning", "name": name}
+        for name in ("few", "many")
+    ]
+    captioning_pairs(root / "few", 30)
+    captioning_pairs(root / "many", 90, seed=1)
+    return captions
+
+
+MIXTURE = {"start": {"few": 0.8, "many": 0.2}, "end": {"many": 1.0}}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_run_follows_it(tmp_path: Path, shared: bool) -> None:
+    pack = {"seq_length": 512, "mixture": MIXTURE, "share_prefixes": shared}
+    run = packed_run(sources(tmp_path), tmp_path / "out", pack=pack)
+    assert verify(run, deep=True).ok
+    samples, plan = open_index(run), open_plan(run).packs
+    tokens, source = samples.array("num_tokens"), samples.array("source_id")
+    weights = [{**one, "weight": w} for one, w in zip(sources(tmp_path), (0.4, 0.6), strict=True)]
+    plain = packed_run(weights, tmp_path / "plain", pack={"seq_length": 512})
+    assert sorted(open_plan(plain).packs.sample_ids) == sorted(plan.sample_ids)
+    half = plan.pack_offsets[plan.num_packs // 2]
+    few = [
+        tokens[some[source[some] == 0]].sum() / tokens[some].sum()
+        for some in np.split(plan.sample_ids, [half])
+    ]
+    assert few == pytest.approx([0.6, 0.2], abs=0.05)
+    found = run_figures(run.config, samples, plan, {})["plan"]["mixture"]
+    assert np.mean([one["shares"] for one in found], axis=0) == pytest.approx([0.4, 0.6], abs=0.02)
+    assert "few 7" in plan_summary(run)
+    assert "-> " in plan_summary(run)
+    assert report(run)
+    page = (run.workspace.report / "report.html").read_text()
+    assert "Mixture over the plan" in page
+    assert "few: 7" in page
+    manifest = pack_all(run)
+    assert manifest.config["pack"]["mixture"] == {**MIXTURE, "end": {"many": 1.0}}
+    assert "mixture" not in pack_all(plain).config["pack"]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "change", "named"),
+    [
+        ({"start": {"few": 0.5}, "end": {"many": 1}}, {}, "sum to 0.5"),
+        ({"start": {"few": 1}, "end": {"few": 1}}, {}, "'many' is a source without"),
+        ({"start": {"few": 1}, "end": {"more": 1}}, {}, "'many' is a source|'more' is no source"),
+        (MIXTURE, {"weight": 2}, "remove weight and repeat"),
+        (MIXTURE, {"repeat": 2}, "remove weight and repeat"),
+    ],
+)
+def test_what_it_cannot_mean_is_refused(
+    tmp_path: Path, mixture: dict[str, Any], change: dict[str, Any], named: str
+) -> None:
+    named_sources = [{**one, **change} for one in sources(tmp_path)]
+    config = {"source": named_sources, "pack": {"mixture": mixture}, "output": {"path": "out"}}
+    with pytest.raises(ConfigError, match=named):
+        parse_config(config)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"order": {"num_ranks": 2}}, {"context_parallel": {"ranks": 2, "tokens_per_rank": 256}}],
+)
+def test_an_order_for_ranks_is_refused_before_anything_is_read(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    pack = {"seq_length": 512, "mixture": MIXTURE, **other}
+    with pytest.raises(ConfigError, match="cannot keep mixture"):
+        parse_config(
+            {"source": sources(tmp_path), "pack": pack, "output": {"path": str(tmp_path / "out")}}
+        )
