@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,6 +18,7 @@ from pydantic import (
 )
 
 from offline_packing.engines import ENGINES
+from offline_packing.index.chosen import parse_filters
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.layout import RankLayout
@@ -105,6 +107,12 @@ def _as_section(value: Any) -> Any:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
+def _check_filters(filters: list[Any] | None) -> list[Any] | None:
+    if filters is not None:
+        parse_filters(filters)
+    return filters
+
+
 class PackConfig(PlanOptions, Section):
     """Options of packing: options of a plan, and further ones of the configuration."""
 
@@ -124,6 +132,9 @@ class PackConfig(PlanOptions, Section):
     epochs: Count = 1
     #: store once what samples share at their beginning, media included: true, or {max_branches: 16}
     share_prefixes: Annotated[SharePrefixesConfig | None, BeforeValidator(_as_section)] = None
+    #: which samples are packed, by fields of source.keep: filters of pyarrow that must all hold,
+    #: [[relevance_min, '>=', 3], [source, 'not in', [web]]], or lists of them, one of which must
+    where: Annotated[list[Any] | None, AfterValidator(_check_filters)] = None
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 
@@ -139,9 +150,10 @@ class PackConfig(PlanOptions, Section):
 
     @model_serializer(mode="wrap")
     def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """share_prefixes only if it is on: manifests and fingerprints are those from before it."""
+        """Some options only if they are on: manifests and fingerprints are those from before."""
         content: dict[str, Any] = serialize(self)
-        return {name: v for name, v in content.items() if name != "share_prefixes" or v is not None}
+        later = ("share_prefixes", "where")
+        return {name: v for name, v in content.items() if name not in later or v is not None}
 
     @property
     def layout(self) -> RankLayout | None:

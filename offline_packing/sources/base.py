@@ -121,7 +121,8 @@ class Source(ABC):
         self.task = options.task
         self.key_prefix = key_prefix
         self.image_root = options.image_root if isinstance(options, MediaOptions) else None
-        self.fields = FieldMap(options.fields if isinstance(options, FieldOptions) else {})
+        named = isinstance(options, FieldOptions)
+        self.fields = FieldMap(options.fields, options.keep) if named else FieldMap({})
         self.unpack_folder = unpack_folder
         #: the record whose media were read last, and their texts by `hash_text`
         self._texts: tuple[Locator, dict[str, str]] | None = None
