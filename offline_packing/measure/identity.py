@@ -43,7 +43,6 @@ from offline_packing.runs.set_aside import aside_while_measuring
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
-from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.storage.paths import path_of
 
@@ -152,7 +151,7 @@ def is_known(source: Source, record: SourceRecord) -> bool:
     if source.known is None or not record.own_id or isinstance(record.content, SampleError):
         return False
     try:
-        sample = to_sample(record.content, record.key, source.task, record.paired_media)
+        sample = source.to_sample(record.content, record.key, record.paired_media)
     except SampleError:
         return False
     media = map(record.embedded.get, (*sample.images, *sample.videos))

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -56,8 +57,10 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "caption": (*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
     "group": (),
 }
-#: Name in a mapped record of what `keep` takes out of it: `kept_value` by place.
+#: Names in a mapped record of what is taken out of it beside its sample's fields, by place: by
+#: `keep` a `kept_value`, by `min_rating` the list and its minimum.
 KEPT: Final = "source.keep"
+RATED: Final = "source.min_rating"
 #: Characters of a text that is kept, and the largest integer that is exact as float64.
 _MAX_KEPT: Final = 256
 _MAX_EXACT: Final = 2**53
@@ -69,7 +72,12 @@ _STEP: Final = re.compile(r"[^.\[\]]+")
 class FieldMap:
     """Renames and picks out fields. Without any, a record is left as it is."""
 
-    def __init__(self, fields: Mapping[str, str], keep: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, str],
+        keep: Collection[str] = (),
+        min_rating: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Raises ValueError for an unknown field or a place that is not a path."""
         for name in fields:
             if name not in _REPLACED:
@@ -77,7 +85,10 @@ class FieldMap:
                     f"source.fields.{name} is not a known field; valid: {', '.join(_REPLACED)}"
                 )
         self._steps = {name: _steps(f"fields.{name}", place) for name, place in fields.items()}
-        self._kept = {place: _steps("keep", place) for place in keep}
+        #: what `keep` names, as steps
+        self.keep = {place: _steps("keep", place) for place in keep}
+        self._rated = {place: _steps("min_rating", place) for place in min_rating}
+        self._least = dict(min_rating)
         #: the record's own fields that a place was given for, by canonical field
         self.named = {name: steps[0] for name, steps in self._steps.items()}
         replaced = {old for name in fields for old in _REPLACED[name]}
@@ -88,7 +99,8 @@ class FieldMap:
         is_alpaca = self._steps.get("question") == ("instruction",)
         self._input = {"input"} - set(self.named.values()) if is_alpaca else set()
         #: the record's own fields that are read beside these of a sample
-        self.beside = {steps[0] for steps in self._kept.values()} - self.columns()
+        beside = {steps[0] for steps in (*self.keep.values(), *self._rated.values())}
+        self.beside = beside - FieldMap.columns(self)
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -104,8 +116,8 @@ class FieldMap:
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The record with the named fields, if it has them, under their canonical names, and with
-        KEPT if anything is kept."""
-        if not self._steps and not self._kept:
+        KEPT and RATED if these are asked for."""
+        if not (self._steps or self.keep or self._rated):
             return content
         kept = {name: value for name, value in content.items() if name not in self._dropped}
         found = {name: follow(content, steps) for name, steps in self._steps.items()}
@@ -115,20 +127,30 @@ class FieldMap:
             and isinstance(kept.get("input"), str)
         ):
             found["question"] = with_input(found["question"], kept.pop("input"))
-        if self._kept:
-            values = ((place, follow(content, steps)) for place, steps in self._kept.items())
+        if self.keep:
+            values = ((place, follow(content, steps)) for place, steps in self.keep.items())
             found[KEPT] = {place: kept_value(value) for place, value in values}
+        if self._rated:
+            rated = self._rated.items()
+            found[RATED] = {at: (follow(content, steps), self._least[at]) for at, steps in rated}
         return kept | {name: value for name, value in found.items() if value is not None}
 
     def kept(self, content: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None] | None:
         """`kept_value` by place, of a record that `apply` returned; None: nothing is kept."""
-        return content.get(KEPT) if self._kept else None
+        return content.get(KEPT) if self.keep else None
+
+    def ratings(self, content: Mapping[str, Any]) -> Mapping[str, tuple[Any, float]]:
+        """The list and the minimum by place, of a record that `apply` returned."""
+        return content.get(RATED, {}) if self._rated else {}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
         """A line for each place that gave `apply` no value."""
         absent = self._steps.keys() - content.keys() if self._steps else ()
         places = [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
-        unkept = [place for place, value in (self.kept(content) or {}).items() if value is None]
+        ratings, kept = self.ratings(content), self.kept(content) or {}
+        unrated = (place for place in self._rated if ratings.get(place, (None,))[0] is None)
+        places += [f"source.min_rating.{place}" for place in unrated]
+        unkept = (place for place in self.keep if kept.get(place) is None)
         return [
             *(f"{place} is not in the record" for place in places),
             *(f"source.keep={place} gives neither a number nor a short text" for place in unkept),
@@ -179,6 +201,11 @@ def _check_fields(fields: dict[str, str]) -> dict[str, str]:
 def _check_keep(keep: tuple[str, ...]) -> tuple[str, ...]:
     FieldMap({}, keep)
     return keep
+
+
+def _check_ratings(min_rating: dict[str, float]) -> dict[str, float]:
+    FieldMap({}, min_rating=min_rating)
+    return min_rating
 
 
 class SourceOptions(BaseModel):
@@ -235,6 +262,9 @@ class FieldOptions(SourceOptions):
     #: places of numbers and short texts in a record that the index keeps, for pack.where:
     #: [relevance_min, meta.source]
     keep: Annotated[tuple[str, ...], BeforeValidator(listed), AfterValidator(_check_keep)] = ()
+    #: leave out turns whose entry in a list of ratings, one for each turn, is lower; their images
+    #: and videos stay: {relevance_ratings: 3}
+    min_rating: Annotated[dict[str, float], AfterValidator(_check_ratings)] = {}
 
 
 class MediaOptions(SourceOptions):
