@@ -221,7 +221,8 @@ class SourceOptions(BaseModel):
     task: Literal["captioning", "vqa", "bmr"]
     #: put before every key (default: of several sources, the path's last part)
     name: str | None = None
-    #: outputs, here or at a URL, whose samples, packed or set aside, are left out
+    #: outputs, here or at a URL, whose samples, packed or set aside, are left out; not those that
+    #: the outputs left out on purpose, or as overlong for shorter packs
     skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
