@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from offline_packing.sources.base import SourceRecord
-from offline_packing.sources.options import KEPT, RATED, FieldMap
+from offline_packing.sources.options import FieldMap
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
 from task_encoders.records.messages import LOSS_FIELDS, media_name
 from task_encoders.records.questions import (
@@ -72,8 +72,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for name in record.unread[1]:
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
-    read = {KEPT, RATED, *fields.named, *fields.beside}
-    for name in content.keys() - _RECORD_FIELDS - read:
+    for name in content.keys() - _RECORD_FIELDS - fields.named.keys() - fields.beside:
         if _holds_media(name, content[name], used):
             yield f"field {name!r} {UNUSED_MEDIA}; name it in source.fields", _shown(content[name])
         elif name not in told and (text := _lost_text(name, content[name], used)):

@@ -1,6 +1,7 @@
 """Samples chosen by fields of their records, and turns by their ratings, on records of FineVision's
 schema (https://huggingface.co/datasets/HuggingFaceM4/FineVision)."""
 
+import base64
 import csv
 import io
 import json
@@ -116,6 +117,7 @@ def test_filters_choose_as_many_as_pyarrow(tmp_path: Path, monkeypatch: Any) -> 
 
 def test_nulls_fail_and_are_counted(tmp_path: Path) -> None:
     rows = finevision_rows()
+    rows[0]["relevance_min"] = None
     source = finevision(tmp_path / "data", rows, keep=KEEP)
     where = [["source", "not in", ["web"]], ["relevance_min", ">=", 2]]
     run = packed_run(source, tmp_path / "out", pack={"where": where})
@@ -217,6 +219,13 @@ def test_kept_fields_of_renamed_records(tmp_path: Path) -> None:
     assert measure(run).info.warnings == []
     kept = {name: tuple(value.values()) for name, value in index_rows(run)[0]["kept"]}
     assert kept == {"meta.score": (7.0, None), "meta.note": (None, "a few words here")}
+
+
+def test_a_table_with_nothing_but_kept_columns_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"jpg": [b"1"], "score": [1]}), tmp_path / "a.parquet")
+    source = {"format": "parquet", "path": str(tmp_path / "a.parquet"), "task": "captioning"}
+    with pytest.raises(StageError, match="it has the columns jpg, score; name those to be used"):
+        measure(make_run({**source, "keep": "score"}, tmp_path / "out"))
 
 
 def test_parts_of_a_conversation_are_chosen_together(tmp_path: Path) -> None:
@@ -333,18 +342,20 @@ def test_samples_that_were_not_chosen_are_new(tmp_path: Path) -> None:
     """Also those of an id that several records share, or that are in the source twice."""
     rows = records([i % 4 for i in range(24)])
     rows += [{**rows[3], "texts": rows[4]["texts"]}, rows[3], rows[5], {"id": "broken"}]
+    rows += [{**rows[7], "meta": {"score": 0}}]  # chosen, but a duplicate
     path = tmp_path / "a.jsonl"
     source = jsonl(path, [], keep=["meta.score"])
     write_file(path, lines(rows))
     where = [["meta.score", "<", 3]]
     first = packed_run(source, tmp_path / "first", pack={"where": where, "max_set_aside": 1})
-    reasons = {"bad_record": 1, "not_chosen": 8, "duplicate_key": 1}
+    reasons = {"bad_record": 1, "not_chosen": 8, "duplicate_key": 2}
     assert pack_all(first).counts.set_aside == reasons
     second = skipping(source, tmp_path, first, "second")
     samples = measure(second)
     assert samples.info.num_skipped == 20
     assert samples.info.set_aside == {}
     (other,) = (key for key in keys_of(second) if "@" in key)
+    assert len(keys_of(second)) == 9
     assert sorted({*keys_of(second)}) == sorted([other, *(f"{i}" for i in range(3, 24, 4))])
     # Both together hold all, and nothing twice but what the source has twice.
     pack_all(second)
@@ -352,38 +363,65 @@ def test_samples_that_were_not_chosen_are_new(tmp_path: Path) -> None:
         {**source, "skip": [str(tmp_path / "first"), str(tmp_path / "second")]}, tmp_path / "third"
     )
     assert outcomes(third) == {}
+    # Another choice of the first leaves out others.
+    pack_all(chosen_by(first, [["meta.score", "<", 2]]))
+    with pytest.raises(StageError, match=r"source\.0\.skip\.listing"):
+        measure(second)
 
 
 def test_samples_below_a_rating_are_new(tmp_path: Path) -> None:
     rows = [{**row, "stars": [i % 3]} for i, row in enumerate(records([0] * 9))]
+    rows[8] |= {"texts": rows[8]["texts"] + rows[7]["texts"], "stars": [2, 1]}
     source = jsonl(tmp_path / "a.jsonl", [], keep=[])
     write_file(tmp_path / "a.jsonl", lines(rows))
     first = packed_run({**source, "min_rating": {"stars": 2}}, tmp_path / "first")
     assert keys_of(first) == ["2", "5", "8"]
-    assert outcomes(skipping(source, tmp_path, first, "second")) == dict.fromkeys("013467", "ok")
+    found = outcomes(skipping({**source, "min_rating": {"stars": 1}}, tmp_path, first, "second"))
+    # A record with other turns than before is another sample.
+    assert {key.partition("@")[0]: reason for key, reason in found.items()} == {
+        **dict.fromkeys("036", "not_chosen"),
+        **dict.fromkeys("1478", "ok"),
+    }
+    again = outcomes(skipping({**source, "min_rating": {"stars": 2}}, tmp_path, first, "again"))
+    assert again == dict.fromkeys("013467", "not_chosen")
+
+
+def test_pictures_in_a_record_whose_left_out_turn_is_empty(tmp_path: Path) -> None:
+    picture = f"data:image/jpeg;base64,{base64.b64encode(image_bytes()).decode()}"
+    record = {"texts": [{"user": "<image>?", "assistant": ""}, {"user": "b?", "assistant": "B."}]}
+    rows = [{"id": "0", **record, "images": [picture], "stars": [1, 2]}]
+    write_file(tmp_path / "a.jsonl", lines(rows))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
+    run = packed_run({**source, "min_rating": {"stars": 2}}, tmp_path / "out")
+    ((_, sample, media),) = samples_of(run)
+    assert sample.turns[0].prompt == "<image>b?"
+    assert [*media] == [image_bytes()]
+    assert verify(run, deep=True).ok
 
 
 def test_overlong_samples_are_new_to_longer_packs(tmp_path: Path) -> None:
-    write_file(tmp_path / "a.jsonl", lines([spoken(n, key=f"{n}") for n in (5, 200, 9)]))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
-    pack = {"seq_length": 128, "max_set_aside": 1}
+    write_file(tmp_path / "a.jsonl", lines([spoken(n, key=f"{n}", n=n) for n in (5, 200, 9)]))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr", "keep": "n"}
+    pack = {"seq_length": 128, "max_set_aside": 1, "where": [["n", "!=", 5]]}
     first = packed_run(source, tmp_path / "first", pack=pack)
     same = skipping(source, tmp_path, first, "same", seq_length=128)
-    assert outcomes(same) == {}
+    assert outcomes(same) == {"5": "ok"}
     longer = skipping(source, tmp_path, first, "longer", seq_length=512)
-    assert outcomes(longer) == {"200": "ok"}
+    assert outcomes(longer) == {"5": "ok", "200": "ok"}
     # What is new depends on the length: the index of one length is not taken for another.
     with pytest.raises(StageError, match=r"source\.0\.skip\.listing"):
         measure(skipping(source, tmp_path, first, "longer", seq_length=128))
 
 
 def test_skipping_heeds_what_was_drawn(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "a.jsonl", [0] * 40)
+    source = jsonl(tmp_path / "a.jsonl", [])
+    rows = [{**row, "id": None} for row in records([0] * 40)]
+    write_file(tmp_path / "a.jsonl", lines(rows))
     half = packed_run({**source, "repeat": 0.5}, tmp_path / "half")
     packed = {sample.key for _, sample, _ in samples_of(half)}
     assert 0 < len(packed) < 40
     rest = outcomes(skipping(source, tmp_path, half, "rest"))
-    assert rest == dict.fromkeys({f"{i}" for i in range(40)} - packed, "ok")
+    assert rest == dict.fromkeys({f"a:{i + 1}" for i in range(40)} - packed, "ok")
     (half.workspace.plan / "sample_ids.npy").unlink()
     with pytest.raises(StageError, match=r"sample_ids\.npy cannot be read"):
         measure(skipping(source, tmp_path, half, "other"))
