@@ -17,6 +17,7 @@ from offline_packing.config.sections import (
     ReportConfig,
     Section,
 )
+from offline_packing.index.chosen import parse_filters
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import FieldOptions
@@ -99,6 +100,15 @@ class PackingConfig(Section):
             self._check_prefixes()
         if self.pack.mixture is not None:
             self._check_mixture()
+        kept = {place for source in self.source for place in getattr(source, "keep", ())}
+        for (name, _), *_ in itertools.chain(
+            *(parse_filters(self.pack.where) if self.pack.where else ())
+        ):
+            if name not in kept:
+                raise ValueError(
+                    f"pack.where names {name!r}, which no source keeps "
+                    f"(kept: {', '.join(sorted(kept)) or 'nothing'}); add it to source.keep"
+                )
         tasks = LAYOUTS[self.output.layout].TASKS
         if self.task not in tasks:
             raise ValueError(

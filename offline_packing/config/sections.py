@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,6 +18,7 @@ from pydantic import (
 )
 
 from offline_packing.engines import ENGINES
+from offline_packing.index.chosen import parse_filters
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.layout import RankLayout
@@ -127,7 +129,13 @@ def _as_section(value: Any) -> Any:
 
 
 #: Options that `PackConfig` dumps only if they are on.
-_RARE: Final = ("share_prefixes", "mixture")
+_RARE: Final = ("share_prefixes", "mixture", "where")
+
+
+def _check_filters(filters: list[Any] | None) -> list[Any] | None:
+    if filters is not None:
+        parse_filters(filters)
+    return filters
 
 
 class PackConfig(PlanOptions, Section):
@@ -152,6 +160,9 @@ class PackConfig(PlanOptions, Section):
     #: shares of the tokens that go from {captions: .7, docs: .3} at the start of the plan to others
     #: at its end: {start: …, end: …}; not with weight or repeat
     mixture: MixtureConfig | None = None
+    #: which samples are packed, by fields of source.keep: filters of pyarrow that must all hold,
+    #: [[relevance_min, '>=', 3], [source, 'not in', [web]]], or lists of them, one of which must
+    where: Annotated[list[Any] | None, AfterValidator(_check_filters)] = None
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
 

@@ -36,7 +36,7 @@ from offline_packing.storage.files import (
 )
 from task_encoders.storage.paths import REMEDY
 
-INDEX_VERSION: Final = 2
+INDEX_VERSION: Final = 3
 
 #: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
 #: and the warning.
@@ -167,6 +167,7 @@ LOCATOR_FIELDS: Final = [
     pa.field("column", pa.string()),
 ]
 _MEDIA_FIELDS: Final = [*LOCATOR_FIELDS, pa.field("extension", pa.string())]
+_KEPT_VALUE: Final = pa.struct({"number": pa.float64(), "text": pa.string()})
 _PART_FIELDS: Final = [
     pa.field("key", pa.large_string()),
     pa.field("json", pa.struct(LOCATOR_FIELDS)),
@@ -203,6 +204,8 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("prefix_media", pa.uint64()),
         *(pa.field(f"prefix_{name}", pa.int32()) for name in ("tokens", "images", "videos")),
         pa.field("group_hash", pa.uint64()),  # of source.fields.group; 0: there is none
+        # of source.keep, by place, see `kept_value`; null: nothing is kept
+        pa.field("kept", pa.map_(pa.string(), _KEPT_VALUE)),
         # the record that this is a part of; then json has the size of the turns that the sample has
         # of it. None: the whole record at json
         pa.field("part", pa.struct(_PART_FIELDS)),

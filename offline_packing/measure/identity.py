@@ -10,8 +10,10 @@ alone, so that keys do not depend on the number that share an id, on parts or on
     {"id": "33471", ...: "What is it?"}     33471, and is set aside as a duplicate
 
 `source.skip` leaves out samples that other outputs hold, whatever their model, before they are read
-or tokenized. A sample is known by its key, and where records share an id by its content. A key as
-the source gives it has no prefix; a prefix depends on how many sources a configuration has:
+or tokenized. What these left out on purpose is new: samples that were not drawn or not chosen, or
+trained before, and overlong ones where packs are longer now. A sample is known by its key, and
+where records share an id by its content. A key as the source gives it has no prefix; a prefix
+depends on how many sources a configuration has:
 
     out/packed, of one source          000017           the same sample: both are '000017' of
     out/more, of data and others       data/000017      the folder 'data'
@@ -24,7 +26,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,19 +35,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import RECORD_COLUMNS, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, rewrite_part
+from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.runs.set_aside import aside_while_measuring
+from offline_packing.runs.set_aside import (
+    DELIBERATE,
+    aside_while_measuring,
+    aside_while_planning,
+)
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
-from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.storage.paths import path_of
+from task_encoders.storage.paths import REMEDY, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,22 +114,29 @@ def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
     return pa.Table.from_pylist(columns, INDEX_SCHEMA)
 
 
-def skip_fingerprint(config: SourceOptions) -> str:
-    """Changes when a skipped output does. Raises StageError if one is not complete."""
-    hashes = (hash_file(_complete_output(path)[0].index_info) for path in config.skip)
-    return hash_bytes("".join(hashes).encode())
+def skip_fingerprint(config: SourceOptions, longest: int) -> str:
+    """Changes when a skipped output does, or what of it is new to packs whose `longest` sample has
+    this many tokens. Raises StageError if an output is not complete."""
+    parts = []
+    for output in (_complete_output(path, longest) for path in config.skip):
+        parts.append(hash_file(output.workspace.index_info))
+        if output.new:
+            parts += map(hash_file, aside_while_planning(output.workspace))
+            parts += sorted(output.new)
+    return hash_bytes("".join(parts).encode())
 
 
 def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
     """Tell each source which keys to skip, in a file of a folder; an existing file is used. Raises
     StageError as `skip_fingerprint`."""
+    longest = run.config.pack.longest_sample
     for i, (config, source) in enumerate(zip(run.config.source, sources, strict=True)):
         if config.skip:
-            path = folder / f"source-{i:05d}-{skip_fingerprint(config)}.npy"
+            path = folder / f"source-{i:05d}-{skip_fingerprint(config, longest)}.npy"
             source.known = KeySet(path)
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                source.known.save(_collect(config, source.key_prefix))
+                source.known.save(_collect(config, source.key_prefix, longest))
 
 
 @dataclass
@@ -152,15 +165,24 @@ def is_known(source: Source, record: SourceRecord) -> bool:
     if source.known is None or not record.own_id or isinstance(record.content, SampleError):
         return False
     try:
-        sample = to_sample(record.content, record.key, source.task, record.paired_media)
+        sample = source.to_sample(record.content, record.key, record.paired_media)
     except SampleError:
         return False
     media = map(record.embedded.get, (*sample.images, *sample.videos))
     return source.is_known(repeated_key(record.key, hash_content(sample, media)))
 
 
-def _complete_output(path: str) -> tuple[Workspace, IndexInfo, Sequence[Mapping[str, Any]]]:
+class _Skipped(NamedTuple):
     """A skipped output, its index, and the sources of its configuration."""
+
+    workspace: Workspace
+    info: IndexInfo
+    sources: Sequence[Mapping[str, Any]]
+    #: reasons for which it set samples aside that are new all the same
+    new: frozenset[str]
+
+
+def _complete_output(path: str, longest: int) -> _Skipped:
     workspace = Workspace(path_of(path))
     manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.index_info)
     if manifest is None or info is None:
@@ -169,17 +191,45 @@ def _complete_output(path: str) -> tuple[Workspace, IndexInfo, Sequence[Mapping[
             f"source.skip: {path} is not a complete output, it has no {lacks.name}; finish it "
             "first, or take it out"
         )
-    return workspace, info, manifest.config["source"]
+    packed = manifest.seq_length // manifest.pad_multiple * manifest.pad_multiple
+    new = DELIBERATE | ({"overlong"} if longest > packed else set())
+    return _Skipped(
+        workspace, info, manifest.config["source"], new & manifest.counts.set_aside.keys()
+    )
 
 
-def _collect(config: SourceOptions, prefix: str) -> Hashes:
+def _new_samples(output: _Skipped) -> npt.NDArray[np.bool_]:
+    """(num_samples,) samples of an output's index that it left out for a reason in `new`."""
+    is_new = np.zeros(output.info.num_samples, bool)
+    if output.new:
+        # An earlier sample of its key decides for a duplicate.
+        reasons = pa.array([*output.new, "duplicate_key"])
+        try:
+            is_packed = np.zeros(len(is_new), bool)
+            is_packed[PackPlan.load(output.workspace.plan).sample_ids] = True
+            tables = read_set_aside(aside_while_planning(output.workspace))
+            found = [pc.is_in(table["reason"], reasons).to_numpy() for table in tables]
+            # Samples that are not packed stand there in their order.
+            is_new[~is_packed] = np.concatenate([np.empty(0, bool), *found])
+        except (OSError, ValueError) as error:
+            raise DamagedError(
+                f"source.skip: {output.workspace.plan}: {error}; {REMEDY}"
+            ) from error
+    return is_new
+
+
+def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
     """Hashes of the keys, without prefix, of a source's samples in the outputs that it skips."""
     packed: list[Hashes] = []
     shared: list[Hashes] = []
     aside: list[Hashes] = []
-    for workspace, info, sources in map(_complete_output, config.skip):
+    for output in (_complete_output(path, longest) for path in config.skip):
+        workspace, info, sources, new = output
         prefixes = _prefixes(config, prefix, workspace, sources, info)
+        is_known, start = ~_new_samples(output), 0
         for part in map(records_of, Index(workspace.index, info).parts(*RECORD_COLUMNS)):
+            own_rows = slice(start, start := start + len(part))
+            part = part.append_column("is_known", pa.array(is_known[own_rows]))
             for keys, rows in _own_keys(part, "source_id", prefixes.items()):
                 is_own = pc.not_equal(rows["content_hash"], _NO_CONTENT)
                 contents = rows["content_hash"].filter(is_own).to_pylist()
@@ -188,12 +238,17 @@ def _collect(config: SourceOptions, prefix: str) -> Hashes:
                     key.removesuffix(repeated_key("", c))
                     for key, c in zip(own, contents, strict=True)
                 ]
-                packed.append(hash_keys(keys.filter(pc.invert(is_own)).to_pylist()))
-                packed.append(hash_keys(map(repeated_key, bases, contents)))
+                alone = pc.and_(pc.invert(is_own), rows["is_known"])
+                packed.append(hash_keys(keys.filter(alone).to_pylist()))
+                named = zip(
+                    bases, contents, rows["is_known"].filter(is_own).to_pylist(), strict=True
+                )
+                packed.append(hash_keys(repeated_key(*own) for *own, known in named if known))
                 shared.append(hash_keys(bases))
         paths = [(sources[i]["path"], own) for i, own in prefixes.items()]
         for table in read_set_aside(aside_while_measuring(workspace, info)):
-            aside += [hash_keys(keys.to_pylist()) for keys, _ in _own_keys(table, "source", paths)]
+            old = table.filter(pc.invert(pc.is_in(table["reason"], pa.array([*new], pa.string()))))
+            aside += [hash_keys(keys.to_pylist()) for keys, _ in _own_keys(old, "source", paths)]
     # If records share an id, a record that was set aside tells nothing about the others.
     lost, known = sort_hashes(aside), sort_hashes(shared)
     return sort_hashes([*packed, lost[~np.isin(lost, known, assume_unique=True)]])

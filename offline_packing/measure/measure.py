@@ -284,7 +284,7 @@ def preview_measure(run: Run) -> str:
 def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
     listings = {f"source.{i}.listing": scan.fingerprint for i, scan in enumerate(scans)}
     skipped = {
-        f"source.{i}.skip.listing": skip_fingerprint(config)
+        f"source.{i}.skip.listing": skip_fingerprint(config, run.config.pack.longest_sample)
         for i, config in enumerate(run.config.source)
         if config.skip
     }

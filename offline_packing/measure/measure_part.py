@@ -507,6 +507,7 @@ class Measuring:
             "content_hash": hash_content(sample, embedded) if record.own_id else 0,
             "sample_hash": hash_sample(sample, found.media_hashes),
             "group_hash": hash_group(source, record.content),
+            "kept": source.fields.kept(record.content),
             "source_id": self.task.source_id,
             "task": source.task,
         }

@@ -68,11 +68,15 @@ def plan_lengths(
     cannot be read, lacks columns, or a length is not a whole number from 0."""
     settings = read_config(LengthsConfig, config, overrides)
     pack = settings.pack
-    if pack.share_prefixes is not None:
-        raise StageError(
-            "pack.share_prefixes needs samples that were measured, and a table of lengths does not "
-            "say which begin alike; leave it out"
-        )
+    for name, lacks in (
+        ("share_prefixes", "which begin alike"),
+        ("where", "what source.keep keeps"),
+    ):
+        if getattr(pack, name) is not None:
+            raise StageError(
+                f"pack.{name} needs samples that were measured, and a table of lengths does not "
+                f"say {lacks}; leave it out"
+            )
     try:
         samples = _read_lengths(lengths)
     except (OSError, pa.ArrowException) as error:

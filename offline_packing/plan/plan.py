@@ -1,7 +1,7 @@
 """plan: index -> plan. Duplicate keys and over-long samples are set aside, the rest is packed.
 
 _packing/plan/*.npy, plan.json      the plan; sample ids are row numbers of the index
-_packing/plan/set_aside.parquet     duplicate_key, not_in_layout and overlong, with their details
+_packing/plan/set_aside.parquet     not_chosen, duplicate_key, overlong …, with their details
 _packing/plan/summary.txt           the figures, to be shared
 _packing/plan/stage.json            fingerprint, hashes of the files above; written last
 """
@@ -20,6 +20,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
+from offline_packing.index.chosen import left_out
 from offline_packing.index.records import find_duplicates, record_numbers
 from offline_packing.index.rows import (
     Prefixes,
@@ -224,7 +225,13 @@ def make_plan(run: Run, samples: Index) -> Planned:
             for what, ids in admission.unfit
         ),
     ]
-    aside = AsideSamples.merge([AsideSamples.of(ids, *reason) for ids, *reason in found])
+    where = run.config.pack.where
+    aside = AsideSamples.merge(
+        [
+            *([] if where is None else [left_out(samples, where)]),
+            *(AsideSamples.of(ids, *reason) for ids, *reason in found),
+        ]
+    )
     id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
     if len(aside.ids):

@@ -22,8 +22,8 @@ from offline_packing.runs.run import Run, Workspace
 from offline_packing.sources.lost_fields import UNUSED_MEDIA
 from offline_packing.sources.reading.contents import hint_for
 
-#: Left out because the configuration says so: not a loss.
-_DELIBERATE: Final = "not_drawn"
+#: Reasons of samples that the configuration leaves out: they are not lost.
+DELIBERATE: Final = frozenset(("not_drawn", "not_chosen", "trained"))
 _DETAIL_LENGTH: Final = 160
 
 
@@ -45,7 +45,7 @@ def render_examples(config: PackingConfig, groups: Iterable[AsideGroup]) -> str:
     for group in groups:
         lines.append(f"  {group.reason:<20} {group.count:>7,}  {_example(group)}")
         hint = _hint(config, group)
-        if hint and group.reason != _DELIBERATE:
+        if hint and group.reason not in DELIBERATE:
             lines.append(f"{'':<31}{hint}")
     return "".join(f"{line}\n" for line in lines)
 
@@ -66,7 +66,7 @@ def check_set_aside(run: Run) -> None:
         return
     tables = [*aside_while_measuring(workspace, info), *aside_while_planning(workspace)]
     groups = group_set_aside(tables)
-    lost = [group for group in groups if group.reason != _DELIBERATE]
+    lost = [group for group in groups if group.reason not in DELIBERATE]
     lost.sort(key=lambda group: -group.count)
     if not lost:
         return

@@ -72,7 +72,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for name in record.unread[1]:
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
-    for name in content.keys() - _RECORD_FIELDS - fields.named.keys():
+    for name in content.keys() - _RECORD_FIELDS - fields.named.keys() - fields.beside:
         if _holds_media(name, content[name], used):
             yield f"field {name!r} {UNUSED_MEDIA}; name it in source.fields", _shown(content[name])
         elif name not in told and (text := _lost_text(name, content[name], used)):
@@ -86,8 +86,8 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
         if text := _lost_text(name, content[name], used):
             yield f"field {name!r} {_UNUSED_TEXT}", _shown(text)
     yield from _odd_answers(content, sample)
-    for place in fields.missing(content):
-        yield f"{place} is not in the record", ""
+    for line in fields.missing(content):
+        yield line, ""
     if record.paired_media and not sample.media:
         yield "files beside their record are used by no sample: it says that it has none", ""
     yield from _other_marks(sample)

@@ -8,12 +8,14 @@ sample needs:
 
 A field on the left is one that `records.to_sample` reads; on the right is its place in the record.
 Fields that are not listed keep their default names. Where `question` is Alpaca's `instruction`,
-its `input` goes with it.
+its `input` goes with it. Places of the same form name what `keep` puts into the index.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -55,6 +57,14 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "caption": (*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
     "group": (),
 }
+#: Names in a mapped record of what is taken out of it beside its sample's fields, by place: by
+#: `keep` a `kept_value`, by `min_rating` the list and its minimum.
+KEPT: Final = "source.keep"
+RATED: Final = "source.min_rating"
+#: Characters of a text that is kept, and the largest integer that is exact as float64.
+_MAX_KEPT: Final = 256
+_MAX_EXACT: Final = 2**53
+_NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _PATH: Final = re.compile(r"[^.\[\]]+(\[\d+\]|\.[^.\[\]]+)*")
 _STEP: Final = re.compile(r"[^.\[\]]+")
 
@@ -62,18 +72,23 @@ _STEP: Final = re.compile(r"[^.\[\]]+")
 class FieldMap:
     """Renames and picks out fields. Without any, a record is left as it is."""
 
-    def __init__(self, fields: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, str],
+        keep: Collection[str] = (),
+        min_rating: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Raises ValueError for an unknown field or a place that is not a path."""
-        for name, place in fields.items():
+        for name in fields:
             if name not in _REPLACED:
                 raise ValueError(
                     f"source.fields.{name} is not a known field; valid: {', '.join(_REPLACED)}"
                 )
-            if not _PATH.fullmatch(place):
-                raise ValueError(
-                    f"source.fields.{name}={place!r} is not a path such as captions[0].content"
-                )
-        self._steps = {name: tuple(_STEP.findall(place)) for name, place in fields.items()}
+        self._steps = {name: _steps(f"fields.{name}", place) for name, place in fields.items()}
+        #: what `keep` names, as steps
+        self.keep = {place: _steps("keep", place) for place in keep}
+        self._rated = {place: _steps("min_rating", place) for place in min_rating}
+        self._least = dict(min_rating)
         #: the record's own fields that a place was given for, by canonical field
         self.named = {name: steps[0] for name, steps in self._steps.items()}
         replaced = {old for name in fields for old in _REPLACED[name]}
@@ -83,6 +98,9 @@ class FieldMap:
         #: that it is about, beside Alpaca's instruction
         is_alpaca = self._steps.get("question") == ("instruction",)
         self._input = {"input"} - set(self.named.values()) if is_alpaca else set()
+        #: the record's own fields that are read beside these of a sample
+        beside = {steps[0] for steps in (*self.keep.values(), *self._rated.values())}
+        self.beside = beside - FieldMap.columns(self)
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -97,8 +115,9 @@ class FieldMap:
         return named | (self._defaults & MEDIA_FIELDS)
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The record with the named fields, if it has them, under their canonical names."""
-        if not self._steps:
+        """The record with the named fields, if it has them, under their canonical names, and with
+        KEPT and RATED if these are asked for."""
+        if not (self._steps or self.keep or self._rated):
             return content
         kept = {name: value for name, value in content.items() if name not in self._dropped}
         found = {name: follow(content, steps) for name, steps in self._steps.items()}
@@ -108,12 +127,53 @@ class FieldMap:
             and isinstance(kept.get("input"), str)
         ):
             found["question"] = with_input(found["question"], kept.pop("input"))
+        if self.keep:
+            values = ((place, follow(content, steps)) for place, steps in self.keep.items())
+            found[KEPT] = {place: kept_value(value) for place, value in values}
+        if self._rated:
+            rated = self._rated.items()
+            found[RATED] = {at: (follow(content, steps), self._least[at]) for at, steps in rated}
         return kept | {name: value for name, value in found.items() if value is not None}
 
+    def kept(self, content: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None] | None:
+        """`kept_value` by place, of a record that `apply` returned; None: nothing is kept."""
+        return content.get(KEPT) if self.keep else None
+
+    def ratings(self, content: Mapping[str, Any]) -> Mapping[str, tuple[Any, float]]:
+        """The list and the minimum by place, of a record that `apply` returned."""
+        return content.get(RATED, {}) if self._rated else {}
+
     def missing(self, content: Mapping[str, Any]) -> list[str]:
-        """'source.fields.images=picture' for each place that gave `apply` no value."""
+        """A line for each place that gave `apply` no value."""
         absent = self._steps.keys() - content.keys() if self._steps else ()
-        return [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
+        places = [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
+        ratings, kept = self.ratings(content), self.kept(content) or {}
+        unrated = (place for place in self._rated if ratings.get(place, (None,))[0] is None)
+        places += [f"source.min_rating.{place}" for place in unrated]
+        unkept = (place for place in self.keep if kept.get(place) is None)
+        return [
+            *(f"{place} is not in the record" for place in places),
+            *(f"source.keep={place} gives neither a number nor a short text" for place in unkept),
+        ]
+
+
+def _steps(option: str, place: str) -> tuple[str, ...]:
+    if not _PATH.fullmatch(place):
+        raise ValueError(f"source.{option}={place!r} is not a path such as captions[0].content")
+    return tuple(_STEP.findall(place))
+
+
+def kept_value(value: Any) -> dict[str, float | str | None] | None:
+    """{number, text} of a number, true or false (1 or 0), or a text of at most 256 characters; None
+    of anything else. A text that spells a number has both, and a large integer is a text."""
+    if isinstance(value, int) and abs(value) > _MAX_EXACT:
+        return {"number": None, "text": str(value)}
+    if isinstance(value, int | float):
+        return {"number": float(value), "text": None}
+    if not isinstance(value, str) or len(value) > _MAX_KEPT:
+        return None
+    number = float(value) if _NUMBER.fullmatch(value) else math.inf
+    return {"number": number if math.isfinite(number) else None, "text": value}
 
 
 def follow(value: Any, steps: tuple[str, ...]) -> Any:
@@ -138,6 +198,16 @@ def _check_fields(fields: dict[str, str]) -> dict[str, str]:
     return fields
 
 
+def _check_keep(keep: tuple[str, ...]) -> tuple[str, ...]:
+    FieldMap({}, keep)
+    return keep
+
+
+def _check_ratings(min_rating: dict[str, float]) -> dict[str, float]:
+    FieldMap({}, min_rating=min_rating)
+    return min_rating
+
+
 class SourceOptions(BaseModel):
     """Options of a source that every format has."""
 
@@ -151,7 +221,8 @@ class SourceOptions(BaseModel):
     task: Literal["captioning", "vqa", "bmr"]
     #: put before every key (default: of several sources, the path's last part)
     name: str | None = None
-    #: outputs, here or at a URL, whose samples, packed or set aside, are left out
+    #: outputs, here or at a URL, whose samples, packed or set aside, are left out; not those that
+    #: the outputs left out on purpose, or as overlong for shorter packs
     skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
@@ -189,6 +260,12 @@ class FieldOptions(SourceOptions):
 
     #: places of a sample's fields in a record: {caption: "captions[0].content"}
     fields: Annotated[dict[str, str], AfterValidator(_check_fields)] = {}
+    #: places of numbers and short texts in a record that the index keeps, for pack.where:
+    #: [relevance_min, meta.source]
+    keep: Annotated[tuple[str, ...], BeforeValidator(listed), AfterValidator(_check_keep)] = ()
+    #: leave out turns whose entry in a list of ratings, one for each turn, is lower; their images
+    #: and videos stay: {relevance_ratings: 3}
+    min_rating: Annotated[dict[str, float], AfterValidator(_check_ratings)] = {}
 
 
 class MediaOptions(SourceOptions):

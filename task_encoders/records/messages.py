@@ -141,10 +141,10 @@ def read_tools(value: Any) -> str:
     """The JSON of a list of tools, which may itself be given as JSON; "" where there are none. A
     bare function is put into the object that chat templates expect. Raises SampleError: bad_record.
     """
-    tools = _parsed(value, "tools")
+    tools = parsed(value, "tools")
     if not tools:
         return ""
-    tools = [_parsed(tool, "a tool") for tool in tools] if isinstance(tools, list) else [tools]
+    tools = [parsed(tool, "a tool") for tool in tools] if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, dict) for tool in tools):
         raise SampleError("bad_record", "'tools' is not a list of objects")
     return orjson.dumps(
@@ -152,7 +152,7 @@ def read_tools(value: Any) -> str:
     ).decode()
 
 
-def _parsed(value: Any, what: str) -> Any:
+def parsed(value: Any, what: str) -> Any:
     """Parse a text as JSON; return anything else as it is."""
     if not isinstance(value, str) or not value.strip():
         return value or None
@@ -229,10 +229,10 @@ def _messages(message: Any, found: Dialogue) -> list[_Message]:
 
 def _calls(value: Any) -> tuple[str, ...]:
     """Calls as JSON, from a list, an object or JSON of either; see `Turn.calls`."""
-    calls = _parsed(value, "a call")
+    calls = parsed(value, "a call")
     found = []
     for call in calls if isinstance(calls, list | tuple) else [calls] if calls else []:
-        call = _parsed(call, "a call")
+        call = parsed(call, "a call")
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise SampleError("bad_record", f"a call of a tool names no function: {call!r}"[:200])

@@ -20,6 +20,7 @@ import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -31,6 +32,7 @@ from task_encoders.records.messages import (
     Dialogue,
     kind_of,
     media_name,
+    parsed,
     read_dialogue,
     read_tools,
 )
@@ -42,6 +44,7 @@ from task_encoders.records.questions import (
     PROMPT_FIELDS,
     answer_fields,
     first_field,
+    is_scalar,
     quoted,
     read_turns,
 )
@@ -71,6 +74,9 @@ RECORD_FIELDS: Final = (
 
 #: Marks in texts that ms-swift replaces by what a record's "objects" hold.
 _BOX_MARKS: Final = ("<bbox>", "<ref-object>")
+
+_IMAGE_MARK: Final = re.compile(IMAGE_PLACEHOLDER)
+_MARKS: Final = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 
 #: Fields that a record may hold and that would be lost.
 _UNPACKED: Final = ("audios", "audio")
@@ -110,9 +116,17 @@ def to_sample(
     key: str,
     task: str,
     paired_media: Sequence[str] | None = None,
+    ratings: Mapping[str, tuple[Any, float]] = MappingProxyType({}),
 ) -> SourceSample:
-    """The sample of a parsed record. `paired_media` are images and videos with the record's name,
-    where the format pairs by name. Raises SampleError if the record cannot be used."""
+    """The sample of a parsed record.
+
+    Args:
+        paired_media: images and videos with the record's name, where the format pairs by name.
+        ratings: by name, a list with an entry for each turn, and the least entry that a turn needs.
+
+    Raises:
+        SampleError: the record cannot be used.
+    """
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     refuse_codec_input(content.get("patch_positions"))
@@ -127,6 +141,7 @@ def to_sample(
     system = _system(content, found.system) if name or task != "captioning" else None
     images, videos = _media(content, found, paired_media)
     turns = _mark_videos(found.turns, len(videos), task) if videos and not images else found.turns
+    turns = _well_rated(turns, ratings, bool(videos)) if ratings else turns
     tools = "".join([read_tools(content[name]) for name in _TOOLS if content.get(name)])
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
@@ -194,6 +209,50 @@ def _mark_videos(turns: list[Turn], num_videos: int, task: str) -> list[Turn]:
     field = "answer" if task == "captioning" else "prompt"
     texts = [getattr(turn, field).replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for turn in turns]
     return [replace(turn, **{field: text}) for turn, text in zip(turns, texts, strict=True)]
+
+
+def _well_rated(
+    turns: list[Turn], ratings: Mapping[str, tuple[Any, float]], has_videos: bool
+) -> list[Turn]:
+    """The turns that have no entry below its minimum; an entry or a list that is null keeps them,
+    as in nanoVLM (data/datasets.py). Placeholders of the others go to the next turn, or to the end
+    of the last one. Raises SampleError: bad_record; not_chosen, where no turn is left."""
+    is_low = [False] * len(turns)
+    for name, (given, least) in ratings.items():
+        entries = parsed(given, name)
+        if entries is None:
+            continue
+        if not isinstance(entries, list) or len(entries) != len(turns):
+            count = len(entries) if isinstance(entries, list) else kind_of(entries)
+            raise SampleError("bad_record", f"{name!r} holds {count}, for {len(turns)} turns")
+        if not all(entry is None or is_scalar(entry) for entry in entries):
+            raise SampleError("bad_record", f"{name!r} holds something else than numbers")
+        for i, entry in enumerate(entries):
+            is_low[i] |= entry is not None and entry < least
+    if all(is_low):
+        limits = ", ".join(f"{name} {least:g}" for name, (_, least) in ratings.items())
+        raise SampleError("not_chosen", f"each turn is below source.min_rating ({limits})")
+    marks = _MARKS if has_videos else _IMAGE_MARK
+    chosen, held = list[Turn](), ""
+    for turn, is_left_out in zip(turns, is_low, strict=True):
+        texts = [*(text for _, text in turn.before), turn.prompt]
+        if is_left_out:
+            held += "".join(mark for text in texts for mark in marks.findall(text))
+        else:
+            chosen.append(_with_marks(turn, held, marks) if held else turn)
+            held = ""
+    chosen[-1] = replace(chosen[-1], prompt=chosen[-1].prompt + held)
+    return chosen
+
+
+def _with_marks(turn: Turn, held: str, marks: re.Pattern[str]) -> Turn:
+    """The turn with placeholders in front of its prompt, or of the text before it that has some: in
+    the order of the media."""
+    for i, (role, text) in enumerate(turn.before):
+        if marks.search(text):
+            before = (*turn.before[:i], (role, held + text), *turn.before[i + 1 :])
+            return replace(turn, before=before)
+    return replace(turn, prompt=held + turn.prompt)
 
 
 def _system(content: Mapping[str, Any], said: str | None) -> str | None:

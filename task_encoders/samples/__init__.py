@@ -53,6 +53,8 @@ REASONS: Final[Mapping[str, str]] = {
     "aspect_ratio": "a medium's longer side is more than max_aspect_ratio times the shorter",
     "not_in_template": "the chat template cannot write such a sample (tools, thoughts, roles)",
     "not_drawn": "the repeat or weight of its source is below 1 and left it out",
+    "not_chosen": "pack.where, or source.min_rating in all of its turns, left it out",
+    "trained": "an earlier run trained it already",
     "duplicate_key": "an earlier sample of the same source has the same key",
     "not_in_layout": "the output layout cannot hold such a sample (its plan says what)",
     "overlong": "the sample has more tokens than seq_length",

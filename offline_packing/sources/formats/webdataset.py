@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
+from offline_packing.sources.options import KEPT
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots.listing import hash_files
@@ -146,6 +147,10 @@ class WebDatasetSource(Source):
             chosen = self._record_parts(sample)
             at = sample.locator(chosen)
             content = self.parse_parts({part: sample.read(part) for part in chosen})
+            beside = self._json_part(sample) if self.fields.keep else None
+            if beside and beside not in chosen:  # it describes the image of a caption
+                described = self.parse_parts({beside: sample.read(beside)})
+                content = {**content, KEPT: described[KEPT]}
         except Exception as error:  # noqa: BLE001 - of this record
             yield SourceRecord(key, at, as_sample_error(error))
             return
@@ -173,18 +178,21 @@ class WebDatasetSource(Source):
                 raise SampleError(reason, f"{member.name!r} has {member.size} bytes")
         return media
 
+    def _json_part(self, sample: TarSample) -> str | None:
+        found = (part for part in sample.members if _extension(part) == "json")
+        return find_part(sample.members, "json") or next(found, None)
+
     def _record_parts(self, sample: TarSample) -> list[str]:
         """The parts of the record: the JSON; the text without one, or if it describes the image."""
-        records = [part for part in sample.members if _extension(part) == "json"]
+        record = self._json_part(sample)
         texts = [part for name in _TEXT_PARTS if (part := find_part(sample.members, name))]
-        if not records and not texts:
+        if record is None and not texts:
             raise SampleError(
                 "bad_record",
                 f"no .json and no .txt among the members {', '.join(sample.members)}"[:200],
             )
-        if not records:
+        if record is None:
             return texts[:1]
-        record = find_part(sample.members, "json") or records[0]
         is_whole = not texts or self.fields
         if is_whole or has_answer(self.parse_parts({record: sample.read(record)})):
             return [record]

@@ -215,3 +215,41 @@ def test_a_list_of_objects_names_the_field() -> None:
         to_sample({"caption": {"en": "A cat."}}, "k", "captioning")
     with pytest.raises(SampleError, match="3 prompts for 2 answers"):
         to_sample({"question": ["a", "b", "c"], "answers": ["a", "b"]}, "k", "bmr")
+
+
+@pytest.mark.parametrize(
+    ("asked", "stars", "prompts"),
+    [
+        (["<image>a", "b", "<image>c"], [3, 3, 3], ["<image>a", "b", "<image>c"]),
+        (["<image>a", "b", "<image>c"], [1, 3, 3], ["<image>b", "<image>c"]),
+        (["<image>a", "b", "<image>c"], [3, 1, 2], ["<image>a<image>"]),
+        (["<image>a<video>", "<image>b", "c"], [1, 2, None], ["<image><video><image>c"]),
+        (["a", "b<image>", "c"], [1, None, 1], ["b<image>"]),
+        (["a", "", "c"], [None, 1, 3], ["a", "c"]),
+    ],
+)
+def test_media_of_turns_that_are_left_out(
+    asked: list[str], stars: list[int | None], prompts: list[str]
+) -> None:
+    """They stay, in their order; also where no model could use the turn."""
+    media = {name: "".join(asked).count(f"<{name}>") for name in ("image", "video")}
+    record: dict[str, Any] = {f"{n}s": [f"{n}{i}" for i in range(c)] for n, c in media.items()}
+    texts = [text for prompt in asked for text in (prompt, prompt and "Yes.")]
+    record["messages"] = dialogue(*texts)
+    sample = to_sample(record, "k", "bmr", None, {"stars": (stars, 3)})
+    assert [turn.prompt for turn in sample.turns] == prompts
+    assert [*sample.images, *sample.videos] == [*record["images"], *record["videos"]]
+
+
+def test_media_go_before_those_of_messages_in_front_of_a_prompt() -> None:
+    messages = [
+        *dialogue("<image>a", "A"),
+        *({"role": role, "content": "<image>"} for role in ("system", "user")),
+        {"role": "assistant", "content": "B"},
+    ]
+    record = {"messages": messages, "images": ["0", "1", "2"]}
+    (turn,) = to_sample(record, "k", "bmr", None, {"stars": ([0, 1], 1)}).turns
+    assert (turn.before, turn.prompt) == ((("system", "<image><image>"),), "<image>")
+    with pytest.raises(SampleError, match=r"each turn is below source\.min_rating .stars 2") as why:
+        to_sample(record, "k", "bmr", None, {"stars": ([0, 1], 2)})
+    assert why.value.reason == "not_chosen"

@@ -1,0 +1,474 @@
+"""Samples chosen by fields of their records, and turns by their ratings, on records of FineVision's
+schema (https://huggingface.co/datasets/HuggingFaceM4/FineVision)."""
+
+import base64
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.index.chosen import left_out
+from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.measure import measure as stage
+from offline_packing.measure.measure import measure
+from offline_packing.plan.lengths import plan_lengths
+from offline_packing.plan.plan import make_plan
+from offline_packing.report.report import report
+from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.run import Run
+from offline_packing.runs.set_aside import check_set_aside, list_set_aside
+from offline_packing.sources.options import kept_value
+from offline_packing.verify.verify import verify
+from task_encoders.samples import place_media
+from tests.helpers.datasets import (
+    dialogue,
+    image_bytes,
+    index_rows,
+    make_config,
+    make_run,
+    outcomes,
+    pack_all,
+    packed_run,
+    plan_summary,
+)
+from tests.helpers.formats import lines, tar_bytes, write_file
+from tests.helpers.long_conversations import spoken
+from tests.helpers.outputs import samples_of
+
+RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
+SOURCES = ("ai2d", "web", "chart qa")
+KEEP = ["relevance_min", "visual_dependency_min", "source"]
+Row = dict[str, Any]
+
+
+def finevision_rows(count: int = 60, seed: int = 0) -> list[Row]:
+    """Dialogues over up to two pictures, each turn rated from 1 to 5 or not at all."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        num_turns, num_images = int(rng.integers(1, 5)), i % 3
+        images = [{"bytes": image_bytes(56, 84, shade=3 * i + j)} for j in range(num_images)]
+        texts = [{"user": f"{i}.{t}?", "assistant": f"It is {t}."} for t in range(num_turns)]
+        row: Row = {"images": [{**one, "path": None} for one in images], "texts": texts}
+        row["source"] = SOURCES[i % 3] if i % 10 else None
+        for name in RATINGS:
+            draws = [int(rng.integers(1, 6)) if rng.random() < 0.9 else None for _ in texts]
+            given = [one for one in draws if one is not None]
+            row |= {f"{name}_ratings": draws, f"{name}_min": min(given, default=None)}
+            if rng.random() < 0.1:
+                row[f"{name}_ratings"] = row[f"{name}_min"] = None
+        rows.append(row)
+    return rows
+
+
+def finevision(root: Path, rows: list[Row], **options: Any) -> dict[str, Any]:
+    root.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), root / "a.parquet", row_group_size=16)
+    return {"format": "parquet", "path": str(root / "a.parquet"), "task": "bmr", **options}
+
+
+def chosen_by(run: Run, where: Any) -> Run:
+    """The same run, planned and written for other filters, and checked against the source."""
+    pack = {**run.config.pack.model_dump(), "where": where}
+    sources = [one.model_dump() for one in run.config.source]
+    sections = {"pack": pack, "output": {"overwrite": True}}
+    return make_run(sources, Path(run.config.output.path), **sections)
+
+
+FILTERS = [
+    [["relevance_min", ">=", 3]],
+    [["visual_dependency_min", ">", 2], ["source", "in", ["ai2d", "chart qa"]]],
+    [[["source", "==", "web"], ["relevance_min", "<", 3]], [["relevance_min", "=", 5]]],
+    [["source", "!=", "web"]],
+]
+
+
+def test_filters_choose_as_many_as_pyarrow(tmp_path: Path, monkeypatch: Any) -> None:
+    source = finevision(tmp_path / "data", finevision_rows(), keep=KEEP)
+    run = packed_run(source, tmp_path / "out", pack={"max_set_aside": 0})
+    index = run.workspace.index_info.read_bytes()
+
+    def measured(*_: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(stage, "_run_tasks", measured)
+    for where in FILTERS:
+        run = chosen_by(run, where)
+        manifest = pack_all(run)
+        expected = len(pq.read_table(source["path"], filters=where))
+        assert 0 < expected < 60
+        assert manifest.counts.packed == expected
+        assert manifest.counts.set_aside == {"not_chosen": 60 - expected}
+        assert manifest.config["pack"]["where"] == where
+        check_set_aside(run)  # left out on purpose
+        assert verify(run, deep=True).ok
+        report(run)
+        shown = [line.split() for line in plan_summary(run).splitlines()]
+        assert ["not_chosen", f"{60 - expected}"] in shown
+    assert run.workspace.index_info.read_bytes() == index
+
+
+def test_nulls_fail_and_are_counted(tmp_path: Path) -> None:
+    rows = finevision_rows()
+    rows[0]["relevance_min"] = None
+    source = finevision(tmp_path / "data", rows, keep=KEEP)
+    where = [["source", "not in", ["web"]], ["relevance_min", ">=", 2]]
+    run = packed_run(source, tmp_path / "out", pack={"where": where})
+    found: dict[str, str] = {}
+    for line in "".join(list_set_aside(run)).splitlines():
+        key, _, reason, detail = line.split("\t")
+        assert reason == "not_chosen"
+        found[key] = detail
+    for i, row in enumerate(rows):
+        place, least = row["source"], row["relevance_min"]
+        expected = None if place != "web" and (least or 0) >= 2 else "pack.where"
+        expected = "no relevance_min" if least is None else expected
+        expected = "no source" if place is None else expected
+        assert found.get(f"a:{i}") == expected, row
+    assert set(found.values()) == {"no source", "no relevance_min", "pack.where"}
+    # pyarrow itself keeps nulls of `not in`.
+    with_nulls = pq.read_table(source["path"], filters=where)
+    assert sum(one is not None for one in with_nulls["source"].to_pylist()) == 60 - len(found)
+    assert len(with_nulls) > 60 - len(found)
+
+
+def test_a_plan_without_filters_is_as_before(tmp_path: Path) -> None:
+    source = finevision(tmp_path / "data", finevision_rows(20))
+    run = packed_run(source, tmp_path / "out")
+    config = make_config(source, tmp_path / "out")
+    assert "where" not in config.pack.model_dump(mode="json")
+    assert {row["kept"] for row in index_rows(run)} == {None}
+
+
+def test_filters_do_not_move_samples_to_another_split(tmp_path: Path) -> None:
+    source = finevision(tmp_path / "data", finevision_rows(), keep=KEEP)
+    output = {"split": {"train": 0.5, "val": 0.5}}
+    splits = []
+    for name, where in (("all", None), ("some", FILTERS[0])):
+        run = make_run(source, tmp_path / name, output=output, pack={"where": where})
+        packs = make_plan(run, measure(run)).packs
+        own = splits_of_plan(packs, run.config.output.split)
+        ends = packs.pack_offsets
+        splits.append(
+            {n: {*packs.sample_ids[ends[s.start] : ends[s.stop]]} for n, s in own.items()}
+        )
+    whole, some = splits
+    assert all(some[name] and some[name] < whole[name] for name in output["split"])
+
+
+SCALARS: list[Any] = [3, 2.5, "web", "4", True, None, [1], "x" * 257, 2**53 + 1, {"a": 1}]
+
+
+def test_values_that_are_kept() -> None:
+    assert [kept_value(value) and tuple(kept_value(value).values()) for value in SCALARS] == [  # type: ignore[union-attr]
+        *((3.0, None), (2.5, None), (None, "web"), (4.0, "4"), (1.0, None)),
+        *(None, None, None, (None, "9007199254740993"), None),
+    ]
+    for text in ("nan", "1_0", "1e999", "٣", " 3", ""):
+        assert kept_value(text) == {"number": None, "text": text}
+
+
+def records(values: list[Any]) -> list[Row]:
+    return [
+        {"id": f"{i}", "texts": [{"user": "Is it?", "assistant": f"{i}."}], "meta": {"score": one}}
+        for i, one in enumerate(values)
+    ]
+
+
+def jsonl(path: Path, values: list[Any], **options: Any) -> dict[str, Any]:
+    write_file(path, lines(records(values)))
+    options = {"keep": ["meta.score"], "text_only": True, **options}
+    return {"format": "jsonl", "path": str(path), "task": "bmr", **options}
+
+
+@pytest.mark.parametrize(
+    ("clause", "chosen"),
+    [
+        (["meta.score", ">=", 2.5], "013"),
+        (["meta.score", "in", [3, 1]], "04"),
+        (["meta.score", "==", True], "4"),
+        (["meta.score", "==", "4"], "3"),
+        (["meta.score", "in", ["web", "3"]], "2"),
+        (["meta.score", "==", 2**53 + 1], "8"),
+    ],
+)
+def test_the_value_decides_what_is_compared(clause: list[Any], chosen: str, tmp_path: Path) -> None:
+    run = make_run(jsonl(tmp_path / "a.jsonl", SCALARS), tmp_path / "out")
+    samples = measure(run)
+    keys = np.array(samples.table("key")["key"].to_pylist())
+    assert "".join(np.delete(keys, left_out(samples, [clause]).ids)) == chosen
+    warned = [line for line in samples.info.warnings if "source.keep" in line]
+    assert warned == ["source.keep=meta.score gives neither a number nor a short text (about 4 "
+                      "samples, such as 5)"]  # fmt: skip
+
+
+def test_kept_fields_of_renamed_records(tmp_path: Path) -> None:
+    """They are taken from the record as it is, and are no text that was forgotten."""
+    rows = [{**row, "note": "a few words here"} for row in records([1, 2, 3])]
+    write_file(tmp_path / "a.jsonl", lines([{"meta": {**row, "score": 7}} for row in rows]))
+    options = {"fields": {"messages": "meta.texts"}, "keep": ["meta.score", "meta.note"]}
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr", **options}
+    run = make_run(source, tmp_path / "out")
+    assert measure(run).info.warnings == []
+    kept = {name: tuple(value.values()) for name, value in index_rows(run)[0]["kept"]}
+    assert kept == {"meta.score": (7.0, None), "meta.note": (None, "a few words here")}
+
+
+def test_a_table_with_nothing_but_kept_columns_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"jpg": [b"1"], "score": [1]}), tmp_path / "a.parquet")
+    source = {"format": "parquet", "path": str(tmp_path / "a.parquet"), "task": "captioning"}
+    with pytest.raises(StageError, match="it has the columns jpg, score; name those to be used"):
+        measure(make_run({**source, "keep": "score"}, tmp_path / "out"))
+
+
+def test_parts_of_a_conversation_are_chosen_together(tmp_path: Path) -> None:
+    rows = [spoken(*[30] * 12, key=f"{i}", score=i) for i in range(2)]
+    write_file(tmp_path / "a.jsonl", lines(rows))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
+    pack = {"on_overlong": "split_turns", "seq_length": 128, "where": [["score", ">=", 1]]}
+    run = packed_run({**source, "keep": "score"}, tmp_path / "out", pack=pack)
+    keys = {sample.key.partition("[")[0] for _, sample, _ in samples_of(run)}
+    assert keys == {"1"}
+    assert len(open_index(run).table("key")) > 6
+
+
+def test_cells_and_members_of_tars_are_kept(tmp_path: Path) -> None:
+    """Ratings in cells of a table of texts, and in the JSON that describes an image beside its
+    caption, as img2dataset writes it."""
+    rows = [["id", "question", "answer", "score", "stars"]]
+    rows += [[f"{i}", "Is it?\nSo?", "Yes.", f"{i}", f"[{i}]"] for i in range(4)]
+    table = io.StringIO()
+    csv.writer(table).writerows(rows)
+    write_file(tmp_path / "csv/a.csv", table.getvalue().encode())
+    members = []
+    for i in range(4):
+        described = json.dumps({"similarity": i / 4, "url": "http://a.b/c.jpg", "stars": [i]})
+        parts = {"jpg": image_bytes(shade=i), "txt": b"a circle", "json": described.encode()}
+        members += [(f"{i}.{name}", data) for name, data in parts.items()]
+    write_file(tmp_path / "tar/0.tar", tar_bytes(members))
+    table_source = {"format": "csv", "path": str(tmp_path / "csv"), "task": "vqa"}
+    for source, place, least in (
+        ({**table_source, "text_only": True}, "score", 2),
+        ({"format": "webdataset", "path": str(tmp_path / "tar"), "task": "captioning"},
+         "similarity", 0.5),
+    ):  # fmt: skip
+        pack = {"where": [[place, ">=", least]]}
+        run = packed_run(
+            {**source, "keep": [place]}, tmp_path / f"out {source['format']}", pack=pack
+        )
+        packed = sorted(sample.key.rpartition("/")[2] for _, sample, _ in samples_of(run))
+        assert packed == ["2", "3"]
+        assert verify(run, deep=True).ok
+        assert not any(place in line for line in open_index(run).info.warnings)
+    low = {**table_source, "text_only": True, "min_rating": {"stars": 3}}
+    found = outcomes(make_run(low, tmp_path / "low"))
+    assert found == {"0": "not_chosen", "1": "not_chosen", "2": "not_chosen", "3": "ok"}
+
+
+@pytest.mark.parametrize(
+    "least", [{"relevance": 3}, {"relevance": 2, "formatting": 4}, dict.fromkeys(RATINGS, 3)]
+)
+def test_turns_by_their_ratings(least: dict[str, int], tmp_path: Path) -> None:
+    """The rule of nanoVLM's data/datasets.py: a turn is left out where any of its ratings is there
+    and lower; pictures stay in front of what is left; without a turn there is no sample."""
+    rows = finevision_rows()
+    options = {f"{name}_ratings": value for name, value in least.items()}
+    source = finevision(tmp_path / "data", rows, min_rating=options)
+    expected, pictures = {}, {}
+    for i, row in enumerate(rows):
+        kept = []
+        for number, text in enumerate(row["texts"]):
+            lists = [(row[f"{name}_ratings"], value) for name, value in least.items()]
+            given = [(own[number], value) for own, value in lists if own is not None]
+            if all(rating is None or rating >= value for rating, value in given):
+                kept += [text["user"], text["assistant"]]
+        if kept:
+            expected[f"a:{i}"] = ["<image>" * len(row["images"]) + kept[0], *kept[1:]]
+            pictures[f"a:{i}"] = [one["bytes"] for one in row["images"]]
+    assert 5 < len(expected) < 60
+    run = packed_run(source, tmp_path / "out", engine={"workers": 1})
+    assert run.config.pack.max_set_aside == 0.05
+    found = {}
+    for _, sample, media in samples_of(run):
+        found[sample.key] = [t for turn in place_media(sample) for t in (turn.prompt, turn.answer)]
+        assert [*media] == pictures[sample.key]
+    assert found == expected
+    counts = open_index(run).info.set_aside
+    assert counts == {"not_chosen": 60 - len(expected)}
+    check_set_aside(run)
+    assert verify(run, deep=True).ok
+    other = make_run({**source, "min_rating": {"relevance_ratings": 5}}, tmp_path / "out")
+    with pytest.raises(StageError, match=r"source\.0\.min_rating was"):
+        measure(other)
+
+
+@pytest.mark.parametrize(
+    ("ratings", "detail"),
+    [
+        ([3], "'stars' holds 1, for 2 turns"),
+        (["good", 3], "'stars' holds something else than numbers"),
+        (4, "'stars' holds a int, for 2 turns"),
+    ],
+)
+def test_lists_that_are_no_ratings(ratings: Any, detail: str, tmp_path: Path) -> None:
+    turns = dialogue("a?", "b", "c?", "d")
+    rows = [{"id": "0", "messages": turns, "stars": ratings}, {"id": "1", "messages": turns}]
+    write_file(tmp_path / "a.jsonl", lines(rows))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
+    run = make_run({**source, "min_rating": {"stars": 3}}, tmp_path / "out")
+    assert outcomes(run) == {"0": "bad_record", "1": "ok"}
+    assert f"bad_record\t{detail}\n" in "".join(list_set_aside(run))
+    (line,) = measure(run).info.warnings
+    assert line.startswith("source.min_rating.stars is not in the record (about 1 samples")
+
+
+def skipping(source: dict[str, Any], tmp_path: Path, skipped: Run, name: str, **pack: Any) -> Run:
+    skip = [skipped.config.output.path]
+    return make_run({**source, "skip": skip}, tmp_path / name, pack=pack)
+
+
+def keys_of(run: Run) -> list[str]:
+    return sorted(open_index(run).table("key")["key"].to_pylist())
+
+
+def test_samples_that_were_not_chosen_are_new(tmp_path: Path) -> None:
+    """Also those of an id that several records share, or that are in the source twice."""
+    rows = records([i % 4 for i in range(24)])
+    rows += [{**rows[3], "texts": rows[4]["texts"]}, rows[3], rows[5], {"id": "broken"}]
+    rows += [{**rows[7], "meta": {"score": 0}}]  # chosen, but a duplicate
+    path = tmp_path / "a.jsonl"
+    source = jsonl(path, [], keep=["meta.score"])
+    write_file(path, lines(rows))
+    where = [["meta.score", "<", 3]]
+    first = packed_run(source, tmp_path / "first", pack={"where": where, "max_set_aside": 1})
+    reasons = {"bad_record": 1, "not_chosen": 8, "duplicate_key": 2}
+    assert pack_all(first).counts.set_aside == reasons
+    second = skipping(source, tmp_path, first, "second")
+    samples = measure(second)
+    assert samples.info.num_skipped == 20
+    assert samples.info.set_aside == {}
+    (other,) = (key for key in keys_of(second) if "@" in key)
+    assert len(keys_of(second)) == 9
+    assert sorted({*keys_of(second)}) == sorted([other, *(f"{i}" for i in range(3, 24, 4))])
+    # Both together hold all, and nothing twice but what the source has twice.
+    pack_all(second)
+    third = make_run(
+        {**source, "skip": [str(tmp_path / "first"), str(tmp_path / "second")]}, tmp_path / "third"
+    )
+    assert outcomes(third) == {}
+    # Another choice of the first leaves out others.
+    pack_all(chosen_by(first, [["meta.score", "<", 2]]))
+    with pytest.raises(StageError, match=r"source\.0\.skip\.listing"):
+        measure(second)
+
+
+def test_samples_below_a_rating_are_new(tmp_path: Path) -> None:
+    rows = [{**row, "stars": [i % 3]} for i, row in enumerate(records([0] * 9))]
+    rows[8] |= {"texts": rows[8]["texts"] + rows[7]["texts"], "stars": [2, 1]}
+    source = jsonl(tmp_path / "a.jsonl", [], keep=[])
+    write_file(tmp_path / "a.jsonl", lines(rows))
+    first = packed_run({**source, "min_rating": {"stars": 2}}, tmp_path / "first")
+    assert keys_of(first) == ["2", "5", "8"]
+    found = outcomes(skipping({**source, "min_rating": {"stars": 1}}, tmp_path, first, "second"))
+    # A record with other turns than before is another sample.
+    assert {key.partition("@")[0]: reason for key, reason in found.items()} == {
+        **dict.fromkeys("036", "not_chosen"),
+        **dict.fromkeys("1478", "ok"),
+    }
+    again = outcomes(skipping({**source, "min_rating": {"stars": 2}}, tmp_path, first, "again"))
+    assert again == dict.fromkeys("013467", "not_chosen")
+
+
+def test_pictures_in_a_record_whose_left_out_turn_is_empty(tmp_path: Path) -> None:
+    picture = f"data:image/jpeg;base64,{base64.b64encode(image_bytes()).decode()}"
+    record = {"texts": [{"user": "<image>?", "assistant": ""}, {"user": "b?", "assistant": "B."}]}
+    rows = [{"id": "0", **record, "images": [picture], "stars": [1, 2]}]
+    write_file(tmp_path / "a.jsonl", lines(rows))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
+    run = packed_run({**source, "min_rating": {"stars": 2}}, tmp_path / "out")
+    ((_, sample, media),) = samples_of(run)
+    assert sample.turns[0].prompt == "<image>b?"
+    assert [*media] == [image_bytes()]
+    assert verify(run, deep=True).ok
+
+
+def test_overlong_samples_are_new_to_longer_packs(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.jsonl", lines([spoken(n, key=f"{n}", n=n) for n in (5, 200, 9)]))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr", "keep": "n"}
+    pack = {"seq_length": 128, "max_set_aside": 1, "where": [["n", "!=", 5]]}
+    first = packed_run(source, tmp_path / "first", pack=pack)
+    same = skipping(source, tmp_path, first, "same", seq_length=128)
+    assert outcomes(same) == {"5": "ok"}
+    longer = skipping(source, tmp_path, first, "longer", seq_length=512)
+    assert outcomes(longer) == {"5": "ok", "200": "ok"}
+    # What is new depends on the length: the index of one length is not taken for another.
+    with pytest.raises(StageError, match=r"source\.0\.skip\.listing"):
+        measure(skipping(source, tmp_path, first, "longer", seq_length=128))
+
+
+def test_skipping_heeds_what_was_drawn(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", [])
+    rows = [{**row, "id": None} for row in records([0] * 40)]
+    write_file(tmp_path / "a.jsonl", lines(rows))
+    half = packed_run({**source, "repeat": 0.5}, tmp_path / "half")
+    packed = {sample.key for _, sample, _ in samples_of(half)}
+    assert 0 < len(packed) < 40
+    rest = outcomes(skipping(source, tmp_path, half, "rest"))
+    assert rest == dict.fromkeys({f"a:{i + 1}" for i in range(40)} - packed, "ok")
+    (half.workspace.plan / "sample_ids.npy").unlink()
+    with pytest.raises(StageError, match=r"sample_ids\.npy cannot be read"):
+        measure(skipping(source, tmp_path, half, "other"))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ([["score", "~", 3]], r"pack.where: \['score', '~', 3\]: \"~\" is not a valid operator"),
+        ([["stars", ">", 3]], "pack.where names 'stars', which no source keeps .kept: score"),
+        ([["score", "in", [3, "a"]]], "compares with something else than numbers, or short texts"),
+        ([["score", ">", None]], "compares with something else than numbers, or short texts"),
+        ([["score", "==", "x" * 257]], "compares with something else than numbers, or short texts"),
+        ([["score", ">"]], r"\['score', '>'\] is not a clause of field, operator and value"),
+        ([["score", "in", 3]], "'in' and 'not in' take a list, other operators one value"),
+        ([["score", ">", [3]]], "'in' and 'not in' take a list, other operators one value"),
+        ([[["score", ">", 3]], ["score", "<", 5]], "is not a clause of field, operator and value"),
+        (["score", ">", 3], r"is not a list of clauses; write \[\[FIELD, '>=', 3\]"),
+        ([], r"\[\] is not a list of clauses"),
+        ([[]], r"\[\[\]\] is not a list of clauses"),
+        ("score > 3", "'score > 3' is not a list"),
+    ],
+)
+def test_a_bad_filter_is_one_line(where: Any, message: str, tmp_path: Path) -> None:
+    source = {"format": "jsonl", "path": "a", "task": "bmr", "keep": "score"}
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_config(source, tmp_path / "out", pack={"where": where})
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("config: pack.where")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": ["a..b"]}, "source.keep='a..b' is not a path"),
+        ({"min_rating": {"a[": 3}}, r"source.min_rating='a\[' is not a path"),
+        ({"min_rating": {"a": "good"}}, "min_rating.a"),
+        ({"format": "captions", "keep": "a"}, "keep applies to format"),
+    ],
+)
+def test_bad_places(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = {"format": "jsonl", "path": "a", "task": "captioning", **options}
+    with pytest.raises(ConfigError, match=message):
+        make_config(source, tmp_path / "out")
+
+
+def test_lengths_alone_have_nothing_to_choose_by(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("pack: {where: [[score, '>', 3]]}")
+    with pytest.raises(StageError, match=r"pack\.where needs samples that were measured"):
+        plan_lengths(tmp_path / "c.yaml", (), tmp_path / "none.csv", None)
