@@ -34,9 +34,9 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
-from task_encoders.storage.paths import REMEDY
+from task_encoders.storage.paths import REMEDY, path_of
 
-INDEX_VERSION: Final = 2
+INDEX_VERSION: Final = 3
 
 #: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
 #: and the warning.
@@ -81,6 +81,9 @@ class IndexInfo:
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    #: options of each source, without the ones that change no row; and its number of parts
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    source_parts: list[int] = field(default_factory=list)
     version: int = INDEX_VERSION
 
     @property
@@ -265,6 +268,18 @@ def open_table(path: Path) -> Iterator[pq.ParquetFile]:
 def part_name(number: int) -> str:
     """File name of a part."""
     return f"part-{number:05d}.parquet"
+
+
+def load_index(output: str) -> "Index":
+    """The index of an output that format index names. Raises StageError if it is not complete."""
+    folder = path_of(output) / "_packing"
+    info = IndexInfo.load(folder / "index.json")
+    if info is None:
+        raise StageError(
+            f"source.format=index: {output} has no complete index; run measure there first, or "
+            "name another output"
+        )
+    return Index(folder / "index", info)
 
 
 class Index:

@@ -76,6 +76,8 @@ logger = logging.getLogger(__name__)
 
 #: Parts beyond this are slow on shared file systems.
 MANY_PARTS: Final = 50_000
+#: Options of a source that belong to a run, not to what it measures.
+_OWN_OPTIONS: Final = {"skip", "repeat", "weight", "index"}
 _MARKER: Final = attrgetter("index_path")
 _TABLES: Final = attrgetter("index_path", "set_aside_path")
 
@@ -159,7 +161,10 @@ def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
         info = _measure_again(run, lost, keeps=keeps)
         made_info = workspace.again / str(lost[0].relative_to(workspace.root))
         if manifest is not None:
-            info = replace(info, versions=manifest.library_versions)
+            # The data may have moved since.
+            paths = [{"path": source["path"]} for source in manifest.config["source"]]
+            moved = [own | path for own, path in zip(info.sources, paths, strict=True)]
+            info = replace(info, versions=manifest.library_versions, sources=moved)
             info.save(made_info)
         is_same = manifest is None or manifest.fingerprint == info.fingerprint
         if recorded == hash_file(made_info) or (recorded is None and is_same):
@@ -224,6 +229,12 @@ def _complete(
         num_weighted=sum(result.num_weighted for result in results),
         num_part_hashed=sum(result.num_part_hashed for result in results),
         source_warnings=[line for scan in scans for line in scan.warnings],
+        sources=[
+            one.model_dump(mode="json", exclude_defaults=True, exclude=_OWN_OPTIONS)
+            | {"name": prefix[:-1] or None}
+            for one, prefix in zip(run.config.source, run.config.key_prefixes(), strict=True)
+        ],
+        source_parts=[len(scan.parts) for scan in scans],
     )
     samples = Index(workspace.index, info)
     num_renamed = rename_repeated(samples)
