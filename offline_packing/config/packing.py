@@ -6,7 +6,7 @@ Every model is frozen and refuses unknown keys. Relative paths are relative to t
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
@@ -17,12 +17,14 @@ from offline_packing.config.sections import (
     ReportConfig,
     Section,
 )
+from offline_packing.index.table import load_index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import FieldOptions
 from offline_packing.storage.yaml_file import read_config, validate
 from task_encoders.families import FAMILIES, AnyModelOptions, model_options
 from task_encoders.families.base.cost import dynamic_from
+from task_encoders.field_types import invalid
 
 
 class PackingConfig(Section):
@@ -38,7 +40,10 @@ class PackingConfig(Section):
     @field_validator("source", mode="before")
     @classmethod
     def _one_or_many(cls, source: Any) -> Any:
-        return [source] if isinstance(source, Mapping) else source
+        sources = [source] if isinstance(source, Mapping) else source
+        if not isinstance(sources, list | tuple):
+            return sources
+        return [one for given in sources for one in _measured_from(given)]
 
     @field_validator("source")
     @classmethod
@@ -78,6 +83,11 @@ class PackingConfig(Section):
                 raise ValueError(
                     f"output.path {self.output.path!r} is named by source.skip; new data need a "
                     "folder of their own"
+                )
+            if source.index is not None and output == Path(source.index).resolve():
+                raise ValueError(
+                    f"output.path {self.output.path!r} is the output whose index is read; choose "
+                    "a folder of its own"
                 )
             if output.is_relative_to(Path(source.path).resolve()):
                 raise ValueError(  # it would find its own packs
@@ -205,6 +215,35 @@ class PackingConfig(Section):
             prefix.rstrip("/") or source.path.rstrip("/").rpartition("/")[2]
             for source, prefix in zip(self.source, self.key_prefixes(), strict=True)
         ]
+
+
+#: Options that may stand beside format index; the last four are this run's own.
+_BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "weight")
+
+
+def _measured_from(source: Any) -> list[Any]:
+    """Sources whose samples the index that a source of format index names holds: all of them, or
+    the one with its name; any other source itself. Raises StageError as `load_index`."""
+    if not isinstance(source, Mapping) or source.get("format") != "index":
+        return [source]
+    given = SourceOptions.model_validate({"task": "bmr", **source})
+    if others := given.model_fields_set - {*_BESIDE_INDEX}:
+        why = "samples of an index are as they were measured; remove it"
+        raise invalid("source", min(others), source[min(others)], why)
+    own = given.model_dump(include={*_BESIDE_INDEX[3:]}, exclude_defaults=True)
+    found, of = load_index(given.path).info.sources, f"the index of {given.path}"
+    if given.name is not None and len(found) > 1:
+        names = ", ".join(str(one["name"]) for one in found)
+        found = [one for one in found if one["name"] == given.name]
+        if not found:
+            raise invalid("source", "name", given.name, f"{of} does not hold it; choose {names}")
+    if len(found) > 1 and (shares := own.keys() & {"repeat", "weight"}):
+        why = f"{of} holds several sources; set source.name to one of them"
+        raise invalid("source", min(shares), own[min(shares)], why)
+    if "task" in source and source["task"] != found[0]["task"]:
+        why = f"{of} was measured for {found[0]['task']}; leave it out"
+        raise invalid("source", "task", given.task, why)
+    return [{**one, **own, "index": given.path} for one in found]
 
 
 def _source_name(source: SourceOptions) -> str:

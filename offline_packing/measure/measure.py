@@ -29,6 +29,7 @@ from offline_packing.index.rows import name_samples
 from offline_packing.index.table import INDEX_VERSION, Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import estimate, shares_of_first
+from offline_packing.measure.from_index import scan_index
 from offline_packing.measure.identity import (
     NewRecords,
     first_of_equal,
@@ -99,7 +100,7 @@ def measure(run: Run) -> Index:
         check_index(run, info)  # not what a source has become since: what is there stays
         return Index(workspace.index, info)
     sources = open_sources(run.config)
-    scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
+    scans = _scan(run, sources)
     for config, scan in zip(run.config.source, scans, strict=True):
         if not scan.parts:
             raise nothing_found(config.path, f"records of source.format={config.format}")
@@ -124,6 +125,16 @@ def measure(run: Run) -> Index:
     info.save(workspace.index_info)
     remove_folder(workspace.skip)
     return Index(workspace.index, info)
+
+
+def _scan(run: Run, sources: Sequence[Source]) -> list[Scan]:
+    """The parts of each source: of its files, or of the index that holds its samples."""
+    return [
+        source.scan(run.config.engine.samples_per_part)
+        if source.options.index is None
+        else scan_index(run.config, i)
+        for i, source in enumerate(sources)
+    ]
 
 
 def _find_lost(workspace: Workspace, info: IndexInfo | None) -> list[Path]:
@@ -269,13 +280,17 @@ def preview_measure(run: Run) -> str:
     lines = []
     sources = open_sources(run.config)
     if run.workspace.index_info.exists():
-        scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
+        scans = _scan(run, sources)
         info = _existing_index(run, sources, scans, dry_run=True)
         if info is not None:
             return f"measure: complete ({info.num_samples:,} samples), nothing to do\n"
     with tempfile.TemporaryDirectory() as scratch:
         set_known_keys(run, sources, Path(scratch))
-        for source in sources:
+        for i, source in enumerate(sources):
+            if source.options.index is not None:
+                count = len(scan_index(run.config, i).parts)
+                lines.append(f"would copy {count:,} parts of the index of {source.options.index}\n")
+                continue
             if source.known is not None:
                 scan = source.scan(run.config.engine.samples_per_part)
                 parts = [NewRecords(source, part) for part in scan.parts]
