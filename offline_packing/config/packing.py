@@ -17,7 +17,7 @@ from offline_packing.config.sections import (
     ReportConfig,
     Section,
 )
-from offline_packing.index.table import load_index
+from offline_packing.index.table import load_info
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import FieldOptions
@@ -40,10 +40,9 @@ class PackingConfig(Section):
     @field_validator("source", mode="before")
     @classmethod
     def _one_or_many(cls, source: Any) -> Any:
-        sources = [source] if isinstance(source, Mapping) else source
-        if not isinstance(sources, list | tuple):
-            return sources
-        return [one for given in sources for one in _measured_from(given)]
+        source = [source] if isinstance(source, Mapping) else source
+        is_list = isinstance(source, list | tuple)
+        return [one for given in source for one in _measured_from(given)] if is_list else source
 
     @field_validator("source")
     @classmethod
@@ -79,15 +78,11 @@ class PackingConfig(Section):
     def _check_output(self) -> "PackingConfig":
         output = Path(self.output.path).resolve()
         for source in self.source:
-            if any(output == Path(path).resolve() for path in source.skip):
+            others = filter(None, (*source.skip, source.index))
+            if any(output == Path(path).resolve() for path in others):
                 raise ValueError(
-                    f"output.path {self.output.path!r} is named by source.skip; new data need a "
-                    "folder of their own"
-                )
-            if source.index is not None and output == Path(source.index).resolve():
-                raise ValueError(
-                    f"output.path {self.output.path!r} is the output whose index is read; choose "
-                    "a folder of its own"
+                    f"output.path {self.output.path!r} is an output that the source reads; new "
+                    "packs need a folder of their own"
                 )
             if output.is_relative_to(Path(source.path).resolve()):
                 raise ValueError(  # it would find its own packs
@@ -223,7 +218,7 @@ _BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "wei
 
 def _measured_from(source: Any) -> list[Any]:
     """Sources whose samples the index that a source of format index names holds: all of them, or
-    the one with its name; any other source itself. Raises StageError as `load_index`."""
+    the one with its name; any other source itself. Raises StageError as `load_info`."""
     if not isinstance(source, Mapping) or source.get("format") != "index":
         return [source]
     given = SourceOptions.model_validate({"task": "bmr", **source})
@@ -231,7 +226,7 @@ def _measured_from(source: Any) -> list[Any]:
         why = "samples of an index are as they were measured; remove it"
         raise invalid("source", min(others), source[min(others)], why)
     own = given.model_dump(include={*_BESIDE_INDEX[3:]}, exclude_defaults=True)
-    found, of = load_index(given.path).info.sources, f"the index of {given.path}"
+    found, of = load_info(given.path).sources, f"the index of {given.path}"
     if given.name is not None and len(found) > 1:
         names = ", ".join(str(one["name"]) for one in found)
         found = [one for one in found if one["name"] == given.name]

@@ -101,20 +101,16 @@ def record_numbers(samples: Index) -> npt.NDArray[np.int64]:
     """(num_samples,) the number of each sample's record: [0, 1, 1, 1, 2] if the second is cut."""
     if not samples.info.split:
         return np.arange(samples.info.num_samples)
-    begins = map(begins_record, samples.parts("key_hash", "sample_hash", "part"))
-    return np.cumsum(np.concatenate([np.empty(0, bool), *begins])) - 1
-
-
-def begins_record(rows: pa.Table) -> npt.NDArray[np.bool_]:
-    """(num_rows,) whether a row is a whole record or its first part, from key_hash, sample_hash and
-    part of a part of the index."""
-    first = pc.fill_null(pc.struct_field(rows["part"], "first"), -1).to_numpy()
-    # Parts of a record have its hashes, and are in order; parts of a copy of it begin again.
-    is_same = (first[1:] > first[:-1]) & (first[:-1] >= 0)
-    for name in ("key_hash", "sample_hash"):
-        hashes = rows[name].to_numpy()
-        is_same &= hashes[1:] == hashes[:-1]
-    return np.concatenate([np.ones(min(1, len(rows)), bool), ~is_same])
+    begins = [np.empty(0, bool)]
+    for rows in samples.parts("key_hash", "sample_hash", "part"):
+        first = pc.fill_null(pc.struct_field(rows["part"], "first"), -1).to_numpy()
+        # Parts of a record have its hashes, and are in order; parts of a copy of it begin again.
+        is_same = (first[1:] > first[:-1]) & (first[:-1] >= 0)
+        for name in ("key_hash", "sample_hash"):
+            hashes = rows[name].to_numpy()
+            is_same &= hashes[1:] == hashes[:-1]
+        begins.append(np.concatenate([np.ones(min(1, len(rows)), bool), ~is_same]))
+    return np.cumsum(np.concatenate(begins)) - 1
 
 
 def find_duplicates(samples: Index) -> SampleIds:

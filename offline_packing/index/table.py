@@ -270,16 +270,12 @@ def part_name(number: int) -> str:
     return f"part-{number:05d}.parquet"
 
 
-def load_index(output: str) -> "Index":
-    """The index of an output that format index names. Raises StageError if it is not complete."""
-    folder = path_of(output) / "_packing"
-    info = IndexInfo.load(folder / "index.json")
+def load_info(output: str) -> IndexInfo:
+    """index.json of an output that format index names. Raises StageError if there is none."""
+    info = IndexInfo.load(path_of(output) / "_packing" / "index.json")
     if info is None:
-        raise StageError(
-            f"source.format=index: {output} has no complete index; run measure there first, or "
-            "name another output"
-        )
-    return Index(folder / "index", info)
+        raise StageError(f"{output} has no complete index to read; run measure there first")
+    return info
 
 
 class Index:

@@ -129,10 +129,9 @@ def measure(run: Run) -> Index:
 
 def _scan(run: Run, sources: Sequence[Source]) -> list[Scan]:
     """The parts of each source: of its files, or of the index that holds its samples."""
+    size = run.config.engine.samples_per_part
     return [
-        source.scan(run.config.engine.samples_per_part)
-        if source.options.index is None
-        else scan_index(run.config, i)
+        source.scan(size) if source.options.index is None else scan_index(run.config, i)
         for i, source in enumerate(sources)
     ]
 
@@ -172,10 +171,9 @@ def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
         info = _measure_again(run, lost, keeps=keeps)
         made_info = workspace.again / str(lost[0].relative_to(workspace.root))
         if manifest is not None:
-            # The data may have moved since.
-            paths = [{"path": source["path"]} for source in manifest.config["source"]]
-            moved = [own | path for own, path in zip(info.sources, paths, strict=True)]
-            info = replace(info, versions=manifest.library_versions, sources=moved)
+            for own, source in zip(info.sources, manifest.config["source"], strict=True):
+                own["path"] = source["path"]  # the data may have moved since
+            info = replace(info, versions=manifest.library_versions)
             info.save(made_info)
         is_same = manifest is None or manifest.fingerprint == info.fingerprint
         if recorded == hash_file(made_info) or (recorded is None and is_same):

@@ -333,8 +333,8 @@ def find_unreadable(task: MeasureTask) -> Path | None:
 def measure_part(task: MeasureTask) -> None:
     """Measure one part and write its two tables. The index part comes last and marks completion."""
     if isinstance(task.part.items, IndexPart):
-        paths = task.index_path, task.set_aside_path
-        copy_part(task.part.items, task.source, task.source_id, *paths)
+        target = task.index_path, task.set_aside_path
+        copy_part(task.part.items, task.source, task.source_id, target)
         return
     notes: dict[str, str] = {}
     with (

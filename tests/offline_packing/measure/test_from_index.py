@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.config.packing import parse_config
@@ -113,7 +114,7 @@ def test_a_stage_is_what_measuring_anew_gives(
     assert tars[0] == tars[1]
     assert len(tars[0]) > 2
     for path in made.workspace.set_aside.iterdir():
-        assert path.read_bytes() == (anew.workspace.set_aside / path.name).read_bytes()
+        assert pq.read_table(path) == pq.read_table(anew.workspace.set_aside / path.name)
     assert verify(made, deep=True).ok
 
 
@@ -276,7 +277,7 @@ def test_traits_may_be_more_than_are_needed(sources: list[Options], tmp_path: Pa
         ({"max_media": 3}, "max_media=3: samples of an index are as they were measured"),
         ({"fields": {}}, "fields is not a known field"),
         ({"name": "tars", "repeat": 0}, "repeat=0: .*greater than 0"),
-        ({"output": True}, "is the output whose index is read; choose a folder of its own"),
+        ({"output": True}, "is an output that the source reads; new packs need"),
     ],
 )
 def test_bad_options(whole: Run, tmp_path: Path, more: Options, what: str) -> None:
@@ -288,7 +289,9 @@ def test_bad_options(whole: Run, tmp_path: Path, more: Options, what: str) -> No
 
 
 def test_an_output_without_an_index(whole: Run, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="nothing has no complete index; run measure there first"):
+    with pytest.raises(
+        StageError, match="nothing has no complete index for format index; run measure"
+    ):
         make_config({"format": "index", "path": str(tmp_path / "nothing")}, tmp_path / "out")
 
 
