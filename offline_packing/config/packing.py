@@ -6,7 +6,7 @@ Every model is frozen and refuses unknown keys. Relative paths are relative to t
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
@@ -18,12 +18,14 @@ from offline_packing.config.sections import (
     Section,
 )
 from offline_packing.index.chosen import parse_filters
+from offline_packing.index.table import load_info
 from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import FieldOptions
 from offline_packing.storage.yaml_file import read_config, validate
 from task_encoders.families import FAMILIES, AnyModelOptions, model_options
 from task_encoders.families.base.cost import dynamic_from
+from task_encoders.field_types import invalid
 
 
 class PackingConfig(Section):
@@ -39,7 +41,9 @@ class PackingConfig(Section):
     @field_validator("source", mode="before")
     @classmethod
     def _one_or_many(cls, source: Any) -> Any:
-        return [source] if isinstance(source, Mapping) else source
+        source = [source] if isinstance(source, Mapping) else source
+        is_list = isinstance(source, list | tuple)
+        return [one for given in source for one in _measured_from(given)] if is_list else source
 
     @field_validator("source")
     @classmethod
@@ -75,10 +79,11 @@ class PackingConfig(Section):
     def _check_output(self) -> "PackingConfig":
         output = Path(self.output.path).resolve()
         for source in self.source:
-            if any(output == Path(path).resolve() for path in source.skip):
+            others = filter(None, (*source.skip, source.index))
+            if any(output == Path(path).resolve() for path in others):
                 raise ValueError(
-                    f"output.path {self.output.path!r} is named by source.skip; new data need a "
-                    "folder of their own"
+                    f"output.path {self.output.path!r} is an output that the source reads; new "
+                    "packs need a folder of their own"
                 )
             if output.is_relative_to(Path(source.path).resolve()):
                 raise ValueError(  # it would find its own packs
@@ -242,6 +247,35 @@ class PackingConfig(Section):
             prefix.rstrip("/") or source.path.rstrip("/").rpartition("/")[2]
             for source, prefix in zip(self.source, self.key_prefixes(), strict=True)
         ]
+
+
+#: Options that may stand beside format index; the last four are this run's own.
+_BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "weight")
+
+
+def _measured_from(source: Any) -> list[Any]:
+    """Sources whose samples the index that a source of format index names holds: all of them, or
+    the one with its name; any other source itself. Raises StageError as `load_info`."""
+    if not isinstance(source, Mapping) or source.get("format") != "index":
+        return [source]
+    given = SourceOptions.model_validate({"task": "bmr", **source})
+    if others := given.model_fields_set - {*_BESIDE_INDEX}:
+        why = "samples of an index are as they were measured; remove it"
+        raise invalid("source", min(others), source[min(others)], why)
+    own = given.model_dump(include={*_BESIDE_INDEX[3:]}, exclude_defaults=True)
+    found, of = load_info(given.path).sources, f"the index of {given.path}"
+    if given.name is not None and len(found) > 1:
+        names = ", ".join(str(one["name"]) for one in found)
+        found = [one for one in found if one["name"] == given.name]
+        if not found:
+            raise invalid("source", "name", given.name, f"{of} does not hold it; choose {names}")
+    if len(found) > 1 and (shares := own.keys() & {"repeat", "weight"}):
+        why = f"{of} holds several sources; set source.name to one of them"
+        raise invalid("source", min(shares), own[min(shares)], why)
+    if "task" in source and source["task"] != found[0]["task"]:
+        why = f"{of} was measured for {found[0]['task']}; leave it out"
+        raise invalid("source", "task", given.task, why)
+    return [{**one, **own, "index": given.path} for one in found]
 
 
 def _source_name(source: SourceOptions) -> str:

@@ -34,7 +34,7 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
-from task_encoders.storage.paths import REMEDY
+from task_encoders.storage.paths import REMEDY, path_of
 
 INDEX_VERSION: Final = 3
 
@@ -81,6 +81,9 @@ class IndexInfo:
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    #: options of each source, without the ones that change no row; and its number of parts
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    source_parts: list[int] = field(default_factory=list)
     version: int = INDEX_VERSION
 
     @property
@@ -268,6 +271,14 @@ def open_table(path: Path) -> Iterator[pq.ParquetFile]:
 def part_name(number: int) -> str:
     """File name of a part."""
     return f"part-{number:05d}.parquet"
+
+
+def load_info(output: str) -> IndexInfo:
+    """index.json of an output that format index names. Raises StageError if there is none."""
+    info = IndexInfo.load(path_of(output) / "_packing" / "index.json")
+    if info is None:
+        raise StageError(f"{output} has no complete index to read; run measure there first")
+    return info
 
 
 class Index:

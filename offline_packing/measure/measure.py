@@ -29,6 +29,7 @@ from offline_packing.index.rows import name_samples
 from offline_packing.index.table import INDEX_VERSION, Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import estimate, shares_of_first
+from offline_packing.measure.from_index import scan_index
 from offline_packing.measure.identity import (
     NewRecords,
     first_of_equal,
@@ -76,6 +77,8 @@ logger = logging.getLogger(__name__)
 
 #: Parts beyond this are slow on shared file systems.
 MANY_PARTS: Final = 50_000
+#: Options of a source that belong to a run, not to what it measures.
+_OWN_OPTIONS: Final = {"skip", "repeat", "weight", "index"}
 _MARKER: Final = attrgetter("index_path")
 _TABLES: Final = attrgetter("index_path", "set_aside_path")
 
@@ -97,7 +100,7 @@ def measure(run: Run) -> Index:
         check_index(run, info)  # not what a source has become since: what is there stays
         return Index(workspace.index, info)
     sources = open_sources(run.config)
-    scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
+    scans = _scan(run, sources)
     for config, scan in zip(run.config.source, scans, strict=True):
         if not scan.parts:
             raise nothing_found(config.path, f"records of source.format={config.format}")
@@ -122,6 +125,15 @@ def measure(run: Run) -> Index:
     info.save(workspace.index_info)
     remove_folder(workspace.skip)
     return Index(workspace.index, info)
+
+
+def _scan(run: Run, sources: Sequence[Source]) -> list[Scan]:
+    """The parts of each source: of its files, or of the index that holds its samples."""
+    size = run.config.engine.samples_per_part
+    return [
+        source.scan(size) if source.options.index is None else scan_index(run.config, i)
+        for i, source in enumerate(sources)
+    ]
 
 
 def _find_lost(workspace: Workspace, info: IndexInfo | None) -> list[Path]:
@@ -159,6 +171,8 @@ def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
         info = _measure_again(run, lost, keeps=keeps)
         made_info = workspace.again / str(lost[0].relative_to(workspace.root))
         if manifest is not None:
+            for own, source in zip(info.sources, manifest.config["source"], strict=True):
+                own["path"] = source["path"]  # the data may have moved since
             info = replace(info, versions=manifest.library_versions)
             info.save(made_info)
         is_same = manifest is None or manifest.fingerprint == info.fingerprint
@@ -224,6 +238,12 @@ def _complete(
         num_weighted=sum(result.num_weighted for result in results),
         num_part_hashed=sum(result.num_part_hashed for result in results),
         source_warnings=[line for scan in scans for line in scan.warnings],
+        sources=[
+            one.model_dump(mode="json", exclude_defaults=True, exclude=_OWN_OPTIONS)
+            | {"name": prefix[:-1] or None}
+            for one, prefix in zip(run.config.source, run.config.key_prefixes(), strict=True)
+        ],
+        source_parts=[len(scan.parts) for scan in scans],
     )
     samples = Index(workspace.index, info)
     num_renamed = rename_repeated(samples)
@@ -258,13 +278,17 @@ def preview_measure(run: Run) -> str:
     lines = []
     sources = open_sources(run.config)
     if run.workspace.index_info.exists():
-        scans = [source.scan(run.config.engine.samples_per_part) for source in sources]
+        scans = _scan(run, sources)
         info = _existing_index(run, sources, scans, dry_run=True)
         if info is not None:
             return f"measure: complete ({info.num_samples:,} samples), nothing to do\n"
     with tempfile.TemporaryDirectory() as scratch:
         set_known_keys(run, sources, Path(scratch))
-        for source in sources:
+        for i, source in enumerate(sources):
+            if source.options.index is not None:
+                count = len(scan_index(run.config, i).parts)
+                lines.append(f"would copy {count:,} parts of the index of {source.options.index}\n")
+                continue
             if source.known is not None:
                 scan = source.scan(run.config.engine.samples_per_part)
                 parts = [NewRecords(source, part) for part in scan.parts]

@@ -40,6 +40,7 @@ from offline_packing.index.measured import (
 from offline_packing.index.table import escape
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
+from offline_packing.measure.from_index import IndexPart, copy_part
 from offline_packing.measure.identity import (
     HASHED_BYTES,
     NewRecords,
@@ -331,6 +332,10 @@ def find_unreadable(task: MeasureTask) -> Path | None:
 
 def measure_part(task: MeasureTask) -> None:
     """Measure one part and write its two tables. The index part comes last and marks completion."""
+    if isinstance(task.part.items, IndexPart):
+        target = task.index_path, task.set_aside_path
+        copy_part(task.part.items, task.source, task.source_id, target)
+        return
     notes: dict[str, str] = {}
     with (
         _rare_collection(),

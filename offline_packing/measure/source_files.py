@@ -27,6 +27,8 @@ _NUM_NAMED: Final = 3
 def save_files(folder: Path, sources: Sequence[Source], scans: Sequence[Scan]) -> None:
     """Keep which files are measured, in a folder that exists."""
     for i, (source, scan) in enumerate(zip(sources, scans, strict=True)):
+        if source.options.index is not None:
+            continue
         batches = pa.ipc.open_stream(scan.files) if scan.files else _list_batches(source)
         with table_writer(_files_path(folder, i), FILES_SCHEMA) as write:
             for batch in batches:
@@ -40,6 +42,8 @@ def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str |
     if match is None or int(match[1]) >= len(sources):
         return None
     source, path = sources[int(match[1])], _files_path(folder, int(match[1]))
+    if source.options.index is not None:
+        return f"{name}: {source.options.index} has another index now"
     changes = describe_changes(path, source) if path.exists() else ""
     return f"{name}: the files of {source.path} changed: {changes}" if changes else None
 

@@ -228,6 +228,8 @@ class SourceOptions(BaseModel):
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all tokens, in proportion to the other sources' weights
     weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
+    #: the output whose index holds its samples; set by format index
+    index: Annotated[LocalOrRemotePath | None, Field(exclude_if=lambda path: path is None)] = None
     #: train answers as captions, without their prompts
     ignore_prompts: bool = False
     #: without images and videos on purpose; captioning and vqa refuse such a source otherwise
@@ -248,11 +250,15 @@ class SourceOptions(BaseModel):
         """Whether another source reads all that this one reads, in the same way."""
         path, around = Path(self.path).resolve(), Path(other.path).resolve()
         same = (self.format, self.format_options()) == (other.format, other.format_options())
-        return same and path.is_relative_to(around)
+        # What two outputs measured of one folder may be apart, by source.skip.
+        apart = self.index and other.index and self.index != other.index
+        return same and not apart and path.is_relative_to(around)
 
 
 #: Options that do not change the samples themselves.
-_APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight", "text_only"))
+_APART: Final = frozenset(
+    ("format", "path", "task", "name", "repeat", "weight", "index", "text_only")
+)
 
 
 class FieldOptions(SourceOptions):

@@ -1,0 +1,375 @@
+"""Stages from one index: samples that another output measured are taken without measuring."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.config.packing import parse_config
+from offline_packing.engines.local import LocalEngine
+from offline_packing.errors import ConfigError, DamagedError, StageError
+from offline_packing.index.table import part_name
+from offline_packing.measure import measure as measure_module
+from offline_packing.measure.measure import measure, preview_measure
+from offline_packing.measure.measure_part import measure_part
+from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.manifest import require_manifest
+from offline_packing.runs.run import Run, open_encoder
+from offline_packing.verify.verify import discard, verify
+from tests.helpers.datasets import (
+    dialogue,
+    index_rows,
+    make_config,
+    make_run,
+    pack_all,
+    packed_run,
+    plan_index,
+)
+from tests.helpers.faults import KilledError, killing
+from tests.helpers.formats import draw_samples, jsonl, lines, parquet, webdataset
+from tests.helpers.long_conversations import conversations, run_of
+from tests.helpers.outputs import files_of, packs_of, shard_files
+from tests.helpers.shared_media import MODEL, shared_media
+
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Options]:
+    """Three sources, and in the first an id of three samples, and two that are set aside."""
+    root = tmp_path_factory.mktemp("data")
+    found = [
+        {**write(root / name, draw_samples(count, seed)), "task": "vqa", "name": name}
+        for seed, (name, write, count) in enumerate(
+            [("chats", jsonl, 14), ("tars", webdataset, 9), ("tables", parquet, 11)]
+        )
+    ]
+    asked = [dialogue("<image>\nWhat?", text) for text in ("One.", "Two.", "Two.")]
+    more = [{"id": "same", "messages": one, "images": ["images/s0000_0.jpg"]} for one in asked]
+    chats = root / "chats" / "chat.jsonl"
+    broken = b'{\n{"id": "lost", "question": "What?", "answer": "It.", "image": "no.jpg"}\n'
+    chats.write_bytes(chats.read_bytes() + lines(more) + broken)
+    return found
+
+
+def sections(**more: Options) -> dict[str, Options]:
+    output = {"key_prefix": "p_", "split": {"train": 0.8, "val": 0.2}, **more.pop("output", {})}
+    engine = {"samples_per_part": 5, **more.pop("engine", {})}
+    return {"output": output, "engine": engine, "pack": {"max_set_aside": 1}, **more}
+
+
+@pytest.fixture(scope="module")
+def whole(sources: list[Options], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All three sources, measured."""
+    run = make_run(sources, tmp_path_factory.mktemp("runs") / "all", **sections())
+    measure(run)
+    return run
+
+
+def stage(whole: Run, folder: Path, /, **more: Any) -> Run:
+    """A run over the index of another; options of its source, and sections."""
+    beside = {k: more.pop(k) for k in ("name", "skip", "weight", "repeat", "task") if k in more}
+    source = {"format": "index", "path": str(whole.workspace.root), **beside}
+    return make_run(source, folder, **sections(**more))
+
+
+def keys_of(run: Run) -> list[str]:
+    return [row["key"] for row in index_rows(run)]
+
+
+def test_a_stage_is_what_measuring_anew_gives(
+    whole: Run, sources: list[Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorter = {"pack": {"seq_length": 256, "max_set_aside": 1}}
+    anew = packed_run(sources, tmp_path / "anew", **sections(**shorter))
+    made = stage(whole, tmp_path / "stage", **shorter)
+    assert "would copy 4 parts of the index of" in preview_measure(made)
+    with monkeypatch.context() as patch:
+        encoder = open_encoder(made.config.model)
+        patch.setattr(type(encoder), "measure", killing(encoder.measure, 0))
+        with pytest.raises(StageError, match="unexpected_error"):
+            pack_all(make_run(sources, tmp_path / "not", **sections(**shorter)))
+        measure(made)
+        plan_index(made)
+    pack_all(made)
+    assert index_rows(made) == index_rows(anew)
+    assert len({row["source_id"] for row in index_rows(made)}) == 3
+    assert any("@" in key for key in keys_of(made))
+    (info, other) = (replace(open_index(run).info, hashes={}) for run in (made, anew))
+    listed = {f"source.{i}.listing": "" for i in range(3)}
+    for one in (info, other):
+        one.fingerprint.update(listed)
+    assert info == other
+    assert info.set_aside == {"bad_json": 1, "missing_image": 1}
+    plans = [files_of(run.workspace.plan) for run in (made, anew)]
+    for files in plans:
+        del files["stage.json"]
+    assert plans[0] == plans[1]
+    tars = [shard_files(run) for run in (made, anew)]
+    for files in tars:
+        del files["manifest.json"]
+    assert tars[0] == tars[1]
+    assert len(tars[0]) > 2
+    for path in made.workspace.set_aside.iterdir():
+        assert pq.read_table(path) == pq.read_table(anew.workspace.set_aside / path.name)
+    assert verify(made, deep=True).ok
+
+
+def test_a_name_picks_one_source(whole: Run, tmp_path: Path) -> None:
+    made = stage(whole, tmp_path / "stage", name="tables", repeat=2)
+    manifest = pack_all(made)
+    (source,) = made.config.source
+    assert (source.format, source.repeat) == ("parquet", 2)
+    assert manifest.counts.packed == 22
+    assert sorted(keys_of(made)) == [f"tables/s{i:04d}" for i in range(11)]
+    assert {row["source_id"] for row in index_rows(made)} == {0}
+    assert verify(made, deep=True).ok
+    # The next stage, from this one.
+    again = stage(made, tmp_path / "again", name="other")
+    pack_all(again)
+    assert sorted(keys_of(again)) == [f"other/s{i:04d}" for i in range(11)]
+    assert verify(again, deep=True).ok
+
+
+def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
+    """Outputs of one folder, apart by source.skip, and a source that is measured."""
+    data = {"format": "jsonl", "path": str(tmp_path / "data"), "task": "vqa"}
+    jsonl(tmp_path / "data", draw_samples(6))
+    first = packed_run(data, tmp_path / "first", **sections())
+    later = [(f"later{key}", *rest) for key, *rest in draw_samples(3)]
+    jsonl(tmp_path / "data" / "later", later)
+    data["skip"] = str(first.workspace.root)
+    second = packed_run(data, tmp_path / "second", **sections())
+    own = {**parquet(tmp_path / "own", draw_samples(2)), "task": "vqa"}
+    taken = [
+        {"format": "index", "path": str(run.workspace.root), **name}
+        for run, name in ((first, {}), (second, {"name": "b"}), (whole, {"name": "tars"}))
+    ]
+    made = packed_run([*taken, own], tmp_path / "stage", **sections())
+    found = keys_of(made)
+    assert found[:9] == [*(f"data/s{i:04d}" for i in range(6)), *(f"b/{key}" for key, *_ in later)]
+    assert found[9:18] == [key for key in keys_of(whole) if key.startswith("tars/")]
+    assert found[18:] == ["own/s0000", "own/s0001"]
+    sources_of = [row["source_id"] for row in index_rows(made)]
+    assert sources_of == [0] * 6 + [1] * 3 + [2] * 9 + [3] * 2
+    assert verify(made, deep=True).ok
+    # As it is in the manifest, it is the same configuration.
+    config = require_manifest(made.workspace.root).config
+    output = {**config["output"], "path": str(tmp_path / "again")}
+    assert parse_config({**config, "output": output}).source == made.config.source
+    assert [one.get("index") for one in config["source"]] == [*(one["path"] for one in taken), None]
+
+
+@pytest.mark.parametrize("name", ["chats", None])
+def test_stages_that_skip_each_other(whole: Run, tmp_path: Path, name: str | None) -> None:
+    first = stage(whole, tmp_path / "first", name="chats")
+    pack_all(first)
+    second = stage(whole, tmp_path / "second", name=name, skip=str(first.workspace.root))
+    if name:
+        assert measure(second).info.num_samples == 0
+    else:
+        pack_all(second)
+        assert verify(second, deep=True).ok
+        both = [key for run in (first, second) for _, keys in packs_of(run) for key in keys]
+        assert len(both) == len(set(both)) == 14 + 2 + 9 + 11
+        assert not {key for key in keys_of(second) if key.startswith("chats/")}
+    info = open_index(second).info
+    assert (info.num_skipped, info.set_aside) == (14 + 3 + 2, {})
+
+
+def test_the_same_bytes_after_a_kill_and_on_workers(
+    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = stage(whole, tmp_path / "undisturbed")
+    measure(undisturbed)
+    expected = files_of(undisturbed.workspace.packing)
+    assert len(expected) > 10
+    for after in range(0, 9, 2):
+        run = stage(whole, tmp_path / f"killed{after}")
+        with monkeypatch.context() as patch:
+            patch.setattr(measure_module, "measure_part", killing(measure_part, after))
+            with pytest.raises(KilledError):
+                measure(run)
+        (run.workspace.index / part_name(after)).write_bytes(b"cut")
+        measure(run)
+        assert files_of(run.workspace.packing) == expected
+    with LocalEngine(4) as engine:
+        run = replace(stage(whole, tmp_path / "workers"), engine=engine)
+        measure(run)
+    assert files_of(run.workspace.packing) == expected
+
+
+def test_cut_conversations(tmp_path: Path) -> None:
+    records = conversations(12, seed=3, most=30)
+    pack = {"seq_length": 256, "max_set_aside": 1}
+    cut = run_of(tmp_path, records, "all", pack=pack, engine={"samples_per_part": 4})
+    pack_all(cut)
+    index = {"format": "index", "path": str(cut.workspace.root)}
+    splits = {**pack, "on_overlong": "split_turns"}
+    for other, what in (
+        (pack, r"pack\.on_overlong was 'split_turns', is not set"),
+        ({**splits, "seq_length": 512}, r"pack\.seq_length was 256, is 512"),
+        ({**splits, "split_turns": {"context_turns": 1}}, r"pack\.split_turns was"),
+    ):
+        with pytest.raises(StageError, match=rf"the index of .*all cannot be used.*{what}"):
+            measure(make_run(index, tmp_path / "stage", pack=other))
+    made = packed_run({**index, "name": "x"}, tmp_path / "stage", pack=splits)
+    assert open_index(made).info.split == open_index(cut).info.split
+    for row, old in zip(index_rows(made), index_rows(cut), strict=True):
+        assert row["key"] == f"x/{old['key']}"
+        assert bool(row["part"]) == bool(old["part"])
+        assert row["part"] is None or row["part"]["key"] == f"x/{old['part']['key']}"
+    assert verify(made, deep=True).ok
+    # The first half is packed already.
+    half = run_of(tmp_path / "half", records[:6], "out", pack=pack)
+    pack_all(half)
+    skip = {**index, "skip": [str(half.workspace.root)]}
+    rest = packed_run(skip, tmp_path / "rest", pack=splits)
+    rows = [row for row in index_rows(cut) if int(row["key"].strip("c").partition("[")[0]) >= 6]
+    assert index_rows(rest) == rows
+    info, parts = open_index(rest).info, [row["part"]["key"] for row in rows if row["part"]]
+    assert info.num_skipped == 6
+    assert info.split == {"conversations": len(set(parts)), "samples": len(parts)}
+    assert len(set(parts)) < len(parts)
+
+
+def test_an_uncut_index_is_not_cut(whole: Run, tmp_path: Path) -> None:
+    pack = {"on_overlong": "split_turns", "seq_length": 512}
+    with pytest.raises(StageError, match=r"pack\.on_overlong was not set, is 'split_turns'"):
+        measure(stage(whole, tmp_path / "stage", pack=pack))
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"model": {"max_pixels": 28 * 28 * 32}}, r"model\.max_pixels was 50176, is 25088"),
+        ({"output": {"layout": "loongforge"}}, r"index\.traits was not set, is"),
+    ],
+)
+def test_other_settings_are_refused(
+    whole: Run, tmp_path: Path, more: dict[str, Options], what: str
+) -> None:
+    with pytest.raises(StageError, match=f"the index of .*/all cannot be used: .*{what}.*"):
+        measure(stage(whole, tmp_path / "stage", **more))
+
+
+def test_traits_may_be_more_than_are_needed(sources: list[Options], tmp_path: Path) -> None:
+    more = sections(output={"layout": "loongforge"})
+    own = make_run(sources[2], tmp_path / "all", **more)
+    measure(own)
+    measure(stage(own, tmp_path / "stage"))
+    assert index_rows(stage(own, tmp_path / "stage"))[0]["traits"] is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        (
+            {"name": "table"},
+            "name='table': the index of .* does not hold it; choose chats, tars, tables",
+        ),
+        ({"weight": 2}, "weight=2.0: the index of .* holds several sources; set source.name"),
+        ({"repeat": 2}, "repeat=2.0: the index of .* holds several sources; set source.name"),
+        ({"task": "bmr"}, "task='bmr': the index of .* was measured for vqa; leave it out"),
+        ({"max_media": 3}, "max_media=3: samples of an index are as they were measured"),
+        ({"fields": {}}, "fields is not a known field"),
+        ({"name": "tars", "repeat": 0}, "repeat=0: .*greater than 0"),
+        ({"output": True}, "is an output that the source reads; new packs need"),
+    ],
+)
+def test_bad_options(whole: Run, tmp_path: Path, more: Options, what: str) -> None:
+    folder = whole.workspace.root if more.pop("output", False) else tmp_path / "stage"
+    source = {"format": "index", "path": str(whole.workspace.root), **more}
+    with pytest.raises(ConfigError, match=what) as error:
+        make_config(source, folder)
+    assert "\n" not in str(error.value)
+
+
+def test_an_output_without_an_index(whole: Run, tmp_path: Path) -> None:
+    with pytest.raises(
+        StageError, match="nothing has no complete index for format index; run measure"
+    ):
+        make_config({"format": "index", "path": str(tmp_path / "nothing")}, tmp_path / "out")
+
+
+def test_what_changed_since(sources: list[Options], tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(sources[0]["path"].rpartition("/")[0], moved)
+    source = {**sources[0], "path": str(moved / "chat.jsonl")}
+    own = packed_run(source, tmp_path / "all", **sections())
+    made = stage(own, tmp_path / "stage")
+    pack_all(made)
+    # More data change nothing.
+    with (moved / "more.jsonl").open("wb") as file:
+        file.write(lines([{"id": "new", "messages": dialogue("What?", "It.")}]))
+    pack_all(made)
+    # A lost part is copied again, and not from a damaged one.
+    lost, there = (run.workspace.index / part_name(1) for run in (made, own))
+    content = lost.read_bytes()
+    lost.unlink()
+    measure(made)
+    assert lost.read_bytes() == content
+    lost.write_bytes(b"damaged")
+    discard(made)
+    pack_all(made)
+    assert lost.read_bytes() == content
+    made.workspace.index_info.unlink()
+    pack_all(made)
+    assert verify(made, deep=True).ok
+    kept = there.read_bytes()
+    there.write_bytes(kept[:-9])
+    with pytest.raises(DamagedError, match=r"part-00001\.parquet is not as it was measured"):
+        measure(stage(own, tmp_path / "other"))
+    there.write_bytes(kept)
+    # Another index.
+    pack_all(
+        make_run(
+            source,
+            own.workspace.root,
+            **sections(
+                output={"overwrite": True},
+                pack={"max_set_aside": 1},
+                engine={"samples_per_part": 3},
+                model={"max_pixels": 28 * 28 * 32},
+            ),
+        )
+    )
+    with pytest.raises(StageError, match=r"source\.0\.listing: .*all has another index now"):
+        measure(stage(own, tmp_path / "stage", model={"max_pixels": 28 * 28 * 32}))
+    # The images are gone.
+    shutil.move(moved / "images", tmp_path / "elsewhere")
+    with pytest.raises(StageError, match=r"restore it|no longer|missing"):
+        pack_all(stage(own, tmp_path / "third", model={"max_pixels": 28 * 28 * 32}))
+
+
+def test_pictures_of_two_indexes_are_apart(tmp_path: Path) -> None:
+    """Prefix trees join samples of one picture; equal places in two folders are two pictures."""
+    share = {"model": MODEL, "pack": {"seq_length": 1024, "share_prefixes": True}}
+    runs = []
+    for number in range(2):
+        root = tmp_path / f"data{number}"
+        source = shared_media(root, (12, 0, 0), (1, 0), sides=[112])
+        if number:  # the same size and first bytes, as is all that is hashed of it
+            picture = root / "0.jpg"
+            data = bytearray(picture.read_bytes())
+            data += b"\0" * (1 << 15)
+            picture.write_bytes(data)
+            other = tmp_path / "data0" / "0.jpg"
+            other.write_bytes(bytes(data[:-1]) + b"\1")
+            measure(run0 := make_run({**runs[0]}, tmp_path / "all0", **share))
+        runs.append(source)
+    measure(run1 := make_run(runs[1], tmp_path / "all1", **share))
+    rows = [index_rows(run)[0] for run in (run0, run1)]
+    assert rows[0]["prefix_hash"] == rows[1]["prefix_hash"]
+    assert rows[0]["prefix_media"] == rows[1]["prefix_media"]
+    taken = [
+        {"format": "index", "path": str(run.workspace.root), "name": f"s{i}"}
+        for i, run in enumerate((run0, run1))
+    ]
+    made = packed_run(taken, tmp_path / "stage", **share)
+    media = {(row["source_id"], row["prefix_media"]) for row in index_rows(made)}
+    assert len(media) == len({own for _, own in media}) == 2
+    assert verify(made, deep=True).ok
