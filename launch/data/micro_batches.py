@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
@@ -26,17 +25,15 @@ from launch.data.packed_data import PackedData, slot_ranks_of
 from launch.data.slots import Share
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
-from offline_packing.online.ranks.pack_costs import pack_columns
-from offline_packing.online.ranks.rank_schedule import RankSchedule
+from offline_packing.online.ranks.pack_costs import schedule_of
 from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
-from task_encoders.loading.schedule import InTurn, Schedule, ScheduledLoader
+from task_encoders.loading.schedule import ScheduledLoader
 from task_encoders.loading.slots import SlotRows
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.manifest import PackColumns
 from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.samples import SampleError
 
@@ -214,25 +211,33 @@ def build_loader(
     """The loader of a rank's rows of packs; default: of this data parallel rank."""
     rank = parallel_state.get_data_parallel_rank() if rank is None else rank
     num_ranks = num_ranks or parallel_state.get_data_parallel_world_size()
-    folder = PackedFolder(config.data_prefix or config.path, task_encoder, split=split)
-    repeat = config.repeat and split == "train"
-    options: dict[str, Any] = {
-        "limit": limit,
-        "num_workers": config.num_workers,
-        "timeout": FIRST_ROW_TIMEOUT if config.num_workers else 0,
-        "pin_memory": torch.cuda.is_available(),  # from there rows are sent without waiting
-        "worker_init_fn": leave_group,
-    }
+    (path,) = config.paths
+    folder = PackedFolder(config.data_prefix or path, task_encoder, split=split)
+    schedule = schedule_of(
+        folder,
+        order=config.order if split == "train" else "written",
+        num_ranks=num_ranks,
+        packs_per_row=config.micro_batch_size,
+        seed=seed,
+        repeat=config.repeat and split == "train",
+        warns=rank == 0,
+    )
+    dataset: Any = folder
+    read: Callable[[list[Any]], Any] = partial(_collate, folder)
     if slot_ranks_of(folder.shards[0].root) > 1:
         rows = SlotRows(folder)
-        turns, read = rows.in_turn(num_ranks, repeat=repeat), partial(_share, folder, rows)
-        return ScheduledLoader(range(len(rows)), turns, rank, read, **options)
-    schedule: Schedule
-    if config.order == "balanced" and split == "train":
-        schedule = _balanced(folder, num_ranks, config.micro_batch_size, seed, warns=rank == 0)
-    else:
-        schedule = InTurn.of(folder, num_ranks, config.micro_batch_size, repeat=repeat)
-    return ScheduledLoader(folder, schedule, rank, partial(_collate, folder), **options)
+        dataset, read = range(len(rows)), partial(_share, folder, rows)
+    return ScheduledLoader(
+        dataset,
+        schedule,
+        rank,
+        read,
+        limit=limit,
+        num_workers=config.num_workers,
+        timeout=FIRST_ROW_TIMEOUT if config.num_workers else 0,
+        pin_memory=torch.cuda.is_available(),  # from there rows are sent without waiting
+        worker_init_fn=leave_group,
+    )
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
@@ -275,43 +280,6 @@ def _padding(
     return replace(row, local_cp_size=num_ranks)
 
 
-def _balanced(
-    folder: PackedFolder, num_ranks: int, packs_per_row: int, seed: int, *, warns: bool
-) -> RankSchedule:
-    """Steps at which all ranks train rows of similar cost, in a new order in every epoch. Packed
-    with `pack.order.uniform`, all rows of a step have images, or videos, or none has."""
-    if warns and (count := len(folder.epoch_sizes)) > 1:
-        logger.warning(
-            "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
-            "%d epochs some samples come more often than others; set order=written, or pack "
-            "with pack.epochs=1",
-            folder.path,
-            count,
-            count,
-        )
-    columns = pack_columns(folder)
-    return RankSchedule(
-        np.ones(len(folder), np.int64),  # lengths and budget in packs: a row holds as many as asked
-        columns.cost,
-        num_ranks,
-        packs_per_row,
-        seed,
-        tower_cost=columns.tower,
-        kinds=columns.media if folder.uniform_ranks else None,
-        features=_features(folder, columns),
-    )
-
-
-def _features(folder: PackedFolder, columns: PackColumns) -> np.ndarray | None:
-    """Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers:
-    (num_packs, num_features); None if all packs are alike."""
-    roots = list(dict.fromkeys(shard.root for shard in folder.shards))
-    outputs = [roots.index(shard.root) for shard in folder.shards]
-    output = np.repeat(outputs, [shard.num_packs for shard in folder.shards])[folder.order]
-    traits = [trait == one for trait in (columns.media, output) for one in np.unique(trait)[1:]]
-    return np.stack(traits, axis=1) if traits else None
-
-
 class OnlineLoader:
     """Rows that are packed while training, with the calls of a `ScheduledLoader`."""
 
@@ -321,7 +289,7 @@ class OnlineLoader:
         self._num_ranks = parallel_state.get_data_parallel_world_size()
         windows = online.model_dump(include={"buffer", "strategy", "budgets"})
         dataset = get_online_train_dataset(
-            config.path,
+            config.paths[0],
             task_encoder,
             micro_batch_size=config.micro_batch_size,
             seed=seed,

@@ -50,6 +50,9 @@ class Epoch(Protocol):
     def items(self, step: int, rank: int) -> Numbers:
         """Items of a rank's row, (n,); none: the rank has no row at this step."""
 
+    def left(self, step: int) -> Numbers:
+        """Items of this epoch that no step before `step` trains, (n,)."""
+
 
 class Schedule(Protocol):
     """The steps of all epochs."""
@@ -88,6 +91,9 @@ class _Turns:
         if row < self.num_rows or not self.filling:
             return self.numbers[row * self.size : (row + 1) * self.size]
         return self.filling[row - self.num_rows]
+
+    def left(self, step: int) -> Numbers:
+        return self.numbers[step * self.num_ranks * self.size :]
 
 
 class InTurn:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from task_encoders.field_types import Count, checked
 from task_encoders.loading.folder_shards import PackedFolderError
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
 
 
-class SlotRows(Dataset["PackedBatch"]):
+class SlotRows:
     """Rows of slots in written order, which is random: row s · R + r is that of rank r in slot s of
-    R ranks. Ranks that share a pack have the same rows.
+    R ranks. Ranks that share a pack have the same rows. A map-style dataset of torch.
 
     Args:
         folder: one folder of packs, with a task encoder; not a blend.

@@ -1,8 +1,9 @@
-"""Training cost of each pack of a written folder, for a `RankSchedule`."""
+"""Training cost of each pack of a written folder, and the schedule of its packs."""
 
+import logging
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from offline_packing.errors import StageError
 from offline_packing.index.rows import of_uses, pack_table
 from offline_packing.index.table import Index, IndexInfo
+from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.run import Workspace
@@ -17,8 +19,12 @@ from offline_packing.storage.files import hash_file, read_json
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.loading.schedule import InTurn, Schedule
+from task_encoders.loading.slots import SlotRows
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.storage.paths import path_of
+
+logger = logging.getLogger(__name__)
 
 
 def pack_costs(
@@ -45,6 +51,66 @@ def pack_columns(folder: PackedFolder, model: ModelCost | None = None) -> PackCo
     StageError as `pack_costs`."""
     recorded = folder.columns() if model is None else None
     return recorded or PackColumns(*_planned(folder, model)[1:])
+
+
+def schedule_of(
+    folder: PackedFolder,
+    *,
+    order: Literal["written", "balanced"],
+    num_ranks: int,
+    packs_per_row: int,
+    seed: int,
+    repeat: bool,
+    warns: bool = False,
+) -> Schedule:
+    """The schedule by which `launch` trains a folder's packs. Its items are packs by number; of
+    packs in slots, rows by number (`SlotRows`).
+
+    Args:
+        order: balanced: at each step all ranks train rows of similar cost, in a new order in every
+            epoch. Packed with `pack.order.uniform`, all rows of a step have images, or videos, or
+            none has.
+        warns: of packs of several epochs, which `balanced` deals as one.
+
+    Raises:
+        StageError: as `pack_costs`; only for `balanced`.
+        PackedFolderError: slots are for another number of ranks.
+    """
+    manifest = read_manifest(folder.shards[0].root)
+    if manifest and manifest.context_parallel and manifest.context_parallel.ranks > 1:
+        return SlotRows(folder).in_turn(num_ranks, repeat=repeat)
+    if order == "written":
+        return InTurn.of(folder, num_ranks, packs_per_row, repeat=repeat)
+    if warns and (count := len(folder.epoch_sizes)) > 1:
+        logger.warning(
+            "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
+            "%d epochs some samples come more often than others; set order=written, or pack "
+            "with pack.epochs=1",
+            folder.path,
+            count,
+            count,
+        )
+    columns = pack_columns(folder)
+    return RankSchedule(
+        np.ones(len(folder), np.int64),  # lengths and budget in packs: a row holds as many as asked
+        columns.cost,
+        num_ranks,
+        packs_per_row,
+        seed,
+        tower_cost=columns.tower,
+        kinds=columns.media if folder.uniform_ranks else None,
+        features=_features(folder, columns),
+    )
+
+
+def _features(folder: PackedFolder, columns: PackColumns) -> npt.NDArray[Any] | None:
+    """Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers:
+    (num_packs, num_features); None if all packs are alike."""
+    roots = list(dict.fromkeys(shard.root for shard in folder.shards))
+    outputs = [roots.index(shard.root) for shard in folder.shards]
+    output = np.repeat(outputs, [shard.num_packs for shard in folder.shards])[folder.order]
+    traits = [trait == one for trait in (columns.media, output) for one in np.unique(trait)[1:]]
+    return np.stack(traits, axis=1) if traits else None
 
 
 def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray[Any], ...]:

@@ -29,7 +29,7 @@ from offline_packing.online.ranks.micro_batches import fill_micro_batches
 from offline_packing.planner.ranks.deal import BLOCK, PackCosts, deal_steps
 from offline_packing.planner.ranks.layout import idle_shares
 from offline_packing.planner.samples import checked_costs, checked_sizes
-from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
+from offline_packing.planner.strategies.strategy import Packs, join_packs
 from task_encoders.field_types import Count, NonNegative, checked
 from task_encoders.loading.schedule import Stretch
 
@@ -64,6 +64,13 @@ class EpochSchedule:
         """The items of a micro batch, int64 (n,): indices into the schedule's lengths."""
         start, end = self.micro_batches.pack_offsets[self.table[step, rank] :][:2]
         return self.micro_batches.sample_ids[start:end]
+
+    def left(self, step: int) -> np.ndarray:
+        """Items that no step before `step` trains, int64 (n,), in ascending order."""
+        is_left = np.ones(self.micro_batches.num_packs, bool)
+        is_left[self.table[:step]] = False
+        sizes = np.diff(self.micro_batches.pack_offsets)
+        return np.sort(self.micro_batches.sample_ids[np.repeat(is_left, sizes)])
 
     @property
     def idle_share(self) -> float:
@@ -172,9 +179,7 @@ class RankSchedule:
         """
         left = self._ids
         for stretch, (num_ranks, steps) in enumerate(earlier):
-            before = self._schedule(left, num_ranks, (self.seed, number, stretch))
-            trained = reorder_packs(before.micro_batches, np.unique(before.table[:steps]))
-            left = np.setdiff1d(left, trained.sample_ids, assume_unique=True)
+            left = self._schedule(left, num_ranks, (self.seed, number, stretch)).left(steps)
         return self._schedule(left, self.num_ranks, (self.seed, number, len(earlier)))
 
     def _schedule(self, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> EpochSchedule:

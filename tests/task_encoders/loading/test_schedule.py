@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from offline_packing.online.ranks.rank_schedule import RankSchedule
-from task_encoders.loading.schedule import InTurn, RankSampler, Schedule, ScheduledLoader
+from task_encoders.loading.schedule import InTurn, RankSampler, Schedule, ScheduledLoader, Stretch
 from tests.helpers.faults import kill_worker
 
 
@@ -191,3 +191,22 @@ def test_states_of_other_packs_are_refused() -> None:
     for other in (InTurn([8], 2), InTurn([7], 2, 2)):
         with pytest.raises(ValueError, match="the state is of a schedule of other lengths"):
             sampler.load_state_dict(RankSampler(other, 0).state_dict())
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "kept steps", "uniform"])
+def test_items_left_are_those_that_no_step_before_trains(name: str) -> None:
+    """Of the epoch alone, not of the next one whose rows fill the last step; also of the rest of an
+    epoch that other ranks began."""
+    own = {
+        "kept steps": InTurn([7, 9], 3, 2, keeps_steps=True),
+        "uniform": InTurn([16], 2, 2, uniform_ranks=4),
+    }
+    schedule = (SCHEDULES | own)[name]
+    for number, earlier in ((0, ()), (1, ()), (1, (Stretch(2, 1),)), (1, (Stretch(2, 0),))):
+        epoch = schedule.epoch(number, earlier)
+        items = set(epoch.left(0).tolist())
+        assert len(items) == len(epoch.left(0)) > 0
+        for step in range(len(epoch) + 1):
+            rows = [epoch.items(s, r) for s in range(step) for r in range(schedule.num_ranks)]
+            assert sorted(items - {int(n) for row in rows for n in row}) == sorted(epoch.left(step))
+        assert not len(epoch.left(len(epoch)))
