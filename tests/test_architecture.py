@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("offline_packing", "task_encoders", "launch")
 #: Folders of offline_packing; each imports only those before it.
 ORDER = (
-    "storage engines sources planner index layouts config runs measure plan write verify report "
-    "export online upkeep demo cli"
+    "storage engines sources planner index layouts config runs online measure plan write verify "
+    "report export upkeep demo cli"
 ).split()
 #: One verb and one artifact each: they meet in artifacts, and never import each other.
 STAGES = {"measure", "plan", "write", "verify", "report", "export"}

@@ -83,7 +83,8 @@ _PLAN: Final = (
     click.Option(
         ["--output"],
         type=FileOrUrl(),
-        help="Write which sample stands where in which pack to this Parquet file.",
+        help="Write which sample stands where in which pack to this Parquet file, and how often "
+        "the runs of source.skip trained it so far.",
     ),
 )
 
@@ -138,6 +139,13 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
     made = plan(run, samples)
     if output is not None:
         columns = samples.table("key", "source_id", "num_tokens")
+        if run.trained:
+            from offline_packing.plan.trained import count_trained
+            from offline_packing.runs.training_run import read_trained
+
+            now = {path: read_trained(path) for path in run.trained}
+            counts = count_trained(run.config, samples, now)
+            columns = columns.add_column(2, "trained", [counts])
         write_assignment(columns, made.packs, output)
     echo(summary_text(run, samples, made.packs, made.set_aside), nl=False)
     groups = group_set_aside(aside_while_planning(run.workspace))

@@ -79,7 +79,7 @@ class PackingConfig(Section):
     def _check_output(self) -> "PackingConfig":
         output = Path(self.output.path).resolve()
         for source in self.source:
-            others = filter(None, (*source.skip, source.index))
+            others = filter(None, (*source.outputs_skipped, source.index))
             if any(output == Path(path).resolve() for path in others):
                 raise ValueError(
                     f"output.path {self.output.path!r} is an output that the source reads; new "

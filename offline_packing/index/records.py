@@ -4,9 +4,9 @@ Most samples are one whole record. A long conversation that `pack.on_overlong: s
 one record in several samples, its parts, which stand in the index one after the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,8 @@ def most_shown(samples: Index) -> tuple[int, str]:
 RECORD_COLUMNS: Final = ("key", "content_hash", "source_id", "part")
 #: End of the turns of a record that is not cut.
 _ALL: Final = 2**31 - 1
+#: Keys that are Python objects at a time.
+_KEYS_AT_ONCE: Final = 1 << 17
 
 
 def record_numbers(samples: Index) -> npt.NDArray[np.int64]:
@@ -144,6 +146,17 @@ def records_of(rows: pa.Table) -> pa.Table:
     keys = pc.coalesce(pc.struct_field(rows["part"], "key"), rows["key"])
     turns = {name: pc.struct_field(rows["part"], name) for name in ("first", "end")}
     return pa.table({"key": keys, **{n: rows[n] for n in ("content_hash", "source_id")}, **turns})
+
+
+def own_keys(
+    rows: pa.Table, column: str, prefixes: Iterable[tuple[object, str]]
+) -> Iterator[tuple[Any, pa.RecordBatch]]:
+    """(keys without prefix, rows) of some sources, which a column names, some at a time."""
+    for batch in rows.to_batches(max_chunksize=_KEYS_AT_ONCE):
+        for source, prefix in prefixes:
+            is_source = pc.equal(batch[column], source)
+            own = batch.filter(pc.and_(is_source, pc.starts_with(batch["key"], pattern=prefix)))
+            yield pc.utf8_slice_codeunits(own["key"], len(prefix)), own
 
 
 def count_packed(samples: Index, packed: SampleIds) -> tuple[int, int]:

@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.records import RECORD_COLUMNS, places_of_equal, records_of
+from offline_packing.index.records import RECORD_COLUMNS, own_keys, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, rewrite_part
 from offline_packing.planner.pack_plan import PackPlan
@@ -48,6 +48,7 @@ from offline_packing.runs.set_aside import (
     aside_while_planning,
 )
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
+from offline_packing.sources.options import place_of
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
 from task_encoders.samples import SampleError, SourceSample
@@ -55,7 +56,6 @@ from task_encoders.storage.paths import REMEDY, path_of
 
 logger = logging.getLogger(__name__)
 
-_KEYS_AT_ONCE: Final = 1 << 17
 #: content_hash where a key is an identity.
 _NO_CONTENT: Final = pa.scalar(0, pa.uint64())
 
@@ -118,7 +118,7 @@ def skip_fingerprint(config: SourceOptions, longest: int) -> str:
     """Changes when a skipped output does, or what of it is new to packs whose `longest` sample has
     this many tokens. Raises StageError if an output is not complete."""
     parts = []
-    for output in (_complete_output(path, longest) for path in config.skip):
+    for output in (_complete_output(path, longest) for path in config.outputs_skipped):
         parts.append(hash_file(output.workspace.index_info))
         if output.new:
             parts += map(hash_file, aside_while_planning(output.workspace))
@@ -131,7 +131,7 @@ def set_known_keys(run: Run, sources: Sequence[Source], folder: Path) -> None:
     StageError as `skip_fingerprint`."""
     longest = run.config.pack.longest_sample
     for i, (config, source) in enumerate(zip(run.config.source, sources, strict=True)):
-        if config.skip:
+        if config.outputs_skipped:
             path = folder / f"source-{i:05d}-{skip_fingerprint(config, longest)}.npy"
             source.known = KeySet(path)
             if not path.exists():
@@ -223,14 +223,14 @@ def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
     packed: list[Hashes] = []
     shared: list[Hashes] = []
     aside: list[Hashes] = []
-    for output in (_complete_output(path, longest) for path in config.skip):
+    for output in (_complete_output(path, longest) for path in config.outputs_skipped):
         workspace, info, sources, new = output
         prefixes = _prefixes(config, prefix, workspace, sources, info)
         is_known, start = ~_new_samples(output), 0
         for part in map(records_of, Index(workspace.index, info).parts(*RECORD_COLUMNS)):
             own_rows = slice(start, start := start + len(part))
             part = part.append_column("is_known", pa.array(is_known[own_rows]))
-            for keys, rows in _own_keys(part, "source_id", prefixes.items()):
+            for keys, rows in own_keys(part, "source_id", prefixes.items()):
                 is_own = pc.not_equal(rows["content_hash"], _NO_CONTENT)
                 contents = rows["content_hash"].filter(is_own).to_pylist()
                 own = keys.filter(is_own).to_pylist()  # keys, some of which also name the content
@@ -248,7 +248,7 @@ def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
         paths = [(sources[i]["path"], own) for i, own in prefixes.items()]
         for table in read_set_aside(aside_while_measuring(workspace, info)):
             old = table.filter(pc.invert(pc.is_in(table["reason"], pa.array([*new], pa.string()))))
-            aside += [hash_keys(keys.to_pylist()) for keys, _ in _own_keys(old, "source", paths)]
+            aside += [hash_keys(keys.to_pylist()) for keys, _ in own_keys(old, "source", paths)]
     # If records share an id, a record that was set aside tells nothing about the others.
     lost, known = sort_hashes(aside), sort_hashes(shared)
     return sort_hashes([*packed, lost[~np.isin(lost, known, assume_unique=True)]])
@@ -263,8 +263,8 @@ def _prefixes(
 ) -> dict[int, str]:
     """Sources of an output whose samples may be this source's -> the prefix of their keys."""
     theirs = {i: str(info.fingerprint[f"source.{i}.key_prefix"]) for i in range(len(sources))}
-    place = _place(config.model_dump())
-    same = {i: own for i, own in theirs.items() if _place(sources[i]) == place}
+    place = place_of(config.model_dump())
+    same = {i: own for i, own in theirs.items() if place_of(sources[i]) == place}
     if not same:
         named = {i: own for i, own in theirs.items() if own == prefix}
         same = named or (theirs if len(theirs) == 1 else {})
@@ -283,24 +283,6 @@ def _prefixes(
         )
         return same
     return {i: own for i, own in same.items() if own == prefix} or same
-
-
-def _place(source: Mapping[str, Any]) -> tuple[object, ...]:
-    path = str(source["path"])
-    path = path if "://" in path else str(Path(path).resolve())
-    split = source.get("split") or "train"
-    return (source["format"], path.rstrip("/"), split, source.get("dataset"))
-
-
-def _own_keys(
-    rows: pa.Table, column: str, prefixes: Iterable[tuple[object, str]]
-) -> Iterator[tuple[Any, pa.RecordBatch]]:
-    """(keys without prefix, rows) of some sources, which a column names, some at a time."""
-    for batch in rows.to_batches(max_chunksize=_KEYS_AT_ONCE):
-        for source, prefix in prefixes:
-            is_source = pc.equal(batch[column], source)
-            own = batch.filter(pc.and_(is_source, pc.starts_with(batch["key"], pattern=prefix)))
-            yield pc.utf8_slice_codeunits(own["key"], len(prefix)), own
 
 
 #: Bytes of a medium that are hashed: the first request to remote storage brings them.

@@ -310,7 +310,7 @@ def _fingerprint(run: Run, scans: Sequence[Scan]) -> Fingerprint:
     skipped = {
         f"source.{i}.skip.listing": skip_fingerprint(config, run.config.pack.longest_sample)
         for i, config in enumerate(run.config.source)
-        if config.skip
+        if config.outputs_skipped
     }
     return {**config_fingerprint(run.config), **listings, **skipped}
 

@@ -53,6 +53,7 @@ from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
+from offline_packing.runs.training_run import read_trained
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -92,6 +93,9 @@ def plan(run: Run, samples: Index) -> StoredPlan:
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
         stored = load_plan(run, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
+        for path, stages in run.trained.items():
+            if read_trained(path) != stages:
+                logger.info("plan: %s has trained more since, which this plan does not know", path)
         return stored
     _discard_previous(run, found, fingerprint)
     planned = make_plan(run, samples)
@@ -136,6 +140,7 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
         "set_aside": dict(planned.set_aside.reasons),
         "copies": planned.packs.info.num_copies,
         **epochs,
+        **({"trained": run.trained} if run.trained else {}),
         "files": files,
     }
     write_atomically(folder / run.workspace.plan_info.name, to_json(seal(document)))
@@ -225,6 +230,11 @@ def make_plan(run: Run, samples: Index) -> Planned:
             for what, ids in admission.unfit
         ),
     ]
+    if run.trained:
+        from offline_packing.plan.trained import count_trained  # compiled
+
+        ids = np.flatnonzero(count_trained(run.config, samples, run.trained))
+        found.insert(0, (ids, "trained", f"by {', '.join(run.trained)}"))
     where = run.config.pack.where
     aside = AsideSamples.merge(
         [

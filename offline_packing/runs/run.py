@@ -14,7 +14,7 @@ import functools
 import io
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.layouts import LAYOUTS
+from offline_packing.runs.training_run import Trained, read_trained
 from offline_packing.sources import Source, open_source
 from offline_packing.sources.roots.roots import RemoteRoot
 from offline_packing.storage.files import (
@@ -166,6 +167,15 @@ class Run:
     def workspace(self) -> Workspace:
         """Paths of the artifacts."""
         return Workspace(path_of(self.config.output.path))
+
+    @functools.cached_property
+    def trained(self) -> Mapping[str, Trained]:
+        """What the training runs of source.skip trained: as the plan recorded it that shards may be
+        written from; without one, or where it may be overwritten, as it is now."""
+        stored = {} if self.config.output.overwrite else read_json(self.workspace.plan_info) or {}
+        paths = sorted({path for source in self.config.source for path in source.trained_by})
+        recorded = stored.get("trained", {})
+        return {path: recorded.get(path) or read_trained(path) for path in paths}
 
     @property
     def accepted_fields(self) -> frozenset[str]:

@@ -208,6 +208,20 @@ def _check_ratings(min_rating: dict[str, float]) -> dict[str, float]:
     return min_rating
 
 
+class TrainedBy(BaseModel):
+    """Samples that a training run has trained so far."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: output.path of launch.train or launch.train_transformers
+    trained: LocalOrRemotePath
+
+
+def _skipped(value: Any) -> Any:
+    """One output or run as a list with one item."""
+    return [value] if isinstance(value, str | Mapping | TrainedBy) else value
+
+
 class SourceOptions(BaseModel):
     """Options of a source that every format has."""
 
@@ -222,8 +236,9 @@ class SourceOptions(BaseModel):
     #: put before every key (default: of several sources, the path's last part)
     name: str | None = None
     #: outputs, here or at a URL, whose samples, packed or set aside, are left out; not those that
-    #: the outputs left out on purpose, or as overlong for shorter packs
-    skip: Annotated[tuple[LocalOrRemotePath, ...], BeforeValidator(listed)] = ()
+    #: the outputs left out on purpose, or as overlong for shorter packs. {trained: RUN} leaves out
+    #: what a run of launch.train or launch.train_transformers trained before this is planned
+    skip: Annotated[tuple[LocalOrRemotePath | TrainedBy, ...], BeforeValidator(_skipped)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all tokens, in proportion to the other sources' weights
@@ -244,7 +259,18 @@ class SourceOptions(BaseModel):
     def format_options(self) -> dict[str, Any]:
         """Options that samples depend on besides format, path and task, without defaults."""
         fields = type(self).model_fields
-        return {k: v for k, v in self if k not in _APART and v != fields[k].default}
+        own = {k: v for k, v in self if k not in _APART and v != fields[k].default}
+        return own | ({"skip": self.outputs_skipped} if self.outputs_skipped else {})
+
+    @property
+    def outputs_skipped(self) -> tuple[str, ...]:
+        """The outputs of `skip`."""
+        return tuple(one for one in self.skip if isinstance(one, str))
+
+    @property
+    def trained_by(self) -> tuple[str, ...]:
+        """The training runs of `skip`."""
+        return tuple(one.trained for one in self.skip if isinstance(one, TrainedBy))
 
     def reads_within(self, other: "SourceOptions") -> bool:
         """Whether another source reads all that this one reads, in the same way."""
@@ -257,7 +283,7 @@ class SourceOptions(BaseModel):
 
 #: Options that do not change the samples themselves.
 _APART: Final = frozenset(
-    ("format", "path", "task", "name", "repeat", "weight", "index", "text_only")
+    ("format", "path", "task", "name", "skip", "repeat", "weight", "index", "text_only")
 )
 
 
@@ -283,3 +309,11 @@ class MediaOptions(SourceOptions):
 
 class FileOptions(FieldOptions, MediaOptions):
     """Both."""
+
+
+def place_of(source: Mapping[str, Any]) -> tuple[object, ...]:
+    """Where the samples of a source lie, from its options: sources of one place have the same."""
+    path = str(source["path"])
+    path = path if "://" in path else str(Path(path).resolve())
+    split = source.get("split") or "train"
+    return (source["format"], path.rstrip("/"), split, source.get("dataset"))

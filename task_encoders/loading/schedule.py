@@ -50,8 +50,8 @@ class Epoch(Protocol):
     def items(self, step: int, rank: int) -> Numbers:
         """Items of a rank's row, (n,); none: the rank has no row at this step."""
 
-    def left(self, step: int) -> Numbers:
-        """Items of this epoch that no step before `step` trains, (n,)."""
+    def trained(self, steps: int) -> Numbers:
+        """Items of all ranks' rows in the first steps, (n,): among them rows of the next epoch."""
 
 
 class Schedule(Protocol):
@@ -92,8 +92,9 @@ class _Turns:
             return self.numbers[row * self.size : (row + 1) * self.size]
         return self.filling[row - self.num_rows]
 
-    def left(self, step: int) -> Numbers:
-        return self.numbers[step * self.num_ranks * self.size :]
+    def trained(self, steps: int) -> Numbers:
+        own = self.numbers[: steps * self.num_ranks * self.size]
+        return np.concatenate([own, *(self.filling if steps == len(self) else ())])
 
 
 class InTurn:
@@ -170,6 +171,23 @@ class InTurn:
         return np.arange(first, min(first + self._size, end))
 
 
+def trained_items(
+    state: Mapping[str, Any], schedule_of_ranks: Callable[[int], Schedule]
+) -> Iterator[Numbers]:
+    """Items that all ranks trained up to a state of a `RankSampler`, each as often as it was, some
+    at a time. `schedule_of_ranks` gives the schedule of a number of ranks. Raises ValueError if it
+    schedules other items than the state's."""
+    present = [*state["earlier"], [state["num_ranks"], state["step"]]]
+    for number, stretches in enumerate([*state["past"], present]):
+        for place, (num_ranks, steps) in enumerate(stretches):
+            if steps:
+                schedule = schedule_of_ranks(num_ranks)
+                if schedule.digest != state["digest"]:
+                    raise ValueError("the packs have been written anew since")
+                earlier = [Stretch(*one) for one in stretches[:place]]
+                yield schedule.epoch(number, earlier).trained(steps)
+
+
 def dealt_in_rows(num_packs: int, num_ranks: int, packs_per_row: int) -> Numbers:
     """Numbers of packs in an order in which rows of several, dealt to the ranks in turn, hold packs
     of the same steps: 8 packs, 2 ranks, 2 packs per row: 0 2 | 1 3 | 4 6 | 5 7."""
@@ -198,6 +216,7 @@ class RankSampler:
         self.rank, self.limit = rank, limit
         self._epoch, self._step = 0, 0
         self._earlier: tuple[Stretch, ...] = ()
+        self._past: tuple[tuple[Stretch, ...], ...] = ()
         self._current: tuple[Any, Epoch] | None = None
 
     def __len__(self) -> int:
@@ -206,19 +225,23 @@ class RankSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, begun, scheduled = self._epoch, self.begun, self._scheduled()
+        whole = (*self._earlier, Stretch(self.schedule.num_ranks, self._end()))
         for step in range(self._step, self._end()):
             self._step = step + 1
             if len(items := scheduled.items(step, self.rank)):
                 yield items.tolist()
         self._epoch, self._step, self._earlier = epoch + 1, 0, begun
+        self._past = (*self._past, whole)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of plain values; the same on all ranks at the same step."""
+        """State of plain values; the same on all ranks at the same step. `past`: the stretches of
+        each epoch before, see `trained_items`."""
         return {
             "epoch": self._epoch,
             "step": self._step,
             "num_ranks": self.schedule.num_ranks,
             "earlier": [list(stretch) for stretch in self._earlier],
+            "past": [[list(stretch) for stretch in epoch] for epoch in self._past],
             "digest": self.schedule.digest,
         }
 
@@ -237,6 +260,7 @@ class RankSampler:
             earlier += [Stretch(state["num_ranks"], self._step)] if self._step else []
             self._step = 0
         self._earlier = tuple(earlier)
+        self._past = tuple(tuple(Stretch(*one) for one in epoch) for epoch in state["past"])
 
     @property
     def begun(self) -> tuple[Stretch, ...]:
@@ -329,7 +353,9 @@ class ScheduledLoader:
         for batch in rows:
             self._state["step"] += 1
             yield batch
-        self._state |= {"epoch": self._state["epoch"] + 1, "step": 0, "earlier": begun}
+        state = self._state
+        past = [*state["past"], [*state["earlier"], [state["num_ranks"], state["step"]]]]
+        state |= {"epoch": state["epoch"] + 1, "step": 0, "earlier": begun, "past": past}
 
     def close(self) -> None:
         """End the workers; another iteration would start new workers."""

@@ -1,6 +1,7 @@
 """Training cost of each pack of a written folder, and the schedule of its packs."""
 
 import logging
+from collections.abc import Iterator
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal
@@ -115,28 +116,45 @@ def _features(folder: PackedFolder, columns: PackColumns) -> npt.NDArray[Any] | 
 
 def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray[Any], ...]:
     """Tokens, media, tower and language operations of each pack, in the folder's order."""
+    columns: list[npt.NDArray[Any]] = []
+    for root, numbers, planned in numbers_in_plans(folder):
+        of_output = _of_output(root, read_manifest(root), model)
+        columns = columns or [np.empty(len(folder), values.dtype) for values in of_output]
+        for column, values in zip(columns, of_output, strict=True):
+            column[numbers] = values[planned]
+    return tuple(columns)
+
+
+def numbers_in_plans(
+    folder: PackedFolder,
+) -> Iterator[tuple[Path, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield the outputs in a folder, or a blend, and of each the numbers of its packs in the folder
+    and in its plan, (num_packs,)."""
+    planned, roots = [], list(dict.fromkeys(shard.root for shard in folder.shards))
     places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
-    outputs = {}
-    for root in {shard.root for shard in folder.shards}:
-        manifest = read_manifest(root)
-        outputs[root] = _of_output(root, manifest, model)
-        first = 0
+    for root in roots:
+        manifest, first = read_manifest(root), 0
         for line in manifest.shards if manifest else ():
             places[root / line.name] = first
             places.setdefault(root / f"{line.split}.jsonl", first)  # of references
             first += line.packs
-    columns: tuple[list[Any], ...] = tuple([np.empty(0)] for _ in range(4))
     for shard in folder.shards:
-        first = places[shard.path]
-        for column, values in zip(columns, outputs[shard.root], strict=True):
-            column.append(values[first + shard.start : first + shard.end])
-    return tuple(np.concatenate(column)[folder.order] for column in columns)
+        first = places.get(shard.path, 0)
+        planned.append(first + np.arange(shard.start, shard.end))
+    output = np.repeat(
+        [roots.index(shard.root) for shard in folder.shards],
+        [shard.num_packs for shard in folder.shards],
+    )[folder.order]
+    in_plan = np.concatenate(planned)[folder.order]
+    for number, root in enumerate(roots):
+        own = np.flatnonzero(output == number)
+        yield root, own, in_plan[own]
 
 
 def longest_pack(root: Path, multiple: int) -> int:
     """Tokens of the longest pack of an output if every sample is padded to a multiple. Raises
     StageError as `pack_costs`."""
-    samples, plan = _artifacts(root, read_manifest(root))
+    samples, plan = artifacts_of(root, read_manifest(root))
     padded = -(-samples.array("num_tokens")[plan.sample_ids] // multiple) * multiple
     return int(np.add.reduceat(padded, plan.pack_offsets[:-1], dtype=np.int64).max())
 
@@ -145,7 +163,7 @@ def _of_output(
     root: Path, manifest: Manifest | None, model: ModelCost | None
 ) -> tuple[npt.NDArray[Any], ...]:
     """The same columns of all packs of an output, as planned."""
-    samples, plan = _artifacts(root, manifest)
+    samples, plan = artifacts_of(root, manifest)
     assert manifest is not None  # _artifacts refuses None
     table = pack_table(
         samples, plan, model or model_cost(model_options(**manifest.config["model"]))
@@ -155,7 +173,7 @@ def _of_output(
     return tokens, table.media, table.tower, table.language
 
 
-def _artifacts(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
+def artifacts_of(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
     """The index and the plan that an output's packs were written from."""
     workspace = Workspace(path_of(root))
     stage, info = read_json(workspace.plan_info), IndexInfo.load(workspace.index_info)

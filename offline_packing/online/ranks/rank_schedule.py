@@ -29,7 +29,7 @@ from offline_packing.online.ranks.micro_batches import fill_micro_batches
 from offline_packing.planner.ranks.deal import BLOCK, PackCosts, deal_steps
 from offline_packing.planner.ranks.layout import idle_shares
 from offline_packing.planner.samples import checked_costs, checked_sizes
-from offline_packing.planner.strategies.strategy import Packs, join_packs
+from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from task_encoders.field_types import Count, NonNegative, checked
 from task_encoders.loading.schedule import Stretch
 
@@ -65,12 +65,9 @@ class EpochSchedule:
         start, end = self.micro_batches.pack_offsets[self.table[step, rank] :][:2]
         return self.micro_batches.sample_ids[start:end]
 
-    def left(self, step: int) -> np.ndarray:
-        """Items that no step before `step` trains, int64 (n,), in ascending order."""
-        is_left = np.ones(self.micro_batches.num_packs, bool)
-        is_left[self.table[:step]] = False
-        sizes = np.diff(self.micro_batches.pack_offsets)
-        return np.sort(self.micro_batches.sample_ids[np.repeat(is_left, sizes)])
+    def trained(self, steps: int) -> np.ndarray:
+        """Items of all ranks' micro batches in the first steps, int64 (n,)."""
+        return reorder_packs(self.micro_batches, self.table[:steps].ravel()).sample_ids
 
     @property
     def idle_share(self) -> float:
@@ -179,7 +176,8 @@ class RankSchedule:
         """
         left = self._ids
         for stretch, (num_ranks, steps) in enumerate(earlier):
-            left = self._schedule(left, num_ranks, (self.seed, number, stretch)).left(steps)
+            before = self._schedule(left, num_ranks, (self.seed, number, stretch))
+            left = np.setdiff1d(left, before.trained(steps))
         return self._schedule(left, self.num_ranks, (self.seed, number, len(earlier)))
 
     def _schedule(self, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> EpochSchedule:

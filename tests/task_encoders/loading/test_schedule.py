@@ -194,9 +194,9 @@ def test_states_of_other_packs_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "kept steps", "uniform"])
-def test_items_left_are_those_that_no_step_before_trains(name: str) -> None:
-    """Of the epoch alone, not of the next one whose rows fill the last step; also of the rest of an
-    epoch that other ranks began."""
+def test_trained_items_are_those_of_all_rows(name: str) -> None:
+    """Rows of the next epoch that fill the last step among them; also of the rest of an epoch that
+    other ranks began."""
     own = {
         "kept steps": InTurn([7, 9], 3, 2, keeps_steps=True),
         "uniform": InTurn([16], 2, 2, uniform_ranks=4),
@@ -204,9 +204,8 @@ def test_items_left_are_those_that_no_step_before_trains(name: str) -> None:
     schedule = (SCHEDULES | own)[name]
     for number, earlier in ((0, ()), (1, ()), (1, (Stretch(2, 1),)), (1, (Stretch(2, 0),))):
         epoch = schedule.epoch(number, earlier)
-        items = set(epoch.left(0).tolist())
-        assert len(items) == len(epoch.left(0)) > 0
-        for step in range(len(epoch) + 1):
-            rows = [epoch.items(s, r) for s in range(step) for r in range(schedule.num_ranks)]
-            assert sorted(items - {int(n) for row in rows for n in row}) == sorted(epoch.left(step))
-        assert not len(epoch.left(len(epoch)))
+        for steps in range(len(epoch) + 1):
+            rows = [epoch.items(s, r) for s in range(steps) for r in range(schedule.num_ranks)]
+            found = [int(n) for row in rows for n in row]
+            assert sorted(epoch.trained(steps).tolist()) == sorted(found)
+        assert len(epoch.trained(len(epoch)))
