@@ -49,6 +49,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Options]:
     ]
     asked = [dialogue("<image>\nWhat?", text) for text in ("One.", "Two.", "Two.")]
     more = [{"id": "same", "messages": one, "images": ["images/s0000_0.jpg"]} for one in asked]
+    del found[2]["name"]  # it is called as its folder
     chats = root / "chats" / "chat.jsonl"
     broken = b'{\n{"id": "lost", "question": "What?", "answer": "It.", "image": "no.jpg"}\n'
     chats.write_bytes(chats.read_bytes() + lines(more) + broken)
@@ -104,6 +105,7 @@ def test_a_stage_is_what_measuring_anew_gives(
         one.fingerprint.update(listed)
     assert info == other
     assert info.set_aside == {"bad_json": 1, "missing_image": 1}
+    assert not files_of(made.workspace.files)
     plans = [files_of(run.workspace.plan) for run in (made, anew)]
     for files in plans:
         del files["stage.json"]
@@ -160,7 +162,8 @@ def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
     config = require_manifest(made.workspace.root).config
     output = {**config["output"], "path": str(tmp_path / "again")}
     assert parse_config({**config, "output": output}).source == made.config.source
-    assert [one.get("index") for one in config["source"]] == [*(one["path"] for one in taken), None]
+    read = [one.get("index", "") for one in config["source"]]
+    assert read == [*(one["path"] for one in taken), ""]
 
 
 @pytest.mark.parametrize("name", ["chats", None])
@@ -290,7 +293,7 @@ def test_bad_options(whole: Run, tmp_path: Path, more: Options, what: str) -> No
 
 def test_an_output_without_an_index(whole: Run, tmp_path: Path) -> None:
     with pytest.raises(
-        StageError, match="nothing has no complete index for format index; run measure"
+        StageError, match="nothing has no complete index to read; run measure there"
     ):
         make_config({"format": "index", "path": str(tmp_path / "nothing")}, tmp_path / "out")
 
@@ -319,6 +322,15 @@ def test_what_changed_since(sources: list[Options], tmp_path: Path) -> None:
     made.workspace.index_info.unlink()
     pack_all(made)
     assert verify(made, deep=True).ok
+    own.workspace.index_info.unlink()
+    away = make_run(
+        {**source, "path": str(moved.rename(tmp_path / "away") / "chat.jsonl")},
+        own.workspace.root,
+        **sections(),
+    )
+    pack_all(away)
+    (tmp_path / "away").rename(moved)
+    pack_all(made)
     kept = there.read_bytes()
     there.write_bytes(kept[:-9])
     with pytest.raises(DamagedError, match=r"part-00001\.parquet is not as it was measured"):
