@@ -48,12 +48,11 @@ class Mixture:
         """Order of packs in which the tokens of each source follow the lines, int64 (num_packs,).
         No pack moves far."""
         of_packs = packs.pack_of_slot() * len(self.start) + source[packs.sample_ids]
-        size = packs.num_packs * len(self.start)
-        tokens = np.bincount(of_packs, lengths[packs.sample_ids], size).reshape(packs.num_packs, -1)
+        shape = (packs.num_packs, len(self.start))
+        tokens = np.bincount(of_packs, lengths[packs.sample_ids], shape[0] * shape[1])
+        shares = tokens.reshape(shape) / max(tokens.sum(), 1)
         lines = np.array([self.start, self.end])
-        return _follow(
-            tokens / tokens.sum(), lines * tokens.sum(axis=0) / tokens.sum() / lines.mean(axis=0)
-        )
+        return _follow(shares, lines * shares.sum(axis=0) / lines.mean(axis=0))
 
 
 @Kernel

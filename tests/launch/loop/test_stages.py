@@ -22,7 +22,7 @@ from offline_packing.errors import ConfigError, MismatchError, StageError
 from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.storage.files import read_json
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.loading.schedule import Stretch
+from task_encoders.loading.schedule import trained_items
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import (
     KilledError,
@@ -87,30 +87,15 @@ def packs_of(state: Any) -> collections.Counter[str]:
         content_hash = read_packed_data(entry["path"]).content_hash
         assert entry["datasets"] == {entry["path"]: content_hash}
         keys = [pack.key for pack in folder]
-        earlier = [Stretch(*stretch) for stretch in loader["earlier"]]
-        earlier.append(Stretch(loader["num_ranks"], loader["step"]))
-        found.update(keys * loader["epoch"])
-        own: set[int] = set()
-        for number, (num_ranks, steps) in enumerate(earlier):
-            epoch = schedule_of(
-                folder,
-                order=entry["order"],
-                num_ranks=num_ranks,
-                packs_per_row=entry["micro_batch_size"],
-                seed=entry["seed"],
-                repeat=entry["repeat"],
-            ).epoch(loader["epoch"], earlier[:number])
-            if not steps:  # of rows before the epoch: what the next stretch has not left
-                assert not number
-                continue
-            if number and not earlier[number - 1].steps:
-                begun = set(range(len(keys))) - set(epoch.left(0).tolist())
-                found.update(keys[n] for n in begun)
-            items = [epoch.items(s, r).tolist() for s in range(steps) for r in range(num_ranks)]
-            found.update(keys[n] for row in items for n in row)
-            own |= set(epoch.left(0).tolist()) - set(epoch.left(steps).tolist())
-        assert len(own) <= len(keys)
-    return +found
+
+        def schedule(num_ranks: int, entry: Any = entry, folder: PackedFolder = folder) -> Any:
+            given = {name: entry[name] for name in ("order", "seed", "repeat")}
+            rows = entry["micro_batch_size"]
+            return schedule_of(folder, num_ranks=num_ranks, packs_per_row=rows, **given)
+
+        for items in trained_items(loader, schedule):
+            found.update(keys[n] for n in items.tolist())
+    return found
 
 
 @dataclass
