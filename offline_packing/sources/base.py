@@ -121,9 +121,9 @@ class Source(ABC):
         self.task = options.task
         self.key_prefix = key_prefix
         self.image_root = options.image_root if isinstance(options, MediaOptions) else None
-        named = isinstance(options, FieldOptions)
-        places = (options.fields, options.keep, options.min_rating) if named else ({},)
-        self.fields = FieldMap(*places)
+        self.fields = FieldMap({})
+        if isinstance(options, FieldOptions):
+            self.fields = FieldMap(options.fields, options.keep, options.min_rating)
         self.unpack_folder = unpack_folder
         #: the record whose media were read last, and their texts by `hash_text`
         self._texts: tuple[Locator, dict[str, str]] | None = None
