@@ -82,8 +82,8 @@ class PackingConfig(Section):
             others = filter(None, (*source.outputs_skipped, source.index))
             if any(output == Path(path).resolve() for path in others):
                 raise ValueError(
-                    f"output.path {self.output.path!r} is an output that the source reads; new "
-                    "packs need a folder of their own"
+                    f"output.path {self.output.path!r} is named by source.skip or format index; "
+                    "new packs need a folder of their own"
                 )
             if output.is_relative_to(Path(source.path).resolve()):
                 raise ValueError(  # it would find its own packs

@@ -287,7 +287,7 @@ def preview_measure(run: Run) -> str:
         for i, source in enumerate(sources):
             if source.options.index is not None:
                 count = len(scan_index(run.config, i).parts)
-                lines.append(f"would copy {count:,} parts of the index of {source.options.index}\n")
+                lines.append(f"would copy the index of {source.options.index} (parts: {count:,})\n")
                 continue
             if source.known is not None:
                 scan = source.scan(run.config.engine.samples_per_part)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from offline_packing.layouts import LAYOUTS
+from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, Workspace
@@ -26,7 +27,7 @@ from tests.helpers.datasets import PAIRS, captioning_pairs, make_run, pack_all
 from tests.helpers.long_conversations import mixed_records
 from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.outputs import files_of, repair
+from tests.helpers.outputs import files_of, repair, shard_files
 
 #: Options of layouts that have some.
 OF_LAYOUT: dict[str, dict[str, Any]] = {
@@ -99,6 +100,22 @@ def test_the_same_bytes_with_options(
     pack_and_report(remote)
     assert verify(remote, deep=True).ok
     assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
+
+
+def test_stages_of_an_index(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
+    """An index in object storage gives the shards that the same local one gives."""
+    captioning_pairs(tmp_path / "data", 16)
+    found = []
+    for output in (str(tmp_path / "all"), f"{bucket}/all"):
+        measure(run_of(tmp_path, "captioning", output, "energon"))
+        stage = tmp_path / f"stage{len(found)}"
+        run = make_run({"format": "index", "path": output}, stage, pack={"seq_length": 256})
+        pack_all(run)
+        assert verify(run, deep=True).ok
+        found.append(shard_files(run))
+        del found[-1]["manifest.json"]  # it names the index
+    assert found[0] == found[1]
+    assert len(found[0]) > 2
 
 
 def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:

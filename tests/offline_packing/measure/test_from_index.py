@@ -87,7 +87,7 @@ def test_a_stage_is_what_measuring_anew_gives(
     shorter = {"pack": {"seq_length": 256, "max_set_aside": 1}}
     anew = packed_run(sources, tmp_path / "anew", **sections(**shorter))
     made = stage(whole, tmp_path / "stage", **shorter)
-    assert "would copy 4 parts of the index of" in preview_measure(made)
+    assert "/all (parts: 4)" in preview_measure(made)
     with monkeypatch.context() as patch:
         encoder = open_encoder(made.config.model)
         patch.setattr(type(encoder), "measure", killing(encoder.measure, 0))
@@ -280,7 +280,7 @@ def test_traits_may_be_more_than_are_needed(sources: list[Options], tmp_path: Pa
         ({"max_media": 3}, "max_media=3: samples of an index are as they were measured"),
         ({"fields": {}}, "fields is not a known field"),
         ({"name": "tars", "repeat": 0}, "repeat=0: .*greater than 0"),
-        ({"output": True}, "is an output that the source reads; new packs need"),
+        ({"output": True}, "is named by source.skip or format index; new packs need"),
     ],
 )
 def test_bad_options(whole: Run, tmp_path: Path, more: Options, what: str) -> None:
