@@ -15,7 +15,7 @@ from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, check_room, check_validation, slot_ranks_of
+from launch.data.packed_data import PackedData, check_room, check_validation
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
 from launch.loop.memory import settle_recompute
@@ -31,6 +31,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import has_builtin_processor
+from task_encoders.loading.slots import slot_ranks_of
 from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA
