@@ -6,7 +6,7 @@ Settings that packs determine (seq_length, pixel limits, tokenizer) are read fro
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -16,7 +16,7 @@ from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.field_types import (
     BudgetName,
     Count,
-    LocalOrRemotePath,
+    LocalOrRemotePaths,
     NonNegative,
     Number,
     not_bool,
@@ -51,8 +51,9 @@ class OnlineConfig(_Config):
 class DataConfig(_Config):
     """The packs, and how they are read."""
 
-    #: a folder of packs, here or s3://…, or a metadataset YAML that blends several
-    path: LocalOrRemotePath
+    #: a folder of packs, here or s3://…, or a metadataset YAML that blends several; a list of
+    #: these: stages that are trained one after another
+    path: LocalOrRemotePaths
     #: packs per row
     micro_batch_size: Count = 1
     #: loader processes per data parallel rank; 0 reads in the trainer's process
@@ -86,9 +87,17 @@ class DataConfig(_Config):
         """`path` is the folder of the prefix, which holds the manifest, or leads to one."""
         if not isinstance(given, Mapping):
             return given
-        prefix = given.get("data_prefix") or find_prefix(str(given.get("path")))
+        paths = given.get("path")
+        several = paths if isinstance(paths, list | tuple) and len(paths) > 1 else [paths]
+        prefixes = [given.get("data_prefix") or find_prefix(str(path)) for path in several]
+        prefix = next(filter(None, prefixes), None)
         if prefix is None:
             return given
+        if len(several) > 1:
+            raise ValueError(
+                f"data_prefix: packs as token ids ({prefix}) are not trained in stages; pack to "
+                "shards"
+            )
         if given.get("order") == "balanced":
             raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
         return {**given, "data_prefix": str(prefix), "path": str(path_of(prefix).parent)}
@@ -100,7 +109,16 @@ class DataConfig(_Config):
                 f"online packs data that are not packed, and {self.data_prefix} holds packs as "
                 "token ids; remove one of the two"
             )
+        if self.online is not None and len(self.paths) > 1:
+            raise ValueError(
+                "online packs data while training, which have no stages; give path one folder"
+            )
         return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each stage."""
+        return (self.path,) if isinstance(self.path, str) else self.path
 
 
 class BatchConfig(_Config):
@@ -127,7 +145,7 @@ class BatchConfig(_Config):
 class TrainConfig(_Config):
     """Length of the run, and its loss."""
 
-    #: passes over the packs
+    #: passes over the packs, of each stage
     epochs: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] = 1
     #: steps, instead of epochs
     iterations: Count | None = None
@@ -249,10 +267,20 @@ class LaunchConfig(_Config):
                 "data.online has packs while training only: set data.order=written and "
                 "validation.every=0"
             )
-        if self.output.path.resolve() == Path(self.data.path).resolve():
+        if self.output.path.resolve() in [Path(path).resolve() for path in self.data.paths]:
             raise ValueError(
                 f"output.path {str(self.output.path)!r} is data.path, the folder of the packs; "
                 "give the run a folder of its own"
+            )
+        if len(self.data.paths) > 1 and self.train.iterations is not None:
+            raise ValueError(
+                f"train.iterations={self.train.iterations}: how many steps each stage of data.path "
+                "takes follows from its packs; set train.epochs, or give one path"
+            )
+        if len(self.data.paths) > 1 and not self.data.repeat and self.train.epochs > 1:
+            raise ValueError(
+                f"data.repeat=false ends a stage after one of train.epochs={self.train.epochs:g} "
+                "passes; set data.repeat=true"
             )
         if self.data.cross_sample_attention and self.train.normalization != "token":
             raise ValueError(
@@ -260,6 +288,12 @@ class LaunchConfig(_Config):
                 "data.cross_sample_attention removes; set train.normalization=token"
             )
         return self
+
+    @property
+    def stages(self) -> tuple[Self, ...]:
+        """The run's settings for each stage, with one path."""
+        data = [self.data.model_copy(update={"path": path}) for path in self.data.paths]
+        return tuple(self.model_copy(update={"data": own}) for own in data)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig:

@@ -87,12 +87,13 @@ _SCRIPTS: Final = {
 
 def _check(config: LaunchConfig) -> None:
     """Check the run's settings before any rank starts."""
-    from launch.data.packed_data import check_room, check_validation, read_packed_data
+    from launch.data.packed_data import check_room, check_validation, largest_of, read_packed_data
     from task_encoders.settings import PackingSettings, PackingSettingsError
 
     settings = PackingSettings.from_env()
     if config.data.online is None:
-        tasks = read_packed_data(config.data.path).tasks
+        data = [read_packed_data(path) for path in config.data.paths]
+        tasks = largest_of(config.data.paths, data).tasks
         for task in tasks:
             try:
                 settings.resolve_task(task, blend=len(tasks) > 1)
@@ -100,9 +101,11 @@ def _check(config: LaunchConfig) -> None:
                 command = _SCRIPTS.get("blend" if len(tasks) > 1 else task)
                 remedy = f"; or start {command}" if command else ""
                 raise PackingSettingsError(f"{error}{remedy}") from error
-        check_room(config.data.path, config.parallel.context)
-    if config.validation.every:
-        check_validation(config.data.path)
+    for path in config.data.paths:
+        if config.data.online is None:
+            check_room(path, config.parallel.context)
+        if config.validation.every:
+            check_validation(path)
 
 
 if __name__ == "__main__":

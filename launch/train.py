@@ -76,7 +76,7 @@ def order_kernels(config: "LaunchConfig") -> None:
     """
     from task_encoders.loading.slots import slot_ranks_of
 
-    sizes = config.parallel.tensor, config.parallel.context, slot_ranks_of(config.data.path)
+    sizes = config.parallel.tensor, config.parallel.context, slot_ranks_of(config.data.paths[0])
     if max(sizes) > 1 and _compute_capability() < _BLACKWELL:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

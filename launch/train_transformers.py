@@ -59,7 +59,8 @@ def main(
     start_logging()
     with failing_in_one_line(debug=debug):
         loaded = load_config(config, (*(["model.lora={}"] if lora else []), *overrides))
-        refuse_slots(path_of(loaded.data.path), "only launch.train trains packs on several ranks")
+        for path in loaded.data.paths:
+            refuse_slots(path_of(path), "only launch.train trains packs on several ranks")
         from launch.loop.setup import run
 
         sys.exit(run(loaded, accept_mismatch))

@@ -83,6 +83,18 @@ def _without_keys(path: str) -> str:
     return path
 
 
+def _one_or_several(value: Any) -> Any:
+    """A path, or a tuple of several."""
+    paths = value if isinstance(value, list | tuple) else [value]
+    for path in paths:
+        if not isinstance(path, str):
+            raise ValueError(f"{path!r} is not a path")
+    if not paths:
+        raise ValueError("it names no path")
+    checked = tuple(check_url(_without_keys(_expand_user(path))) for path in paths)
+    return checked if len(checked) > 1 else checked[0]
+
+
 def _pairs(values: Any) -> Any:
     return tuple(sorted(values.items())) if isinstance(values, Mapping) else values
 
@@ -94,6 +106,8 @@ Values = Annotated[
 LocalOrRemotePath = Annotated[
     str, BeforeValidator(_expand_user), AfterValidator(_without_keys), AfterValidator(check_url)
 ]
+#: One, or a list of several.
+LocalOrRemotePaths = Annotated[str | tuple[str, ...], BeforeValidator(_one_or_several)]
 Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]

@@ -211,7 +211,8 @@ def build_loader(
     """The loader of a rank's rows of packs; default: of this data parallel rank."""
     rank = parallel_state.get_data_parallel_rank() if rank is None else rank
     num_ranks = num_ranks or parallel_state.get_data_parallel_world_size()
-    folder = PackedFolder(config.data_prefix or config.path, task_encoder, split=split)
+    (path,) = config.paths
+    folder = PackedFolder(config.data_prefix or path, task_encoder, split=split)
     schedule = schedule_of(
         folder,
         order=config.order if split == "train" else "written",
@@ -288,7 +289,7 @@ class OnlineLoader:
         self._num_ranks = parallel_state.get_data_parallel_world_size()
         windows = online.model_dump(include={"buffer", "strategy", "budgets"})
         dataset = get_online_train_dataset(
-            config.path,
+            config.paths[0],
             task_encoder,
             micro_batch_size=config.micro_batch_size,
             seed=seed,

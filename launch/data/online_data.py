@@ -22,30 +22,29 @@ logger = logging.getLogger(__name__)
 
 
 def read_data(config: DataConfig) -> PackedData:
-    """Describe the data of `config.path`.
+    """Describe the data of `config.path`, of one stage.
 
     Raises:
         StageError: see `read_packed_data`; data to be packed are not prepared, or no sample of them
             can be used.
     """
-    return read_packed_data(config.path) if config.online is None else _estimate(config)
+    (path,) = config.paths
+    return read_packed_data(path) if config.online is None else _estimate(path, config)
 
 
-def _estimate(config: DataConfig) -> PackedData:
+def _estimate(path: str, config: DataConfig) -> PackedData:
     """The packs that 1,000 samples make, and how many of the kind all samples make."""
     online = config.online
     assert online is not None
-    _check_prepared(config.path)
+    _check_prepared(path)
     model = change_options(online.model, processor=config.processor)
     encoder = MeasuringTaskEncoder(seq_length=online.seq_length, model=model)
     try:
-        measured, num_samples = measure_some(config.path, encoder)
+        measured, num_samples = measure_some(path, encoder)
     except EmptyDatasetError as error:
-        raise StageError(
-            f"{config.path}: {error}; prepare it with another --split-ratio"
-        ) from error
+        raise StageError(f"{path}: {error}; prepare it with another --split-ratio") from error
     except FatalSampleError as error:  # Energon's text repeats the whole sample
-        raise StageError(f"{config.path}: {error.__context__ or error}") from error
+        raise StageError(f"{path}: {error.__context__ or error}") from error
     windows = online.model_dump(include={"strategy", "budgets"})
     whole = WindowOptions(online.seq_length, window=len(measured) + 1, **windows)
     pool = PackingPool[int](whole)
@@ -56,7 +55,7 @@ def _estimate(config: DataConfig) -> PackedData:
             continue
     packs = pool.finish()
     if not packs:
-        raise StageError(f"{config.path}: none of {num_samples} samples can be used, see above")
+        raise StageError(f"{path}: none of {num_samples} samples can be used, see above")
     per_pack = sum(map(len, packs)) / len(packs)
     logger.info("about %.2f samples in a pack, by %d of %d", per_pack, len(measured), num_samples)
     return PackedData(

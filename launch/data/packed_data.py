@@ -6,9 +6,10 @@ each step sees the same number of tokens and samples as without packing.
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from task_encoders.loading.folder_shards import PackedFolderError, load_datasets
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.packs.pack_format import METADATASET
 from task_encoders.packs.slots import Slots
-from task_encoders.storage.paths import check_exists, path_of
+from task_encoders.storage.paths import check_exists, is_url, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,10 @@ class PackedData:
     has_trees: bool = False
     #: most forward operations of the vision tower for a pack; None: a manifest does not tell
     tower_flops: float | None = None
+    #: absolute path of each dataset, and its content_hash
+    datasets: tuple[tuple[str, str], ...] = ()
+    #: whether shares of sources change over the packs of any dataset (pack.mixture)
+    has_ramp: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -119,6 +124,41 @@ def read_packed_data(path: str | Path) -> PackedData:
         slots=_slots_of(path, manifests),
         has_trees=any(manifest.version == 2 for manifest in manifests),
         tower_flops=_most_tower_flops(manifests),
+        datasets=tuple(
+            (absolute(folder), found) for (folder, _), found in zip(folders, hashes, strict=True)
+        ),
+        has_ramp=any(manifest.config.get("pack", {}).get("mixture") for manifest in manifests),
+    )
+
+
+def absolute(path: str | Path) -> str:
+    """An absolute path, or a URL as it is given."""
+    return str(path) if is_url(path) else os.path.abspath(path)
+
+
+def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
+    """The packs of all stages of a run as the model meets them, the largest of each measure.
+
+    Raises:
+        StageError: stages were measured differently, or one of several has packs in slots.
+    """
+    if len(data) == 1:
+        return data[0]
+    _require_one_model("data.path", paths, [one.model for one in data])
+    for path, one in zip(paths, data, strict=True):
+        if one.slots is not None:
+            raise StageError(
+                f"data.path: packs of {path} go over 1, 2, 4 … ranks in slots, which are not "
+                "trained in stages; give one path"
+            )
+    flops = [one.tower_flops for one in data if one.tower_flops is not None]
+    return replace(
+        data[0],
+        tasks=tuple(task for one in data for task in one.tasks),
+        seq_length=max(one.seq_length for one in data),
+        has_media=any(one.has_media for one in data),
+        has_trees=any(one.has_trees for one in data),
+        tower_flops=max(flops) if len(flops) == len(data) else None,
     )
 
 

@@ -15,18 +15,20 @@ with a missing or changed file is not used, but the newest whole one.
 
 A resumed run must share its settings with the one that wrote the checkpoint: every field of the
 configuration is compared but those in `_FREE`, so that a new field is guarded until someone decides
-otherwise. Fields in `_FIXED` decide which weights there are and where the loader stands, so no
-other value can continue; any other may differ if it is named.
+otherwise. Fields in `_FIXED` decide which weights there are, and those in `_OF_LOADER` where the
+loader stands, so no other value can continue; any other may differ if it is named. Stages of
+data.path that have not begun may change. With other packs, if that is named, the present stage ends
+where it is, and the first of the new ones begins.
 """
 
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from megatron.energon.rng import SystemRng
@@ -53,7 +55,7 @@ from offline_packing.storage.files import (
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 6
+VERSION: Final = 7
 #: The file of a checkpoint that is written last.
 _STATE: Final = "state.json"
 
@@ -65,6 +67,19 @@ class Deal:
     data_parallel: int
     #: ranks that share each pack
     context_parallel: int = 1
+
+
+class Progress(NamedTuple):
+    """How far a run has come."""
+
+    #: steps done
+    iteration: int
+    #: steps done when each of the present stages of data.path began, of those that have begun
+    begins: Sequence[int]
+    #: the packs of each stage that was ever begun, in order, as they were given to schedule_of: a
+    #: path, its datasets, options, and state of the loader on rank 0 (`RankSampler.state_dict`).
+    #: Where a run resumes, without the present stage; empty for packs made while training
+    trained: Sequence[Mapping[str, Any]]
 
 
 class CheckpointFolder:
@@ -102,10 +117,14 @@ class CheckpointFolder:
         #: others that were found damaged, newer ones; they go when the next one is saved
         self._damaged: set[Path] = set()
 
-    def save(self, iteration: int, optimizer: ShardedAdamW, data: MicroBatches) -> Path:
+    def save(self, progress: Progress, optimizer: ShardedAdamW, data: MicroBatches) -> Path:
         """Write a checkpoint, and remove the oldest and damaged ones. A collective. Raises
-        DiskFullError."""
-        final = self.folder / f"iter_{iteration:08d}"
+        DiskFullError.
+
+        Args:
+            data: of the present stage.
+        """
+        final = self.folder / f"iter_{progress.iteration:08d}"
         temporary = final.with_name(f"{final.name}.tmp")
         if self._rank == 0:
             for left in self.folder.glob("iter_*.tmp"):
@@ -126,8 +145,10 @@ class CheckpointFolder:
         hashes = _gather({path.name: hash_file(path) for path in written})
         if self._rank == 0:
             files = {name: found for of_rank in hashes for name, found in of_rank.items()}
-            content = {"version": VERSION, "iteration": iteration, "run": self._record}
+            content = {"version": VERSION, "run": self._record, **progress._asdict()}
             content |= {"files": files, **asdict(self._deal)}
+            if not progress.trained:
+                del content["trained"]
             write_atomically(temporary / _STATE, to_json(seal(content)))
             if final.exists():  # it was damaged
                 shutil.rmtree(final)
@@ -208,30 +229,38 @@ class CheckpointFolder:
         content = _read_state(path)
         shared = [self._record]  # paths may differ between nodes
         distributed.broadcast_object_list(shared)
-        return check_same_run(content["run"], shared[0], self._accept, path)
+        begun = len(content["begins"])
+        return check_same_run(content["run"], shared[0], self._accept, path, begun)
 
-    def load(self, path: Path, optimizer: ShardedAdamW, data: MicroBatches) -> int:
-        """Restore a checkpoint, with the generators if packs are dealt as then; its iteration. A
+    def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
+        """Restore a checkpoint, with the generators if packs are dealt as then, and the present
+        stage's place in its packs; if other packs begin, those of the first stage begin. A
         collective. Raises StageError, see `check`."""
         for line in self.check(path):
             logger.info("accepted: %s", line)
         content = _read_state(path)
         then = Deal(**{one.name: content[one.name] for one in fields(Deal) if one.name in content})
-        iteration = int(content["iteration"])
+        iteration, begins, trained = (
+            content.get(name, []) for name in ("iteration", "begins", "trained")
+        )
         tensors, _ = self._named(optimizer)
         with _unwrapped():
             sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
         optimizer.publish(iteration)
         number = self._rank if then == self._deal else self._tensor_rank
         state = torch.load(path / _rank_file(number), map_location="cpu", weights_only=True)
-        data.restore(state["data"])
+        if _is_other(_PACKS, content["run"], self._record, len(begins)):
+            begins = [iteration]
+        else:
+            stages[len(begins) - 1].restore(state["data"])
+            trained = trained[:-1]
         if then == self._deal:
             SystemRng.restore_state(from_plain(state["generators"]["system"]))
             if state["generators"]["cuda"] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["generators"]["cuda"])
         else:
             logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
-        return iteration
+        return Progress(iteration, begins, trained)
 
     def _named(self, optimizer: ShardedAdamW) -> tuple[dict[str, Any], dict[str, int]]:
         """The optimizer's tensors by names that tensor parallel ranks do not share; and the file
@@ -320,11 +349,7 @@ _FREE: Final = (
     "validation",
 )
 _FIXED: Final = (
-    "data.micro_batch_size",
     "data.online",
-    "data.order",
-    "data.packs",
-    "data.repeat",
     "model.built_by",
     "model.dtype",
     "model.family",
@@ -338,11 +363,15 @@ _FIXED: Final = (
     "parallel.tensor",
     "train.seed",
 )
-#: Packs of a step, which follow from the batch size and the number of ranks.
+#: Fixed as well, unless other packs begin.
+_OF_LOADER: Final = ("data.micro_batch_size", "data.order", "data.repeat")
+#: The packs of each stage.
+_PACKS: Final = "data.packs"
+#: Packs of a step, of each stage, which follow from packs, batch size and the number of ranks.
 _STEP: Final = "packs_per_step"
 
 
-def run_record(config: LaunchConfig, data: PackedData, plan: TrainPlan) -> dict[str, Any]:
+def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan) -> dict[str, Any]:
     """Settings that a checkpoint keeps of its run: plain values by dotted name."""
     content = config.model_dump(mode="json")
     compared = {
@@ -355,15 +384,25 @@ def run_record(config: LaunchConfig, data: PackedData, plan: TrainPlan) -> dict[
     return {
         **dict(sorted(compared.items())),
         "model.built_by": type(config.model).__name__,
-        "data.packs": {"path": config.data.path, "content_hash": data.content_hash},
-        _STEP: plan.packs_per_step,
+        _PACKS: [
+            {"path": path, "content_hash": own.content_hash}
+            for path, own in zip(config.data.paths, data, strict=True)
+        ],
+        _STEP: [stage.packs_per_step for stage in plan.stages],
     }
 
 
 def check_same_run(
-    was: Mapping[str, Any], now: Mapping[str, Any], accept: Collection[str], checkpoint: object
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    accept: Collection[str],
+    checkpoint: object,
+    begun: int,
 ) -> list[str]:
     """Compare the records of a checkpoint and of the run that resumes from it.
+
+    Args:
+        begun: stages of the checkpoint's run that had begun.
 
     Returns:
         A line for each accepted field that differs.
@@ -372,23 +411,25 @@ def check_same_run(
         MismatchError: other fields differ; a line for each.
         ConfigError: an accepted name is not a field, or one that must be the same.
     """
-    valid = {name for name in {*was, *now} if name not in _FIXED}
+    names = sorted({*was, *now})
+    differing = [name for name in names if _is_other(name, was, now, begun)]
+    fixed = _FIXED if _PACKS in differing else (*_FIXED, *_OF_LOADER)
+    valid = set(names).difference(fixed)
     for name in sorted(set(accept) - valid):
-        why = "must be the same" if name in _FIXED else "no such field"
+        why = "must be the same" if name in fixed else "no such field"
         raise ConfigError(f"--accept-mismatch {name}: {why}; valid: {', '.join(sorted(valid))}")
-    differing = [n for n in sorted({*was, *now}) if _identity(was, n) != _identity(now, n)]
-    if any(name.startswith("batch.") for name in differing):
+    if any(name == _PACKS or name.startswith("batch.") for name in differing):
         differing = [name for name in differing if name != _STEP]  # it follows
     lines = {
-        name: f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
+        name: f"{name} was {_shown(name, was.get(name))}, is {_shown(name, now.get(name))}"
         for name in differing
     }
     refused = [name for name in lines if name not in accept]
     if not refused:
         return list(lines.values())
     elsewhere = "or start a new run in another output.path"
-    if fixed := [name for name in refused if name in _FIXED]:
-        remedy = f"{', '.join(fixed)} must be the same to resume: restore it, {elsewhere}"
+    if unlike := [name for name in refused if name in fixed]:
+        remedy = f"{', '.join(unlike)} must be the same to resume: restore it, {elsewhere}"
     else:
         options = " ".join(f"--accept-mismatch {name}" for name in refused)
         remedy = f"restore them, add {options} if that is meant, {elsewhere}"
@@ -396,12 +437,18 @@ def check_same_run(
     raise MismatchError("\n  ".join([head, *(lines[name] for name in refused)]))
 
 
-def _identity(record: Mapping[str, Any], name: str) -> Any:
-    value = record.get(name)
-    return value["content_hash"] if name == "data.packs" and value else value
+def _is_other(name: str, was: Mapping[str, Any], now: Mapping[str, Any], begun: int) -> bool:
+    """Whether a field differs; of packs and steps, of the stages that had begun."""
+    if name == _PACKS:
+        hashes = [[stage["content_hash"] for stage in record[name]] for record in (was, now)]
+        return hashes[0][:begun] != hashes[1][:begun]
+    if name == _STEP:  # of the last of them: the others are done
+        return bool(was[name][begun - 1 : begun] != now[name][begun - 1 : begun])
+    return bool(was.get(name) != now.get(name))
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping) and "content_hash" in value:
-        return f"those of {value['path']} ({value['content_hash'][:8]})"
+def _shown(name: str, value: Any) -> str:
+    if name == _PACKS:
+        each = [f"{stage['path']} ({stage['content_hash'][:8]})" for stage in value]
+        return f"those of {', '.join(each)}"
     return repr(value)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,15 +21,47 @@ DECAYS: Final[dict[str, Callable[[float], float]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TrainPlan:
-    """The shape of a run."""
+class StagePlan:
+    """The steps of a stage."""
 
     iterations: int
     #: over all ranks
     packs_per_step: int
     #: micro batches per rank and step
     accumulation: int
-    warmup_iterations: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """The shape of a run: its stages, one after another."""
+
+    stages: tuple[StagePlan, ...]
+    #: steps done when each stage begins, and when the last one ends, (num_stages + 1,)
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[StagePlan],
+        total: int | None = None,
+        begins: Sequence[int] = (0,),
+        iteration: int = 0,
+    ) -> "TrainPlan":
+        """The plan of a run after `iteration` steps.
+
+        Args:
+            total: train.iterations, steps of the run whatever its one stage takes.
+            begins: steps done when each of the stages began that have begun.
+        """
+        bounds = list(begins)
+        for stage in stages[len(begins) - 1 :]:
+            bounds.append(max(total or bounds[-1] + stage.iterations, iteration))
+        return cls(tuple(stages), tuple(bounds))
+
+    @property
+    def iterations(self) -> int:
+        """Steps of the run."""
+        return self.bounds[-1]
 
     def learning_rate(self, iteration: int, schedule: ScheduleConfig) -> float:
         """The rate of one step, 0 for the first.
@@ -37,16 +69,27 @@ class TrainPlan:
         Rises linearly over the warm-up, then falls towards the minimum, which it would reach one
         step after the last: with a minimum of 0, no step is wasted.
         """
-        if iteration < self.warmup_iterations:
-            return schedule.learning_rate * (iteration + 1) / self.warmup_iterations
-        steps = max(1, self.iterations - self.warmup_iterations)
-        progress = min(1.0, (iteration - self.warmup_iterations) / steps)
+        warmup = round(schedule.warmup * self.iterations)
+        if iteration < warmup:
+            return schedule.learning_rate * (iteration + 1) / warmup
+        steps = max(1, self.iterations - warmup)
+        progress = min(1.0, (iteration - warmup) / steps)
         least = schedule.min_learning_rate
         return least + (schedule.learning_rate - least) * DECAYS[schedule.decay](progress)
 
 
-def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) -> TrainPlan:
-    """Steps and batch of a run.
+def plan_training(
+    config: LaunchConfig, data: Sequence[PackedData], data_parallel: int
+) -> TrainPlan:
+    """Steps of a run on the packs of each of its stages. Raises ValueError as `plan_stage`."""
+    pairs = zip(config.stages, data, strict=True)
+    plan = TrainPlan.of([plan_stage(*pair, data_parallel) for pair in pairs])
+    _warn_of_decay(config, plan.iterations)
+    return plan
+
+
+def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> StagePlan:
+    """Steps and batch of a stage.
 
     A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
     divides evenly among the ranks. One given in packs must already be such a multiple. In
@@ -81,12 +124,7 @@ def plan_training(config: LaunchConfig, data: PackedData, data_parallel: int) ->
         )
     _warn_of_recipe(config, data, packs, iterations)
     _warn_of_data(config, data, packs, data_parallel)
-    return TrainPlan(
-        iterations=iterations,
-        packs_per_step=packs,
-        accumulation=accumulation,
-        warmup_iterations=round(config.schedule.warmup * iterations),
-    )
+    return StagePlan(iterations, packs, accumulation)
 
 
 def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tuple[int, int, int]:
@@ -107,8 +145,7 @@ def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tupl
 
 
 def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:
-    """Warn where the run differs from the recipe, and of a decay that undoes the weights: a step
-    takes rate × decay of them."""
+    """Warn where the run differs from the recipe."""
     asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
     if asked is not None and not 0.75 <= given / asked <= 1.25:
         logger.warning(
@@ -124,6 +161,10 @@ def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iteratio
             -(-data.num_packs // packs),
             iterations,
         )
+
+
+def _warn_of_decay(config: LaunchConfig, iterations: int) -> None:
+    """Warn of a decay that undoes the weights: a step takes rate × decay of them."""
     schedule, decay = config.schedule, config.optimizer.weight_decay
     mean = schedule.learning_rate
     if schedule.decay != "constant":
@@ -148,6 +189,12 @@ def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_paral
             packs,
             data.num_packs,
             "global_batch_size" if config.batch.global_batch_size else "global_batch_packs",
+        )
+    if data.has_ramp and config.data.order == "balanced":
+        logger.warning(
+            "%s: shares of its sources change over the packs as written (pack.mixture), and "
+            "data.order=balanced deals them anew; set data.order=written",
+            config.data.path,
         )
     if data_parallel == 1 and getattr(config.model, "fsdp", False):
         logger.warning("model.fsdp=true shards nothing on one rank; start more, or leave it out")

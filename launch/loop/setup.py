@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -15,14 +16,20 @@ from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, check_room, check_validation
+from launch.data.packed_data import (
+    PackedData,
+    absolute,
+    check_room,
+    check_validation,
+    largest_of,
+)
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
 from launch.loop.memory import settle_recompute
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from launch.loop.plan import TrainPlan, plan_training
-from launch.loop.trainer import Trainer
+from launch.loop.trainer import Stage, Trainer
 from launch.model.config import ModelConfig, TransformersModelConfig
 from launch.model.megatron_model import build_model
 from launch.model.packed_attention import check_layers
@@ -66,7 +73,7 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     device = initialize_parallel(
         ranks.tensor,
         ranks.context,
-        slot_ranks=slot_ranks_of(config.data.path),
+        slot_ranks=slot_ranks_of(config.data.paths[0]),
         seed=config.train.seed,
     )
     check_alike(config, accept_mismatch)
@@ -84,9 +91,11 @@ def build_trainer(
     config: LaunchConfig, device: torch.device, accept_mismatch: Collection[str] = ()
 ) -> tuple[Trainer, Any]:
     """The trainer of this rank, and its model. Needs `initialize_parallel`."""
-    data = read_data(config.data)
-    check_slots(config, data)
-    check_trees(config, data)
+    data = [read_data(stage.data) for stage in config.stages]
+    largest = largest_of(config.data.paths, data)
+    for stage, own in zip(config.stages, data, strict=True):
+        check_slots(stage, own)
+        check_trees(stage, own)
     check_ends(config)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
     checkpoints = build_checkpoints(config, data, plan, accept_mismatch)
@@ -98,30 +107,16 @@ def build_trainer(
             "checkpoint to resume from; correct output.path, or leave the option out"
         )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
-    context = config.parallel.context
-    if config.data.online is None:
-        check_room(config.data.path, context)
-    multiple = required_pad_multiple(context_parallel=context)
-    task_encoder = build_task_encoder(
-        config.data, data, config.model.family, pad_multiple=multiple, trees=data.has_trees
-    )
-    check_token_ids(config.model, task_encoder.encoder.media_token_ids)
-    train_data = LoaderBatches(config.data, task_encoder, device, seed=config.train.seed)
-    validation_data = None
-    if config.validation.every and not data.num_val_packs:
-        logger.warning("no validation: %s has no packs in its val split", config.data.path)
-    elif config.validation.every:
-        validation_data = LoaderBatches(
-            config.data, task_encoder, device, split="val", limit=config.validation.limit
-        )
-    options = model_options_of(config, data, task_encoder, device)
-    config = settle_recompute(config, data, task_encoder.encoder, options)
+    stages, encoders = build_stages(config, data, device)
+    check_token_ids(config.model, encoders[0].encoder.media_token_ids)
+    options = model_options_of(config, largest, encoders[0], device)
+    config = settle_recompute(config, largest, encoders[0].encoder, options)
     model = build_run_model(config.model, options)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     logger.info("on %s: %s", name, model.kernels())
     is_alone = distributed.get_world_size() == 1
 
-    def even(batches: LoaderBatches | None) -> Any:
+    def even(batches: Any) -> Any:
         """Micro batches with which no rank waits for another in transformers' models."""
         if batches is None or is_alone or not isinstance(config.model, TransformersModelConfig):
             return batches
@@ -132,13 +127,57 @@ def build_trainer(
         plan,
         model=model,
         optimizer=build_optimizer(config, model, device),
-        train_data=even(train_data),
-        validation_data=even(validation_data),
+        stages=[
+            replace(stage, train=even(stage.train), validation=even(stage.validation))
+            for stage in stages
+        ],
         checkpoints=checkpoints,
-        tokens_per_rank=data.tokens_per_rank,
         device=device,
     )
     return trainer, model
+
+
+def build_stages(
+    config: LaunchConfig, data: Sequence[PackedData], device: torch.device
+) -> tuple[list[Stage], list[PackedTaskEncoder]]:
+    """The packs of each stage for this rank, and the task encoders that read them."""
+    stages, encoders = [], []
+    context, seed = config.parallel.context, config.train.seed
+    multiple = required_pad_multiple(context_parallel=context)
+    tasks = {task for own in data for task in own.tasks}
+    for stage, own in zip(config.stages, data, strict=True):
+        (path,) = stage.data.paths
+        if stage.data.online is None:
+            check_room(path, context)
+        encoder = build_task_encoder(
+            stage.data, own, config.model.family, pad_multiple=multiple, trees=own.has_trees
+        )
+        encoder.is_blend = len(tasks) > 1  # one environment cannot name them
+        validation = None
+        if config.validation.every and not own.num_val_packs:
+            logger.warning("no validation: %s has no packs in its val split", path)
+        elif config.validation.every:
+            limit = config.validation.limit
+            validation = LoaderBatches(stage.data, encoder, device, split="val", limit=limit)
+        packs = {
+            "path": absolute(stage.data.data_prefix or path),
+            "datasets": dict(own.datasets),
+            "order": stage.data.order,
+            "micro_batch_size": stage.data.micro_batch_size,
+            "seed": seed,
+            "repeat": stage.data.repeat,
+            "limit": None,
+        }
+        stages.append(
+            Stage(
+                None if stage.data.online else packs,
+                LoaderBatches(stage.data, encoder, device, seed=seed),
+                validation,
+                own.tokens_per_rank,
+            )
+        )
+        encoders.append(encoder)
+    return stages, encoders
 
 
 def model_options_of(
@@ -191,7 +230,8 @@ def check_trees(config: LaunchConfig, data: PackedData) -> None:
 def check_ends(config: LaunchConfig) -> None:
     """Check that validation and export have their packs and files. Raises StageError if not."""
     if config.validation.every:
-        check_validation(config.data.path)
+        for path in config.data.paths:
+            check_validation(path)
     elif config.validation.limit is not None:
         logger.warning(
             "validation.limit=%d without validation.every has no effect; set both",
@@ -263,6 +303,7 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
             own[f"{section}.{field}"] = str(
                 sorted(value, key=str) if isinstance(value, list) else value
             )
+    own["stages of data.path"] = str(len(config.data.paths))
     # nodes may mount them elsewhere
     for path in ("data.path", "data.data_prefix", "output.path", "model.checkpoint"):
         del own[path]
@@ -296,7 +337,10 @@ def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> S
 
 
 def build_checkpoints(
-    config: LaunchConfig, data: PackedData, plan: TrainPlan, accept_mismatch: Collection[str] = ()
+    config: LaunchConfig,
+    data: Sequence[PackedData],
+    plan: TrainPlan,
+    accept_mismatch: Collection[str] = (),
 ) -> CheckpointFolder:
     """The run's checkpoints."""
     return CheckpointFolder(

@@ -8,7 +8,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, Protocol
 
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches
-from launch.loop.checkpoint import CheckpointFolder
+from launch.loop.checkpoint import CheckpointFolder, Progress
 from launch.loop.loss import loss_terms, shift_labels, weighted_sum
 from launch.loop.metrics import (
     Eta,
@@ -75,18 +76,36 @@ class ValidationBatches(MicroBatches, Protocol):
         """Begin another pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Packs that a run trains until the steps of its stage are done."""
+
+    #: of a checkpoint's `trained`, all but the state of the loader; None: packed while training
+    packs: Mapping[str, Any] | None
+    #: of this rank
+    train: MicroBatches
+    #: of the val split
+    validation: ValidationBatches | None
+    #: room for a pack in tokens; on each rank, if packs differ in their ranks
+    tokens_per_rank: int
+
+    def close(self) -> None:
+        """Stop reading."""
+        self.train.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
 class Trainer:
     """One rank's part of a training run.
 
     Args:
         config: the run.
-        plan: its steps.
+        plan: its steps, from the first.
         model: a `PackedMegatronModel` or a `PackedTransformersModel`, whose weights belong to the
             optimizer.
-        train_data: this rank's packs.
+        stages: the packs of each stage of the plan.
         checkpoints: where to save.
-        tokens_per_rank: room for a pack in tokens; on each rank, if packs differ in their ranks.
-        validation_data: packs of the val split.
     """
 
     def __init__(
@@ -96,20 +115,20 @@ class Trainer:
         *,
         model: Any,
         optimizer: ShardedAdamW,
-        train_data: MicroBatches,
+        stages: Sequence[Stage],
         checkpoints: CheckpointFolder,
-        tokens_per_rank: int,
         device: torch.device,
-        validation_data: ValidationBatches | None = None,
     ) -> None:
         self._config = config
         self._plan = plan
         self._model = model
         self._optimizer = optimizer
-        self._train_data = train_data
-        self._validation_data = validation_data
+        self.stages = stages
+        #: number of the present one
+        self._stage = 0
+        #: the packs of earlier ones, see `Progress`
+        self._trained: Sequence[Mapping[str, Any]] = []
         self._checkpoints = checkpoints
-        self._tokens_per_rank = tokens_per_rank
         self._device = device
         build = FAMILIES[config.model.family].build
         #: for steps in which this rank has no pack; ranks of a row cut it into two chunks each
@@ -132,7 +151,11 @@ class Trainer:
         path = self._checkpoints.newest()
         if path is None:
             return
-        self.iteration = self._checkpoints.load(path, self._optimizer, self._train_data)
+        own = [stage.train for stage in self.stages]
+        found = self._checkpoints.load(path, self._optimizer, own)
+        self.iteration, self._trained = found.iteration, found.trained
+        self._stage, total = len(found.begins) - 1, self._config.train.iterations
+        self._plan = TrainPlan.of(self._plan.stages, total, found.begins, found.iteration)
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:
@@ -163,15 +186,22 @@ class Trainer:
     def _close(self) -> None:
         if self._log is not None:
             self._log.close()
-        self._train_data.close()
-        if self._validation_data is not None:
-            self._validation_data.close()
+        for stage in self.stages:
+            stage.close()
 
     def _run_steps(self, stop: StopRequest, bar: Any) -> bool:
         first = saved = self.iteration
         stopped = 0
         self._eta = Eta(self.iteration, self._plan.iterations)
         while self.iteration < self._plan.iterations and not stopped:
+            if self.iteration == self._plan.bounds[self._stage + 1]:
+                self._trained = self._progress().trained
+                self.stages[self._stage].close()
+                self._stage += 1
+            start, end = self._plan.bounds[self._stage :][:2]
+            if self.iteration in (first, start) and len(self.stages) > 1:
+                path, number = self._config.data.paths[self._stage], self._stage + 1
+                logger.info("stage %d, steps %d to %d: %s", number, start + 1, end, path)
             totals = self._step(stop, bar)
             if totals is None:
                 logger.info("end of the data after %d steps", self.iteration)
@@ -197,12 +227,13 @@ class Trainer:
     def _step(self, stop: StopRequest, bar: Any) -> StepTotals | None:
         """One step; None if no rank has a pack left."""
         started = time.perf_counter()
-        context, accumulation = self._config.parallel.context, self._plan.accumulation
+        stage, accumulation = self.stages[self._stage], self._plan.stages[self._stage].accumulation
+        context = self._config.parallel.context
         counts = StepCounts(self._device, context, accumulation)
         pack_keys: list[str] = []
         for _ in range(accumulation):
             with counts.waiting():
-                row = self._train_data.next()
+                row = stage.train.next()
             if row is not None:
                 pack_keys += row.__key__
                 self._forward_backward(row, counts)
@@ -225,7 +256,7 @@ class Trainer:
             )
         self.iteration += 1
         seconds = time.perf_counter() - started
-        metrics = totals.metrics(seconds, self._tokens_per_rank)
+        metrics = totals.metrics(seconds, stage.tokens_per_rank)
         metrics |= {"learning_rate": rate, "grad_norm": norm}
         metrics["memory_gib"] = memory_gib(self._device)
         if self._peak_flops is not None:
@@ -274,15 +305,16 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> None:
-        """Loss over the val split, on all ranks."""
-        if self._validation_data is None:
+        """Loss over the val split of the present stage, on all ranks."""
+        batches = self.stages[self._stage].validation
+        if batches is None:
             return
         self._validated = self.iteration
         self._model.eval()
         counts = StepCounts(self._device, self._config.parallel.context)
-        while (row := self._validation_data.next()) is not None:
+        while (row := batches.next()) is not None:
             self._count_loss(row, counts)
-        self._validation_data.restart()
+        batches.restart()
         self._model.train()
         totals = counts.reduce(counts=self._reports, stop=False)
         logger.info("step %d: validation loss %.4f", self.iteration, totals.loss)
@@ -309,8 +341,16 @@ class Trainer:
             logger.info(self._line)
         self._line = ""
 
+    def _progress(self) -> Progress:
+        stage, trained = self.stages[self._stage], [*self._trained]
+        state = stage.train.state() if self._is_main else None
+        if stage.packs is not None and state is not None:
+            trained.append({**stage.packs, "loader": state["loader"]})
+        return Progress(self.iteration, self._plan.bounds[: self._stage + 1], trained)
+
     def _save(self) -> int:
-        path = self._checkpoints.save(self.iteration, self._optimizer, self._train_data)
+        data = self.stages[self._stage].train
+        path = self._checkpoints.save(self._progress(), self._optimizer, data)
         logger.info("saved %s", path)
         return self.iteration
 

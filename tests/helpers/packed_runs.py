@@ -9,15 +9,13 @@ import torch
 from megatron.core import parallel_state
 
 from launch.config import LaunchConfig
-from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
-from launch.loop.setup import build_checkpoints, build_model, build_optimizer
+from launch.loop.setup import build_checkpoints, build_model, build_optimizer, build_stages
 from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.datasets import (
@@ -142,13 +140,13 @@ def fold_vocabulary(row: PackedBatch) -> PackedBatch:
 class RecordedBatches:
     """Micro batches for the tiny model that remember which packs they gave.
 
-    `fail_at`: raise instead of giving the pack of this number.
+    `keys`: theirs, added to. `fail_at`: raise instead of giving the pack of this number.
     """
 
-    def __init__(self, batches: Any, fail_at: int | None = None) -> None:
+    def __init__(self, batches: Any, keys: list[str], fail_at: int | None = None) -> None:
         self._batches = batches
         self._fail_at = fail_at
-        self.keys: list[str] = []
+        self.keys = keys
 
     def next(self) -> PackedBatch | None:
         if len(self.keys) == self._fail_at:
@@ -179,39 +177,37 @@ class KilledError(BaseException):
 def make_trainer(
     config: LaunchConfig,
     *,
-    batches: Any = None,
     fail_at: int | None = None,
     accept: Collection[str] = (),
 ) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
     """A trainer as `launch.loop.setup` makes it, whose packs are recorded."""
     ranks = config.parallel
     device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
-    data = read_data(config.data)
+    data = [read_data(stage.data) for stage in config.stages]
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
-    pad_multiple = required_pad_multiple(context_parallel=ranks.context)
-    task_encoder = build_task_encoder(
-        config.data, data, pad_multiple=pad_multiple, trees=data.has_trees
-    )
-    if batches is None:
-        batches = LoaderBatches(config.data, task_encoder, device, seed=config.train.seed)
-    recorded = RecordedBatches(batches, fail_at)
-    validation = None
-    if config.data.online is None:
-        validation = RecordedBatches(LoaderBatches(config.data, task_encoder, device, split="val"))
-    model = build_model(config.model, device=device, seed=config.train.seed, trees=data.has_trees)
+    seen = RecordedBatches(None, [], fail_at)
+    stages, _ = build_stages(config, data, device)
+    recorded = [
+        dataclasses.replace(
+            stage,
+            train=RecordedBatches(stage.train, seen.keys, fail_at),
+            validation=stage.validation and RecordedBatches(stage.validation, []),
+        )
+        for stage in stages
+    ]
+    trees = any(own.has_trees for own in data)
+    model = build_model(config.model, device=device, seed=config.train.seed, trees=trees)
     model.hf_config.image_token_id = IMAGE_TOKEN
     trainer = Trainer(
         config,
         plan,
         model=model,
         optimizer=build_optimizer(config, model, device),
-        train_data=recorded,
-        validation_data=validation,
+        stages=recorded,
         checkpoints=build_checkpoints(config, data, plan, accept),
-        tokens_per_rank=data.tokens_per_rank,
         device=device,
     )
-    return trainer, recorded, model
+    return trainer, seen, model
 
 
 def step_lines(output: Path) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def test_the_seed_of_a_run_decides_its_order(order: str, folder: Path, tmp_path:
         }
         config = make_config(folder, tmp_path, **sections)
         trainer, _ = build_trainer(config, initialize_parallel())
-        orders.append([row.__key__ for row in iter(trainer._train_data.next, None)])
+        orders.append([row.__key__ for row in iter(trainer.stages[0].train.next, None)])
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(orders[2])
     assert (orders[0] == orders[2]) == (order == "written")

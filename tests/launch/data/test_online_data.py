@@ -53,8 +53,8 @@ def test_the_steps_of_an_epoch_are_estimated(folder: Path, tmp_path: Path) -> No
     assert keys == [f"{number:05d}" for number in range(NUM_SAMPLES)]
     assert abs(data.num_packs - len(rows)) <= 1
     assert data.num_samples == NUM_SAMPLES
-    plan = plan_training(config, data, 1)
-    assert plan.iterations == -(-data.num_packs // plan.packs_per_step)
+    plan = plan_training(config, [data], 1)
+    assert plan.iterations == -(-data.num_packs // plan.stages[0].packs_per_step)
 
 
 def test_a_run_trains_and_resumes(folder: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_seed_of_a_run_decides_the_packs(folder: Path, tmp_path: Path) -> No
             "train": {"seed": seed},
         }
         trainer, _ = build_trainer(make_config(folder, tmp_path, **sections), initialize_parallel())
-        packs.append([row.sub_sample_keys for row in iter(trainer._train_data.next, None)])
+        packs.append([row.sub_sample_keys for row in iter(trainer.stages[0].train.next, None)])
     assert packs[0] == packs[1]
     assert sorted(itertools.chain(*packs[0])) == sorted(itertools.chain(*packs[2]))
     assert list(itertools.chain(*packs[0])) != list(itertools.chain(*packs[2]))

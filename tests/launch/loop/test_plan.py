@@ -14,7 +14,7 @@ from transformers import Qwen2VLConfig
 from launch.config import DataConfig, LaunchConfig, ScheduleConfig
 from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import PackedData, check_validation, read_packed_data
-from launch.loop.plan import DECAYS, TrainPlan, plan_training
+from launch.loop.plan import DECAYS, StagePlan, TrainPlan, plan_training
 from launch.loop.setup import check_alike, check_ends, check_token_ids
 from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
@@ -44,7 +44,7 @@ def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> A
         "output": {"path": "out"},
     }
     config = LaunchConfig.model_validate(content | sections)
-    return plan_training(config, packed, data_parallel)
+    return plan_training(config, [packed], data_parallel)
 
 
 def data_of(num_packs: int, num_samples: int) -> PackedData:
@@ -58,7 +58,7 @@ def test_steps_are_counted_in_slots() -> None:
     data = replace(data_of(300, 600), slots=slots)
     for batch in ({"global_batch_packs": 12}, {"global_batch_size": 24}):
         plan = plan_of(data, 8, batch=batch)
-        assert (plan.accumulation, plan.packs_per_step, plan.iterations) == (2, 12, 25)
+        assert plan.stages == (StagePlan(iterations=25, packs_per_step=12, accumulation=2),)
     assert plan_of(data, 8, batch=batch, train={"epochs": 1.1}).iterations == 28
 
 
@@ -122,24 +122,22 @@ def test_packs_without_manifest_are_refused(tmp_path: Path) -> None:
 def test_the_batch_keeps_the_samples_of_the_recipe() -> None:
     # 1,000 packs of 8 samples: 256 samples are 32 packs; an epoch of 8,000 samples is 32 steps
     plan = plan_of(data_of(1_000, 8_000), 4)
-    assert plan.packs_per_step == 32
-    assert plan.accumulation == 8
-    assert plan.iterations == 32  # 31 whole steps, and 8 packs
+    assert plan.stages == (StagePlan(32, 32, 8),)  # 31 whole steps, and 8 packs
+    assert plan.iterations == 32
 
 
 @pytest.mark.parametrize(("data_parallel", "packs"), [(1, 26), (8, 24), (16, 32), (64, 64)])
 def test_the_batch_is_shared_out_evenly(data_parallel: int, packs: int) -> None:
     plan = plan_of(data_of(1_000, 10_000), data_parallel)  # 25.6 packs
-    assert plan.packs_per_step == packs
-    assert plan.accumulation * data_parallel == packs
+    assert plan.stages[0].packs_per_step == packs
+    assert plan.stages[0].accumulation * data_parallel == packs
 
 
 def test_epochs_and_iterations() -> None:
     data = data_of(1_000, 8_000)
     assert plan_of(data, train={"epochs": 2}).iterations == 63
     assert plan_of(data, train={"epochs": 0.5}).iterations == 16
-    plan = plan_of(data, train={"iterations": 7}, schedule={"warmup": 0.3})
-    assert (plan.iterations, plan.warmup_iterations) == (7, 2)
+    assert plan_of(data, train={"iterations": 7}).iterations == 7
 
 
 def test_packs_that_cannot_be_shared_out_are_refused() -> None:
@@ -178,9 +176,9 @@ def test_how_often_packs_are_trained_is_said(caplog: pytest.LogCaptureFixture) -
 def test_sharding_over_one_rank_is_said(caplog: pytest.LogCaptureFixture) -> None:
     sections = {"data": {"path": "-"}, "batch": {"global_batch_packs": 2}, "output": {"path": "x"}}
     config = TransformersConfig.model_validate({**sections, "model": {"fsdp": True}})
-    plan_training(config, data_of(1_000, 8_000), 2)
+    plan_training(config, [data_of(1_000, 8_000)], 2)
     assert "fsdp" not in caplog.text
-    plan_training(config, data_of(1_000, 8_000), 1)
+    plan_training(config, [data_of(1_000, 8_000)], 1)
     assert "model.fsdp=true shards nothing on one rank" in caplog.text
 
 
@@ -317,9 +315,10 @@ def test_ranks_started_differently_stop(tmp_path: Path) -> None:
 
 
 def rates(decay: str, warmup: int = 4, iterations: int = 20, upto: int = 20) -> list[float]:
-    plan = TrainPlan(iterations, 1, 1, warmup)
+    plan = TrainPlan((), (0, iterations))
     options = {} if decay == "constant" else {"min_learning_rate": 0.01}
-    schedule = ScheduleConfig(learning_rate=0.1, decay=decay, **options)
+    share = warmup / iterations
+    schedule = ScheduleConfig(learning_rate=0.1, decay=decay, warmup=share, **options)
     return [10 * plan.learning_rate(i, schedule) for i in range(upto)]
 
 

@@ -155,9 +155,11 @@ class PacksOfSlots:
 def train_alone(command: list[str], slots_per_step: int) -> Watched:
     """The same steps in one process, a pack at a time."""
 
-    def plan(config: LaunchConfig, data: PackedData, _: int) -> TrainPlan:
-        found = plan_training(config, data, data.slot_ranks)
-        return replace(found, accumulation=slots_per_step * data.slot_ranks)
+    def plan(config: LaunchConfig, data: list[PackedData], _: int) -> TrainPlan:
+        ranks = data[0].slot_ranks
+        found = plan_training(config, data, ranks)
+        stage = replace(found.stages[0], accumulation=slots_per_step * ranks)
+        return replace(found, stages=(stage,))
 
     with pytest.MonkeyPatch.context() as patch:
         watched = watch(patch)
