@@ -1,0 +1,461 @@
+"""Stages: packs of several outputs trained one after another, stopped anywhere, extended, and left
+for other packs."""
+
+import collections
+import logging
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.config import LaunchConfig, load_config
+from launch.data.packed_data import largest_of, read_packed_data
+from launch.loop.metrics import StepCounts, read_metrics
+from launch.loop.plan import TrainPlan, plan_stage
+from launch.loop.trainer import Trainer
+from offline_packing.errors import ConfigError, MismatchError, StageError
+from offline_packing.online.ranks.pack_costs import schedule_of
+from offline_packing.storage.files import read_json
+from task_encoders.loading.packed_folder import PackedFolder
+from task_encoders.loading.schedule import Stretch
+from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.packed_runs import (
+    KilledError,
+    captioning_folder,
+    losses,
+    make_config,
+    make_trainer,
+    slots_folder,
+    step_lines,
+)
+from tests.helpers.rank_processes import run_ranks
+from tests.helpers.transformers_runs import (
+    Case,
+    Interrupted,
+    assert_equal_runs,
+    command,
+    pack_dialogues,
+    stop,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("bmr_environment")
+
+#: Of the packs of each stage.
+SEQ_LENGTHS = (192, 256, 512)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same dialogues in packs of several lengths, with other samples to validate on."""
+    root = tmp_path_factory.mktemp("stages")
+    source = {"format": "pairs", "path": str(mixed_pairs(root / "source", 24)), "task": "bmr"}
+    for length in SEQ_LENGTHS:
+        pack = {"seq_length": length, "seed": length}
+        split = {"train": 0.7, "val": 0.3}
+        pack_all(make_run(source, root / str(length), pack=pack, output={"split": split}))
+    return [str(root / str(length)) for length in SEQ_LENGTHS]
+
+
+def config_of(paths: Sequence[str], output: Path, /, **sections: Any) -> LaunchConfig:
+    """A run whose steps take some samples; a checkpoint every second step."""
+    data = sections.pop("data", {})
+    defaults: dict[str, Any] = {
+        "batch": {"global_batch_packs": None, "global_batch_size": 6},
+        "train": {"iterations": None},
+        "checkpoint": {"every": 2},
+    }
+    own = {"path": list(paths), "num_workers": 0, **data}
+    return make_config(Path(paths[0]), output, data=own, **defaults | sections)
+
+
+def state_of(output: Path) -> Any:
+    """The newest checkpoint's."""
+    return read_json(max((output / "checkpoints").glob("iter_*")) / "state.json")
+
+
+def packs_of(state: Any) -> collections.Counter[str]:
+    """How often each pack was trained, by the schedules of the stages that a checkpoint names."""
+    found: collections.Counter[str] = collections.Counter()
+    for entry in state["trained"]:
+        folder, loader = PackedFolder(entry["path"]), entry["loader"]
+        content_hash = read_packed_data(entry["path"]).content_hash
+        assert entry["datasets"] == {entry["path"]: content_hash}
+        keys = [pack.key for pack in folder]
+        earlier = [Stretch(*stretch) for stretch in loader["earlier"]]
+        earlier.append(Stretch(loader["num_ranks"], loader["step"]))
+        found.update(keys * loader["epoch"])
+        own: set[int] = set()
+        for number, (num_ranks, steps) in enumerate(earlier):
+            epoch = schedule_of(
+                folder,
+                order=entry["order"],
+                num_ranks=num_ranks,
+                packs_per_row=entry["micro_batch_size"],
+                seed=entry["seed"],
+                repeat=entry["repeat"],
+            ).epoch(loader["epoch"], earlier[:number])
+            if not steps:  # of rows before the epoch: what the next stretch has not left
+                assert not number
+                continue
+            if number and not earlier[number - 1].steps:
+                begun = set(range(len(keys))) - set(epoch.left(0).tolist())
+                found.update(keys[n] for n in begun)
+            items = [epoch.items(s, r).tolist() for s in range(steps) for r in range(num_ranks)]
+            found.update(keys[n] for row in items for n in row)
+            own |= set(epoch.left(0).tolist()) - set(epoch.left(steps).tolist())
+        assert len(own) <= len(keys)
+    return +found
+
+
+@dataclass
+class Done:
+    """A whole run."""
+
+    config: LaunchConfig
+    losses: list[float]
+    keys: list[str]
+    plan: TrainPlan
+
+
+@pytest.fixture(scope="module")
+def done(
+    stages: list[str], bmr_environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> Done:
+    config = config_of(stages, tmp_path_factory.mktemp("whole"), validation={"every": 3})
+    trainer, seen, _ = make_trainer(config)
+    assert trainer.run()
+    return Done(config, losses(config.output.path), seen.keys, trainer._plan)
+
+
+def test_stages_are_trained_as_by_hand(done: Done) -> None:
+    """Rows of each stage in their order, the learning rate over all."""
+    plan = done.plan
+    assert len({(stage.packs_per_step, stage.iterations) for stage in plan.stages}) == 3
+    assert plan.iterations == sum(stage.iterations for stage in plan.stages) > 6
+    lines = step_lines(done.config.output.path)
+    whole = TrainPlan((), (0, plan.iterations))
+    trainer, *_ = make_trainer(done.config)
+    trainer._model.train()
+    step = 0
+    for stage, steps, config in zip(trainer.stages, plan.stages, done.config.stages, strict=True):
+        packs = PackedFolder(config.data.path)
+        assert steps.iterations == -(-len(packs) // steps.packs_per_step)
+        for _ in range(steps.iterations):
+            counts = StepCounts(trainer._device)
+            for _ in range(steps.packs_per_step):
+                trainer._count_loss(stage.train.next(), counts).backward()
+            totals = counts.reduce(counts=True, stop=0)
+            rate = whole.learning_rate(step, config.schedule)
+            norm = trainer._optimizer.step(
+                learning_rate=rate, denominator=totals.denominator, max_norm=1.0
+            )
+            line = lines[step]
+            assert (line["loss"], line["grad_norm"]) == (totals.loss, norm)
+            assert line["learning_rate"] == rate
+            room = totals.packs * read_packed_data(config.data.path).seq_length
+            assert line["fill"] == totals.tokens / room
+            step += 1
+    assert step == len(lines)
+
+
+def test_each_stage_validates_on_its_own_packs(done: Done) -> None:
+    lines = read_metrics(done.config.output.path / "metrics.jsonl")
+    val = [read_packed_data(path).num_val_packs for path in done.config.data.paths]
+    assert len(set(val)) > 1
+    bounds = done.plan.bounds
+    for line in lines:
+        if "validation_packs" in line:
+            stage = next(n for n in range(3) if line["iteration"] <= bounds[n + 1])
+            assert line["validation_packs"] == val[stage]
+    assert sum("validation_packs" in line for line in lines) == -(-bounds[-1] // 3)
+
+
+@pytest.mark.parametrize("killed_in", [0, 1, 2, "at the end of 0"])
+def test_a_run_killed_in_any_stage_goes_on(
+    killed_in: Any, done: Done, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if nothing had happened, to the last bit."""
+    config = done.config.model_copy(
+        update={"output": done.config.output.model_copy(update={"path": tmp_path})}
+    )
+    bounds, stages = done.plan.bounds, done.plan.stages
+    stage = 0 if isinstance(killed_in, str) else killed_in
+    if isinstance(killed_in, str):  # between the last step of the stage and the next
+        every = config.checkpoint.model_copy(update={"every": bounds[1]})
+        config = config.model_copy(update={"checkpoint": every})
+    packs = [s.iterations * s.packs_per_step for s in stages[:stage]]
+    fail_at = sum(packs) + 2 * stages[stage].packs_per_step + 1
+    if isinstance(killed_in, str):
+        fail_at = stages[0].iterations * stages[0].packs_per_step + 1
+    killed, _, _ = make_trainer(config, fail_at=fail_at)
+    with pytest.raises(KilledError):
+        killed.run()
+    if isinstance(killed_in, str):
+        assert state_of(tmp_path)["begins"] == [0]
+        assert state_of(tmp_path)["iteration"] == bounds[1]
+    resumed, seen, _ = make_trainer(config)
+    resumed.resume()
+    assert resumed.iteration < bounds[stage + 1] or isinstance(killed_in, str)
+    with caplog.at_level(logging.INFO, "launch"):
+        assert resumed.run()
+    assert losses(tmp_path) == done.losses
+    assert seen.keys == done.keys[-len(seen.keys) :]
+    assert f"stage 3, steps {bounds[2] + 1} to {bounds[3]}: {config.data.paths[2]}" in caplog.text
+
+
+def test_the_state_names_what_was_trained(done: Done) -> None:
+    state = state_of(done.config.output.path)
+    assert [entry["path"] for entry in state["trained"]] == list(done.config.data.paths)
+    assert state["begins"] == list(done.plan.bounds[:-1])
+    assert packs_of(state) == collections.Counter(done.keys)
+
+
+ORDERS = ("written", "balanced")
+
+
+def leg(paths: list[str], output: Path, stop_in: int) -> dict[str, list[str]]:
+    """Run as one rank of a group until a step in which it is stopped, or to the end; its packs by
+    their order."""
+    keys = {}
+    for order in ORDERS:
+        data, batch = {"order": order}, {"global_batch_packs": 4}
+        config = config_of(paths, output / order, data=data, batch=batch)
+        trainer, seen, _ = make_trainer(config)
+        trainer.resume()
+        act = partial(signal.raise_signal, signal.SIGTERM)
+        stopping = Interrupted(stop_in - trainer.iteration, act, Trainer._step)
+        trainer._step = stopping.__get__(trainer, Trainer)  # type: ignore[method-assign]
+        assert trainer.run() == (trainer.iteration == trainer._plan.iterations)
+        keys[order] = seen.keys
+    return keys
+
+
+def test_ranks_change_within_stages(stages: list[str], tmp_path: Path) -> None:
+    """In the first and in the second: each stage has its packs as one rank trains them, and the
+    state counts them, those that fill the last step, too."""
+    sizes = [len(PackedFolder(path)) for path in stages]
+    ends = np.cumsum([-(-size // 4) for size in sizes])
+    legs = [(1, 1), (2, int(ends[0]) + 1), (1, int(ends[2]) + 9)]
+    ranks = [
+        run_ranks(count, tmp_path / f"ranks_{step}", leg, stages, tmp_path, step)
+        for count, step in legs
+    ]
+    for order in ORDERS:
+        output = tmp_path / order
+        keys = [key for group in ranks for own in group for key in own[order]]
+        assert [line["packs"] for line in step_lines(output)] == [4] * int(ends[2])
+        state = state_of(output)
+        assert [entry["loader"]["num_ranks"] for entry in state["trained"]] == [2, 1, 1]
+        assert packs_of(state) == collections.Counter(keys)
+    alone, seen, _ = make_trainer(
+        config_of(stages, tmp_path / "alone", batch={"global_batch_packs": 4})
+    )
+    assert alone.run()
+    keys = [key for group in ranks for own in group for key in own["written"]]
+    assert sorted(keys) == sorted(seen.keys)
+    assert losses(tmp_path / "written") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+def resumed(config: LaunchConfig, *accept: str) -> Any:
+    """The trainer, and the packs that it trained to the end."""
+    trainer, seen, _ = make_trainer(config, accept=accept)
+    trainer.resume()
+    assert trainer.run()
+    return trainer, seen.keys
+
+
+def test_a_list_is_extended(stages: list[str], done: Done, tmp_path: Path) -> None:
+    """A run of one path, too; stages that have not begun may change. With one rate, the losses are
+    those of all stages at once."""
+    a, b, c = stages
+    constant: dict[str, Any] = {
+        "schedule": {"decay": "constant", "warmup": 0, "learning_rate": 3e-3},
+        "checkpoint": {"every": 0},
+    }
+    whole, keys = resumed(config_of(stages, tmp_path / "whole", **constant))
+    assert keys == done.keys
+    _, first = resumed(config_of([a], tmp_path / "run", **constant))
+    assert state_of(tmp_path / "run")["begins"] == [0]
+    killed, _, _ = make_trainer(config_of([a, c, b], tmp_path / "run", **constant), fail_at=0)
+    killed.resume()
+    with pytest.raises(KilledError):
+        killed.run()
+    _, second = resumed(config_of([a, b], tmp_path / "run", **constant))
+    last, third = resumed(config_of([a, b, c], tmp_path / "run", **constant))
+    assert [*first, *second, *third] == keys
+    assert last._plan == whole._plan
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert state_of(tmp_path / "run")["trained"] == state_of(tmp_path / "whole")["trained"]
+    with pytest.raises(MismatchError, match=r"data\.packs was those of .*512.*, is those of"):
+        make_trainer(config_of([a, b], tmp_path / "run", **constant))[0].resume()
+
+
+def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> None:
+    """If that is named: the stage that is trained ends where it is. Weights, moments and steps go
+    on, and the loader's options may change with the packs."""
+    a, b, c = stages
+    once: dict[str, Any] = {"checkpoint": {"every": 0}}
+    one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 3}, **once}
+    trainer, seen, _ = make_trainer(config_of([a], tmp_path, **one))
+    assert trainer.run()
+    first = seen.keys
+    assert len(first) == 6 < len(PackedFolder(a))
+    moments = {n: t.full_tensor().clone() for n, t in trainer._optimizer.state()["exp_avg"].items()}
+    data = {"order": "balanced", "micro_batch_size": 2}
+    other = config_of([c, b], tmp_path, data=data, batch={"global_batch_packs": 4}, **once)
+    with pytest.raises(MismatchError) as refused:
+        make_trainer(other)[0].resume()
+    head, *lines = str(refused.value).splitlines()
+    names = ["data.micro_batch_size", "data.order", "data.packs", "train.iterations"]
+    assert all(f"--accept-mismatch {name}" in head for name in names)
+    assert any(f"data.packs was those of {a} (" in line for line in lines)
+    accept = [*names, "batch.global_batch_packs"]
+    gone, seen, _ = make_trainer(other, accept=accept)
+    gone.resume()
+    state = gone._optimizer.state()["exp_avg"]
+    assert all((state[name].full_tensor() == was).all() for name, was in moments.items())
+    assert gone._plan.bounds[0] == gone.iteration == 3
+    steps = [-(-len(PackedFolder(path)) // 4) for path in (c, b)]
+    assert gone._plan.iterations == 3 + sum(steps)
+    assert gone.run()
+    assert len(losses(tmp_path)) == 3 + sum(steps)
+    found = state_of(tmp_path)
+    assert [entry["path"] for entry in found["trained"]] == [a, c, b]
+    assert [entry["order"] for entry in found["trained"]] == ["written", *["balanced"] * 2]
+    assert found["trained"][0]["loader"]["step"] == 6
+    assert found["begins"] == [3, 3 + steps[0]]
+    assert packs_of(found) == collections.Counter([*first, *seen.keys])
+    _, nothing = resumed(other)  # it is this run by now
+    assert nothing == []
+    back = config_of([a], tmp_path, **one | {"train": {"iterations": 20}})
+    again, keys = resumed(back, *names, "batch.global_batch_packs")
+    assert again._plan.iterations == 20  # in all
+    assert len(keys) == 2 * (20 - 3 - sum(steps))
+    assert keys[:6] == first
+    assert [entry["path"] for entry in state_of(tmp_path)["trained"]] == [a, c, b, a]
+
+
+def test_no_steps_left_for_other_packs(stages: list[str], tmp_path: Path) -> None:
+    one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 1}}
+    resumed(config_of(stages[:1], tmp_path, **one))
+    trainer, *_ = make_trainer(config_of(stages[1:2], tmp_path, **one), accept=["data.packs"])
+    with pytest.raises(ConfigError, match=r"train\.iterations=1 counts all steps, and 1 are done"):
+        trainer.resume()
+
+
+def test_the_loader_is_fixed_while_its_packs_go_on(stages: list[str], tmp_path: Path) -> None:
+    one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 1}}
+    resumed(config_of(stages[:1], tmp_path, **one))
+    other = config_of(stages[:1], tmp_path, data={"order": "balanced"}, **one)
+    with pytest.raises(MismatchError, match=r"data\.order must be the same to resume"):
+        make_trainer(other)[0].resume()
+    with pytest.raises(ConfigError, match=r"--accept-mismatch data\.order: must be the same"):
+        make_trainer(other, accept=["data.order"])[0].resume()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"iterations": 3}}, "train.iterations=3: how many steps each stage"),
+        (
+            {"data": {"repeat": False}, "train": {"iterations": None, "epochs": 2}},
+            "data.repeat=false ends a stage after one of train.epochs=2 passes",
+        ),
+        ({"data": {"online": {"seq_length": 64}}}, "online packs data while training, which have"),
+        ({"data": {"data_prefix": "some/prefix"}}, "packs as token ids .some/prefix. are not tra"),
+        ({"output": {"path": "out/b"}}, "output.path 'out/b' is data.path"),
+        ({"data": {"path": ["out/a", 5]}}, "5 is not a path"),
+        ({"data": {"path": []}}, "it names no path"),
+        ({"data": {"path": ["s3:/out/a", "out/b"]}}, "'s3:/out/a' lacks a slash; write s3://"),
+    ],
+)
+def test_what_stages_cannot_be_is_refused(
+    sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(["out/a", "out/b"], tmp_path, **sections)
+
+
+def test_a_list_on_the_command_line(tmp_path: Path) -> None:
+    """Of one path: that path."""
+    (tmp_path / "run.yaml").write_text("batch: {global_batch_packs: 2}\noutput: {path: out}\n")
+    for text, paths in (("[out/a, out/b]", ("out/a", "out/b")), ("[out/a]", ("out/a",))):
+        config = load_config(tmp_path / "run.yaml", [f"data.path={text}"])
+        assert config.data.paths == paths
+        assert [stage.data.path for stage in config.stages] == list(paths)
+        assert load_config(tmp_path / "run.yaml", [f"data.path={text}"]) == config
+        assert LaunchConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_stages_measured_differently_and_slots_are_refused(
+    stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [read_packed_data(path) for path in stages]
+    other = replace(data[1], model=data[1].model.model_copy(update={"max_pixels": 12_544}))
+    with pytest.raises(StageError, match=r"data.path: .*192.* with max_pixels 50176, .* 12544"):
+        largest_of(stages, [data[0], other, data[2]])
+    monkeypatch.delenv("OFFLINE_PACKING_BMR")
+    slots = str(slots_folder(tmp_path / "slots", 2))
+    paths = [stages[0], slots]
+    with pytest.raises(StageError, match=r"packs of .*slots.* in slots, which are not trained in"):
+        largest_of(paths, [data[0], read_packed_data(slots)])
+
+
+def test_the_largest_of_each_measure(stages: list[str]) -> None:
+    """By which the model is built, and its memory counted."""
+    data = [read_packed_data(path) for path in stages]
+    found = largest_of(stages, data)
+    assert found.seq_length == found.tokens_per_rank == max(SEQ_LENGTHS)
+    assert found.tower_flops == max(one.tower_flops or 0 for one in data) > 0
+    bare = replace(data[0], has_media=False, tower_flops=None)
+    assert largest_of(stages[:2], [bare, data[1]]).has_media
+    assert largest_of(stages[:2], [bare, data[1]]).tower_flops is None
+    assert largest_of(stages[:1], [bare]) is bare
+
+
+def test_stages_of_several_tasks(
+    stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One environment cannot name them: that they are packs is enough, as for a blend."""
+    monkeypatch.delenv("OFFLINE_PACKING_BMR")
+    captions = str(captioning_folder(tmp_path / "captions", 8))
+    trainer, seen, _ = make_trainer(config_of([captions, stages[2]], tmp_path / "run"))
+    assert trainer.run()
+    assert {*seen.keys} == {p.key for path in (captions, stages[2]) for p in PackedFolder(path)}
+
+
+def test_balanced_packs_of_a_ramp_are_warned_of(
+    stages: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = replace(read_packed_data(stages[0]), has_ramp=True)
+    for order in ("written", "balanced"):
+        caplog.clear()
+        plan_stage(config_of(stages[:1], Path("out"), data={"order": order}), data, 1)
+        said = f"{stages[0]}: shares of its sources change over the packs" in caplog.text
+        assert said == (order == "balanced")
+
+
+def test_transformers_models_are_trained_in_stages(case: Case, tmp_path: Path) -> None:
+    """Stopped in each, and as if they had not been."""
+    folder = case("qwen2_vl")
+    longer = tmp_path / "longer"
+    pack_dialogues("qwen2_vl", folder, longer, pack={"seq_length": 1024})
+    options = [f"data.path=[{folder / 'packed'}, {longer}]", "train.iterations=null"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(command(folder, whole, *options))
+    arguments = command(folder, stopped, *options)
+    stop(arguments, "SIGKILL", 4)
+    stop(arguments, "SIGTERM", len(losses(whole)) - 5)
+    assert len(state_of(stopped)["begins"]) == 2
+    train(arguments)
+    assert_equal_runs(whole, stopped, len(losses(whole)))
+    assert state_of(stopped)["trained"] == state_of(whole)["trained"]
+    assert packs_of(state_of(whole)).keys() == {
+        pack.key for path in (folder / "packed", longer) for pack in PackedFolder(path)
+    }
