@@ -74,7 +74,7 @@ def order_kernels(config: "LaunchConfig") -> None:
     Raises:
         ManifestError: the packs' manifest cannot be read.
     """
-    from launch.data.packed_data import slot_ranks_of
+    from task_encoders.loading.slots import slot_ranks_of
 
     sizes = config.parallel.tensor, config.parallel.context, slot_ranks_of(config.data.paths[0])
     if max(sizes) > 1 and _compute_capability() < _BLACKWELL:

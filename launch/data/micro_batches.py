@@ -21,7 +21,7 @@ from megatron.energon import WorkerConfig
 from launch.config import DataConfig, OnlineConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
-from launch.data.packed_data import PackedData, slot_ranks_of
+from launch.data.packed_data import PackedData
 from launch.data.slots import Share
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
@@ -31,7 +31,7 @@ from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import ScheduledLoader
-from task_encoders.loading.slots import SlotRows
+from task_encoders.loading.slots import SlotRows, slot_ranks_of
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack_format import cut_multiple

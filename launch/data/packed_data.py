@@ -196,13 +196,6 @@ def _ordered_for(manifest: Manifest) -> int | None:
     return int(order["num_ranks"]) if order else None
 
 
-def slot_ranks_of(path: str | Path) -> int:
-    """Ranks that a slot of packs takes; 1: each pack is trained on one. Raises ManifestError."""
-    manifest = read_manifest(path_of(path))
-    slots = manifest.context_parallel if manifest else None
-    return slots.ranks if slots else 1
-
-
 def _slots_of(path: str | Path, manifests: Sequence[Manifest]) -> Slots | None:
     """The slots of a folder's train split. Raises StageError for a blend."""
     found = [slots for manifest in manifests if (slots := manifest.slots()) is not None]

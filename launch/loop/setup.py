@@ -22,7 +22,6 @@ from launch.data.packed_data import (
     check_room,
     check_validation,
     largest_of,
-    slot_ranks_of,
 )
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
@@ -39,6 +38,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.files import read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import has_builtin_processor
+from task_encoders.loading.slots import slot_ranks_of
 from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA

@@ -8,6 +8,7 @@ Each of the `row.local_cp_size` ranks that share a pack gets the same row.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +18,17 @@ from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import InTurn
 from task_encoders.packs.manifest import read_manifest
-from task_encoders.storage.paths import REMEDY
+from task_encoders.storage.paths import REMEDY, path_of
 
 if TYPE_CHECKING:
     from task_encoders.energon_samples import PackedBatch
+
+
+def slot_ranks_of(path: str | Path) -> int:
+    """Ranks that a slot of packs takes; 1: each pack is trained on one. Raises ManifestError."""
+    manifest = read_manifest(path_of(path))
+    slots = manifest.context_parallel if manifest else None
+    return slots.ranks if slots else 1
 
 
 class SlotRows:

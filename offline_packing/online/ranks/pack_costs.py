@@ -21,7 +21,7 @@ from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import InTurn, Schedule
-from task_encoders.loading.slots import SlotRows
+from task_encoders.loading.slots import SlotRows, slot_ranks_of
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.storage.paths import path_of
 
@@ -77,8 +77,7 @@ def schedule_of(
         StageError: as `pack_costs`; only for `balanced`.
         PackedFolderError: slots are for another number of ranks.
     """
-    manifest = read_manifest(folder.shards[0].root)
-    if manifest and manifest.context_parallel and manifest.context_parallel.ranks > 1:
+    if slot_ranks_of(folder.shards[0].root) > 1:
         return SlotRows(folder).in_turn(num_ranks, repeat=repeat)
     if order == "written":
         return InTurn.of(folder, num_ranks, packs_per_row, repeat=repeat)
