@@ -35,7 +35,7 @@ html_show_sourcelink = False
 GROUPS = {
     "Packing": [
         f"docs/{p}"
-        for p in "input configuration set_aside checking large_runs what_it_costs".split()
+        for p in "input configuration mixtures set_aside checking large_runs what_it_costs".split()
     ],
     "Training": [
         f"docs/{p}" for p in "training energon integrations which_packing shared_prefixes".split()

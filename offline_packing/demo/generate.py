@@ -6,7 +6,7 @@ PATH/vqa/000000000003.png + .json           {"messages": […], "images": ["0000
 PATH/vqa/000000000000_1.jpg + .json         numbered copy: one more question about that picture
 PATH/bmr/dialogue_000001.json + pictures    several turns, system prompts, up to three pictures
 PATH/bmr/output_00000000.json               text only, "images": []
-PATH/bmr_jsonl/dialogues.jsonl + images/    one {"id", "messages", "images"} per line
+PATH/bmr_jsonl/dialogues.jsonl + images/    one {"id", "messages", "images", "rating"} per line
 PATH/truth.json                             what was drawn, and which samples are bad on purpose
 """
 
@@ -393,7 +393,8 @@ def _make_sample(folder: str, seed: int, index: int, fault: str | None) -> Sampl
     if is_dialogue and rng.random() < 1 / 6:
         messages.insert(0, {"role": "system", "content": rng.choice(say["system"])})
     identity = {"id": key} if folder == "bmr_jsonl" else {}
-    return key, {**identity, "messages": messages, "images": list(drawn)}, drawn
+    rated = {"rating": 1 + index % 5} if is_dialogue else {}
+    return key, {**identity, "messages": messages, "images": list(drawn), **rated}, drawn
 
 
 def _question(rng: Random, say: Language, picture: Picture, copy: int, fault: str | None) -> Turn:

@@ -189,7 +189,8 @@ def _source_figures(
     columns = [f"num_{name}" for name in _SUMS]
     sums = sums_by_source(samples, uses, len(config.source), columns)
     total = sum(sums["num_tokens"]) or 1
-    weights, lines = config.weights or [None] * len(config.source), []
+    weights: Sequence[float | None] = config.weights or [None] * len(config.source)
+    lines = []
     for i, (source, name) in enumerate(zip(config.source, config.source_names(), strict=True)):
         own = {name: values[i] for name, values in sums.items()}
         lines.append(
