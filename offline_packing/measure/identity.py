@@ -35,7 +35,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import RECORD_COLUMNS, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, rewrite_part
@@ -50,7 +50,7 @@ from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart,
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
 from task_encoders.samples import SampleError, SourceSample
-from task_encoders.storage.paths import path_of
+from task_encoders.storage.paths import REMEDY, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,8 @@ def _complete_output(
     packed = manifest.seq_length // manifest.pad_multiple * manifest.pad_multiple
     new = {*DELIBERATE, *(("overlong",) if longest > packed else ())}
     new &= manifest.counts.set_aside.keys()
+    if new and not aside_while_planning(workspace):
+        raise DamagedError(f"source.skip: {path} has lost the table of its plan; {REMEDY}")
     return workspace, info, manifest.config["source"], new
 
 

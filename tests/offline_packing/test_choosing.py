@@ -422,6 +422,9 @@ def test_skipping_heeds_what_was_drawn(tmp_path: Path) -> None:
     assert 0 < len(packed) < 40
     rest = outcomes(skipping(source, tmp_path, half, "rest"))
     assert rest == dict.fromkeys({f"a:{i + 1}" for i in range(40)} - packed, "ok")
+    (half.workspace.plan / "set_aside.parquet").unlink()
+    with pytest.raises(StageError, match="has lost the table of its plan"):
+        measure(skipping(source, tmp_path, half, "other"))
 
 
 @pytest.mark.parametrize(
