@@ -35,10 +35,10 @@ def _parse_clause(clause: Any) -> tuple[str, str, Any]:
     if _is_list(value) != (op in ("in", "not in")):
         raise ValueError(f"{clause!r}: 'in' and 'not in' take a list, other operators one value")
     found = [kept_value(one) for one in (value if _is_list(value) else [value])]
-    kinds = [one and ("number" if one["text"] is None else "text") for one in found]
-    if None in kinds or len(set(kinds)) > 1:
+    kinds = ["number" if one and one["text"] is None else "text" for one in found]
+    if None in found or len(set(kinds)) > 1:
         raise ValueError(f"{clause!r} compares with something else than numbers, or short texts")
-    values = [one[kind] for one, kind in zip(found, kinds, strict=True) if one and kind]
+    values = [one[kind] for one, kind in zip(found, kinds, strict=True) if one]
     parsed = f"{kinds[0]} {name}", op, values if _is_list(value) else values[0]
     try:
         pq.filters_to_expression([parsed])

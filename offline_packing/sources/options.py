@@ -18,7 +18,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from task_encoders.field_types import (
     Count,
@@ -209,6 +217,12 @@ class SourceOptions(BaseModel):
     #: a sample with more images and videos is set aside
     max_media: Count = MAX_MEDIA
 
+    @model_serializer(mode="wrap")
+    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Later options only if they are on: manifests are those from before."""
+        content: dict[str, Any] = serialize(self)
+        return {name: value for name, value in content.items() if name not in _LATER or value}
+
     def format_options(self) -> dict[str, Any]:
         """Options that samples depend on besides format, path and task, without defaults."""
         fields = type(self).model_fields
@@ -221,6 +235,8 @@ class SourceOptions(BaseModel):
         return same and path.is_relative_to(around)
 
 
+#: Options that dumps leave out where they are off.
+_LATER: Final = frozenset(("keep", "min_rating"))
 #: Options that do not change the samples themselves.
 _APART: Final = frozenset(("format", "path", "task", "name", "repeat", "weight", "text_only"))
 

@@ -144,6 +144,7 @@ def test_a_plan_without_filters_is_as_before(tmp_path: Path) -> None:
     run = packed_run(source, tmp_path / "out")
     config = make_config(source, tmp_path / "out")
     assert "where" not in config.pack.model_dump(mode="json")
+    assert not {"keep", "min_rating"} & config.model_dump(mode="json")["source"][0].keys()
     assert {row["kept"] for row in index_rows(run)} == {None}
 
 
