@@ -106,10 +106,9 @@ class PackingConfig(Section):
         if self.pack.mixture is not None:
             self._check_mixture()
         kept = {place for source in self.source for place in getattr(source, "keep", ())}
-        for (name, _), *_ in itertools.chain(
-            *(parse_filters(self.pack.where) if self.pack.where else ())
-        ):
-            if name not in kept:
+        where = parse_filters(self.pack.where) if self.pack.where else []
+        for column, *_ in itertools.chain(*where):
+            if (name := column.partition(" ")[2]) not in kept:
                 raise ValueError(
                     f"pack.where names {name!r}, which no source keeps "
                     f"(kept: {', '.join(sorted(kept)) or 'nothing'}); add it to source.keep"

@@ -26,7 +26,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,6 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import RECORD_COLUMNS, own_keys, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, rewrite_part
-from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import (
@@ -118,11 +117,9 @@ def skip_fingerprint(config: SourceOptions, longest: int) -> str:
     """Changes when a skipped output does, or what of it is new to packs whose `longest` sample has
     this many tokens. Raises StageError if an output is not complete."""
     parts = []
-    for output in (_complete_output(path, longest) for path in config.outputs_skipped):
-        parts.append(hash_file(output.workspace.index_info))
-        if output.new:
-            parts += map(hash_file, aside_while_planning(output.workspace))
-            parts += sorted(output.new)
+    for workspace, *_, new in (_complete_output(path, longest) for path in config.outputs_skipped):
+        tables = aside_while_planning(workspace) if new else []
+        parts += [*map(hash_file, [workspace.index_info, *tables]), *sorted(new)]
     return hash_bytes("".join(parts).encode())
 
 
@@ -172,17 +169,11 @@ def is_known(source: Source, record: SourceRecord) -> bool:
     return source.is_known(repeated_key(record.key, hash_content(sample, media)))
 
 
-class _Skipped(NamedTuple):
-    """A skipped output, its index, and the sources of its configuration."""
-
-    workspace: Workspace
-    info: IndexInfo
-    sources: Sequence[Mapping[str, Any]]
-    #: reasons for which it set samples aside that are new all the same
-    new: frozenset[str]
-
-
-def _complete_output(path: str, longest: int) -> _Skipped:
+def _complete_output(
+    path: str, longest: int
+) -> tuple[Workspace, IndexInfo, Sequence[Mapping[str, Any]], set[str]]:
+    """A skipped output, its index, the sources of its configuration, and the reasons for which it
+    set samples aside that are new all the same."""
     workspace = Workspace(path_of(path))
     manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.index_info)
     if manifest is None or info is None:
@@ -192,30 +183,11 @@ def _complete_output(path: str, longest: int) -> _Skipped:
             "first, or take it out"
         )
     packed = manifest.seq_length // manifest.pad_multiple * manifest.pad_multiple
-    new = DELIBERATE | ({"overlong"} if longest > packed else set())
-    return _Skipped(
-        workspace, info, manifest.config["source"], new & manifest.counts.set_aside.keys()
-    )
-
-
-def _new_samples(output: _Skipped) -> npt.NDArray[np.bool_]:
-    """(num_samples,) samples of an output's index that it left out for a reason in `new`."""
-    is_new = np.zeros(output.info.num_samples, bool)
-    if output.new:
-        # An earlier sample of its key decides for a duplicate.
-        reasons = pa.array([*output.new, "duplicate_key"])
-        try:
-            is_packed = np.zeros(len(is_new), bool)
-            is_packed[PackPlan.load(output.workspace.plan).sample_ids] = True
-            tables = read_set_aside(aside_while_planning(output.workspace))
-            found = [pc.is_in(table["reason"], reasons).to_numpy() for table in tables]
-            # Samples that are not packed stand there in their order.
-            is_new[~is_packed] = np.concatenate([np.empty(0, bool), *found])
-        except (OSError, ValueError) as error:
-            raise DamagedError(
-                f"source.skip: {output.workspace.plan}: {error}; {REMEDY}"
-            ) from error
-    return is_new
+    new = {*DELIBERATE, *(("overlong",) if longest > packed else ())}
+    new &= manifest.counts.set_aside.keys()
+    if new and not aside_while_planning(workspace):
+        raise DamagedError(f"source.skip: {path} has lost the table of its plan; {REMEDY}")
+    return workspace, info, manifest.config["source"], new
 
 
 def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
@@ -223,13 +195,16 @@ def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
     packed: list[Hashes] = []
     shared: list[Hashes] = []
     aside: list[Hashes] = []
-    for output in (_complete_output(path, longest) for path in config.outputs_skipped):
-        workspace, info, sources, new = output
+    for path in config.outputs_skipped:
+        workspace, info, sources, new = _complete_output(path, longest)
         prefixes = _prefixes(config, prefix, workspace, sources, info)
-        is_known, start = ~_new_samples(output), 0
-        for part in map(records_of, Index(workspace.index, info).parts(*RECORD_COLUMNS)):
-            own_rows = slice(start, start := start + len(part))
-            part = part.append_column("is_known", pa.array(is_known[own_rows]))
+        left_out = read_set_aside(aside_while_planning(workspace), new) if new else ()
+        again = sort_hashes([hash_keys(table["key"].to_pylist()) for table in left_out])
+        for samples in Index(workspace.index, info).parts(*RECORD_COLUMNS):
+            part, is_known = records_of(samples), np.ones(len(samples), bool)
+            if new:
+                is_known = ~np.isin(hash_keys(samples["key"].to_pylist()), again)
+            part = part.append_column("is_known", pa.array(is_known))
             for keys, rows in own_keys(part, "source_id", prefixes.items()):
                 is_own = pc.not_equal(rows["content_hash"], _NO_CONTENT)
                 contents = rows["content_hash"].filter(is_own).to_pylist()
@@ -240,14 +215,14 @@ def _collect(config: SourceOptions, prefix: str, longest: int) -> Hashes:
                 ]
                 alone = pc.and_(pc.invert(is_own), rows["is_known"])
                 packed.append(hash_keys(keys.filter(alone).to_pylist()))
-                named = zip(
-                    bases, contents, rows["is_known"].filter(is_own).to_pylist(), strict=True
-                )
-                packed.append(hash_keys(repeated_key(*own) for *own, known in named if known))
+                named = map(repeated_key, bases, contents)
+                known = rows["is_known"].filter(is_own).to_pylist()
+                packed.append(hash_keys(itertools.compress(named, known)))
                 shared.append(hash_keys(bases))
         paths = [(sources[i]["path"], own) for i, own in prefixes.items()]
         for table in read_set_aside(aside_while_measuring(workspace, info)):
-            old = table.filter(pc.invert(pc.is_in(table["reason"], pa.array([*new], pa.string()))))
+            is_new = pc.is_in(table["reason"], pa.array(sorted(new), pa.string()))
+            old = table.filter(pc.invert(is_new))
             aside += [hash_keys(keys.to_pylist()) for keys, _ in own_keys(old, "source", paths)]
     # If records share an id, a record that was set aside tells nothing about the others.
     lost, known = sort_hashes(aside), sort_hashes(shared)

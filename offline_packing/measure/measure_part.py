@@ -52,6 +52,7 @@ from offline_packing.measure.identity import (
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.base import ConversationPart
+from offline_packing.sources.options import KEPT
 from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
@@ -512,7 +513,7 @@ class Measuring:
             "content_hash": hash_content(sample, embedded) if record.own_id else 0,
             "sample_hash": hash_sample(sample, found.media_hashes),
             "group_hash": hash_group(source, record.content),
-            "kept": source.fields.kept(record.content),
+            "kept": record.content.get(KEPT) if source.fields.keep else None,
             "source_id": self.task.source_id,
             "task": source.task,
         }

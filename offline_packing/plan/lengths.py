@@ -68,14 +68,10 @@ def plan_lengths(
     cannot be read, lacks columns, or a length is not a whole number from 0."""
     settings = read_config(LengthsConfig, config, overrides)
     pack = settings.pack
-    for name, lacks in (
-        ("share_prefixes", "which begin alike"),
-        ("where", "what source.keep keeps"),
-    ):
+    for name in ("share_prefixes", "where"):
         if getattr(pack, name) is not None:
             raise StageError(
-                f"pack.{name} needs samples that were measured, and a table of lengths does not "
-                f"say {lacks}; leave it out"
+                f"pack.{name} needs samples that were measured, not only lengths; leave it out"
             )
     try:
         samples = _read_lengths(lengths)

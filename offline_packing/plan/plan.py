@@ -223,25 +223,18 @@ def make_plan(run: Run, samples: Index) -> Planned:
     admission = LAYOUTS[layout].admit(samples)
     if np.any(admission.added_tokens):
         num_tokens = num_tokens + admission.added_tokens
-    found = [
-        (find_duplicates(samples), "duplicate_key", "an earlier sample has this key"),
-        *(
-            (ids, "not_in_layout", f"layout {layout} holds no {what}")
-            for what, ids in admission.unfit
-        ),
-    ]
+    where, repeats = run.config.pack.where, find_duplicates(samples)
+    found = [AsideSamples.of(repeats, "duplicate_key", "an earlier sample has this key")]
     if run.trained:
         from offline_packing.plan.trained import count_trained  # compiled
 
         ids = np.flatnonzero(count_trained(run.config, samples, run.trained))
-        found.insert(0, (ids, "trained", f"by {', '.join(run.trained)}"))
-    where = run.config.pack.where
-    aside = AsideSamples.merge(
-        [
-            *([] if where is None else [left_out(samples, where)]),
-            *(AsideSamples.of(ids, *reason) for ids, *reason in found),
-        ]
-    )
+        found.append(AsideSamples.of(ids, "trained", f"by {', '.join(run.trained)}"))
+    if where is not None:
+        found.append(left_out(samples, where))
+    for what, ids in admission.unfit:
+        found.append(AsideSamples.of(ids, "not_in_layout", f"layout {layout} holds no {what}"))
+    aside = AsideSamples.merge(found)
     id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
     if len(aside.ids):

@@ -86,8 +86,8 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
         if text := _lost_text(name, content[name], used):
             yield f"field {name!r} {_UNUSED_TEXT}", _shown(text)
     yield from _odd_answers(content, sample)
-    for line in fields.missing(content):
-        yield line, ""
+    for place in fields.missing(content):
+        yield f"{place} is not in the record", ""
     if record.paired_media and not sample.media:
         yield "files beside their record are used by no sample: it says that it has none", ""
     yield from _other_marks(sample)

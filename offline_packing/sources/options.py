@@ -16,14 +16,16 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
 )
 
 from task_encoders.field_types import (
@@ -87,8 +89,7 @@ class FieldMap:
         self._steps = {name: _steps(f"fields.{name}", place) for name, place in fields.items()}
         #: what `keep` names, as steps
         self.keep = {place: _steps("keep", place) for place in keep}
-        self._rated = {place: _steps("min_rating", place) for place in min_rating}
-        self._least = dict(min_rating)
+        self._rated = {at: (_steps("min_rating", at), least) for at, least in min_rating.items()}
         #: the record's own fields that a place was given for, by canonical field
         self.named = {name: steps[0] for name, steps in self._steps.items()}
         replaced = {old for name in fields for old in _REPLACED[name]}
@@ -99,8 +100,8 @@ class FieldMap:
         is_alpaca = self._steps.get("question") == ("instruction",)
         self._input = {"input"} - set(self.named.values()) if is_alpaca else set()
         #: the record's own fields that are read beside these of a sample
-        beside = {steps[0] for steps in (*self.keep.values(), *self._rated.values())}
-        self.beside = beside - FieldMap.columns(self)
+        beside = *self.keep.values(), *(steps for steps, _ in self._rated.values())
+        self.beside = {steps[0] for steps in beside} - FieldMap.columns(self)
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -128,33 +129,25 @@ class FieldMap:
         ):
             found["question"] = with_input(found["question"], kept.pop("input"))
         if self.keep:
-            values = ((place, follow(content, steps)) for place, steps in self.keep.items())
-            found[KEPT] = {place: kept_value(value) for place, value in values}
+            found[KEPT] = {at: kept_value(follow(content, own)) for at, own in self.keep.items()}
         if self._rated:
             rated = self._rated.items()
-            found[RATED] = {at: (follow(content, steps), self._least[at]) for at, steps in rated}
+            found[RATED] = {at: (follow(content, own), least) for at, (own, least) in rated}
         return kept | {name: value for name, value in found.items() if value is not None}
-
-    def kept(self, content: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None] | None:
-        """`kept_value` by place, of a record that `apply` returned; None: nothing is kept."""
-        return content.get(KEPT) if self.keep else None
 
     def ratings(self, content: Mapping[str, Any]) -> Mapping[str, tuple[Any, float]]:
         """The list and the minimum by place, of a record that `apply` returned."""
         return content.get(RATED, {}) if self._rated else {}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
-        """A line for each place that gave `apply` no value."""
+        """'source.fields.images=picture' for each place that gave `apply` no value."""
         absent = self._steps.keys() - content.keys() if self._steps else ()
         places = [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
-        ratings, kept = self.ratings(content), self.kept(content) or {}
-        unrated = (place for place in self._rated if ratings.get(place, (None,))[0] is None)
-        places += [f"source.min_rating.{place}" for place in unrated]
-        unkept = (place for place in self.keep if kept.get(place) is None)
-        return [
-            *(f"{place} is not in the record" for place in places),
-            *(f"source.keep={place} gives neither a number nor a short text" for place in unkept),
-        ]
+        rated, kept = self.ratings(content), content.get(KEPT, {}) if self.keep else {}
+        unrated = (at for at in self._rated if rated.get(at, (None,))[0] is None)
+        places += [f"source.min_rating.{at}" for at in unrated]
+        unkept = (at for at in self.keep if kept.get(at) is None)
+        return places + [f"source.keep={at} (a number or a short text)" for at in unkept]
 
 
 def _steps(option: str, place: str) -> tuple[str, ...]:
@@ -189,23 +182,8 @@ def follow(value: Any, steps: tuple[str, ...]) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """One text as a list with one item."""
-    return [value] if isinstance(value, str) else value
-
-
-def _check_fields(fields: dict[str, str]) -> dict[str, str]:
-    FieldMap(fields)
-    return fields
-
-
-def _check_keep(keep: tuple[str, ...]) -> tuple[str, ...]:
-    FieldMap({}, keep)
-    return keep
-
-
-def _check_ratings(min_rating: dict[str, float]) -> dict[str, float]:
-    FieldMap({}, min_rating=min_rating)
-    return min_rating
+    """One text or mapping as a list with one item."""
+    return [value] if isinstance(value, str | Mapping) else value
 
 
 class TrainedBy(BaseModel):
@@ -215,11 +193,6 @@ class TrainedBy(BaseModel):
 
     #: output.path of launch.train or launch.train_transformers
     trained: LocalOrRemotePath
-
-
-def _skipped(value: Any) -> Any:
-    """One output or run as a list with one item."""
-    return [value] if isinstance(value, str | Mapping | TrainedBy) else value
 
 
 class SourceOptions(BaseModel):
@@ -238,7 +211,7 @@ class SourceOptions(BaseModel):
     #: outputs, here or at a URL, whose samples, packed or set aside, are left out; not those that
     #: the outputs left out on purpose, or as overlong for shorter packs. {trained: RUN} leaves out
     #: what a run of launch.train or launch.train_transformers trained before this is planned
-    skip: Annotated[tuple[LocalOrRemotePath | TrainedBy, ...], BeforeValidator(_skipped)] = ()
+    skip: Annotated[tuple[LocalOrRemotePath | TrainedBy, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all tokens, in proportion to the other sources' weights
@@ -255,6 +228,12 @@ class SourceOptions(BaseModel):
     max_messages: Count = MAX_MESSAGES
     #: a sample with more images and videos is set aside
     max_media: Count = MAX_MEDIA
+
+    @model_serializer(mode="wrap")
+    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Later options only if they are on: manifests are those from before."""
+        content: dict[str, Any] = serialize(self)
+        return {name: value for name, value in content.items() if name not in _LATER or value}
 
     def format_options(self) -> dict[str, Any]:
         """Options that samples depend on besides format, path and task, without defaults."""
@@ -281,6 +260,8 @@ class SourceOptions(BaseModel):
         return same and not apart and path.is_relative_to(around)
 
 
+#: Options that dumps leave out where they are off.
+_LATER: Final = frozenset(("keep", "min_rating"))
 #: Options that do not change the samples themselves.
 _APART: Final = frozenset(
     ("format", "path", "task", "name", "skip", "repeat", "weight", "index", "text_only")
@@ -291,13 +272,18 @@ class FieldOptions(SourceOptions):
     """Options of formats whose records may use other field names."""
 
     #: places of a sample's fields in a record: {caption: "captions[0].content"}
-    fields: Annotated[dict[str, str], AfterValidator(_check_fields)] = {}
+    fields: dict[str, str] = {}
     #: places of numbers and short texts in a record that the index keeps, for pack.where:
     #: [relevance_min, meta.source]
-    keep: Annotated[tuple[str, ...], BeforeValidator(listed), AfterValidator(_check_keep)] = ()
+    keep: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
     #: leave out turns whose entry in a list of ratings, one for each turn, is lower; their images
     #: and videos stay: {relevance_ratings: 3}
-    min_rating: Annotated[dict[str, float], AfterValidator(_check_ratings)] = {}
+    min_rating: dict[str, float] = {}
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        FieldMap(self.fields, self.keep, self.min_rating)
+        return self
 
 
 class MediaOptions(SourceOptions):

@@ -57,6 +57,7 @@ from task_encoders.samples import (
     check_sample,
     count_placeholders,
     refuse_codec_input,
+    split_at_media,
 )
 from task_encoders.samples.limits import check_json
 
@@ -74,9 +75,6 @@ RECORD_FIELDS: Final = (
 
 #: Marks in texts that ms-swift replaces by what a record's "objects" hold.
 _BOX_MARKS: Final = ("<bbox>", "<ref-object>")
-
-_IMAGE_MARK: Final = re.compile(IMAGE_PLACEHOLDER)
-_MARKS: Final = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 
 #: Fields that a record may hold and that would be lost.
 _UNPACKED: Final = ("audios", "audio")
@@ -118,15 +116,9 @@ def to_sample(
     paired_media: Sequence[str] | None = None,
     ratings: Mapping[str, tuple[Any, float]] = MappingProxyType({}),
 ) -> SourceSample:
-    """The sample of a parsed record.
-
-    Args:
-        paired_media: images and videos with the record's name, where the format pairs by name.
-        ratings: by name, a list with an entry for each turn, and the least entry that a turn needs.
-
-    Raises:
-        SampleError: the record cannot be used.
-    """
+    """The sample of a parsed record. `paired_media` are images and videos with the record's name,
+    where the format pairs by name; `ratings`, by name, a list with an entry for each turn, and the
+    least that a turn needs. Raises SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     refuse_codec_input(content.get("patch_positions"))
@@ -141,10 +133,10 @@ def to_sample(
     system = _system(content, found.system) if name or task != "captioning" else None
     images, videos = _media(content, found, paired_media)
     turns = _mark_videos(found.turns, len(videos), task) if videos and not images else found.turns
-    turns = _well_rated(turns, ratings, bool(videos)) if ratings else turns
     tools = "".join([read_tools(content[name]) for name in _TOOLS if content.get(name)])
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
+    sample = _well_rated(sample, ratings) if ratings else sample
     check_sample(sample)
     _check_places(sample)
     if content.get("objects"):
@@ -211,48 +203,36 @@ def _mark_videos(turns: list[Turn], num_videos: int, task: str) -> list[Turn]:
     return [replace(turn, **{field: text}) for turn, text in zip(turns, texts, strict=True)]
 
 
-def _well_rated(
-    turns: list[Turn], ratings: Mapping[str, tuple[Any, float]], has_videos: bool
-) -> list[Turn]:
-    """The turns that have no entry below its minimum; an entry or a list that is null keeps them,
-    as in nanoVLM (data/datasets.py). Placeholders of the others go to the next turn, or to the end
-    of the last one. Raises SampleError: bad_record; not_chosen, where no turn is left."""
-    is_low = [False] * len(turns)
+def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) -> SourceSample:
+    """The sample without turns that have an entry below its minimum; an entry or a list that is
+    null keeps them, as in nanoVLM (data/datasets.py). Their placeholders go to the next turn, or to
+    the end of the last one. Raises SampleError: bad_record; not_chosen, where no turn is left."""
+    turns, is_low = sample.turns, [False] * len(sample.turns)
     for name, (given, least) in ratings.items():
-        entries = parsed(given, name)
-        if entries is None:
-            continue
-        if not isinstance(entries, list) or len(entries) != len(turns):
-            count = len(entries) if isinstance(entries, list) else kind_of(entries)
-            raise SampleError("bad_record", f"{name!r} holds {count}, for {len(turns)} turns")
-        if not all(entry is None or is_scalar(entry) for entry in entries):
-            raise SampleError("bad_record", f"{name!r} holds something else than numbers")
+        entries = [None] * len(turns) if given is None else parsed(given, name)
+        are_entries = isinstance(entries, list) and len(entries) == len(turns)
+        if not are_entries or not all(one is None or is_scalar(one) for one in entries):
+            raise SampleError("bad_record", f"{name!r} is no list of {len(turns)} numbers or nulls")
         for i, entry in enumerate(entries):
             is_low[i] |= entry is not None and entry < least
     if all(is_low):
         limits = ", ".join(f"{name} {least:g}" for name, (_, least) in ratings.items())
         raise SampleError("not_chosen", f"each turn is below source.min_rating ({limits})")
-    marks = _MARKS if has_videos else _IMAGE_MARK
     chosen, held = list[Turn](), ""
     for turn, is_left_out in zip(turns, is_low, strict=True):
-        texts = [*(text for _, text in turn.before), turn.prompt]
+        said = [*turn.before, (turn.role, turn.prompt)]
+        found = ["".join(split_at_media(sample, text)[1::2]) for _, text in said]
         if is_left_out:
-            held += "".join(mark for text in texts for mark in marks.findall(text))
-        else:
-            chosen.append(_with_marks(turn, held, marks) if held else turn)
+            held += "".join(found)
+        elif held:  # in front of its own media: they are in this order
+            first = next((i for i, own in enumerate(found) if own), -1)
+            said[first] = said[first][0], held + said[first][1]
+            chosen.append(replace(turn, before=tuple(said[:-1]), prompt=said[-1][1]))
             held = ""
+        else:
+            chosen.append(turn)
     chosen[-1] = replace(chosen[-1], prompt=chosen[-1].prompt + held)
-    return chosen
-
-
-def _with_marks(turn: Turn, held: str, marks: re.Pattern[str]) -> Turn:
-    """The turn with placeholders in front of its prompt, or of the text before it that has some: in
-    the order of the media."""
-    for i, (role, text) in enumerate(turn.before):
-        if marks.search(text):
-            before = (*turn.before[:i], (role, held + text), *turn.before[i + 1 :])
-            return replace(turn, before=before)
-    return replace(turn, prompt=held + turn.prompt)
+    return replace(sample, turns=tuple(chosen))
 
 
 def _system(content: Mapping[str, Any], said: str | None) -> str | None:
