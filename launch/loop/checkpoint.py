@@ -76,9 +76,8 @@ class Progress(NamedTuple):
     iteration: int
     #: steps done when each of the present stages of data.path began, of those that have begun
     begins: Sequence[int]
-    #: the packs of each stage that was ever begun, in order, as they were given to schedule_of: a
-    #: path, its datasets, options, and state of the loader on rank 0 (`RankSampler.state_dict`).
-    #: Where a run resumes, without the present stage; empty for packs made while training
+    #: every stage begun so far, over changes of data.path (where a run resumes, before the present
+    #: one): arguments of `schedule_of`, and the loader's state; none if packed while training
     trained: Sequence[Mapping[str, Any]]
 
 
@@ -118,12 +117,8 @@ class CheckpointFolder:
         self._damaged: set[Path] = set()
 
     def save(self, progress: Progress, optimizer: ShardedAdamW, data: MicroBatches) -> Path:
-        """Write a checkpoint, and remove the oldest and damaged ones. A collective. Raises
-        DiskFullError.
-
-        Args:
-            data: of the present stage.
-        """
+        """Write a checkpoint, with `data` of the present stage, and remove the oldest and damaged
+        ones. A collective. Raises DiskFullError."""
         final = self.folder / f"iter_{progress.iteration:08d}"
         temporary = final.with_name(f"{final.name}.tmp")
         if self._rank == 0:
@@ -229,8 +224,7 @@ class CheckpointFolder:
         content = _read_state(path)
         shared = [self._record]  # paths may differ between nodes
         distributed.broadcast_object_list(shared)
-        begun = len(content["begins"])
-        return check_same_run(content["run"], shared[0], self._accept, path, begun)
+        return check_same_run(content, shared[0], self._accept, path)
 
     def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
         """Restore a checkpoint, with the generators if packs are dealt as then, and the present
@@ -249,7 +243,7 @@ class CheckpointFolder:
         optimizer.publish(iteration)
         number = self._rank if then == self._deal else self._tensor_rank
         state = torch.load(path / _rank_file(number), map_location="cpu", weights_only=True)
-        if _is_other(_PACKS, content["run"], self._record, len(begins)):
+        if _is_other(_PACKS, content, self._record):
             begins = [iteration]
         else:
             stages[len(begins) - 1].restore(state["data"])
@@ -393,16 +387,9 @@ def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan
 
 
 def check_same_run(
-    was: Mapping[str, Any],
-    now: Mapping[str, Any],
-    accept: Collection[str],
-    checkpoint: object,
-    begun: int,
+    saved: Mapping[str, Any], now: Mapping[str, Any], accept: Collection[str], checkpoint: object
 ) -> list[str]:
-    """Compare the records of a checkpoint and of the run that resumes from it.
-
-    Args:
-        begun: stages of the checkpoint's run that had begun.
+    """Compare the record in a checkpoint's state with that of the run that resumes from it.
 
     Returns:
         A line for each accepted field that differs.
@@ -411,8 +398,9 @@ def check_same_run(
         MismatchError: other fields differ; a line for each.
         ConfigError: an accepted name is not a field, or one that must be the same.
     """
+    was = saved["run"]
     names = sorted({*was, *now})
-    differing = [name for name in names if _is_other(name, was, now, begun)]
+    differing = [name for name in names if _is_other(name, saved, now)]
     fixed = _FIXED if _PACKS in differing else (*_FIXED, *_OF_LOADER)
     valid = set(names).difference(fixed)
     for name in sorted(set(accept) - valid):
@@ -437,14 +425,14 @@ def check_same_run(
     raise MismatchError("\n  ".join([head, *(lines[name] for name in refused)]))
 
 
-def _is_other(name: str, was: Mapping[str, Any], now: Mapping[str, Any], begun: int) -> bool:
-    """Whether a field differs; of packs and steps, of the stages that had begun."""
+def _is_other(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a field differs: packs of the stages that have begun, steps of the last of them."""
+    then, own, begun = saved["run"].get(name), now.get(name), len(saved["begins"])
     if name == _PACKS:
-        hashes = [[stage["content_hash"] for stage in record[name]] for record in (was, now)]
-        return hashes[0][:begun] != hashes[1][:begun]
-    if name == _STEP:  # of the last of them: the others are done
-        return bool(was[name][begun - 1 : begun] != now[name][begun - 1 : begun])
-    return bool(was.get(name) != now.get(name))
+        then, own = ([stage["content_hash"] for stage in each[:begun]] for each in (then, own))
+    if name == _STEP:
+        then, own = then[begun - 1 : begun], own[begun - 1 : begun]
+    return bool(then != own)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -47,12 +47,13 @@ class TrainPlan:
         begins: Sequence[int] = (0,),
         iteration: int = 0,
     ) -> "TrainPlan":
-        """The plan of a run after `iteration` steps.
-
-        Args:
-            total: train.iterations, steps of the run whatever its one stage takes.
-            begins: steps done when each of the stages began that have begun.
-        """
+        """The plan after `iteration` steps, of a run whose first stages began after `begins` steps.
+        `total`: steps that are asked for with one stage. Raises ValueError if none are left."""
+        if total and total <= begins[0]:
+            raise ValueError(
+                f"train.iterations={total} counts all steps, and {begins[0]} are done; raise it to "
+                "train other packs"
+            )
         bounds = list(begins)
         for stage in stages[len(begins) - 1 :]:
             bounds.append(max(total or bounds[-1] + stage.iterations, iteration))

@@ -35,7 +35,6 @@ from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import TrainPlan
 from launch.model.prefix_trees import segment_params
-from offline_packing.errors import ConfigError
 from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import TRAINING
@@ -157,12 +156,6 @@ class Trainer:
         self.iteration, self._trained = found.iteration, found.trained
         self._stage, total = len(found.begins) - 1, self._config.train.iterations
         self._plan = TrainPlan.of(self._plan.stages, total, found.begins, found.iteration)
-        is_new = len(found.trained) and found.begins == [found.iteration]
-        if total and is_new and self._plan.iterations == found.iteration:
-            raise ConfigError(
-                f"train.iterations={total} counts all steps, and {found.iteration} are done; raise "
-                "it to train on other packs"
-            )
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:
