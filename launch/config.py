@@ -266,8 +266,8 @@ class LaunchConfig(_Config):
                 f"output.path {str(self.output.path)!r} is data.path, the folder of the packs; "
                 "give the run a folder of its own"
             )
-        ends_early = not self.data.repeat and self.train.epochs > 1
-        if len(self.data.paths) > 1 and (self.train.iterations is not None or ends_early):
+        is_short = not self.data.repeat and self.train.epochs > 1
+        if len(self.data.paths) > 1 and (self.train.iterations or is_short):
             raise ValueError(
                 "stages of data.path take train.epochs passes each: leave out train.iterations, "
                 "and for more than one pass set data.repeat=true"

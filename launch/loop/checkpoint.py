@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from megatron.energon.rng import SystemRng
@@ -41,7 +41,7 @@ from launch.data.loader_state import from_plain, to_plain
 from launch.data.micro_batches import MicroBatches
 from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
-from launch.loop.plan import TrainPlan
+from launch.loop.plan import Progress, TrainPlan
 from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
 from offline_packing.storage.files import (
     hash_file,
@@ -67,18 +67,6 @@ class Deal:
     data_parallel: int
     #: ranks that share each pack
     context_parallel: int = 1
-
-
-class Progress(NamedTuple):
-    """How far a run has come."""
-
-    #: steps done
-    iteration: int
-    #: steps done when each of the present stages of data.path began, of those that have begun
-    begins: Sequence[int]
-    #: every stage begun so far, over changes of data.path (where a run resumes, before the present
-    #: one): arguments of `schedule_of`, and the loader's state; none if packed while training
-    trained: Sequence[Mapping[str, Any]]
 
 
 class CheckpointFolder:
@@ -234,9 +222,8 @@ class CheckpointFolder:
             logger.info("accepted: %s", line)
         content = _read_state(path)
         then = Deal(**{one.name: content[one.name] for one in fields(Deal) if one.name in content})
-        iteration, begins, trained = (
-            content.get(name, []) for name in ("iteration", "begins", "trained")
-        )
+        iteration, begins = int(content["iteration"]), content["begins"]
+        trained = content.get("trained", [])
         tensors, _ = self._named(optimizer)
         with _unwrapped():
             sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
@@ -427,12 +414,13 @@ def check_same_run(
 
 def _is_other(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether a field differs: packs of the stages that have begun, steps of the last of them."""
-    then, own, begun = saved["run"].get(name), now.get(name), len(saved["begins"])
+    both: list[Any] = [record.get(name) for record in (saved["run"], now)]
+    begun = len(saved["begins"])
     if name == _PACKS:
-        then, own = ([stage["content_hash"] for stage in each[:begun]] for each in (then, own))
+        both = [[stage["content_hash"] for stage in each[:begun]] for each in both]
     if name == _STEP:
-        then, own = then[begun - 1 : begun], own[begun - 1 : begun]
-    return bool(then != own)
+        both = [each[begun - 1 : begun] for each in both]
+    return bool(both[0] != both[1])
 
 
 def _shown(name: str, value: Any) -> str:

@@ -67,11 +67,8 @@ def schedule_of(
     packs in slots, of rows (`SlotRows`).
 
     `balanced`: at each step all ranks train rows of similar cost, in a new order in every epoch.
-    Packed with `pack.order.uniform`, all rows of a step have images, or videos, or none has.
-
-    Raises:
-        StageError: as `pack_costs`, for `balanced`.
-        PackedFolderError: slots are for another number of ranks.
+    Packed with `pack.order.uniform`, all rows of a step have images, or videos, or none has. Raises
+    StageError as `pack_costs`, and PackedFolderError if slots are for another number of ranks.
     """
     if slot_ranks_of(folder.shards[0].root) > 1:
         return SlotRows(folder).in_turn(num_ranks, repeat=repeat)
