@@ -88,18 +88,14 @@ class DataConfig(_Config):
         if not isinstance(given, Mapping):
             return given
         paths = given.get("path")
-        several = paths if isinstance(paths, list | tuple) and len(paths) > 1 else [paths]
-        prefixes = [given.get("data_prefix") or find_prefix(str(path)) for path in several]
-        prefix = next(filter(None, prefixes), None)
+        found = map(find_prefix, map(str, paths if isinstance(paths, list | tuple) else [paths]))
+        prefix = given.get("data_prefix") or next(filter(None, found), None)
         if prefix is None:
             return given
-        if len(several) > 1:
-            raise ValueError(
-                f"data_prefix: packs as token ids ({prefix}) are not trained in stages; pack to "
-                "shards"
-            )
         if given.get("order") == "balanced":
             raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
+        if isinstance(paths, list | tuple) and len(paths) > 1:
+            raise ValueError(f"path: packs as token ids ({prefix}) are no stage; pack to shards")
         return {**given, "data_prefix": str(prefix), "path": str(path_of(prefix).parent)}
 
     @model_validator(mode="after")
@@ -110,9 +106,7 @@ class DataConfig(_Config):
                 "token ids; remove one of the two"
             )
         if self.online is not None and len(self.paths) > 1:
-            raise ValueError(
-                "online packs data while training, which have no stages; give path one folder"
-            )
+            raise ValueError("online packs while training, without stages; give path one folder")
         return self
 
     @property
@@ -272,15 +266,11 @@ class LaunchConfig(_Config):
                 f"output.path {str(self.output.path)!r} is data.path, the folder of the packs; "
                 "give the run a folder of its own"
             )
-        if len(self.data.paths) > 1 and self.train.iterations is not None:
+        is_short = not self.data.repeat and self.train.epochs > 1
+        if len(self.data.paths) > 1 and (self.train.iterations or is_short):
             raise ValueError(
-                f"train.iterations={self.train.iterations}: how many steps each stage of data.path "
-                "takes follows from its packs; set train.epochs, or give one path"
-            )
-        if len(self.data.paths) > 1 and not self.data.repeat and self.train.epochs > 1:
-            raise ValueError(
-                f"data.repeat=false ends a stage after one of train.epochs={self.train.epochs:g} "
-                "passes; set data.repeat=true"
+                "stages of data.path take train.epochs passes each: leave out train.iterations, "
+                "and for more than one pass set data.repeat=true"
             )
         if self.data.cross_sample_attention and self.train.normalization != "token":
             raise ValueError(

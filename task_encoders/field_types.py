@@ -84,13 +84,9 @@ def _without_keys(path: str) -> str:
 
 
 def _one_or_several(value: Any) -> Any:
-    """A path, or a tuple of several."""
     paths = value if isinstance(value, list | tuple) else [value]
-    for path in paths:
-        if not isinstance(path, str):
-            raise ValueError(f"{path!r} is not a path")
-    if not paths:
-        raise ValueError("it names no path")
+    if not paths or not all(isinstance(path, str) for path in paths):
+        raise ValueError(f"{value!r} is not a path or a list of paths")
     checked = tuple(check_url(_without_keys(_expand_user(path))) for path in paths)
     return checked if len(checked) > 1 else checked[0]
 

@@ -145,12 +145,11 @@ def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
     if len(data) == 1:
         return data[0]
     _require_one_model("data.path", paths, [one.model for one in data])
-    for path, one in zip(paths, data, strict=True):
-        if one.slots is not None:
-            raise StageError(
-                f"data.path: packs of {path} go over 1, 2, 4 … ranks in slots, which are not "
-                "trained in stages; give one path"
-            )
+    if slots := [path for path, one in zip(paths, data, strict=True) if one.slots is not None]:
+        raise StageError(
+            f"data.path: packs of {slots[0]} go over 1, 2, 4 … ranks, in slots, which are no stage "
+            "of several; give one path"
+        )
     flops = [one.tower_flops for one in data if one.tower_flops is not None]
     return replace(
         data[0],

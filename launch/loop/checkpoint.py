@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from megatron.energon.rng import SystemRng
@@ -41,7 +41,7 @@ from launch.data.loader_state import from_plain, to_plain
 from launch.data.micro_batches import MicroBatches
 from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
-from launch.loop.plan import TrainPlan
+from launch.loop.plan import Progress, TrainPlan
 from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
 from offline_packing.storage.files import (
     hash_file,
@@ -67,19 +67,6 @@ class Deal:
     data_parallel: int
     #: ranks that share each pack
     context_parallel: int = 1
-
-
-class Progress(NamedTuple):
-    """How far a run has come."""
-
-    #: steps done
-    iteration: int
-    #: steps done when each of the present stages of data.path began, of those that have begun
-    begins: Sequence[int]
-    #: the packs of each stage that was ever begun, in order, as they were given to schedule_of: a
-    #: path, its datasets, options, and state of the loader on rank 0 (`RankSampler.state_dict`).
-    #: Where a run resumes, without the present stage; empty for packs made while training
-    trained: Sequence[Mapping[str, Any]]
 
 
 class CheckpointFolder:
@@ -118,12 +105,8 @@ class CheckpointFolder:
         self._damaged: set[Path] = set()
 
     def save(self, progress: Progress, optimizer: ShardedAdamW, data: MicroBatches) -> Path:
-        """Write a checkpoint, and remove the oldest and damaged ones. A collective. Raises
-        DiskFullError.
-
-        Args:
-            data: of the present stage.
-        """
+        """Write a checkpoint, with `data` of the present stage, and remove the oldest and damaged
+        ones. A collective. Raises DiskFullError."""
         final = self.folder / f"iter_{progress.iteration:08d}"
         temporary = final.with_name(f"{final.name}.tmp")
         if self._rank == 0:
@@ -229,8 +212,7 @@ class CheckpointFolder:
         content = _read_state(path)
         shared = [self._record]  # paths may differ between nodes
         distributed.broadcast_object_list(shared)
-        begun = len(content["begins"])
-        return check_same_run(content["run"], shared[0], self._accept, path, begun)
+        return check_same_run(content, shared[0], self._accept, path)
 
     def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
         """Restore a checkpoint, with the generators if packs are dealt as then, and the present
@@ -240,16 +222,15 @@ class CheckpointFolder:
             logger.info("accepted: %s", line)
         content = _read_state(path)
         then = Deal(**{one.name: content[one.name] for one in fields(Deal) if one.name in content})
-        iteration, begins, trained = (
-            content.get(name, []) for name in ("iteration", "begins", "trained")
-        )
+        iteration, begins = int(content["iteration"]), content["begins"]
+        trained = content.get("trained", [])
         tensors, _ = self._named(optimizer)
         with _unwrapped():
             sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
         optimizer.publish(iteration)
         number = self._rank if then == self._deal else self._tensor_rank
         state = torch.load(path / _rank_file(number), map_location="cpu", weights_only=True)
-        if _is_other(_PACKS, content["run"], self._record, len(begins)):
+        if _is_other(_PACKS, content, self._record):
             begins = [iteration]
         else:
             stages[len(begins) - 1].restore(state["data"])
@@ -393,16 +374,9 @@ def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan
 
 
 def check_same_run(
-    was: Mapping[str, Any],
-    now: Mapping[str, Any],
-    accept: Collection[str],
-    checkpoint: object,
-    begun: int,
+    saved: Mapping[str, Any], now: Mapping[str, Any], accept: Collection[str], checkpoint: object
 ) -> list[str]:
-    """Compare the records of a checkpoint and of the run that resumes from it.
-
-    Args:
-        begun: stages of the checkpoint's run that had begun.
+    """Compare the record in a checkpoint's state with that of the run that resumes from it.
 
     Returns:
         A line for each accepted field that differs.
@@ -411,8 +385,9 @@ def check_same_run(
         MismatchError: other fields differ; a line for each.
         ConfigError: an accepted name is not a field, or one that must be the same.
     """
+    was = saved["run"]
     names = sorted({*was, *now})
-    differing = [name for name in names if _is_other(name, was, now, begun)]
+    differing = [name for name in names if _is_other(name, saved, now)]
     fixed = _FIXED if _PACKS in differing else (*_FIXED, *_OF_LOADER)
     valid = set(names).difference(fixed)
     for name in sorted(set(accept) - valid):
@@ -437,14 +412,15 @@ def check_same_run(
     raise MismatchError("\n  ".join([head, *(lines[name] for name in refused)]))
 
 
-def _is_other(name: str, was: Mapping[str, Any], now: Mapping[str, Any], begun: int) -> bool:
-    """Whether a field differs; of packs and steps, of the stages that had begun."""
+def _is_other(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a field differs: packs of the stages that have begun, steps of the last of them."""
+    both: list[Any] = [record.get(name) for record in (saved["run"], now)]
+    begun = len(saved["begins"])
     if name == _PACKS:
-        hashes = [[stage["content_hash"] for stage in record[name]] for record in (was, now)]
-        return hashes[0][:begun] != hashes[1][:begun]
-    if name == _STEP:  # of the last of them: the others are done
-        return bool(was[name][begun - 1 : begun] != now[name][begun - 1 : begun])
-    return bool(was.get(name) != now.get(name))
+        both = [[stage["content_hash"] for stage in each[:begun]] for each in both]
+    if name == _STEP:
+        both = [each[begun - 1 : begun] for each in both]
+    return bool(both[0] != both[1])
 
 
 def _shown(name: str, value: Any) -> str:

@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from launch.config import LaunchConfig, ScheduleConfig
 from launch.data.packed_data import PackedData
@@ -31,6 +31,18 @@ class StagePlan:
     accumulation: int
 
 
+class Progress(NamedTuple):
+    """How far a run has come."""
+
+    #: steps done
+    iteration: int = 0
+    #: steps done when each of the stages of data.path began that have begun
+    begins: Sequence[int] = (0,)
+    #: every stage begun so far, over changes of data.path (where a run resumes, before the present
+    #: one): arguments of `schedule_of`, and the loader's state; none if packed while training
+    trained: Sequence[Mapping[str, Any]] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
     """The shape of a run: its stages, one after another."""
@@ -40,22 +52,17 @@ class TrainPlan:
     bounds: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls,
-        stages: Sequence[StagePlan],
-        total: int | None = None,
-        begins: Sequence[int] = (0,),
-        iteration: int = 0,
-    ) -> "TrainPlan":
-        """The plan of a run after `iteration` steps.
-
-        Args:
-            total: train.iterations, steps of the run whatever its one stage takes.
-            begins: steps done when each of the stages began that have begun.
-        """
-        bounds = list(begins)
-        for stage in stages[len(begins) - 1 :]:
-            bounds.append(max(total or bounds[-1] + stage.iterations, iteration))
+    def of(cls, stages: Sequence[StagePlan], total: int | None, done: Progress) -> "TrainPlan":
+        """The plan of a run that has come so far. `total`: its steps, if they are asked for. Raises
+        ValueError where they were done before its packs began."""
+        bounds = list(done.begins)
+        if total and total <= bounds[0]:
+            raise ValueError(
+                f"train.iterations={total} counts all steps, and {bounds[0]} are done; raise it to "
+                "train other packs"
+            )
+        for stage in stages[len(bounds) - 1 :]:
+            bounds.append(max(total or bounds[-1] + stage.iterations, done.iteration))
         return cls(tuple(stages), tuple(bounds))
 
     @property
@@ -81,10 +88,24 @@ class TrainPlan:
 def plan_training(
     config: LaunchConfig, data: Sequence[PackedData], data_parallel: int
 ) -> TrainPlan:
-    """Steps of a run on the packs of each of its stages. Raises ValueError as `plan_stage`."""
-    pairs = zip(config.stages, data, strict=True)
-    plan = TrainPlan.of([plan_stage(*pair, data_parallel) for pair in pairs])
-    _warn_of_decay(config, plan.iterations)
+    """Steps of a run on the packs of each of its stages; a decay that undoes the weights is warned
+    of. Raises ValueError as `plan_stage`."""
+    stages = [plan_stage(*pair, data_parallel) for pair in zip(config.stages, data, strict=True)]
+    plan = TrainPlan.of(stages, config.train.iterations, Progress())
+    # A step takes rate × decay of the weights.
+    schedule, decay = config.schedule, config.optimizer.weight_decay
+    mean = schedule.learning_rate
+    if schedule.decay != "constant":
+        mean = (mean + schedule.min_learning_rate) / 2
+    kept = math.exp(-mean * decay * plan.iterations)
+    if kept < 0.5:
+        logger.warning(
+            "optimizer.weight_decay %g alone leaves %.3g%% of the matrices' weights after %d steps "
+            "at these learning rates; lower it",
+            decay,
+            100 * kept,
+            plan.iterations,
+        )
     return plan
 
 
@@ -159,23 +180,6 @@ def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iteratio
             "data.repeat=false ends the run after %d of %d steps, before the learning rate has "
             "decayed; set data.repeat=true, or train.epochs=1",
             -(-data.num_packs // packs),
-            iterations,
-        )
-
-
-def _warn_of_decay(config: LaunchConfig, iterations: int) -> None:
-    """Warn of a decay that undoes the weights: a step takes rate × decay of them."""
-    schedule, decay = config.schedule, config.optimizer.weight_decay
-    mean = schedule.learning_rate
-    if schedule.decay != "constant":
-        mean = (mean + schedule.min_learning_rate) / 2
-    kept = math.exp(-mean * decay * iterations)
-    if kept < 0.5:
-        logger.warning(
-            "optimizer.weight_decay %g alone leaves %.3g%% of the matrices' weights after %d steps "
-            "at these learning rates; lower it",
-            decay,
-            100 * kept,
             iterations,
         )
 

@@ -16,13 +16,7 @@ from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import (
-    PackedData,
-    absolute,
-    check_room,
-    check_validation,
-    largest_of,
-)
+from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
 from launch.loop.memory import settle_recompute
@@ -127,10 +121,7 @@ def build_trainer(
         plan,
         model=model,
         optimizer=build_optimizer(config, model, device),
-        stages=[
-            replace(stage, train=even(stage.train), validation=even(stage.validation))
-            for stage in stages
-        ],
+        stages=[replace(s, train=even(s.train), validation=even(s.validation)) for s in stages],
         checkpoints=checkpoints,
         device=device,
     )
@@ -159,23 +150,11 @@ def build_stages(
         elif config.validation.every:
             limit = config.validation.limit
             validation = LoaderBatches(stage.data, encoder, device, split="val", limit=limit)
-        packs = {
-            "path": absolute(stage.data.data_prefix or path),
-            "datasets": dict(own.datasets),
-            "order": stage.data.order,
-            "micro_batch_size": stage.data.micro_batch_size,
-            "seed": seed,
-            "repeat": stage.data.repeat,
-            "limit": None,
-        }
-        stages.append(
-            Stage(
-                None if stage.data.online else packs,
-                LoaderBatches(stage.data, encoder, device, seed=seed),
-                validation,
-                own.tokens_per_rank,
-            )
-        )
+        where = {"path": absolute(stage.data.data_prefix or path), "datasets": dict(own.datasets)}
+        how = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
+        packs = None if stage.data.online else {**where, **how, "seed": seed, "limit": None}
+        train = LoaderBatches(stage.data, encoder, device, seed=seed)
+        stages.append(Stage(packs, train, validation, own.tokens_per_rank))
         encoders.append(encoder)
     return stages, encoders
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches
-from launch.loop.checkpoint import CheckpointFolder, Progress
+from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.loss import loss_terms, shift_labels, weighted_sum
 from launch.loop.metrics import (
     Eta,
@@ -33,9 +33,8 @@ from launch.loop.metrics import (
 )
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import context_group, on_all_ranks
-from launch.loop.plan import TrainPlan
+from launch.loop.plan import Progress, TrainPlan
 from launch.model.prefix_trees import segment_params
-from offline_packing.errors import ConfigError
 from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import TRAINING
@@ -152,17 +151,10 @@ class Trainer:
         path = self._checkpoints.newest()
         if path is None:
             return
-        own = [stage.train for stage in self.stages]
-        found = self._checkpoints.load(path, self._optimizer, own)
-        self.iteration, self._trained = found.iteration, found.trained
-        self._stage, total = len(found.begins) - 1, self._config.train.iterations
-        self._plan = TrainPlan.of(self._plan.stages, total, found.begins, found.iteration)
-        is_new = len(found.trained) and found.begins == [found.iteration]
-        if total and is_new and self._plan.iterations == found.iteration:
-            raise ConfigError(
-                f"train.iterations={total} counts all steps, and {found.iteration} are done; raise "
-                "it to train on other packs"
-            )
+        done = self._checkpoints.load(path, self._optimizer, [s.train for s in self.stages])
+        self._plan = TrainPlan.of(self._plan.stages, self._config.train.iterations, done)
+        self.iteration, begins, self._trained = done
+        self._stage = len(begins) - 1
         logger.info("resumed from %s", path)
 
     def run(self) -> bool:

@@ -180,17 +180,18 @@ def make_trainer(
     fail_at: int | None = None,
     accept: Collection[str] = (),
 ) -> tuple[Trainer, RecordedBatches, torch.nn.Module]:
-    """A trainer as `launch.loop.setup` makes it, whose packs are recorded."""
+    """A trainer as `launch.loop.setup` makes it, whose packs are recorded: of all stages with those
+    of the first."""
     ranks = config.parallel
     device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
     data = [read_data(stage.data) for stage in config.stages]
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
-    seen = RecordedBatches(None, [], fail_at)
+    keys: list[str] = []
     stages, _ = build_stages(config, data, device)
     recorded = [
         dataclasses.replace(
             stage,
-            train=RecordedBatches(stage.train, seen.keys, fail_at),
+            train=RecordedBatches(stage.train, keys, fail_at),
             validation=stage.validation and RecordedBatches(stage.validation, []),
         )
         for stage in stages
@@ -207,7 +208,7 @@ def make_trainer(
         checkpoints=build_checkpoints(config, data, plan, accept),
         device=device,
     )
-    return trainer, seen, model
+    return trainer, recorded[0].train, model
 
 
 def step_lines(output: Path) -> list[dict[str, Any]]:

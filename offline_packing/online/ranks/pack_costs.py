@@ -64,18 +64,12 @@ def schedule_of(
     repeat: bool,
     warns: bool = False,
 ) -> Schedule:
-    """The schedule by which `launch` trains a folder's packs. Its items are packs by number; of
-    packs in slots, rows by number (`SlotRows`).
+    """The schedule by which `launch` trains a folder's packs. Its items are numbers of packs; of
+    packs in slots, of rows (`SlotRows`).
 
-    Args:
-        order: balanced: at each step all ranks train rows of similar cost, in a new order in every
-            epoch. Packed with `pack.order.uniform`, all rows of a step have images, or videos, or
-            none has.
-        warns: of packs of several epochs, which `balanced` deals as one.
-
-    Raises:
-        StageError: as `pack_costs`; only for `balanced`.
-        PackedFolderError: slots are for another number of ranks.
+    `balanced`: at each step all ranks train rows of similar cost, in a new order in every epoch.
+    Packed with `pack.order.uniform`, all rows of a step have images, or videos, or none has. Raises
+    StageError as `pack_costs`, and PackedFolderError if slots are for another number of ranks.
     """
     if slot_ranks_of(folder.shards[0].root) > 1:
         return SlotRows(folder).in_turn(num_ranks, repeat=repeat)
