@@ -227,8 +227,7 @@ class Trainer:
         """One step; None if no rank has a pack left."""
         started = time.perf_counter()
         stage, accumulation = self.stages[self._stage], self._plan.stages[self._stage].accumulation
-        context = self._config.parallel.context
-        counts = StepCounts(self._device, context, accumulation)
+        counts = StepCounts(self._device, self._config.parallel.context, accumulation)
         pack_keys: list[str] = []
         for _ in range(accumulation):
             with counts.waiting():
