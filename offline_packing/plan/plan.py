@@ -228,8 +228,8 @@ def make_plan(run: Run, samples: Index) -> Planned:
     if run.trained:
         from offline_packing.plan.trained import count_trained  # compiled
 
-        ids = np.flatnonzero(count_trained(run.config, samples, run.trained))
-        found.append(AsideSamples.of(ids, "trained", f"by {', '.join(run.trained)}"))
+        known = np.flatnonzero(count_trained(run.config, samples, run.trained))
+        found.append(AsideSamples.of(known, "trained", f"by {', '.join(run.trained)}"))
     if where is not None:
         found.append(left_out(samples, where))
     for what, ids in admission.unfit:

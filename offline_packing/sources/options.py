@@ -261,7 +261,7 @@ class SourceOptions(BaseModel):
 
 
 #: Options that dumps leave out where they are off.
-_LATER: Final = frozenset(("keep", "min_rating"))
+_LATER: Final = frozenset(("index", "keep", "min_rating"))
 #: Options that do not change the samples themselves.
 _APART: Final = frozenset(
     ("format", "path", "task", "name", "skip", "repeat", "weight", "index", "text_only")
