@@ -149,7 +149,7 @@ class PackingConfig(Section):
         """Refuse pack.mixture of other sources, and beside what else decides their shares."""
         assert self.pack.mixture is not None
         names, shares = self.source_names(), self.pack.mixture
-        given = {name for name in shares.start | shares.end if shares.mean(name)}
+        given = {name for name in shares.start | shares.end if shares.share(name)}
         if given != {*names}:
             wrong = min(given ^ {*names})
             what = "no source" if wrong in given else "a source without a share"
@@ -229,7 +229,7 @@ class PackingConfig(Section):
         """Shares of all tokens that the sources have, in proportion; None: they follow from
         repeats."""
         if self.pack.mixture is not None:
-            return list(map(self.pack.mixture.mean, self.source_names()))
+            return list(map(self.pack.mixture.share, self.source_names()))
         weights = [source.weight for source in self.source if source.weight]
         return weights or None
 

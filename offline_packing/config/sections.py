@@ -118,9 +118,9 @@ class MixtureConfig(Section):
             raise ValueError(f"shares sum to {sum(shares.values()):g}; make them sum to 1")
         return shares
 
-    def mean(self, name: str) -> float:
-        """The share of a source in the whole plan."""
-        return (self.start.get(name, 0.0) + self.end.get(name, 0.0)) / 2
+    def share(self, name: str, place: float = 0.5) -> float:
+        """The share of a source at a place in the plan, 0 to 1; that of the middle is its mean."""
+        return self.start.get(name, 0.0) * (1 - place) + self.end.get(name, 0.0) * place
 
 
 def _as_section(value: Any) -> Any:

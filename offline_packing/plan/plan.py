@@ -412,9 +412,8 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
     if pack.mixture is not None:
         from offline_packing.planner.mixture import Mixture  # compiled
 
-        names = config.source_names()
-        lines = (pack.mixture.start, pack.mixture.end)
-        arguments["mixture"] = Mixture(*(tuple(own.get(n, 0.0) for n in names) for own in lines))
+        lines = [[pack.mixture.share(n, end) for n in config.source_names()] for end in (0, 1)]
+        arguments["mixture"] = Mixture(*map(tuple, lines))
         # In random order, the same in each round of uses: so copies are as far apart as can be.
         rounds = np.cumsum(np.diff(kept, prepend=-1) <= 0)
         turns = np.random.default_rng(pack.seed).permutation(samples.info.num_samples)

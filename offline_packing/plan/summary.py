@@ -74,23 +74,18 @@ def _content_rows(found: Figures) -> Iterator[tuple[str, str]]:
     if plan["sharing"]:
         yield from _sharing_rows(plan["sharing"])
     if plan["mixture"]:
-        yield "mixture", _mixture_line(found)
+        yield "mixture", _mixture_line(plan["mixture"])
     if plan["splits"]:
         form = "{split} {samples:,} samples ({share:.1%}) in {packs:,} packs"
         yield "splits", "; ".join(map(form.format_map, plan["splits"]))
 
 
-def _mixture_line(found: Figures) -> str:
-    """'captions 69.1% -> 20.9%, docs 30.9% -> 79.1%; at most .05 points from the lines'."""
-    stretches, names = found["plan"]["mixture"], [one["name"] for one in found["sources"]]
-    ends = zip(names, stretches[0]["shares"], stretches[-1]["shares"], strict=True)
-    lines = ", ".join(f"{name} {first:.1%} -> {last:.1%}" for name, first, last in ends)
-    pairs = [zip(one["shares"], one["asked"], strict=True) for one in stretches]
-    most = max(abs(share - asked) for pair in pairs for share, asked in pair)
-    return (
-        f"{lines} of the tokens, over {len(stretches)} stretches of the plan; at most "
-        f"{100 * most:.2f} points from what was asked"
-    )
+def _mixture_line(stretches: list[list[Figures]]) -> str:
+    """'captions 69.1% -> 20.9%, docs 30.9% -> 79.1% of the tokens; at most 0.05 points …'"""
+    ends = zip(stretches[0], stretches[-1], strict=True)
+    shown = ", ".join(f"{a['source']} {a['share']:.1%} -> {b['share']:.1%}" for a, b in ends)
+    most = max(abs(one["share"] - one["asked"]) for row in stretches for one in row)
+    return f"{shown} of the tokens; at most {100 * most:.2f} points from what was asked"
 
 
 def _sharing_rows(sharing: Figures) -> Iterator[tuple[str, str]]:

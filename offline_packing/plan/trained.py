@@ -50,8 +50,8 @@ def count_trained(
                     f"source.skip: no pack that {path} trained is of {source.path}; name the run "
                     "that trained it, or take it out"
                 )
-        if hashes := [own for path in source.trained_by for own in trained[path][place]]:
-            known[named] = np.sort(np.concatenate(hashes))
+        if every := [own for path in source.trained_by for own in trained[path][place]]:
+            known[named] = np.sort(np.concatenate(every))
     found = [np.empty(0, np.int64)]
     for part in samples.parts(*_NAMES):
         counts = np.zeros(len(part), np.int64)

@@ -34,7 +34,7 @@ def render_report(document: dict[str, Any], verdict: str) -> bytes:
     values: dict[str, Any] = {"names": names, "verdict": verdict, "report": document}
     if document["plan"]:
         values |= {"fill_bands": _used_bands(document["packs"]["fill_bands"]), **_drawn(document)}
-        values |= _mixture(document)
+        values["mixture"] = _mixture(document["plan"]["mixture"])
     title = f"Packing report: {names} ({document['task']})"
     return _render("report.html", title=title, **values)
 
@@ -124,19 +124,13 @@ def _drawn(document: dict[str, Any]) -> dict[str, Any]:
     return {"packed_rows": packed, "padded_rows": padded, "legend": legend}
 
 
-def _mixture(document: dict[str, Any]) -> dict[str, Any]:
-    """A row per stretch of a plan whose mixture changes, and colours of the sources in them."""
-    legend = [(f"c{i % _NUM_COLOURS}", one["name"]) for i, one in enumerate(document["sources"])]
-    rows = [
-        [
-            (share, class_, f"{name}: {share:.1%}, asked {asked:.1%}")
-            for (class_, name), share, asked in zip(
-                legend, one["shares"], one["asked"], strict=True
-            )
-        ]
-        for one in document["plan"]["mixture"]
+def _mixture(stretches: Sequence[Sequence[dict[str, Any]]]) -> list[Bar]:
+    """A bar of the sources' shares for each stretch of a plan."""
+    title = "{source}: {share:.1%}, asked {asked:.1%}"
+    return [
+        [(s["share"], f"c{i % _NUM_COLOURS}", title.format_map(s)) for i, s in enumerate(row)]
+        for row in stretches
     ]
-    return {"mixture_legend": legend, "mixture_rows": rows}
 
 
 def _segments(pack: PackPreview) -> Bar:

@@ -146,11 +146,10 @@ def plan_fingerprint(run: Run) -> Fingerprint:
         "output.layout": config.output.layout,
         **{f"pack.{name}": value for name, value in fields.items()},
         **_uses_fingerprint(config),
-        **{f"trained by {path}": hash_bytes(to_json(own)) for path, own in run.trained.items()},
         **{
-            f"source.{i}.trained_by": ", ".join(source.trained_by)
+            f"source.{i}.skip.{path}": hash_bytes(to_json(run.trained[path]))
             for i, source in enumerate(config.source)
-            if source.trained_by
+            for path in source.trained_by
         },
     }
 

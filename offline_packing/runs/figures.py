@@ -211,27 +211,23 @@ def _source_figures(
     return lines
 
 
-def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> list[Figures]:
-    """Return the share of the tokens that each source has in stretches of the first split's packs,
-    and was to have; [] without pack.mixture."""
-    mixture = config.pack.mixture
+def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> list[list[Figures]]:
+    """Return the share of the tokens that each source has, and was to have, in stretches of the
+    packs of the first split; [] without pack.mixture."""
+    mixture, names = config.pack.mixture, config.source_names()
     if mixture is None:
         return []
-    own = next(iter(splits_of_plan(plan, config.output.split).values()))
-    uses = plan.sample_ids[: plan.pack_offsets[own.stop]]
-    pack_of_use = np.repeat(np.arange(own.stop), np.diff(plan.pack_offsets[: own.stop + 1]))
-    count, names = min(_STRETCHES, own.stop), config.source_names()
-    places = pack_of_use * count // own.stop * len(names) + samples.array("source_id")[uses]
+    num_packs = len(next(iter(splits_of_plan(plan, config.output.split).values())))
+    offsets, count = plan.pack_offsets[: num_packs + 1], min(_STRETCHES, num_packs)
+    uses, stretch = plan.sample_ids[: offsets[-1]], np.arange(num_packs) * count // num_packs
+    places = np.repeat(stretch, np.diff(offsets)) * len(names) + samples.array("source_id")[uses]
     tokens = np.bincount(places, samples.array("num_tokens")[uses], count * len(names))
-    tokens = tokens.reshape(count, -1)
-    lines = (mixture.start, mixture.end)
-    start, end = (np.array([line.get(name, 0.0) for name in names]) for line in lines)
-    middles = (np.arange(count)[:, np.newaxis] + 0.5) / count
-    wanted = start + (end - start) * middles
-    shares = tokens / tokens.sum(axis=1, keepdims=True)
     return [
-        {"shares": one.tolist(), "asked": asked.tolist()}
-        for one, asked in zip(shares, wanted, strict=True)
+        [
+            {"source": name, "share": share, "asked": mixture.share(name, (number + 0.5) / count)}
+            for name, share in zip(names, (own / own.sum()).tolist(), strict=True)
+        ]
+        for number, own in enumerate(tokens.reshape(count, -1))
     ]
 
 

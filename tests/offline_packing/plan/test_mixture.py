@@ -139,7 +139,8 @@ def test_a_run_follows_it(tmp_path: Path, shared: bool) -> None:
     ]
     assert few == pytest.approx([0.6, 0.2], abs=0.08)
     found = run_figures(run.config, samples, plan, {})["plan"]["mixture"]
-    assert np.mean([one["shares"] for one in found], axis=0) == pytest.approx([0.4, 0.6], abs=0.02)
+    shares = [[one["share"] for one in row] for row in found]
+    assert np.mean(shares, axis=0) == pytest.approx([0.4, 0.6], abs=0.02)
     assert re.search(r"mixture +few [678]\d\.\d% -> \d{1,2}\.\d%, many", plan_summary(run))
     assert report(run)
     page = (run.workspace.report / "report.html").read_text()
