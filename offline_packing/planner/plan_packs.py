@@ -277,13 +277,13 @@ def _compose_poor_again(samples: Samples, request: PlanRequest, packs: Packs) ->
 
 def _mix(samples: Samples, request: PlanRequest, mixture: Mixture) -> Draft:
     """Packs of all samples along a mixture, no two copies of one in a pack."""
-    lengths, source, options = samples.lengths, samples.columns["source"], request.options
-    bound, copy_of = _lower_bound(samples), samples.columns.get("copy_of")
+    lengths, seq_length, options = samples.lengths, samples.seq_length, request.options
+    source, copy_of = samples.columns["source"], samples.columns.get("copy_of")
+    bound = lower_bound(count_lengths(lengths, room_of(lengths, seq_length)))
     places = mixture.places(source, samples.columns["source_order"], lengths)
-    window_packs = min(_MIXED_PACKS, max(1, bound // _MIXED_WINDOWS))
     order = np.argsort(places, kind="stable")
-    data = lengths, samples.seq_length, order
-    packs = pack_in_order(*data, window_packs=window_packs, seed=options.seed)
+    window_packs = min(_MIXED_PACKS, max(1, bound // _MIXED_WINDOWS))
+    packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=options.seed)
     packs = _compose_poor_again(samples, request, packs)
     if "balance" in options.assignment:
         by = samples.columns["balance_by"]
