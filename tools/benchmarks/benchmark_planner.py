@@ -516,7 +516,12 @@ def _index_of(
     """An index of samples with these media, tokens of prefixes and tokens, an image each."""
     count = len(drawn)
     sizes = {"kind": "bytes", "container": "a.tar", "offset": 0, "size": 0, "column": ""}
-    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {"key": "", "task": "vqa", "part": None}
+    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {
+        "key": "",
+        "task": "vqa",
+        "part": None,
+        "kept": None,
+    }
     row |= {"json": sizes, "media": [sizes], "media_hash": [0], "grid_thw": [1, 24, 24]}
     row |= {"num_images": 1, "prefix_images": 1, "num_vision_patches": 576}
     rows = pa.Table.from_pylist([row], INDEX_SCHEMA).take(pa.array(np.zeros(count, np.int64)))
