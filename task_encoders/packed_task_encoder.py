@@ -218,9 +218,17 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         if self.settings.packed and kwargs.get("shuffle_buffer_size"):
             logger.warning(
                 "shuffle_buffer_size %d undoes the order packs were written in, which gives ranks "
-                "equal work, or a mixture that changes (pack.mixture); set it to None",
+                "equal work; set it to None",
                 kwargs["shuffle_buffer_size"],
             )
+        shuffles = [one for one in datasets if getattr(one.dataset, "shuffle_over_epochs", None)]
+        for folder in (folder_of(path) for one in shuffles for path in one.dataset.paths):
+            if (manifest := read_manifest(folder)) and manifest.has_mixture:
+                logger.warning(
+                    "%s: its shards are shuffled, which undoes its mixture (pack.mixture); read it "
+                    "by get_packed_train_dataset",
+                    folder,
+                )
         built = super().build_train_datasets(datasets=datasets, repeat=repeat, **kwargs)
         return built if repeat else OnePass(built)
 

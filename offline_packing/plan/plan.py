@@ -53,7 +53,6 @@ from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
 from offline_packing.runs.run import Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
-from offline_packing.runs.training_run import read_trained
 from offline_packing.storage.files import (
     hash_file,
     read_json,
@@ -93,9 +92,6 @@ def plan(run: Run, samples: Index) -> StoredPlan:
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
         stored = load_plan(run, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
-        for path, stages in run.trained.items():
-            if read_trained(path) != stages:
-                logger.info("plan: %s has trained more since, which this plan does not know", path)
         return stored
     _discard_previous(run, found, fingerprint)
     planned = make_plan(run, samples)

@@ -144,6 +144,11 @@ class Manifest(_Model):
         return html_table("Manifest", rows)
 
     @property
+    def has_mixture(self) -> bool:
+        """Whether shares of the sources change over the packs (`pack.mixture`)."""
+        return bool(self.config.get("pack", {}).get("mixture"))
+
+    @property
     def uniform_ranks(self) -> int:
         """Ranks for which every step has packs of one kind (`pack.order.uniform`); 0: none."""
         order = self.config.get("pack", {}).get("order") or {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megatron.energon import WorkerConfig, get_train_dataset
 
 from offline_packing import plan_packs
 from offline_packing.config.packing import parse_config
@@ -17,7 +18,10 @@ from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.figures import run_figures
 from offline_packing.verify.verify import verify
+from task_encoders.loading.packed_dataset import get_packed_train_dataset
+from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.slots import ContextParallel
+from task_encoders.settings import PACKED
 from tests.helpers.datasets import captioning_pairs, pack_all, packed_run, plan_summary
 
 #: Lengths of three sources, which have few in common.
@@ -182,3 +186,25 @@ def test_an_order_for_ranks_is_refused_before_anything_is_read(
         parse_config(
             {"source": sources(tmp_path), "pack": pack, "output": {"path": str(tmp_path / "out")}}
         )
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_energon_that_shuffles_it_is_warned_of(
+    tmp_path: Path,
+    shuffled: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(PACKED, "1")
+    pack = {"seq_length": 512, "mixture": MIXTURE}
+    packed_run(sources(tmp_path), tmp_path / "out", pack=pack)
+    encoder = PackedTaskEncoder(seq_length=512, max_pixels=50176)
+    worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    if shuffled:
+        shuffle: dict[str, Any] = {"shuffle_buffer_size": None, "max_samples_per_sequence": None}
+        get_train_dataset(
+            tmp_path / "out", task_encoder=encoder, batch_size=1, worker_config=worker, **shuffle
+        )
+    else:
+        get_packed_train_dataset(tmp_path / "out", encoder, worker_config=worker)
+    assert ("its shards are shuffled, which undoes its mixture" in caplog.text) == shuffled
