@@ -106,7 +106,7 @@ class PackingConfig(Section):
         if self.pack.mixture is not None:
             self._check_mixture()
         kept = {place for source in self.source for place in getattr(source, "keep", ())}
-        where = parse_filters(self.pack.where) if self.pack.where else []
+        where = [] if self.pack.where is None else parse_filters(self.pack.where)
         for column, *_ in itertools.chain(*where):
             if (name := column.partition(" ")[2]) not in kept:
                 raise ValueError(
@@ -248,8 +248,8 @@ class PackingConfig(Section):
         ]
 
 
-#: Options that may stand beside format index; the last four are this run's own.
-_BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "weight")
+#: Options that may stand beside format index; all but the first three are this run's own.
+_BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "weight", "text_only")
 
 
 def _measured_from(source: Any) -> list[Any]:

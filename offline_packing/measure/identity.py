@@ -50,6 +50,7 @@ from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart,
 from offline_packing.sources.options import place_of
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
+from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.storage.paths import REMEDY, path_of
 
@@ -162,7 +163,7 @@ def is_known(source: Source, record: SourceRecord) -> bool:
     if source.known is None or not record.own_id or isinstance(record.content, SampleError):
         return False
     try:
-        sample = source.to_sample(record.content, record.key, record.paired_media)
+        sample = to_sample(record.content, record.key, source.task, record.paired_media)
     except SampleError:
         return False
     media = map(record.embedded.get, (*sample.images, *sample.videos))

@@ -20,7 +20,6 @@ import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -73,6 +72,10 @@ RECORD_FIELDS: Final = (
     *(SENTENCES, PICTURES, *DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
 )
 
+#: Field with lists that rate the turns, {place: (a list, the least that a turn needs)}: see
+#: `source.min_rating`.
+RATED: Final = "source.min_rating"
+
 #: Marks in texts that ms-swift replaces by what a record's "objects" hold.
 _BOX_MARKS: Final = ("<bbox>", "<ref-object>")
 
@@ -114,11 +117,9 @@ def to_sample(
     key: str,
     task: str,
     paired_media: Sequence[str] | None = None,
-    ratings: Mapping[str, tuple[Any, float]] = MappingProxyType({}),
 ) -> SourceSample:
     """The sample of a parsed record. `paired_media` are images and videos with the record's name,
-    where the format pairs by name; `ratings`, by name, a list with an entry for each turn, and the
-    least that a turn needs. Raises SampleError if the record cannot be used."""
+    where the format pairs by name. Raises SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     refuse_codec_input(content.get("patch_positions"))
@@ -136,7 +137,8 @@ def to_sample(
     tools = "".join([read_tools(content[name]) for name in _TOOLS if content.get(name)])
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
-    sample = _well_rated(sample, ratings) if ratings else sample
+    if content.get(RATED):
+        sample = _well_rated(sample, content[RATED])
     check_sample(sample)
     _check_places(sample)
     if content.get("objects"):
@@ -204,12 +206,15 @@ def _mark_videos(turns: list[Turn], num_videos: int, task: str) -> list[Turn]:
 
 
 def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) -> SourceSample:
-    """The sample without turns that have an entry below its minimum; an entry or a list that is
-    null keeps them, as in nanoVLM (data/datasets.py). Their placeholders go to the next turn, or to
-    the end of the last one. Raises SampleError: bad_record; not_chosen, where no turn is left."""
+    """The sample without turns that have an entry below its minimum; an entry that is null, or an
+    empty text for the list, keeps them, as in nanoVLM (data/datasets.py). Their placeholders go to
+    the next turn, or to the end of the last one. Raises SampleError: bad_record; not_chosen, where
+    no turn is left."""
     turns, is_low = sample.turns, [False] * len(sample.turns)
     for name, (given, least) in ratings.items():
-        entries = [None] * len(turns) if given is None else parsed(given, name)
+        entries = parsed(given, name) if isinstance(given, str) else given
+        if entries is None:
+            continue
         are_entries = isinstance(entries, list) and len(entries) == len(turns)
         if not are_entries or not all(one is None or is_scalar(one) for one in entries):
             raise SampleError("bad_record", f"{name!r} is no list of {len(turns)} numbers or nulls")

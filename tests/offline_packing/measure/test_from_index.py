@@ -18,6 +18,7 @@ from offline_packing.measure.measure_part import measure_part
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_encoder
+from offline_packing.runs.set_aside import check_media
 from offline_packing.verify.verify import discard, verify
 from tests.helpers.datasets import (
     dialogue,
@@ -72,7 +73,8 @@ def whole(sources: list[Options], tmp_path_factory: pytest.TempPathFactory) -> R
 
 def stage(whole: Run, folder: Path, /, **more: Any) -> Run:
     """A run over the index of another; options of its source, and sections."""
-    beside = {k: more.pop(k) for k in ("name", "skip", "weight", "repeat", "task") if k in more}
+    own = ("name", "skip", "weight", "repeat", "task", "text_only")
+    beside = {k: more.pop(k) for k in own if k in more}
     source = {"format": "index", "path": str(whole.workspace.root), **beside}
     return make_run(source, folder, **sections(**more))
 
@@ -134,6 +136,21 @@ def test_a_name_picks_one_source(whole: Run, tmp_path: Path) -> None:
     pack_all(again)
     assert sorted(keys_of(again)) == [f"other/s{i:04d}" for i in range(11)]
     assert verify(again, deep=True).ok
+    root = made.workspace.root
+    twice = [{"format": "index", "path": f"{root}/{at}", "name": at} for at in (".", "../stage")]
+    with pytest.raises(ConfigError, match="name them once"):
+        make_config(twice, tmp_path / "twice")
+
+
+def test_texts_of_an_index_are_meant_to_be_without_pictures(tmp_path: Path) -> None:
+    """text_only changes no row, and is asked for only when packs are to be written."""
+    (tmp_path / "a.jsonl").write_bytes(lines([{"question": "Is it?", "answer": "It is."}]))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "vqa"}
+    measure(own := make_run(source, tmp_path / "all", **sections()))
+    measure(made := stage(own, tmp_path / "stage"))
+    with pytest.raises(StageError, match=r"go on with source\.text_only=true"):
+        check_media(made)
+    check_media(stage(own, tmp_path / "stage", text_only=True))
 
 
 def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
