@@ -13,7 +13,7 @@ is also in proportion to tokens.
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
+#: Reads a column of hashes of some samples, part by part.
+_Hashes = Callable[[str], Iterator[Hashes]]
 
 
 def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
@@ -60,8 +62,7 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
             "blend; pack it with output.layout=energon"
         )
     _check(outputs)
-    _warn_of_same_data(outputs)
-    _warn_of_shared_media(outputs)
+    _warn_of_shared_samples(outputs)
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
         weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
@@ -84,34 +85,24 @@ def _place(root: Path, layout: str) -> str:
     return energon_url(root / METADATASET if layout == "references" else root)
 
 
-def _warn_of_same_data(outputs: Mapping[Path, Manifest]) -> None:
-    """Warn of two outputs that were packed from the same files without source.skip between them."""
-    first: dict[tuple[object, ...], Path] = {}
-    for root, manifest in outputs.items():
-        for number, source in enumerate(manifest.config["source"]):
-            own = f"source.{number}."
-            read = {k.removeprefix(own): v for k, v in manifest.fingerprint.items() if own in k}
-            same = tuple(sorted((k, v) for k, v in read.items() if k not in ("key_prefix", "task")))
-            other = first.setdefault(same, root)
-            if other != root and not source.get("skip"):
-                logger.warning(
-                    "%s and %s were both packed from %s: its samples come twice, and one's val "
-                    "split may be trained in the other; blend one of them, or pack new samples "
-                    "only, by source.skip",
-                    other,
-                    root,
-                    source["path"],
-                )
-
-
-def _warn_of_shared_media(outputs: Mapping[Path, Manifest]) -> None:
-    """Warn of images and videos that one output is validated on, and another trains. An output
-    without the index and plan of its packs is not compared."""
-    hashes = {root: _media_hashes(root, manifest) for root, manifest in outputs.items()}
-    for (one, splits), (other, others) in itertools.permutations(hashes.items(), 2):
+def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
+    """Warn of samples that two outputs hold, and of images and videos that one output is validated
+    on, and another trains. An output without the index and plan of its packs is not compared."""
+    packed = {root: _packed_samples(root, manifest) for root, manifest in outputs.items()}
+    for (other, others), (one, splits) in itertools.combinations(packed.items(), 2):
+        held, count = _shared("sample_hash", splits.values(), others.values())
+        if count:
+            logger.warning(
+                "%s: %d of %d samples are in %s, too: they come twice, and the val split of one "
+                "may be trained in the other; blend one of them, or pack other samples by "
+                "source.skip or pack.where",
+                *(one, count, held, other),
+            )
+    for (one, splits), (other, others) in itertools.permutations(packed.items(), 2):
         for split in sorted(splits.keys() - {"train"}):
-            held = np.unique(np.concatenate(list(splits[split]())))
-            if count := count_held(held, others.get("train", tuple)()):
+            trained = [others["train"]] if "train" in others else []
+            held, count = _shared("media_hash", [splits[split]], trained)
+            if count:
                 settings = [outputs[root].config["output"] for root in (one, other)]
                 first, second = ((own.get("split"), own.get("split_seed", 0)) for own in settings)
                 remedy = "pack both with one output.split and output.split_seed"
@@ -122,23 +113,30 @@ def _warn_of_shared_media(outputs: Mapping[Path, Manifest]) -> None:
                     )
                 logger.warning(
                     "%s: %d of %d images and videos in split %s stand in the train split of %s; %s",
-                    *(one, count, len(held), split, other, remedy),
+                    *(one, count, held, split, other, remedy),
                 )
 
 
-def _media_hashes(root: Path, manifest: Manifest) -> dict[str, Callable[[], Iterator[Hashes]]]:
-    """Per split, a function that reads the hashes of its media part by part."""
+def _shared(column: str, own: Iterable[_Hashes], others: Iterable[_Hashes]) -> tuple[int, int]:
+    """The number of different hashes of some samples, and how many of them others have."""
+    parts = (part for hashes in own for part in hashes(column))
+    held = np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
+    return len(held), count_held(held, (part for hashes in others for part in hashes(column)))
+
+
+def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
+    """Per split, a function that reads a column of hashes of its samples, part by part."""
     workspace = Workspace(root)
     info, stage = IndexInfo.load(workspace.index_info), read_json(workspace.plan_info)
     if info is None or stage is None or hash_plan(stage) != manifest.plan:
         return {}
-    found: dict[str, Callable[[], Iterator[Hashes]]] = {}
+    found: dict[str, _Hashes] = {}
     samples, plan, first = Index(workspace.index, info), PackPlan.load(workspace.plan), 0
     for split, count in manifest.counts.packs.items():
         bounds = plan.pack_offsets[[first, first := first + count]]
         chosen = np.zeros(info.num_samples, bool)
         chosen[plan.sample_ids[slice(*bounds)]] = True
-        found[split] = partial(hashes_of, samples, "media_hash", chosen)
+        found[split] = partial(hashes_of, samples, chosen=chosen)
     return found
 
 
