@@ -13,7 +13,7 @@ is also in proportion to tokens.
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ import yaml
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.figures import Hashes, count_held, hashes_of
+from offline_packing.runs.figures import Hashes, count_shared, hashes_of
 from offline_packing.runs.manifest import hash_plan, require_manifest
 from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import read_json
@@ -90,7 +90,8 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
     on, and another trains. An output without the index and plan of its packs is not compared."""
     packed = {root: _packed_samples(root, manifest) for root, manifest in outputs.items()}
     for (other, others), (one, splits) in itertools.combinations(packed.items(), 2):
-        held, count = _shared("sample_hash", splits.values(), others.values())
+        parts = ((read("sample_hash") for read in own.values()) for own in (splits, others))
+        count, held = count_shared(*map(itertools.chain.from_iterable, parts))
         if count:
             logger.warning(
                 "%s: %d of %d samples are in %s, too: they come twice, and the val split of one "
@@ -100,8 +101,8 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
             )
     for (one, splits), (other, others) in itertools.permutations(packed.items(), 2):
         for split in sorted(splits.keys() - {"train"}):
-            trained = [others["train"]] if "train" in others else []
-            held, count = _shared("media_hash", [splits[split]], trained)
+            trained = others["train"]("media_hash") if "train" in others else ()
+            count, held = count_shared(splits[split]("media_hash"), trained)
             if count:
                 settings = [outputs[root].config["output"] for root in (one, other)]
                 first, second = ((own.get("split"), own.get("split_seed", 0)) for own in settings)
@@ -115,13 +116,6 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
                     "%s: %d of %d images and videos in split %s stand in the train split of %s; %s",
                     *(one, count, held, split, other, remedy),
                 )
-
-
-def _shared(column: str, own: Iterable[_Hashes], others: Iterable[_Hashes]) -> tuple[int, int]:
-    """The number of different hashes of some samples, and how many of them others have."""
-    parts = (part for hashes in own for part in hashes(column))
-    held = np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
-    return len(held), count_held(held, (part for hashes in others for part in hashes(column)))
 
 
 def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:

@@ -210,7 +210,7 @@ def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) 
     empty text for the list, keeps them, as in nanoVLM (data/datasets.py). Their placeholders go to
     the next turn, or to the end of the last one. Raises SampleError: bad_record; not_chosen, where
     no turn is left."""
-    turns, is_low = sample.turns, [False] * len(sample.turns)
+    turns, low = sample.turns, set[int]()
     for name, (given, least) in ratings.items():
         entries = parsed(given, name) if isinstance(given, str) else given
         if entries is None:
@@ -218,24 +218,21 @@ def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) 
         are_entries = isinstance(entries, list) and len(entries) == len(turns)
         if not are_entries or not all(one is None or is_scalar(one) for one in entries):
             raise SampleError("bad_record", f"{name!r} is no list of {len(turns)} numbers or nulls")
-        for i, entry in enumerate(entries):
-            is_low[i] |= entry is not None and entry < least
-    if all(is_low):
+        low |= {i for i, entry in enumerate(entries) if entry is not None and entry < least}
+    if len(low) == len(turns):
         limits = ", ".join(f"{name} {least:g}" for name, (_, least) in ratings.items())
         raise SampleError("not_chosen", f"each turn is below source.min_rating ({limits})")
     chosen, held = list[Turn](), ""
-    for turn, is_left_out in zip(turns, is_low, strict=True):
+    for i, turn in enumerate(turns):
         said = [*turn.before, (turn.role, turn.prompt)]
         found = ["".join(split_at_media(sample, text)[1::2]) for _, text in said]
-        if is_left_out:
+        if i in low:
             held += "".join(found)
-        elif held:  # in front of its own media: they are in this order
-            first = next((i for i, own in enumerate(found) if own), -1)
-            said[first] = said[first][0], held + said[first][1]
-            chosen.append(replace(turn, before=tuple(said[:-1]), prompt=said[-1][1]))
-            held = ""
-        else:
-            chosen.append(turn)
+            continue
+        first = next((place for place, own in enumerate(found) if own), -1)
+        said[first] = said[first][0], held + said[first][1]  # they are in this order
+        chosen.append(replace(turn, before=tuple(said[:-1]), prompt=said[-1][1]))
+        held = ""
     chosen[-1] = replace(chosen[-1], prompt=chosen[-1].prompt + held)
     return replace(sample, turns=tuple(chosen))
 
