@@ -242,8 +242,11 @@ def _prefixes(
     place = place_of(config.model_dump())
     same = {i: own for i, own in theirs.items() if place_of(sources[i]) == place}
     if not same:
-        named = {i: own for i, own in theirs.items() if own == prefix}
-        same = named or (theirs if len(theirs) == 1 else {})
+        same = {i: own for i, own in theirs.items() if own == prefix}
+        if not same and config.index is not None:  # skip is of all sources of that index
+            logger.warning("source.skip: %s holds no samples of %s", workspace.root, config.path)
+            return {}
+        same = same or (theirs if len(theirs) == 1 else {})
         if not same:
             names = ", ".join(sorted(own.rstrip("/") for own in theirs.values()))
             raise StageError(

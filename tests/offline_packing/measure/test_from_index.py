@@ -30,7 +30,14 @@ from tests.helpers.datasets import (
     plan_index,
 )
 from tests.helpers.faults import KilledError, killing
-from tests.helpers.formats import draw_samples, jsonl, lines, parquet, webdataset
+from tests.helpers.formats import (
+    draw_samples,
+    jsonl,
+    lines,
+    parquet,
+    webdataset,
+    write_file,
+)
 from tests.helpers.long_conversations import conversations, run_of
 from tests.helpers.outputs import files_of, packs_of, shard_files
 from tests.helpers.shared_media import MODEL, shared_media
@@ -220,6 +227,28 @@ def test_the_same_bytes_after_a_kill_and_on_workers(
         run = replace(stage(whole, tmp_path / "workers"), engine=engine)
         measure(run)
     assert files_of(run.workspace.packing) == expected
+
+
+def test_what_is_skipped_is_of_the_same_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records without ids have the same keys in files of the same name."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        rows = [{"question": f"{folder.name}{i}?", "answer": "It is."} for i in range(5)]
+        write_file(folder / "train.jsonl", lines(rows))
+    beside = {"format": "jsonl", "task": "vqa", "text_only": True}
+    everything = [{**beside, "path": str(folder), "name": folder.name} for folder in folders]
+    measure(own := make_run(everything, tmp_path / "all", **sections()))
+    pack_all(first := stage(own, tmp_path / "first", name="a"))
+    more = {"format": "index", "path": str(own.workspace.root)}
+    pack_all(two := make_run([{**more, "name": n} for n in "ab"], tmp_path / "two", **sections()))
+    for skipped, left in ((first, "bc"), (two, "c")):
+        skip = str(skipped.workspace.root)
+        rest = stage(own, tmp_path / f"rest {left}", skip=skip)
+        assert measure(rest).info.num_skipped == 15 - 5 * len(left)
+        assert {key.partition("/")[0] for key in keys_of(rest)} == {*left}
+    assert f"{two.workspace.root} holds no samples of {folders[2]}" in caplog.text
 
 
 def test_cut_conversations(tmp_path: Path) -> None:
