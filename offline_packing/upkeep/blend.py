@@ -63,11 +63,14 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
         )
     _check(outputs)
     _warn_of_shared_samples(outputs)
+    places = {
+        root: energon_url(root / METADATASET if layout == "references" else root) for root in roots
+    }
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
         weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
         blended = [
-            {"path": _place(root, layout), **({"repetitions": 1} if each_once else {"weight": n})}
+            {"path": places[root], **({"repetitions": 1} if each_once else {"weight": n})}
             for root, n in weights.items()
             if n
         ]
@@ -78,11 +81,6 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
     if each_once:
         about = "# Each pack comes as often per epoch as repetitions say.\n"
     return about + yaml.safe_dump(head, sort_keys=False)
-
-
-def _place(root: Path, layout: str) -> str:
-    """Path at which Energon finds an output."""
-    return energon_url(root / METADATASET if layout == "references" else root)
 
 
 def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
