@@ -47,7 +47,7 @@ from offline_packing.runs.set_aside import (
     aside_while_planning,
 )
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
-from offline_packing.sources.options import place_of
+from offline_packing.sources.options import APART, place_of
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
 from task_encoders.records.record import to_sample
@@ -261,7 +261,10 @@ def _prefixes(
             config.path,
         )
         return same
-    return {i: own for i, own in same.items() if own == prefix} or same
+    # Sources of one place, read in several ways, are told apart by their names.
+    options = {i: {k: v for k, v in sources[i].items() if k not in APART} for i in same}
+    named = [options[i] for i, own in same.items() if own == prefix]
+    return {i: own for i, own in same.items() if not named or options[i] in named}
 
 
 #: Bytes of a medium that are hashed: the first request to remote storage brings them.

@@ -235,7 +235,7 @@ class SourceOptions(BaseModel):
     def format_options(self) -> dict[str, Any]:
         """Options that samples depend on besides format, path and task, without defaults."""
         fields = type(self).model_fields
-        own = {k: v for k, v in self if k not in _APART and v != fields[k].default}
+        own = {k: v for k, v in self if k not in APART and v != fields[k].default}
         return own | ({"skip": self.outputs_skipped} if self.outputs_skipped else {})
 
     @property
@@ -258,7 +258,7 @@ class SourceOptions(BaseModel):
 
 
 #: Options that do not change the samples themselves.
-_APART: Final = frozenset(
+APART: Final = frozenset(
     ("format", "path", "task", "name", "skip", "repeat", "weight", "index", "text_only")
 )
 

@@ -188,6 +188,9 @@ def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
     assert parse_config({**config, "output": output}).source == made.config.source
     read = [one.get("index", "") for one in config["source"]]
     assert read == [*(one["path"] for one in taken), ""]
+    # The folder, called as one of its two sources there, holds nothing new.
+    named = {**data, "name": "data", "skip": str(made.workspace.root)}
+    assert measure(make_run(named, tmp_path / "named", **sections())).info.num_samples == 0
 
 
 @pytest.mark.parametrize("name", ["chats", None])
