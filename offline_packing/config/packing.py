@@ -150,16 +150,12 @@ class PackingConfig(Section):
         assert self.pack.mixture is not None
         names, shares = self.source_names(), self.pack.mixture
         given = {name for name in shares.start | shares.end if shares.mean(name)}
-        if given != {*names}:
-            wrong = min(given ^ {*names})
-            what = "no source" if wrong in given else "a source without a share"
-            raise ValueError(
-                f"pack.mixture: {wrong!r} is {what}; give shares to {', '.join(names)}"
-            )
+        if wrong := given ^ {*names}:
+            what = "no source" if min(wrong) in given else "a source without a share"
+            why = f"{min(wrong)!r} is {what}; give shares to {', '.join(names)}"
+            raise ValueError(f"pack.mixture: {why}")
         if any(source.weight or source.repeat != 1 for source in self.source):
-            raise ValueError(
-                "pack.mixture says how often samples are used; remove weight and repeat"
-            )
+            raise ValueError("pack.mixture sets the uses of samples; remove weight and repeat")
 
     @property
     def task(self) -> str:

@@ -83,7 +83,7 @@ def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Pat
     ):
         for number in range(measured.num_row_groups):
             rows = []
-            for row in measured.read_row_group(number).cast(index.INDEX_SCHEMA).to_pylist():
+            for row in measured.read_row_group(number).to_pylist():
                 advance()
                 cut, content = row["part"], row["content_hash"]
                 key = (cut or row)["key"].removeprefix(other)

@@ -38,7 +38,14 @@ import xxhash
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import RECORD_COLUMNS, own_keys, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
-from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, rewrite_part
+from offline_packing.index.table import (
+    INDEX_SCHEMA,
+    Index,
+    IndexInfo,
+    key_hash,
+    open_table,
+    table_writer,
+)
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import (
@@ -95,11 +102,13 @@ def _rename_part(
     """Replace a part of the index by one with other keys in some rows. `hashes` (num_rows,) are the
     rows' key_hash; a row with another hash is already renamed."""
 
-    def rename(rows: pa.Table, places: slice) -> pa.Table:
-        pending = renamed[places] & (rows["key_hash"].to_numpy() == hashes[places])
-        return _rename_rows(rows, pending) if pending.any() else rows
-
-    rewrite_part(path, rename)
+    begin = 0
+    with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
+        for number in range(part.num_row_groups):
+            rows = part.read_row_group(number)
+            places = slice(begin, begin := begin + len(rows))
+            pending = renamed[places] & (rows["key_hash"].to_numpy() == hashes[places])
+            write(_rename_rows(rows, pending) if pending.any() else rows)
 
 
 def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:

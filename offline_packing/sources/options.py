@@ -182,18 +182,10 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str | Mapping) else value
 
 
-class TrainedBy(BaseModel):
-    """Samples that a training run has trained so far."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    #: output.path of launch.train or launch.train_transformers
-    trained: LocalOrRemotePath
-
-
-#: An item of `skip`: an output, or what a run trained.
+#: An item of `skip`: an output, or {trained: output.path of a training run}.
+_Trained = Annotated[dict[Literal["trained"], LocalOrRemotePath], Field(min_length=1), Tag("run")]
 _Skipped = Annotated[
-    Annotated[LocalOrRemotePath, Tag("output")] | Annotated[TrainedBy, Tag("run")],
+    Annotated[LocalOrRemotePath, Tag("output")] | _Trained,
     Discriminator(lambda one: "output" if isinstance(one, str) else "run"),
 ]
 
@@ -246,7 +238,7 @@ class SourceOptions(BaseModel):
     @property
     def trained_by(self) -> tuple[str, ...]:
         """The training runs of `skip`."""
-        return tuple(one.trained for one in self.skip if isinstance(one, TrainedBy))
+        return tuple(one["trained"] for one in self.skip if not isinstance(one, str))
 
     def reads_within(self, other: "SourceOptions") -> bool:
         """Whether another source reads all that this one reads, in the same way."""
