@@ -105,7 +105,7 @@ class MixtureConfig(Section):
 
     #: shares of the first packs
     start: dict[str, Share]
-    #: and of the last
+    #: shares of the last packs
     end: dict[str, Share]
 
     @field_validator("start", "end")
