@@ -4,6 +4,7 @@ checks for the arguments of functions."""
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import re
 import reprlib
@@ -95,6 +96,8 @@ def _pairs(values: Any) -> Any:
     return tuple(sorted(values.items())) if isinstance(values, Mapping) else values
 
 
+#: Fields that dumps lack where they are off: manifests and fingerprints are those from before them.
+IF_ON: Final = Field(exclude_if=operator.not_)
 #: A mapping, kept as pairs so that it has a hash.
 Values = Annotated[
     tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(_pairs), PlainSerializer(dict)
@@ -106,6 +109,7 @@ LocalOrRemotePath = Annotated[
 LocalOrRemotePaths = Annotated[str | tuple[str, ...], BeforeValidator(_one_or_several)]
 Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=_MAX_INTEGER)]
 NonNegative = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=_MAX_INTEGER)]
+Share = Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)]
 Number = Annotated[float, BeforeValidator(not_bool), Field(ge=0)]
 Integer = Annotated[int, BeforeValidator(not_bool)]
 #: Limits of a pack beside tokens, in `pack.budgets`: the index has a column num_NAME for each, and

@@ -106,7 +106,7 @@ class PackingConfig(Section):
         if self.pack.mixture is not None:
             self._check_mixture()
         kept = {place for source in self.source for place in getattr(source, "keep", ())}
-        where = parse_filters(self.pack.where) if self.pack.where else []
+        where = [] if self.pack.where is None else parse_filters(self.pack.where)
         for column, *_ in itertools.chain(*where):
             if (name := column.partition(" ")[2]) not in kept:
                 raise ValueError(
@@ -150,16 +150,12 @@ class PackingConfig(Section):
         assert self.pack.mixture is not None
         names, shares = self.source_names(), self.pack.mixture
         given = {name for name in shares.start | shares.end if shares.share(name)}
-        if given != {*names}:
-            wrong = min(given ^ {*names})
-            what = "no source" if wrong in given else "a source without a share"
-            raise ValueError(
-                f"pack.mixture: {wrong!r} is {what}; give shares to {', '.join(names)}"
-            )
+        if wrong := given ^ {*names}:
+            what = "no source" if min(wrong) in given else "a source without a share"
+            why = f"{min(wrong)!r} is {what}; give shares to {', '.join(names)}"
+            raise ValueError(f"pack.mixture: {why}")
         if any(source.weight or source.repeat != 1 for source in self.source):
-            raise ValueError(
-                "pack.mixture says how often samples are used; remove weight and repeat"
-            )
+            raise ValueError("pack.mixture sets the uses of samples; remove weight and repeat")
 
     @property
     def task(self) -> str:
@@ -248,8 +244,8 @@ class PackingConfig(Section):
         ]
 
 
-#: Options that may stand beside format index; the last four are this run's own.
-_BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "weight")
+#: Options that may stand beside format index; all but the first three are this run's own.
+_BESIDE_INDEX: Final = ("format", "path", "task", "name", "skip", "repeat", "weight", "text_only")
 
 
 def _measured_from(source: Any) -> list[Any]:

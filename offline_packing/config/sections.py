@@ -3,31 +3,28 @@
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
 from offline_packing.engines import ENGINES
-from offline_packing.index.chosen import parse_filters
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.layout import RankLayout
 from task_encoders.field_types import (
+    IF_ON,
     BudgetName,
     Count,
     LocalOrRemotePath,
     NonNegative,
-    not_bool,
+    Share,
     one_of,
 )
 from task_encoders.packs.pack_format import cut_multiple
@@ -107,9 +104,9 @@ class MixtureConfig(Section):
     a line. Their mean decides how often samples are used, as weights do."""
 
     #: shares of the first packs
-    start: dict[str, Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)]]
-    #: and of the last
-    end: dict[str, Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)]]
+    start: dict[str, Share]
+    #: shares of the last packs
+    end: dict[str, Share]
 
     @field_validator("start", "end")
     @classmethod
@@ -126,16 +123,6 @@ class MixtureConfig(Section):
 def _as_section(value: Any) -> Any:
     """{} for true, and None for false."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
-
-
-#: Options that `PackConfig` dumps only if they are on.
-_RARE: Final = ("share_prefixes", "mixture", "where")
-
-
-def _check_filters(filters: list[Any] | None) -> list[Any] | None:
-    if filters is not None:
-        parse_filters(filters)
-    return filters
 
 
 class PackConfig(PlanOptions, Section):
@@ -156,15 +143,17 @@ class PackConfig(PlanOptions, Section):
     #: plans this many epochs, each with other packs of the train split; layout references only
     epochs: Count = 1
     #: store once what samples share at their beginning, media included: true, or {max_branches: 16}
-    share_prefixes: Annotated[SharePrefixesConfig | None, BeforeValidator(_as_section)] = None
+    share_prefixes: Annotated[SharePrefixesConfig | None, BeforeValidator(_as_section), IF_ON] = (
+        None
+    )
     #: shares of the tokens that go from {captions: .7, docs: .3} at the start of the plan to others
     #: at its end: {start: …, end: …}; not with weight or repeat
-    mixture: MixtureConfig | None = None
+    mixture: Annotated[MixtureConfig | None, IF_ON] = None
     #: which samples are packed, by fields of source.keep: filters of pyarrow that must all hold,
     #: [[relevance_min, '>=', 3], [source, 'not in', [web]]], or lists of them, one of which must
-    where: Annotated[list[Any] | None, AfterValidator(_check_filters)] = None
+    where: Annotated[list[Any] | None, IF_ON] = None
     #: nothing is written if a larger share of the samples is set aside
-    max_set_aside: Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=1)] = 0.05
+    max_set_aside: Share = 0.05
 
     @model_validator(mode="before")
     @classmethod
@@ -175,13 +164,6 @@ class PackConfig(PlanOptions, Section):
             case {"ranks": int(count), "tokens_per_rank": int(room)} if "seq_length" not in content:
                 return {**content, "seq_length": count * room}
         return content
-
-    @model_serializer(mode="wrap")
-    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Options of plans that few need only if they are on: manifests and fingerprints are those
-        from before them."""
-        content: dict[str, Any] = serialize(self)
-        return {name: v for name, v in content.items() if name not in _RARE or v is not None}
 
     @property
     def layout(self) -> RankLayout | None:

@@ -19,7 +19,7 @@ def parse_filters(filters: Any) -> list[list[tuple[str, str, Any]]]:
     """pyarrow's filters as a list of lists of clauses: all of one list must hold. Columns are
     'number FIELD' or 'text FIELD', as their values say. Raises ValueError naming a bad clause."""
     if not _is_list(filters) or not all(map(_is_list, filters)):
-        raise ValueError(f"{filters!r} is not a list of clauses; {_FORM}")
+        raise ValueError(f"pack.where: {filters!r} is not a list of clauses; {_FORM}")
     any_of = filters if all(_is_list(one) for own in filters for one in own) else [filters]
     return [[_parse_clause(clause) for clause in all_of] for all_of in any_of]
 
@@ -29,21 +29,25 @@ def _is_list(value: Any) -> bool:
 
 
 def _parse_clause(clause: Any) -> tuple[str, str, Any]:
+    where = f"pack.where: {clause!r}"
     if len(clause) != 3 or not all(isinstance(one, str) for one in clause[:2]):
-        raise ValueError(f"{clause!r} is not a clause of field, operator and value; {_FORM}")
+        raise ValueError(f"{where} is not a clause of field, operator and value; {_FORM}")
     name, op, value = clause
     if _is_list(value) != (op in ("in", "not in")):
-        raise ValueError(f"{clause!r}: 'in' and 'not in' take a list, other operators one value")
-    found = [kept_value(one) for one in (value if _is_list(value) else [value])]
-    kinds = ["number" if one and one["text"] is None else "text" for one in found]
-    if None in found or len(set(kinds)) > 1:
-        raise ValueError(f"{clause!r} compares with something else than numbers, or short texts")
-    values = [one[kind] for one, kind in zip(found, kinds, strict=True) if one]
+        raise ValueError(f"{where}: 'in' and 'not in' take a list, other operators one value")
+    given = value if _is_list(value) else [value]
+    found = [own for one in given if (own := kept_value(one)) is not None]
+    # Large integers, which have both, are less or more by their number and equal by their text.
+    by_number = op[:1] in ("<", ">") and not isinstance(value, str)
+    kinds = ["number" if by_number or one["text"] is None else "text" for one in found]
+    if len(found) < len(given) or len({*kinds}) > 1:
+        raise ValueError(f"{where} compares with something else than numbers, or short texts")
+    values = [one[kind] for one, kind in zip(found, kinds, strict=True)]
     parsed = f"{kinds[0]} {name}", op, values if _is_list(value) else values[0]
     try:
         pq.filters_to_expression([parsed])
     except ValueError as error:
-        raise ValueError(f"{clause!r}: {error} Choose ==, !=, <, >, <=, >=, in, not in") from error
+        raise ValueError(f"{where}: {error} Choose ==, !=, <, >, <=, >=, in, not in") from error
     return parsed
 
 

@@ -246,17 +246,6 @@ def table_writer(
             writer.add_key_value_metadata(dict(notes))
 
 
-def rewrite_part(path: Path, change: Callable[[pa.Table, slice], pa.Table]) -> None:
-    """Replace a part of the index by the rows that `change` returns: it gets some rows, and their
-    places in the part."""
-    with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
-        begin = 0
-        for number in range(part.num_row_groups):
-            rows = part.read_row_group(number).cast(INDEX_SCHEMA)
-            write(change(rows, slice(begin, begin + len(rows))))
-            begin += len(rows)
-
-
 @contextmanager
 def open_table(path: Path) -> Iterator[pq.ParquetFile]:
     """A Parquet file to read from, mapped into memory if it is local."""
@@ -317,8 +306,7 @@ class Index:
             raise DamagedError(
                 f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
-        # Flags were narrower once.
-        return table.select(list(columns)).cast(pa.schema(map(INDEX_SCHEMA.field, columns)))
+        return table.select(list(columns))
 
     def array(self, column: str) -> npt.NDArray[Any]:
         """A numeric column as an array (num_samples,)."""

@@ -35,7 +35,7 @@ def scan_index(config: PackingConfig, source_id: int) -> Scan:
     """The parts of a source's index that hold its samples. Raises StageError if the index is not
     complete, or measuring with these settings would give other rows."""
     output = str(config.source[source_id].index)
-    workspace, info = Workspace(path_of(output)), index.load_info(output)
+    workspace, info = Workspace(path_of(output).resolve()), index.load_info(output)
     prefixes = [str(info.fingerprint[f"source.{i}.key_prefix"]) for i in range(len(info.sources))]
     prefix = config.key_prefixes()[source_id]
     number = prefixes.index(prefix) if prefix in prefixes else 0
@@ -68,7 +68,10 @@ def scan_index(config: PackingConfig, source_id: int) -> Scan:
 def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Path, Path]) -> None:
     """Write the two tables of a part without the records that source.skip names, as `measure_part`
     does. Raises DamagedError if the part is not as it was measured."""
-    paths = [_intact(*table) for table in part.tables]
+    paths = [kept_copy(*table) for table in part.tables]
+    for copy, (path, recorded) in zip(paths, part.tables, strict=True):
+        if not copy.exists() or hash_file(copy) != recorded:
+            raise DamagedError(f"{path} is not as it was measured; {REMEDY}")
     own, other = source.key_prefix, part.key_prefix
     notes: dict[str, str] = {}
     num_skipped, split, last = 0, Counter[str](), (0, 0, 0)
@@ -80,7 +83,7 @@ def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Pat
     ):
         for number in range(measured.num_row_groups):
             rows = []
-            for row in measured.read_row_group(number).cast(index.INDEX_SCHEMA).to_pylist():
+            for row in measured.read_row_group(number).to_pylist():
                 advance()
                 cut, content = row["part"], row["content_hash"]
                 key = (cut or row)["key"].removeprefix(other)
@@ -113,11 +116,3 @@ def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Pat
         notes |= {name.decode(): note.decode() for name, note in aside.metadata.metadata.items()}
         notes |= {"num_skipped": str(num_skipped), "split": orjson.dumps(split).decode()}
         del notes["ARROW:schema"]
-
-
-def _intact(path: Path, recorded: str) -> Path:
-    """A file of another output; of an object, a copy that this process keeps."""
-    copy = kept_copy(path, recorded)
-    if not copy.exists() or hash_file(copy) != recorded:
-        raise DamagedError(f"{path} is not as it was measured; {REMEDY}")
-    return copy

@@ -38,7 +38,14 @@ import xxhash
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import RECORD_COLUMNS, own_keys, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
-from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash, rewrite_part
+from offline_packing.index.table import (
+    INDEX_SCHEMA,
+    Index,
+    IndexInfo,
+    key_hash,
+    open_table,
+    table_writer,
+)
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import (
@@ -47,9 +54,10 @@ from offline_packing.runs.set_aside import (
     aside_while_planning,
 )
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
-from offline_packing.sources.options import place_of
+from offline_packing.sources.options import APART, place_of
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
+from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.storage.paths import REMEDY, path_of
 
@@ -94,11 +102,13 @@ def _rename_part(
     """Replace a part of the index by one with other keys in some rows. `hashes` (num_rows,) are the
     rows' key_hash; a row with another hash is already renamed."""
 
-    def rename(rows: pa.Table, places: slice) -> pa.Table:
-        pending = renamed[places] & (rows["key_hash"].to_numpy() == hashes[places])
-        return _rename_rows(rows, pending) if pending.any() else rows
-
-    rewrite_part(path, rename)
+    begin = 0
+    with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
+        for number in range(part.num_row_groups):
+            rows = part.read_row_group(number)
+            places = slice(begin, begin := begin + len(rows))
+            pending = renamed[places] & (rows["key_hash"].to_numpy() == hashes[places])
+            write(_rename_rows(rows, pending) if pending.any() else rows)
 
 
 def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
@@ -162,7 +172,7 @@ def is_known(source: Source, record: SourceRecord) -> bool:
     if source.known is None or not record.own_id or isinstance(record.content, SampleError):
         return False
     try:
-        sample = source.to_sample(record.content, record.key, record.paired_media)
+        sample = to_sample(record.content, record.key, source.task, record.paired_media)
     except SampleError:
         return False
     media = map(record.embedded.get, (*sample.images, *sample.videos))
@@ -241,8 +251,11 @@ def _prefixes(
     place = place_of(config.model_dump())
     same = {i: own for i, own in theirs.items() if place_of(sources[i]) == place}
     if not same:
-        named = {i: own for i, own in theirs.items() if own == prefix}
-        same = named or (theirs if len(theirs) == 1 else {})
+        same = {i: own for i, own in theirs.items() if own == prefix}
+        if not same and config.index is not None:  # skip is of all sources of that index
+            logger.warning("source.skip: %s holds no samples of %s", workspace.root, config.path)
+            return {}
+        same = same or (theirs if len(theirs) == 1 else {})
         if not same:
             names = ", ".join(sorted(own.rstrip("/") for own in theirs.values()))
             raise StageError(
@@ -257,7 +270,10 @@ def _prefixes(
             config.path,
         )
         return same
-    return {i: own for i, own in same.items() if own == prefix} or same
+    # Sources of one place, read in several ways, are told apart by their names.
+    options = {i: {k: v for k, v in sources[i].items() if k not in APART} for i in same}
+    named = [options[i] for i, own in same.items() if own == prefix]
+    return {i: own for i, own in same.items() if not named or options[i] in named}
 
 
 #: Bytes of a medium that are hashed: the first request to remote storage brings them.

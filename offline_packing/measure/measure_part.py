@@ -513,7 +513,7 @@ class Measuring:
             "content_hash": hash_content(sample, embedded) if record.own_id else 0,
             "sample_hash": hash_sample(sample, found.media_hashes),
             "group_hash": hash_group(source, record.content),
-            "kept": record.content.get(KEPT) if source.fields.keep else None,
+            "kept": record.content.get(KEPT) if source.fields.beside else None,
             "source_id": self.task.source_id,
             "task": source.task,
         }

@@ -3,7 +3,6 @@
 They are plain values, as in report.json.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -362,7 +361,11 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
         first, *others = splits
         in_first = _packed(packs, splits[first], total)
         for name in others:
-            shared = _shared(samples, _packed(packs, splits[name], total), in_first)
+            own = _packed(packs, splits[name], total)
+            shared = [
+                count_shared(*(hashes_of(samples, column, chosen) for chosen in (own, in_first)))
+                for column in ("media_hash", "sample_hash")
+            ]
             if any(count for count, _ in shared):
                 media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
                 lines.append(
@@ -440,23 +443,14 @@ def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
     return flags
 
 
-def _shared(samples: Index, own: Flags, others: Flags) -> list[tuple[int, int]]:
-    """Return (shared, total) counts of distinct media, then of distinct samples, between two sets.
-    Only the hashes of `own` are held."""
-    counts = []
-    for column in ("media_hash", "sample_hash"):
-        hashes = functools.partial(hashes_of, samples, column)
-        held = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes(own)]))
-        counts.append((count_held(held, hashes(others)), len(held)))
-    return counts
-
-
-def count_held(held: Hashes, parts: Iterable[Hashes]) -> int:
-    """Return how many of some different, sorted hashes are in the parts."""
+def count_shared(own: Iterable[Hashes], others: Iterable[Hashes]) -> tuple[int, int]:
+    """Return how many of some different hashes others have, too, and their number. Both come in
+    parts; only `own` are held."""
+    held = np.unique(np.concatenate([np.empty(0, np.uint64), *own]))
     found = np.zeros(len(held), bool)
-    for part in parts:
+    for part in others:
         found |= np.isin(held, part)
-    return int(np.count_nonzero(found))
+    return int(np.count_nonzero(found)), len(held)
 
 
 def hashes_of(samples: Index, column: str, chosen: Flags) -> Iterator[Hashes]:

@@ -250,17 +250,11 @@ class Source(ABC):
         except SampleError as error:
             raise ChangedError(self.root.path(locator.container), error) from error
 
-    def to_sample(
-        self, content: Mapping[str, Any], key: str, paired_media: Sequence[str] | None = None
-    ) -> SourceSample:
-        """The sample of a record's JSON. Raises SampleError if the record cannot be used."""
-        return to_sample(content, key, self.task, paired_media, self.fields.ratings(content))
-
     def sample(self, record: "SourceRecord", key: str) -> SourceSample:
         """The sample of a record. Raises SampleError if it must be set aside."""
         if isinstance(record.content, SampleError):
             raise record.content
-        sample = self.to_sample(record.content, key, record.paired_media)
+        sample = to_sample(record.content, key, self.task, record.paired_media)
         if not self.options.ignore_prompts:
             check_prompts_are_shown(sample)
         limits = self.options
@@ -280,7 +274,7 @@ class Source(ABC):
         # A record that names no media was paired with one; its name no longer matters.
         paired = ("paired.mp4",) if num_videos else ("paired",) if num_images else None
         try:
-            sample = self.to_sample(self.read(locator), key, paired)
+            sample = to_sample(self.read(locator), key, self.task, paired)
         except SampleError as error:
             raise ChangedError(f"sample {key!r}", error) from error
         if (len(sample.images), len(sample.videos)) != (num_images, num_videos):
@@ -307,7 +301,7 @@ class Source(ABC):
         at, text_hash = record_around(locator)
         try:
             if self._texts is None or self._texts[0] != at:
-                media = self.to_sample(self.read(at), "", ("paired",)).media
+                media = to_sample(self.read(at), "", self.task, ("paired",)).media
                 self._texts = at, {hash_text(name): name for name in media if is_inline(name)}
             data = decode_inline(self._texts[1].get(text_hash, "data:"))
         except SampleError as error:

@@ -72,7 +72,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for name in record.unread[1]:
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
-    for name in content.keys() - _RECORD_FIELDS - fields.named.keys() - fields.beside:
+    for name in content.keys() - _RECORD_FIELDS - fields.named.keys() - fields.columns_beside:
         if _holds_media(name, content[name], used):
             yield f"field {name!r} {UNUSED_MEDIA}; name it in source.fields", _shown(content[name])
         elif name not in told and (text := _lost_text(name, content[name], used)):

@@ -22,24 +22,20 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
+    Tag,
     model_validator,
 )
 
-from task_encoders.field_types import (
-    Count,
-    LocalOrRemotePath,
-    not_bool,
-)
+from task_encoders.field_types import IF_ON, Count, LocalOrRemotePath, not_bool
 from task_encoders.records.questions import (
     ANSWER_FIELDS,
     DIALOGUE_FIELDS,
     PROMPT_FIELDS,
     with_input,
 )
-from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS
+from task_encoders.records.record import MEDIA_FIELDS, RATED, RECORD_FIELDS
 from task_encoders.samples.limits import MAX_MEDIA, MAX_MESSAGES, MAX_TEXT_LENGTH
 
 #: More copies of a sample than this are taken for a typing error.
@@ -59,10 +55,8 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     "caption": (*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
     "group": (),
 }
-#: Names in a mapped record of what is taken out of it beside its sample's fields, by place: by
-#: `keep` a `kept_value`, by `min_rating` the list and its minimum.
+#: Name in a mapped record of what `keep` takes out of it: a `kept_value` by place.
 KEPT: Final = "source.keep"
-RATED: Final = "source.min_rating"
 #: Characters of a text that is kept, and the largest integer that is exact as float64.
 _MAX_KEPT: Final = 256
 _MAX_EXACT: Final = 2**53
@@ -86,10 +80,15 @@ class FieldMap:
                 raise ValueError(
                     f"source.fields.{name} is not a known field; valid: {', '.join(_REPLACED)}"
                 )
-        self._steps = {name: _steps(f"fields.{name}", place) for name, place in fields.items()}
-        #: what `keep` names, as steps
-        self.keep = {place: _steps("keep", place) for place in keep}
-        self._rated = {at: (_steps("min_rating", at), least) for at, least in min_rating.items()}
+        self._steps = {name: _steps(f"source.fields.{name}", at) for name, at in fields.items()}
+        self._least = min_rating
+        places = {KEPT: keep, RATED: min_rating}
+        #: places that are read beside these of a sample's fields, by the name of their values
+        self.beside = {
+            name: {place: _steps(name, place) for place in own}
+            for name, own in places.items()
+            if own
+        }
         #: the record's own fields that a place was given for, by canonical field
         self.named = {name: steps[0] for name, steps in self._steps.items()}
         replaced = {old for name in fields for old in _REPLACED[name]}
@@ -99,9 +98,9 @@ class FieldMap:
         #: that it is about, beside Alpaca's instruction
         is_alpaca = self._steps.get("question") == ("instruction",)
         self._input = {"input"} - set(self.named.values()) if is_alpaca else set()
-        #: the record's own fields that are read beside these of a sample
-        beside = *self.keep.values(), *(steps for steps, _ in self._rated.values())
-        self.beside = {steps[0] for steps in beside} - FieldMap.columns(self)
+        first = {steps[0] for own in self.beside.values() for steps in own.values()}
+        #: the record's own fields that are read for `beside` alone
+        self.columns_beside = first - FieldMap.columns(self)
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -118,7 +117,7 @@ class FieldMap:
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The record with the named fields, if it has them, under their canonical names, and with
         KEPT and RATED if these are asked for."""
-        if not (self._steps or self.keep or self._rated):
+        if not (self._steps or self.beside):
             return content
         kept = {name: value for name, value in content.items() if name not in self._dropped}
         found = {name: follow(content, steps) for name, steps in self._steps.items()}
@@ -128,41 +127,38 @@ class FieldMap:
             and isinstance(kept.get("input"), str)
         ):
             found["question"] = with_input(found["question"], kept.pop("input"))
-        if self.keep:
-            found[KEPT] = {at: kept_value(follow(content, own)) for at, own in self.keep.items()}
-        if self._rated:
-            rated = self._rated.items()
-            found[RATED] = {at: (follow(content, own), least) for at, (own, least) in rated}
+        for name, places in self.beside.items():
+            values = ((at, follow(content, steps)) for at, steps in places.items())
+            found[name] = {
+                at: kept_value(value) if name == KEPT else (value, self._least[at])
+                for at, value in values
+                if value is not None
+            }
         return kept | {name: value for name, value in found.items() if value is not None}
-
-    def ratings(self, content: Mapping[str, Any]) -> Mapping[str, tuple[Any, float]]:
-        """The list and the minimum by place, of a record that `apply` returned."""
-        return content.get(RATED, {}) if self._rated else {}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
         """'source.fields.images=picture' for each place that gave `apply` no value."""
         absent = self._steps.keys() - content.keys() if self._steps else ()
         places = [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
-        rated, kept = self.ratings(content), content.get(KEPT, {}) if self.keep else {}
-        unrated = (at for at in self._rated if rated.get(at, (None,))[0] is None)
-        places += [f"source.min_rating.{at}" for at in unrated]
-        unkept = (at for at in self.keep if kept.get(at) is None)
-        return places + [f"source.keep={at} (a number or a short text)" for at in unkept]
+        for name, own in self.beside.items():
+            form = " (a number or a short text)" if name == KEPT else ""
+            given = content.get(name, {})
+            places += [f"{name}={at}{form}" for at in own if given.get(at) is None]
+        return places
 
 
 def _steps(option: str, place: str) -> tuple[str, ...]:
     if not _PATH.fullmatch(place):
-        raise ValueError(f"source.{option}={place!r} is not a path such as captions[0].content")
+        raise ValueError(f"{option}={place!r} is not a path such as captions[0].content")
     return tuple(_STEP.findall(place))
 
 
 def kept_value(value: Any) -> dict[str, float | str | None] | None:
     """{number, text} of a number, true or false (1 or 0), or a text of at most 256 characters; None
-    of anything else. A text that spells a number has both, and a large integer is a text."""
-    if isinstance(value, int) and abs(value) > _MAX_EXACT:
-        return {"number": None, "text": str(value)}
+    of anything else. A text that spells a number has both, as has a large integer."""
     if isinstance(value, int | float):
-        return {"number": float(value), "text": None}
+        is_exact = isinstance(value, float) or abs(value) <= _MAX_EXACT
+        return {"number": float(value), "text": None if is_exact else str(value)}
     if not isinstance(value, str) or len(value) > _MAX_KEPT:
         return None
     number = float(value) if _NUMBER.fullmatch(value) else math.inf
@@ -186,13 +182,12 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str | Mapping) else value
 
 
-class TrainedBy(BaseModel):
-    """Samples that a training run has trained so far."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    #: output.path of launch.train or launch.train_transformers
-    trained: LocalOrRemotePath
+#: An item of `skip`: an output, or {trained: output.path of a training run}.
+_Trained = Annotated[dict[Literal["trained"], LocalOrRemotePath], Field(min_length=1), Tag("run")]
+_Skipped = Annotated[
+    Annotated[LocalOrRemotePath, Tag("output")] | _Trained,
+    Discriminator(lambda one: "output" if isinstance(one, str) else "run"),
+]
 
 
 class SourceOptions(BaseModel):
@@ -211,13 +206,13 @@ class SourceOptions(BaseModel):
     #: outputs, here or at a URL, whose samples, packed or set aside, are left out; not those that
     #: the outputs left out on purpose, or as overlong for shorter packs. {trained: RUN} leaves out
     #: what a run of launch.train or launch.train_transformers trained before this is planned
-    skip: Annotated[tuple[LocalOrRemotePath | TrainedBy, ...], BeforeValidator(listed)] = ()
+    skip: Annotated[tuple[_Skipped, ...], BeforeValidator(listed)] = ()
     #: how often each sample is used; a fraction uses part of the samples once more
     repeat: Annotated[float, BeforeValidator(not_bool), Field(gt=0, le=MAX_REPEAT)] = 1
     #: share of all tokens, in proportion to the other sources' weights
     weight: Annotated[float, BeforeValidator(not_bool), Field(gt=0)] | None = None
     #: the output whose index holds its samples; set by format index
-    index: Annotated[LocalOrRemotePath | None, Field(exclude_if=lambda path: path is None)] = None
+    index: Annotated[LocalOrRemotePath | None, IF_ON] = None
     #: train answers as captions, without their prompts
     ignore_prompts: bool = False
     #: without images and videos on purpose; captioning and vqa refuse such a source otherwise
@@ -229,16 +224,10 @@ class SourceOptions(BaseModel):
     #: a sample with more images and videos is set aside
     max_media: Count = MAX_MEDIA
 
-    @model_serializer(mode="wrap")
-    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Later options only if they are on: manifests are those from before."""
-        content: dict[str, Any] = serialize(self)
-        return {name: value for name, value in content.items() if name not in _LATER or value}
-
     def format_options(self) -> dict[str, Any]:
         """Options that samples depend on besides format, path and task, without defaults."""
         fields = type(self).model_fields
-        own = {k: v for k, v in self if k not in _APART and v != fields[k].default}
+        own = {k: v for k, v in self if k not in APART and v != fields[k].default}
         return own | ({"skip": self.outputs_skipped} if self.outputs_skipped else {})
 
     @property
@@ -249,21 +238,19 @@ class SourceOptions(BaseModel):
     @property
     def trained_by(self) -> tuple[str, ...]:
         """The training runs of `skip`."""
-        return tuple(one.trained for one in self.skip if isinstance(one, TrainedBy))
+        return tuple(one["trained"] for one in self.skip if not isinstance(one, str))
 
     def reads_within(self, other: "SourceOptions") -> bool:
         """Whether another source reads all that this one reads, in the same way."""
         path, around = Path(self.path).resolve(), Path(other.path).resolve()
         same = (self.format, self.format_options()) == (other.format, other.format_options())
         # What two outputs measured of one folder may be apart, by source.skip.
-        apart = self.index and other.index and self.index != other.index
-        return same and not apart and path.is_relative_to(around)
+        indexes = {Path(one.index).resolve() for one in (self, other) if one.index}
+        return same and len(indexes) < 2 and path.is_relative_to(around)
 
 
-#: Options that dumps leave out where they are off.
-_LATER: Final = frozenset(("index", "keep", "min_rating"))
 #: Options that do not change the samples themselves.
-_APART: Final = frozenset(
+APART: Final = frozenset(
     ("format", "path", "task", "name", "skip", "repeat", "weight", "index", "text_only")
 )
 
@@ -275,10 +262,10 @@ class FieldOptions(SourceOptions):
     fields: dict[str, str] = {}
     #: places of numbers and short texts in a record that the index keeps, for pack.where:
     #: [relevance_min, meta.source]
-    keep: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
+    keep: Annotated[tuple[str, ...], BeforeValidator(listed), IF_ON] = ()
     #: leave out turns whose entry in a list of ratings, one for each turn, is lower; their images
     #: and videos stay: {relevance_ratings: 3}
-    min_rating: dict[str, float] = {}
+    min_rating: Annotated[dict[str, float], IF_ON] = {}
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:

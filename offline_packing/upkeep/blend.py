@@ -24,7 +24,7 @@ import yaml
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.figures import Hashes, count_held, hashes_of
+from offline_packing.runs.figures import Hashes, count_shared, hashes_of
 from offline_packing.runs.manifest import hash_plan, require_manifest
 from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import read_json
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
+#: Reads a column of hashes of some samples, part by part.
+_Hashes = Callable[[str], Iterator[Hashes]]
 
 
 def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
@@ -60,13 +62,15 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
             "blend; pack it with output.layout=energon"
         )
     _check(outputs)
-    _warn_of_same_data(outputs)
-    _warn_of_shared_media(outputs)
+    _warn_of_shared_samples(outputs)
+    places = {
+        root: energon_url(root / METADATASET if layout == "references" else root) for root in roots
+    }
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
         weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
         blended = [
-            {"path": _place(root, layout), **({"repetitions": 1} if each_once else {"weight": n})}
+            {"path": places[root], **({"repetitions": 1} if each_once else {"weight": n})}
             for root, n in weights.items()
             if n
         ]
@@ -79,39 +83,25 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
     return about + yaml.safe_dump(head, sort_keys=False)
 
 
-def _place(root: Path, layout: str) -> str:
-    """Path at which Energon finds an output."""
-    return energon_url(root / METADATASET if layout == "references" else root)
-
-
-def _warn_of_same_data(outputs: Mapping[Path, Manifest]) -> None:
-    """Warn of two outputs that were packed from the same files without source.skip between them."""
-    first: dict[tuple[object, ...], Path] = {}
-    for root, manifest in outputs.items():
-        for number, source in enumerate(manifest.config["source"]):
-            own = f"source.{number}."
-            read = {k.removeprefix(own): v for k, v in manifest.fingerprint.items() if own in k}
-            same = tuple(sorted((k, v) for k, v in read.items() if k not in ("key_prefix", "task")))
-            other = first.setdefault(same, root)
-            if other != root and not source.get("skip"):
-                logger.warning(
-                    "%s and %s were both packed from %s: its samples come twice, and one's val "
-                    "split may be trained in the other; blend one of them, or pack new samples "
-                    "only, by source.skip",
-                    other,
-                    root,
-                    source["path"],
-                )
-
-
-def _warn_of_shared_media(outputs: Mapping[Path, Manifest]) -> None:
-    """Warn of images and videos that one output is validated on, and another trains. An output
-    without the index and plan of its packs is not compared."""
-    hashes = {root: _media_hashes(root, manifest) for root, manifest in outputs.items()}
-    for (one, splits), (other, others) in itertools.permutations(hashes.items(), 2):
+def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
+    """Warn of samples that two outputs hold, and of images and videos that one output is validated
+    on, and another trains. An output without the index and plan of its packs is not compared."""
+    packed = {root: _packed_samples(root, manifest) for root, manifest in outputs.items()}
+    for (other, others), (one, splits) in itertools.combinations(packed.items(), 2):
+        parts = ((read("sample_hash") for read in own.values()) for own in (splits, others))
+        count, held = count_shared(*map(itertools.chain.from_iterable, parts))
+        if count:
+            logger.warning(
+                "%s: %d of %d samples are in %s, too: they come twice, and the val split of one "
+                "may be trained in the other; blend one of them, or pack other samples by "
+                "source.skip or pack.where",
+                *(one, count, held, other),
+            )
+    for (one, splits), (other, others) in itertools.permutations(packed.items(), 2):
         for split in sorted(splits.keys() - {"train"}):
-            held = np.unique(np.concatenate(list(splits[split]())))
-            if count := count_held(held, others.get("train", tuple)()):
+            trained = others["train"]("media_hash") if "train" in others else ()
+            count, held = count_shared(splits[split]("media_hash"), trained)
+            if count:
                 settings = [outputs[root].config["output"] for root in (one, other)]
                 first, second = ((own.get("split"), own.get("split_seed", 0)) for own in settings)
                 remedy = "pack both with one output.split and output.split_seed"
@@ -122,23 +112,23 @@ def _warn_of_shared_media(outputs: Mapping[Path, Manifest]) -> None:
                     )
                 logger.warning(
                     "%s: %d of %d images and videos in split %s stand in the train split of %s; %s",
-                    *(one, count, len(held), split, other, remedy),
+                    *(one, count, held, split, other, remedy),
                 )
 
 
-def _media_hashes(root: Path, manifest: Manifest) -> dict[str, Callable[[], Iterator[Hashes]]]:
-    """Per split, a function that reads the hashes of its media part by part."""
+def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
+    """Per split, a function that reads a column of hashes of its samples, part by part."""
     workspace = Workspace(root)
     info, stage = IndexInfo.load(workspace.index_info), read_json(workspace.plan_info)
     if info is None or stage is None or hash_plan(stage) != manifest.plan:
         return {}
-    found: dict[str, Callable[[], Iterator[Hashes]]] = {}
+    found: dict[str, _Hashes] = {}
     samples, plan, first = Index(workspace.index, info), PackPlan.load(workspace.plan), 0
     for split, count in manifest.counts.packs.items():
         bounds = plan.pack_offsets[[first, first := first + count]]
         chosen = np.zeros(info.num_samples, bool)
         chosen[plan.sample_ids[slice(*bounds)]] = True
-        found[split] = partial(hashes_of, samples, "media_hash", chosen)
+        found[split] = partial(hashes_of, samples, chosen=chosen)
     return found
 
 

@@ -20,7 +20,6 @@ import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -73,6 +72,10 @@ RECORD_FIELDS: Final = (
     *(SENTENCES, PICTURES, *DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
 )
 
+#: Field with lists that rate the turns, {place: (a list, the least that a turn needs)}: see
+#: `source.min_rating`.
+RATED: Final = "source.min_rating"
+
 #: Marks in texts that ms-swift replaces by what a record's "objects" hold.
 _BOX_MARKS: Final = ("<bbox>", "<ref-object>")
 
@@ -114,11 +117,9 @@ def to_sample(
     key: str,
     task: str,
     paired_media: Sequence[str] | None = None,
-    ratings: Mapping[str, tuple[Any, float]] = MappingProxyType({}),
 ) -> SourceSample:
     """The sample of a parsed record. `paired_media` are images and videos with the record's name,
-    where the format pairs by name; `ratings`, by name, a list with an entry for each turn, and the
-    least that a turn needs. Raises SampleError if the record cannot be used."""
+    where the format pairs by name. Raises SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     refuse_codec_input(content.get("patch_positions"))
@@ -136,7 +137,8 @@ def to_sample(
     tools = "".join([read_tools(content[name]) for name in _TOOLS if content.get(name)])
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
-    sample = _well_rated(sample, ratings) if ratings else sample
+    if content.get(RATED):
+        sample = _well_rated(sample, content[RATED])
     check_sample(sample)
     _check_places(sample)
     if content.get("objects"):
@@ -204,33 +206,33 @@ def _mark_videos(turns: list[Turn], num_videos: int, task: str) -> list[Turn]:
 
 
 def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) -> SourceSample:
-    """The sample without turns that have an entry below its minimum; an entry or a list that is
-    null keeps them, as in nanoVLM (data/datasets.py). Their placeholders go to the next turn, or to
-    the end of the last one. Raises SampleError: bad_record; not_chosen, where no turn is left."""
-    turns, is_low = sample.turns, [False] * len(sample.turns)
+    """The sample without turns that have an entry below its minimum; an entry that is null, or an
+    empty text for the list, keeps them, as in nanoVLM (data/datasets.py). Their placeholders go to
+    the next turn, or to the end of the last one. Raises SampleError: bad_record; not_chosen, where
+    no turn is left."""
+    turns, low = sample.turns, set[int]()
     for name, (given, least) in ratings.items():
-        entries = [None] * len(turns) if given is None else parsed(given, name)
+        entries = parsed(given, name) if isinstance(given, str) else given
+        if entries is None:
+            continue
         are_entries = isinstance(entries, list) and len(entries) == len(turns)
         if not are_entries or not all(one is None or is_scalar(one) for one in entries):
             raise SampleError("bad_record", f"{name!r} is no list of {len(turns)} numbers or nulls")
-        for i, entry in enumerate(entries):
-            is_low[i] |= entry is not None and entry < least
-    if all(is_low):
+        low |= {i for i, entry in enumerate(entries) if entry is not None and entry < least}
+    if len(low) == len(turns):
         limits = ", ".join(f"{name} {least:g}" for name, (_, least) in ratings.items())
         raise SampleError("not_chosen", f"each turn is below source.min_rating ({limits})")
     chosen, held = list[Turn](), ""
-    for turn, is_left_out in zip(turns, is_low, strict=True):
+    for i, turn in enumerate(turns):
         said = [*turn.before, (turn.role, turn.prompt)]
         found = ["".join(split_at_media(sample, text)[1::2]) for _, text in said]
-        if is_left_out:
+        if i in low:
             held += "".join(found)
-        elif held:  # in front of its own media: they are in this order
-            first = next((i for i, own in enumerate(found) if own), -1)
-            said[first] = said[first][0], held + said[first][1]
-            chosen.append(replace(turn, before=tuple(said[:-1]), prompt=said[-1][1]))
-            held = ""
-        else:
-            chosen.append(turn)
+            continue
+        first = next((place for place, own in enumerate(found) if own), -1)
+        said[first] = said[first][0], held + said[first][1]  # they are in this order
+        chosen.append(replace(turn, before=tuple(said[:-1]), prompt=said[-1][1]))
+        held = ""
     chosen[-1] = replace(chosen[-1], prompt=chosen[-1].prompt + held)
     return replace(sample, turns=tuple(chosen))
 

@@ -170,7 +170,7 @@ SCALARS: list[Any] = [3, 2.5, "web", "4", True, None, [1], "x" * 257, 2**53 + 1,
 def test_values_that_are_kept() -> None:
     assert [kept_value(value) and tuple(kept_value(value).values()) for value in SCALARS] == [  # type: ignore[union-attr]
         *((3.0, None), (2.5, None), (None, "web"), (4.0, "4"), (1.0, None)),
-        *(None, None, None, (None, "9007199254740993"), None),
+        *(None, None, None, (2.0**53, "9007199254740993"), None),
     ]
     for text in ("nan", "1_0", "1e999", "٣", " 3", ""):
         assert kept_value(text) == {"number": None, "text": text}
@@ -192,7 +192,9 @@ def jsonl(path: Path, values: list[Any], **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("clause", "chosen"),
     [
-        (["meta.score", ">=", 2.5], "013"),
+        (["meta.score", ">=", 2.5], "0138"),
+        (["meta.score", ">=", 2**53 - 1], "8"),
+        (["meta.score", "<", 2**53 + 3], "01348"),
         (["meta.score", "in", [3, 1]], "04"),
         (["meta.score", "==", True], "4"),
         (["meta.score", "==", "4"], "3"),
@@ -268,9 +270,9 @@ def test_cells_and_members_of_tars_are_kept(tmp_path: Path) -> None:
         assert packed == ["2", "3"]
         assert verify(run, deep=True).ok
         assert not any(place in line for line in open_index(run).info.warnings)
-    low = {**table_source, "text_only": True, "min_rating": {"stars": 3}}
-    found = outcomes(make_run(low, tmp_path / "low"))
-    assert found == {"0": "not_chosen", "1": "not_chosen", "2": "not_chosen", "3": "ok"}
+        run = make_run({**source, "min_rating": {"stars": 3}}, tmp_path / f"low {run.config.task}")
+        found = {key.rpartition("/")[2]: reason for key, reason in outcomes(run).items()}
+        assert found == {**dict.fromkeys("012", "not_chosen"), "3": "ok"}
 
 
 @pytest.mark.parametrize(
@@ -321,13 +323,14 @@ def test_turns_by_their_ratings(least: dict[str, int], tmp_path: Path) -> None:
 def test_lists_that_are_no_ratings(ratings: Any, detail: str, tmp_path: Path) -> None:
     turns = dialogue("a?", "b", "c?", "d")
     rows = [{"id": "0", "messages": turns, "stars": ratings}, {"id": "1", "messages": turns}]
+    rows += [{"id": "2", "messages": turns[:2], "stars": ""}]  # as tables write null
     write_file(tmp_path / "a.jsonl", lines(rows))
     source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
     run = make_run({**source, "min_rating": {"stars": 3}}, tmp_path / "out")
-    assert outcomes(run) == {"0": "bad_record", "1": "ok"}
+    assert outcomes(run) == {"0": "bad_record", "1": "ok", "2": "ok"}
     assert f"bad_record\t{detail}\n" in "".join(list_set_aside(run))
     (line,) = measure(run).info.warnings
-    assert line.startswith("source.min_rating.stars is not in the record (about 1 samples")
+    assert line.startswith("source.min_rating=stars is not in the record (about 1 samples")
 
 
 def skipping(source: dict[str, Any], tmp_path: Path, skipped: Run, name: str, **pack: Any) -> Run:
@@ -460,6 +463,8 @@ def test_a_bad_filter_is_one_line(where: Any, message: str, tmp_path: Path) -> N
         ({"keep": ["a..b"]}, "source.keep='a..b' is not a path"),
         ({"min_rating": {"a[": 3}}, r"source.min_rating='a\[' is not a path"),
         ({"min_rating": {"a": "good"}}, "min_rating.a"),
+        ({"skip": {"train": "out"}}, r"skip\.0\.run.*'train' is not valid; choose 'trained'"),
+        ({"skip": {}}, r"skip\.0\.run: "),
         ({"format": "captions", "keep": "a"}, "keep applies to format"),
     ],
 )

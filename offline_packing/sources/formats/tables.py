@@ -142,7 +142,7 @@ class TableSource(Source):
         # Pictures are not text, whatever the name of their column ("input", "output") means.
         media = {*named.values(), *self.fields.media_columns()}
         pictures = {one.name for one in schema if holds_pictures(one.type)} - media
-        wanted = (self.fields.columns() | self.fields.beside) - pictures
+        wanted = (self.fields.columns() | self.fields.columns_beside) - pictures
         columns = [name for name in schema.names if name in wanted]
         twice = [name for name in columns if columns.count(name) > 1]
         if twice:
@@ -153,7 +153,7 @@ class TableSource(Source):
             problem = f"column {unread.name!r} has the type {unread.type}, which is not read"
             raise DamagedStreamError(f"its {problem}; cast it to a plain one, as list or binary")
         absent = [f"{name}={at}" for name, at in named.items() if at not in columns]
-        if absent or not set(columns) - {"id", named.get("id")} - self.fields.beside:
+        if absent or not set(columns) - {"id", named.get("id")} - self.fields.columns_beside:
             problem = f" (no {absent[0]})" if absent else ""
             raise DamagedStreamError(
                 f"it has the columns {', '.join(schema.names)}; name those to be used{problem}"

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, Final
 
 from offline_packing.errors import as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
-from offline_packing.sources.options import KEPT
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.roots.listing import hash_files
@@ -147,10 +146,10 @@ class WebDatasetSource(Source):
             chosen = self._record_parts(sample)
             at = sample.locator(chosen)
             content = self.parse_parts({part: sample.read(part) for part in chosen})
-            beside = self._json_part(sample) if self.fields.keep else None
+            beside = self._json_part(sample) if self.fields.beside else None
             if beside and beside not in chosen:  # it describes the image of a caption
                 described = self.parse_parts({beside: sample.read(beside)})
-                content = {**content, KEPT: described[KEPT]}
+                content = {**content, **{name: described[name] for name in self.fields.beside}}
         except Exception as error:  # noqa: BLE001 - of this record
             yield SourceRecord(key, at, as_sample_error(error))
             return

@@ -225,17 +225,3 @@ def test_every_control_token_counts() -> None:
 def test_thin_and_small_images(sizes: list[tuple[int, int]], expected: Trait) -> None:
     sample = SourceSample("k", "bmr", (ASKED,), ("x",) * len(sizes))
     assert sample_traits(sample, sizes) == expected
-
-
-def test_an_index_whose_traits_are_narrower_is_read_and_rewritten(tmp_path: Path) -> None:
-    """As of before SMALL_IMAGE."""
-    place = INDEX_SCHEMA.get_field_index("traits")
-    narrow = INDEX_SCHEMA.set(place, INDEX_SCHEMA.field(place).with_type(pa.uint8()))
-    whole = [{**row_of(0), "traits": 3}, {**row_of(1), "traits": 129}]
-    with index.table_writer(tmp_path / index.part_name(0), narrow) as write:
-        write(pa.Table.from_pylist(whole, schema=narrow))
-    samples = Index(tmp_path, IndexInfo({}, {}, [2], {}))
-    for _ in range(2):
-        assert samples.table("traits")["traits"].to_pylist() == [3, 129]
-        index.rewrite_part(samples.paths[0], lambda rows, _: rows)
-    assert samples.array("traits").dtype == np.uint16

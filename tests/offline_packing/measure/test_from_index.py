@@ -18,6 +18,7 @@ from offline_packing.measure.measure_part import measure_part
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_encoder
+from offline_packing.runs.set_aside import check_media
 from offline_packing.verify.verify import discard, verify
 from tests.helpers.datasets import (
     dialogue,
@@ -29,7 +30,14 @@ from tests.helpers.datasets import (
     plan_index,
 )
 from tests.helpers.faults import KilledError, killing
-from tests.helpers.formats import draw_samples, jsonl, lines, parquet, webdataset
+from tests.helpers.formats import (
+    draw_samples,
+    jsonl,
+    lines,
+    parquet,
+    webdataset,
+    write_file,
+)
 from tests.helpers.long_conversations import conversations, run_of
 from tests.helpers.outputs import files_of, packs_of, shard_files
 from tests.helpers.shared_media import MODEL, shared_media
@@ -72,7 +80,8 @@ def whole(sources: list[Options], tmp_path_factory: pytest.TempPathFactory) -> R
 
 def stage(whole: Run, folder: Path, /, **more: Any) -> Run:
     """A run over the index of another; options of its source, and sections."""
-    beside = {k: more.pop(k) for k in ("name", "skip", "weight", "repeat", "task") if k in more}
+    own = ("name", "skip", "weight", "repeat", "task", "text_only")
+    beside = {k: more.pop(k) for k in own if k in more}
     source = {"format": "index", "path": str(whole.workspace.root), **beside}
     return make_run(source, folder, **sections(**more))
 
@@ -134,6 +143,21 @@ def test_a_name_picks_one_source(whole: Run, tmp_path: Path) -> None:
     pack_all(again)
     assert sorted(keys_of(again)) == [f"other/s{i:04d}" for i in range(11)]
     assert verify(again, deep=True).ok
+    root = made.workspace.root
+    twice = [{"format": "index", "path": f"{root}/{at}", "name": at} for at in (".", "../stage")]
+    with pytest.raises(ConfigError, match="name them once"):
+        make_config(twice, tmp_path / "twice")
+
+
+def test_texts_of_an_index_are_meant_to_be_without_pictures(tmp_path: Path) -> None:
+    """text_only changes no row, and is asked for only when packs are to be written."""
+    (tmp_path / "a.jsonl").write_bytes(lines([{"question": "Is it?", "answer": "It is."}]))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "vqa"}
+    measure(own := make_run(source, tmp_path / "all", **sections()))
+    measure(made := stage(own, tmp_path / "stage"))
+    with pytest.raises(StageError, match=r"go on with source\.text_only=true"):
+        check_media(made)
+    check_media(stage(own, tmp_path / "stage", text_only=True))
 
 
 def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
@@ -164,6 +188,9 @@ def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
     assert parse_config({**config, "output": output}).source == made.config.source
     read = [one.get("index", "") for one in config["source"]]
     assert read == [*(one["path"] for one in taken), ""]
+    # The folder, called as one of its two sources there, holds nothing new.
+    named = {**data, "name": "data", "skip": str(made.workspace.root)}
+    assert measure(make_run(named, tmp_path / "named", **sections())).info.num_samples == 0
 
 
 @pytest.mark.parametrize("name", ["chats", None])
@@ -203,6 +230,28 @@ def test_the_same_bytes_after_a_kill_and_on_workers(
         run = replace(stage(whole, tmp_path / "workers"), engine=engine)
         measure(run)
     assert files_of(run.workspace.packing) == expected
+
+
+def test_what_is_skipped_is_of_the_same_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records without ids have the same keys in files of the same name."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        rows = [{"question": f"{folder.name}{i}?", "answer": "It is."} for i in range(5)]
+        write_file(folder / "train.jsonl", lines(rows))
+    beside = {"format": "jsonl", "task": "vqa", "text_only": True}
+    everything = [{**beside, "path": str(folder), "name": folder.name} for folder in folders]
+    measure(own := make_run(everything, tmp_path / "all", **sections()))
+    pack_all(first := stage(own, tmp_path / "first", name="a"))
+    more = {"format": "index", "path": str(own.workspace.root)}
+    pack_all(two := make_run([{**more, "name": n} for n in "ab"], tmp_path / "two", **sections()))
+    for skipped, left in ((first, "bc"), (two, "c")):
+        skip = str(skipped.workspace.root)
+        rest = stage(own, tmp_path / f"rest {left}", skip=skip)
+        assert measure(rest).info.num_skipped == 15 - 5 * len(left)
+        assert {key.partition("/")[0] for key in keys_of(rest)} == {*left}
+    assert f"{two.workspace.root} holds no samples of {folders[2]}" in caplog.text
 
 
 def test_cut_conversations(tmp_path: Path) -> None:

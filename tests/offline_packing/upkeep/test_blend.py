@@ -19,6 +19,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.formats import lines, write_file
 
 
 def output(tmp_path: Path, name: str, count: int, **sections: dict[str, object]) -> Path:
@@ -152,19 +153,34 @@ def test_outputs_made_with_defaults(tmp_path: Path) -> None:
     assert drawn == {f"{tmp_path}/{name}/{key}" for name in "ab" for key in keys[name]}
 
 
-def test_outputs_of_the_same_files_are_a_warning(
+def test_outputs_that_share_samples_are_a_warning(
     outputs: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    blend(outputs)
-    assert not caplog.text  # equal pictures are in the same split of both
     first = outputs[0]
+    blend(outputs)
+    (record,) = caplog.records  # equal pictures are in the same split of both
+    assert f"{outputs[1]}: 20 of 20 samples are in {first}, too" in record.getMessage()
     split = {"split": {"train": 0.8, "val": 0.2}, "split_seed": 1}
     other = output(tmp_path, "c", 20, output={"key_prefix": "c", **split})
     blend([first, other])
-    assert "were both packed from" not in caplog.text
     shared = rf"{first}: \d+ of \d+ images and videos in split val stand in the train split of "
     assert re.search(shared + str(other), caplog.text)
-    source = first.parent / "data_a"
-    pack_all(make_run(source, tmp_path / "again", pack={"seed": 1, "seq_length": 512}))
-    blend([first, tmp_path / "again"])
-    assert f"{tmp_path / 'again'} were both packed from {source}: its samples" in caplog.text
+
+
+def test_stages_of_one_index_share_what_both_chose(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": f"{i}?", "answer": "It is.", "score": i} for i in range(9)]
+    write_file(tmp_path / "a.jsonl", lines(rows))
+    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "vqa", "keep": "score"}
+    pack_all(make_run({**source, "text_only": True}, tmp_path / "all"))
+    for name, clause in (("low", ["<", 4]), ("high", [">=", 4]), ("few", [">=", 7])):
+        pack = {"where": [["score", *clause]]}
+        pack_all(
+            make_run({"format": "index", "path": str(tmp_path / "all")}, tmp_path / name, pack=pack)
+        )
+    blend([tmp_path / "low", tmp_path / "high"])
+    assert not caplog.text
+    for one, other, count in (("all", "low", 4), ("high", "few", 2)):
+        blend([tmp_path / one, tmp_path / other])
+        assert f"{other}: {count} of {count} samples are in {tmp_path / one}, too" in caplog.text

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from task_encoders.records.record import to_sample
+from task_encoders.records.record import RATED, to_sample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from tests.helpers.datasets import dialogue
 
@@ -236,7 +236,7 @@ def test_media_of_turns_that_are_left_out(
     record: dict[str, Any] = {f"{n}s": [f"{n}{i}" for i in range(c)] for n, c in media.items()}
     texts = [text for prompt in asked for text in (prompt, prompt and "Yes.")]
     record["messages"] = dialogue(*texts)
-    sample = to_sample(record, "k", "bmr", None, {"stars": (stars, 3)})
+    sample = to_sample({**record, RATED: {"stars": (stars, 3)}}, "k", "bmr")
     assert [turn.prompt for turn in sample.turns] == prompts
     assert [*sample.images, *sample.videos] == [*record["images"], *record["videos"]]
 
@@ -248,8 +248,8 @@ def test_media_go_before_those_of_messages_in_front_of_a_prompt() -> None:
         {"role": "assistant", "content": "B"},
     ]
     record = {"messages": messages, "images": ["0", "1", "2"]}
-    (turn,) = to_sample(record, "k", "bmr", None, {"stars": ([0, 1], 1)}).turns
+    (turn,) = to_sample({**record, RATED: {"stars": ([0, 1], 1)}}, "k", "bmr").turns
     assert (turn.before, turn.prompt) == ((("system", "<image><image>"),), "<image>")
     with pytest.raises(SampleError, match=r"each turn is below source\.min_rating .stars 2") as why:
-        to_sample(record, "k", "bmr", None, {"stars": ([0, 1], 2)})
+        to_sample({**record, RATED: {"stars": ([0, 1], 2)}}, "k", "bmr")
     assert why.value.reason == "not_chosen"
