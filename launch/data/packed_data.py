@@ -96,9 +96,8 @@ def read_packed_data(path: str | Path) -> PackedData:
     _require_one_model(path, [folder for folder, _ in folders], models)
     packs = [manifest.of_an_epoch("packs") for manifest in manifests]
     samples = [manifest.of_an_epoch("samples") for manifest in manifests]
-    weights = [weight for _, weight in folders]
-    per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
-    drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
+    shares = [weight / sum(each for _, each in folders) for _, weight in folders]
+    drawn = sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True))
     hashes = [manifest.content_hash for manifest in manifests]
     return PackedData(
         num_packs=sum(packs),
@@ -106,12 +105,14 @@ def read_packed_data(path: str | Path) -> PackedData:
         samples_per_pack=drawn,
         seq_length=max(manifest.seq_length for manifest in manifests),
         model=models[0],
-        content_hash=hashes[0] if len(hashes) == 1 else hash_bytes("".join(hashes).encode()),
+        content_hash=hashes[0]
+        if len(hashes) == 1
+        else hash_bytes(repr([*zip(hashes, shares, strict=True)]).encode()),
         num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
         tasks=tuple(manifest.task for manifest in manifests),
         blended=tuple(
-            (folder, own, weight / sum(weights))
-            for (folder, weight), own in zip(folders, packs, strict=True)
+            (folder, own, share)
+            for (folder, _), own, share in zip(folders, packs, shares, strict=True)
             if len(folders) > 1
         ),
         has_media=any(

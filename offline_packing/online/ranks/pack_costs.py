@@ -19,6 +19,7 @@ from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file, read_json
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
+from task_encoders.loading.folder_shards import whole_files
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import InTurn, Schedule
 from task_encoders.loading.slots import SlotRows, slot_ranks_of
@@ -100,10 +101,8 @@ def schedule_of(
 def _features(folder: PackedFolder, columns: PackColumns) -> npt.NDArray[Any] | None:
     """Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers:
     (num_packs, num_features); None if all packs are alike."""
-    roots = list(dict.fromkeys(shard.root for shard in folder.shards))
-    outputs = [roots.index(shard.root) for shard in folder.shards]
-    output = np.repeat(outputs, [shard.num_packs for shard in folder.shards])[folder.order]
-    traits = [trait == one for trait in (columns.media, output) for one in np.unique(trait)[1:]]
+    both = columns.media, _outputs(folder)
+    traits = [trait == one for trait in both for one in np.unique(trait)[1:]]
     return np.stack(traits, axis=1) if traits else None
 
 
@@ -128,20 +127,22 @@ def numbers_in_plans(
     for root in roots:
         manifest, first = read_manifest(root), 0
         for line in manifest.shards if manifest else ():
-            places[root / line.name] = first
-            places.setdefault(root / f"{line.split}.jsonl", first)  # of references
+            for name in (line.name, *whole_files(line.split)):
+                places.setdefault(root / name, first)
             first += line.packs
     for shard in folder.shards:
-        first = places.get(shard.path, 0)
-        planned.append(first + np.arange(shard.start, shard.end))
-    output = np.repeat(
-        [roots.index(shard.root) for shard in folder.shards],
-        [shard.num_packs for shard in folder.shards],
-    )[folder.order]
-    in_plan = np.concatenate(planned)[folder.order]
+        planned.append(places.get(shard.path, 0) + np.arange(shard.start, shard.end))
+    in_plan, outputs = np.concatenate(planned)[folder.order], _outputs(folder)
     for number, root in enumerate(roots):
-        own = np.flatnonzero(output == number)
+        own = np.flatnonzero(outputs == number)
         yield root, own, in_plan[own]
+
+
+def _outputs(folder: PackedFolder) -> npt.NDArray[np.int64]:
+    """Number of each pack's output, (num_packs,), as they come first among the shards."""
+    roots = list(dict.fromkeys(shard.root for shard in folder.shards))
+    numbers = [roots.index(shard.root) for shard in folder.shards]
+    return np.repeat(numbers, [shard.num_packs for shard in folder.shards])[folder.order]
 
 
 def longest_pack(root: Path, multiple: int) -> int:
