@@ -198,13 +198,17 @@ class Trainer:
                 self.stages[self._stage].close()
                 self._stage += 1
             start, end = self._plan.bounds[self._stage :][:2]
-            if self.iteration in (first, start) and len(self.stages) > 1:
+            if self.iteration in (first, start) and (start or len(self.stages) > 1):
                 path, number = self._config.data.paths[self._stage], self._stage + 1
                 logger.info("stage %d, steps %d to %d: %s", number, start + 1, end, path)
             totals = self._step(stop, bar)
             if totals is None:
                 logger.info("end of the data after %d steps", self.iteration)
-                break
+                if self._stage + 1 == len(self.stages):
+                    break
+                begins = [*self._plan.bounds[: self._stage + 1], self.iteration]
+                self._plan = TrainPlan.of(self._plan.stages, None, Progress(self.iteration, begins))
+                continue
             stopped = totals.stop
             if _is_due(self.iteration, self._config.validation.every):
                 self._validate()
