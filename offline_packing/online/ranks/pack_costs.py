@@ -86,6 +86,9 @@ def schedule_of(
             count,
         )
     columns = pack_columns(folder)
+    # Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers.
+    both = columns.media, _outputs(folder)
+    traits = [trait == one for trait in both for one in np.unique(trait)[1:]]
     return RankSchedule(
         np.ones(len(folder), np.int64),  # lengths and budget in packs: a row holds as many as asked
         columns.cost,
@@ -94,25 +97,23 @@ def schedule_of(
         seed,
         tower_cost=columns.tower,
         kinds=columns.media if folder.uniform_ranks else None,
-        features=_features(folder, columns),
+        features=np.stack(traits, axis=1) if traits else None,
     )
-
-
-def _features(folder: PackedFolder, columns: PackColumns) -> npt.NDArray[Any] | None:
-    """Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers:
-    (num_packs, num_features); None if all packs are alike."""
-    both = columns.media, _outputs(folder)
-    traits = [trait == one for trait in both for one in np.unique(trait)[1:]]
-    return np.stack(traits, axis=1) if traits else None
 
 
 def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray[Any], ...]:
     """Tokens, media, tower and language operations of each pack, in the folder's order."""
     columns: list[npt.NDArray[Any]] = []
     for root, numbers, planned in numbers_in_plans(folder):
-        of_output = _of_output(root, read_manifest(root), model)
-        columns = columns or [np.empty(len(folder), values.dtype) for values in of_output]
-        for column, values in zip(columns, of_output, strict=True):
+        samples, plan = artifacts_of(root, manifest := read_manifest(root))
+        assert manifest is not None  # artifacts_of refuses None
+        cost = model or model_cost(model_options(**manifest.config["model"]))
+        table = pack_table(samples, plan, cost)
+        each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
+        tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
+        found = tokens, table.media, table.tower, table.language
+        columns = columns or [np.empty(len(folder), values.dtype) for values in found]
+        for column, values in zip(columns, found, strict=True):
             column[numbers] = values[planned]
     return tuple(columns)
 
@@ -151,20 +152,6 @@ def longest_pack(root: Path, multiple: int) -> int:
     samples, plan = artifacts_of(root, read_manifest(root))
     padded = -(-samples.array("num_tokens")[plan.sample_ids] // multiple) * multiple
     return int(np.add.reduceat(padded, plan.pack_offsets[:-1], dtype=np.int64).max())
-
-
-def _of_output(
-    root: Path, manifest: Manifest | None, model: ModelCost | None
-) -> tuple[npt.NDArray[Any], ...]:
-    """The same columns of all packs of an output, as planned."""
-    samples, plan = artifacts_of(root, manifest)
-    assert manifest is not None  # _artifacts refuses None
-    table = pack_table(
-        samples, plan, model or model_cost(model_options(**manifest.config["model"]))
-    )
-    each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
-    tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
-    return tokens, table.media, table.tower, table.language
 
 
 def artifacts_of(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
