@@ -91,19 +91,19 @@ def _check(config: LaunchConfig) -> None:
     from task_encoders.settings import PackingSettings, PackingSettingsError
 
     settings = PackingSettings.from_env()
-    if config.data.online is None:
-        data = [read_packed_data(path) for path in config.data.paths]
-        tasks = largest_of(config.data.paths, data).tasks
-        for task in tasks:
-            try:
-                settings.resolve_task(task, blend=len(tasks) > 1)
-            except PackingSettingsError as error:
-                command = _SCRIPTS.get("blend" if len(tasks) > 1 else task)
-                remedy = f"; or start {command}" if command else ""
-                raise PackingSettingsError(f"{error}{remedy}") from error
-    for path in config.data.paths:
-        if config.data.online is None:
-            check_room(path, config.parallel.context)
+    if config.data.online is not None:
+        return
+    paths = config.data.paths
+    tasks = largest_of(paths, [read_packed_data(path) for path in paths]).tasks
+    for task in tasks:
+        try:
+            settings.resolve_task(task, blend=len(tasks) > 1)
+        except PackingSettingsError as error:
+            command = _SCRIPTS.get("blend" if len(tasks) > 1 else task)
+            remedy = f"; or start {command}" if command else ""
+            raise PackingSettingsError(f"{error}{remedy}") from error
+    for path in paths:
+        check_room(path, config.parallel.context)
         if config.validation.every:
             check_validation(path)
 

@@ -75,7 +75,7 @@ class EvenRows:
         self._batches.restore(state)
 
     def restart(self) -> None:
-        self._batches.restart()  # type: ignore[attr-defined]
+        self._batches.restart()
 
     def close(self) -> None:
         self._batches.close()

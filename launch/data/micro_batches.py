@@ -60,6 +60,9 @@ class MicroBatches(Protocol):
         """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
         the rest of the epoch is dealt among the present ranks. Only before the first `next`."""
 
+    def restart(self) -> None:
+        """Begin another pass."""
+
     def close(self) -> None:
         """Stop reading. `next` must not be called afterwards."""
 
@@ -83,7 +86,12 @@ def build_task_encoder(
     model = change_options(data.model, family=family, processor=config.processor)
     kind = PackedTaskEncoder if config.online is None else OnlineTaskEncoder
     if config.task_encoder is not None:
-        own = _load_class(config.task_encoder)
+        try:
+            own: Any = pkgutil.resolve_name(config.task_encoder)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ValueError(
+                f"data.task_encoder {config.task_encoder!r}: {error}; name a 'module:Class'"
+            ) from error
         if not issubclass(own, kind):
             raise ValueError(
                 f"data.task_encoder {config.task_encoder!r} is not a subclass of {kind.__name__}"
@@ -101,14 +109,6 @@ def build_task_encoder(
         encode_threads=config.encode_threads,
         model=model,
     )
-
-
-def _load_class(name: str) -> type[PackedTaskEncoder]:
-    try:
-        found: type[PackedTaskEncoder] = pkgutil.resolve_name(name)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ValueError(f"data.task_encoder {name!r}: {error}; name a 'module:Class'") from error
-    return found
 
 
 class LoaderBatches:
@@ -180,7 +180,6 @@ class LoaderBatches:
                 return
 
     def restart(self) -> None:
-        """Begin another pass."""
         self._ended, self._rows = False, None
 
     def state(self) -> Any:

@@ -2,7 +2,6 @@
 no manifest tells it."""
 
 import logging
-from pathlib import Path
 
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
@@ -36,7 +35,12 @@ def _estimate(path: str, config: DataConfig) -> PackedData:
     """The packs that 1,000 samples make, and how many of the kind all samples make."""
     online = config.online
     assert online is not None
-    _check_prepared(path)
+    check_exists(folder := path_of(path))
+    if not folder.is_file() and not (folder / ".nv-meta").is_dir():
+        raise StageError(
+            f"{path} is neither a folder that Energon prepared nor a metadataset; of tars: energon "
+            f"prepare {path} --non-interactive --split-ratio 1,0,0 --sample-type CrudeWebdataset"
+        )
     model = change_options(online.model, processor=config.processor)
     encoder = MeasuringTaskEncoder(seq_length=online.seq_length, model=model)
     try:
@@ -66,13 +70,3 @@ def _estimate(path: str, config: DataConfig) -> PackedData:
         model=online.model,
         content_hash=hash_bytes(repr((num_samples, measured)).encode()),
     )
-
-
-def _check_prepared(data_path: str | Path) -> None:
-    path = path_of(data_path)
-    check_exists(path)
-    if not path.is_file() and not (path / ".nv-meta").is_dir():
-        raise StageError(
-            f"{path} is neither a folder that Energon prepared nor a metadataset; of tars: energon "
-            f"prepare {path} --non-interactive --split-ratio 1,0,0 --sample-type CrudeWebdataset"
-        )

@@ -8,8 +8,8 @@ each step sees the same number of tokens and samples as without packing.
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ class PackedData:
     has_trees: bool = False
     #: most forward operations of the vision tower for a pack; None: a manifest does not tell
     tower_flops: float | None = None
-    #: absolute path of each dataset, and its content_hash
-    datasets: tuple[tuple[str, str], ...] = ()
+    #: content_hash of each dataset, by its absolute path
+    datasets: Mapping[str, str] = field(default_factory=dict)
     #: whether shares of sources change over the packs of any dataset (pack.mixture)
     has_ramp: bool = False
 
@@ -77,11 +77,6 @@ class PackedData:
         """Room for a pack on each rank that it goes over."""
         return self.seq_length if self.slots is None else self.slots.over.tokens_per_rank
 
-    def iterations(self, passes: float, per_step: int) -> int:
-        """Steps of `per_step` slots that see every pack `passes` times; the last step may be
-        partial."""
-        return max(1, -(-round(passes * self.num_slots) // per_step))
-
 
 def read_packed_data(path: str | Path) -> PackedData:
     """Read the manifest of a folder, or the manifests of a metadataset YAML, here or at a URL.
@@ -90,44 +85,48 @@ def read_packed_data(path: str | Path) -> PackedData:
         StageError: a folder has no manifest, or datasets of a blend were measured differently.
     """
     folders = _folders(path)
-    _warn_of_twice(path, [folder for folder, _ in folders])
+    resolved = (folder.resolve() if isinstance(folder, Path) else folder for folder, _ in folders)
+    for folder, count in Counter(resolved).items():
+        if count > 1:
+            logger.warning(
+                "%s lists %s %d times: it is drawn with the sum of its weights", path, folder, count
+            )
     manifests = [_read_manifest(folder) for folder, _ in folders]
     models = [model_options(**manifest.config["model"]) for manifest in manifests]
     _require_one_model(path, [folder for folder, _ in folders], models)
     packs = [manifest.of_an_epoch("packs") for manifest in manifests]
     samples = [manifest.of_an_epoch("samples") for manifest in manifests]
-    weights = [weight for _, weight in folders]
-    per_pack = [s / p for s, p in zip(samples, packs, strict=True)]
-    drawn = sum(w * n for w, n in zip(weights, per_pack, strict=True)) / sum(weights)
+    shares = [weight / sum(each for _, each in folders) for _, weight in folders]
+    drawn = sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True))
     hashes = [manifest.content_hash for manifest in manifests]
+    weighted = [*zip(hashes, shares, strict=True)]
+    pack_options = [manifest.config.get("pack", {}) for manifest in manifests]
+    order = pack_options[0].get("order")
+    shards = [shard for manifest in manifests for shard in manifest.shards]
+    tower = [float(s.flops_of_packs()[:, 0].max()) for s in shards if s.flops]
     return PackedData(
         num_packs=sum(packs),
         num_samples=sum(samples),
         samples_per_pack=drawn,
         seq_length=max(manifest.seq_length for manifest in manifests),
         model=models[0],
-        content_hash=hashes[0] if len(hashes) == 1 else hash_bytes("".join(hashes).encode()),
+        content_hash=hashes[0] if len(hashes) == 1 else hash_bytes(repr(weighted).encode()),
         num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
         tasks=tuple(manifest.task for manifest in manifests),
         blended=tuple(
-            (folder, own, weight / sum(weights))
-            for (folder, weight), own in zip(folders, packs, strict=True)
+            (folder, own, share)
+            for (folder, _), own, share in zip(folders, packs, shares, strict=True)
             if len(folders) > 1
         ),
         has_media=any(
-            not shard.media or shard.media.strip("0")
-            for manifest in manifests
-            for shard in manifest.shards
-            if shard.split == "train"
+            not shard.media or shard.media.strip("0") for shard in shards if shard.split == "train"
         ),
-        ordered_for=_ordered_for(manifests[0]) if len(manifests) == 1 else None,
+        ordered_for=int(order["num_ranks"]) if order and len(manifests) == 1 else None,
         slots=_slots_of(path, manifests),
         has_trees=any(manifest.version == 2 for manifest in manifests),
-        tower_flops=_most_tower_flops(manifests),
-        datasets=tuple(
-            (absolute(folder), found) for (folder, _), found in zip(folders, hashes, strict=True)
-        ),
-        has_ramp=any(manifest.config.get("pack", {}).get("mixture") for manifest in manifests),
+        tower_flops=max(tower) if all(shard.flops for shard in shards) else None,
+        datasets={absolute(f): found for (f, _), found in zip(folders, hashes, strict=True)},
+        has_ramp=any(options.get("mixture") for options in pack_options),
     )
 
 
@@ -161,22 +160,6 @@ def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
     )
 
 
-def _most_tower_flops(manifests: Sequence[Manifest]) -> float | None:
-    shards = [shard for manifest in manifests for shard in manifest.shards]
-    if not all(shard.flops for shard in shards):
-        return None
-    return max(float(shard.flops_of_packs()[:, 0].max()) for shard in shards)
-
-
-def _warn_of_twice(path: str | Path, folders: Sequence[Any]) -> None:
-    resolved = (folder.resolve() if isinstance(folder, Path) else folder for folder in folders)
-    for folder, count in Counter(resolved).items():
-        if count > 1:
-            logger.warning(
-                "%s lists %s %d times: it is drawn with the sum of its weights", path, folder, count
-            )
-
-
 def _require_one_model(
     path: str | Path, folders: Sequence[Any], models: Sequence[ModelOptions]
 ) -> None:
@@ -188,11 +171,6 @@ def _require_one_model(
                     f"{path}: {folders[0]} was measured with {name} {first!r}, {folder} with "
                     f"{value!r}; pack both with the same"
                 )
-
-
-def _ordered_for(manifest: Manifest) -> int | None:
-    order = manifest.config.get("pack", {}).get("order")
-    return int(order["num_ranks"]) if order else None
 
 
 def _slots_of(path: str | Path, manifests: Sequence[Manifest]) -> Slots | None:

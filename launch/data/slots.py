@@ -2,6 +2,7 @@
 to the others. So no pack is decoded twice, and all ranks read equally much."""
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -37,21 +38,11 @@ def check_slots(config: LaunchConfig, data: PackedData) -> None:
     """Check a run's options against packs in slots. Raises StageError if they contradict them."""
     if data.slots is None:
         return
-    for section, name in (
-        (config.parallel, "context"),
-        (config.data, "micro_batch_size"),
-        (config.data, "pad_to_seq_length"),
-        (config.data, "pad_to_length"),
-    ):
-        value, default = getattr(section, name), type(section).model_fields[name].default
-        if value != default:
-            where = "parallel" if section is config.parallel else "data"
+    needed: dict[str, Any] = {"parallel.context": 1, "data.micro_batch_size": 1}
+    needed |= {"data.pad_to_seq_length": False, "data.pad_to_length": False}
+    for name, only in {**needed, "data.order": "written"}.items():
+        if (value := attrgetter(name)(config)) != only:
             raise StageError(
-                f"{where}.{name}={value}: packs of {config.data.path} go over 1, 2, 4 … ranks in "
-                f"slots, a pack to a row; set {default}"
+                f"{name}={value}: packs of {config.data.path} go over 1, 2, 4 … ranks in slots of "
+                f"equal cost, a pack to a row; set {only}"
             )
-    if config.data.order == "balanced":
-        raise StageError(
-            f"data.order=balanced: packs of {config.data.path} fill slots of equal cost already; "
-            "set written"
-        )

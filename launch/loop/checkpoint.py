@@ -26,11 +26,11 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.energon.rng import SystemRng
 from torch import distributed
 from torch.distributed import checkpoint as sharded
@@ -41,6 +41,7 @@ from launch.data.loader_state import from_plain, to_plain
 from launch.data.micro_batches import MicroBatches
 from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
+from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import Progress, TrainPlan
 from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
 from offline_packing.storage.files import (
@@ -60,45 +61,37 @@ VERSION: Final = 7
 _STATE: Final = "state.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
+class Deal(NamedTuple):
     """Among whom the packs are dealt."""
 
     data_parallel: int
     #: ranks that share each pack
-    context_parallel: int = 1
+    context_parallel: int
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. All ranks make the same calls.
+    """The checkpoints of one run, on a file system that all nodes share. All ranks make the same
+    calls.
 
     Args:
-        folder: on a file system that all nodes share.
-        record: see `run_record`.
-        deal: of the present run; if the earlier one dealt packs otherwise, they are dealt again.
-        accept: fields of the record that may differ.
-        keep: how many of the newest checkpoints are kept.
-        tensor_rank, tensor_size: this rank's place in its tensor parallel group.
+        accept: fields of the record that may differ, see `run_record`.
     """
 
     def __init__(
         self,
-        folder: Path,
-        record: Mapping[str, Any],
-        deal: Deal,
-        *,
+        config: LaunchConfig,
+        data: Sequence[PackedData],
+        plan: TrainPlan,
         accept: Collection[str] = (),
-        keep: int,
-        tensor_rank: int,
-        tensor_size: int,
     ) -> None:
-        self.folder = folder
-        self._record = dict(record)
-        self._deal = deal
-        self._accept = accept
-        self._keep = keep
+        self.folder = config.output.path / "checkpoints"
+        self._record = run_record(config, data, plan)
+        data_parallel = parallel_state.get_data_parallel_world_size()
+        self._deal = Deal(data_parallel, config.parallel.context)
+        self._accept, self._keep = accept, config.checkpoint.keep
         self._rank = distributed.get_rank()
-        self._tensor_rank, self._tensor_size = tensor_rank, tensor_size
+        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._tensor_size = parallel_state.get_tensor_model_parallel_world_size()
         #: the newest whole one, once it is known: it is not read twice
         self._whole: Path | None = None
         #: others that were found damaged, newer ones; they go when the next one is saved
@@ -125,11 +118,11 @@ class CheckpointFolder:
         written += temporary.glob(f"shard-{self._rank + 1:05d}-*")
         # Each rank hashes its own files: their content is still in memory, and on a network file
         # system other ranks may see them late.
-        hashes = _gather({path.name: hash_file(path) for path in written})
+        hashes = on_all_ranks({path.name: hash_file(path) for path in written})
         if self._rank == 0:
             files = {name: found for of_rank in hashes for name, found in of_rank.items()}
             content = {"version": VERSION, "run": self._record, **progress._asdict()}
-            content |= {"files": files, **asdict(self._deal)}
+            content |= {"files": files, **self._deal._asdict()}
             if not progress.trained:
                 del content["trained"]
             write_atomically(temporary / _STATE, to_json(seal(content)))
@@ -197,7 +190,7 @@ class CheckpointFolder:
                     own.append(f"{name} cannot be read: {error.strerror}")
         except DamagedError as error:
             own.append(str(error))
-        return sorted({line for lines in _gather(own) for line in lines})
+        return sorted({line for lines in on_all_ranks(own) for line in lines})
 
     def check(self, path: Path) -> list[str]:
         """Check that this run can resume from a checkpoint. A collective.
@@ -221,7 +214,7 @@ class CheckpointFolder:
         for line in self.check(path):
             logger.info("accepted: %s", line)
         content = _read_state(path)
-        then = Deal(**{one.name: content[one.name] for one in fields(Deal) if one.name in content})
+        then = Deal(*(content[name] for name in Deal._fields))
         iteration, begins = int(content["iteration"]), content["begins"]
         trained = content.get("trained", [])
         tensors, _ = self._named(optimizer)
@@ -259,13 +252,6 @@ class CheckpointFolder:
 
     def _complete(self) -> list[Path]:
         return [p for p in self.folder.glob("iter_*") if p.suffix == "" and p.is_dir()]
-
-
-def _gather(own: Any) -> list[Any]:
-    """The objects of all ranks, in order. A collective."""
-    everyone = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, own)
-    return everyone
 
 
 def _read_state(path: Path) -> Mapping[str, Any]:

@@ -146,22 +146,19 @@ class ShardedAdamW:
 
     def state(self) -> dict[str, dict[str, DTensor]]:
         """Weights and moments, by kind and name of the weight, to be saved or overwritten."""
-        return {
-            "weights": {name: one.detach() for name, one in self._parameters.items()},
-            **{kind: self._moments(kind) for kind in _MOMENTS},
-        }
-
-    def _moments(self, kind: str) -> dict[str, DTensor]:
-        return {
-            name: DTensor.from_local(
-                self._adamw.state[self.shards[name]][kind],
-                parameter.device_mesh,
-                parameter.placements,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            for name, parameter in self._parameters.items()
-        }
+        found = {"weights": {name: one.detach() for name, one in self._parameters.items()}}
+        for kind in _MOMENTS:
+            found[kind] = {
+                name: DTensor.from_local(
+                    self._adamw.state[self.shards[name]][kind],
+                    parameter.device_mesh,
+                    parameter.placements,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                for name, parameter in self._parameters.items()
+            }
+        return found
 
     def _average(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Average the gradients of weights that all tensor parallel ranks have in full.

@@ -12,7 +12,7 @@ Weights and optimizer treat context parallel ranks as data parallel ones: gradie
 
 import os
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -111,8 +111,8 @@ def shutdown_parallel() -> None:
         dist.destroy_process_group()
 
 
-def on_all_ranks(keys: list[str]) -> list[str]:
-    """The keys of every rank, each once, in order. A collective."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, keys)
-    return sorted({key for rank_keys in gathered for key in rank_keys})
+def on_all_ranks(own: Any) -> list[Any]:
+    """The objects of all ranks, in order. A collective."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone

@@ -127,7 +127,8 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
     accumulation, per_step, packs = _step_of(config, data, data_parallel)
     if data.slot_ranks > 1:
         logger.info("packs fill %d slots; a step takes %d slots", data.num_slots, per_step)
-    iterations = config.train.iterations or data.iterations(config.train.epochs, per_step)
+    slots = round(config.train.epochs * data.num_slots)
+    iterations = config.train.iterations or max(1, -(-slots // per_step))
     logger.info(
         "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps, %.2f "
         "times all packs",

@@ -18,11 +18,11 @@ from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of
 from launch.data.slots import check_slots
-from launch.loop.checkpoint import CheckpointFolder, Deal, run_record
+from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.memory import settle_recompute
 from launch.loop.optimizer import ShardedAdamW
-from launch.loop.parallel import initialize_parallel, shutdown_parallel
-from launch.loop.plan import TrainPlan, plan_training
+from launch.loop.parallel import initialize_parallel, on_all_ranks, shutdown_parallel
+from launch.loop.plan import plan_training
 from launch.loop.trainer import Stage, Trainer
 from launch.model.config import ModelConfig, TransformersModelConfig
 from launch.model.megatron_model import build_model
@@ -92,7 +92,7 @@ def build_trainer(
         check_trees(stage, own)
     check_ends(config)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
-    checkpoints = build_checkpoints(config, data, plan, accept_mismatch)
+    checkpoints = CheckpointFolder(config, data, plan, accept_mismatch)
     if (newest := checkpoints.newest()) is not None:
         checkpoints.check(newest)
     elif accept_mismatch:
@@ -145,16 +145,15 @@ def build_stages(
         )
         encoder.is_blend = len(tasks) > 1  # one environment cannot name them
         validation = None
-        if config.validation.every and not own.num_val_packs:
-            logger.warning("no validation: %s has no packs in its val split", path)
-        elif config.validation.every:
+        if config.validation.every:
             limit = config.validation.limit
             validation = LoaderBatches(stage.data, encoder, device, split="val", limit=limit)
-        where = {"path": absolute(stage.data.data_prefix or path), "datasets": dict(own.datasets)}
-        how = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
-        packs = None if stage.data.online else {**where, **how, "seed": seed, "limit": None}
+        packs = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
+        where = absolute(stage.data.data_prefix or path)
+        packs |= {"path": where, "datasets": own.datasets, "seed": seed}
         train = LoaderBatches(stage.data, encoder, device, seed=seed)
-        stages.append(Stage(packs, train, validation, own.tokens_per_rank))
+        named = None if stage.data.online else packs
+        stages.append(Stage(named, train, validation, own.tokens_per_rank))
         encoders.append(encoder)
     return stages, encoders
 
@@ -286,8 +285,7 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
     # nodes may mount them elsewhere
     for path in ("data.path", "data.data_prefix", "output.path", "model.checkpoint"):
         del own[path]
-    everyone: list[dict[str, str | None]] = [own] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, own)
+    everyone = on_all_ranks(own)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
@@ -312,27 +310,6 @@ def build_optimizer(config: LaunchConfig, model: Any, device: torch.device) -> S
         group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         stays_gathered=not is_sharded,
-    )
-
-
-def build_checkpoints(
-    config: LaunchConfig,
-    data: Sequence[PackedData],
-    plan: TrainPlan,
-    accept_mismatch: Collection[str] = (),
-) -> CheckpointFolder:
-    """The run's checkpoints."""
-    return CheckpointFolder(
-        config.output.path / "checkpoints",
-        run_record(config, data, plan),
-        Deal(
-            parallel_state.get_data_parallel_world_size(),
-            config.parallel.context,
-        ),
-        accept=accept_mismatch,
-        keep=config.checkpoint.keep,
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
     )
 
 

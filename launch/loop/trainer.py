@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -69,13 +69,6 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-class ValidationBatches(MicroBatches, Protocol):
-    """Micro batches that can be read again."""
-
-    def restart(self) -> None:
-        """Begin another pass."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Packs that a run trains until the steps of its stage are done."""
@@ -85,7 +78,7 @@ class Stage:
     #: of this rank
     train: MicroBatches
     #: of the val split
-    validation: ValidationBatches | None
+    validation: MicroBatches | None
     #: room for a pack in tokens; on each rank, if packs differ in their ranks
     tokens_per_rank: int
 
@@ -198,13 +191,17 @@ class Trainer:
                 self.stages[self._stage].close()
                 self._stage += 1
             start, end = self._plan.bounds[self._stage :][:2]
-            if self.iteration in (first, start) and len(self.stages) > 1:
+            if self.iteration in (first, start) and (start or len(self.stages) > 1):
                 path, number = self._config.data.paths[self._stage], self._stage + 1
                 logger.info("stage %d, steps %d to %d: %s", number, start + 1, end, path)
             totals = self._step(stop, bar)
             if totals is None:
                 logger.info("end of the data after %d steps", self.iteration)
-                break
+                if self._stage + 1 == len(self.stages):
+                    break
+                begins = [*self._plan.bounds[: self._stage + 1], self.iteration]
+                self._plan = TrainPlan.of(self._plan.stages, None, Progress(self.iteration, begins))
+                continue
             stopped = totals.stop
             if _is_due(self.iteration, self._config.validation.every):
                 self._validate()
@@ -248,9 +245,10 @@ class Trainer:
             max_norm=self._config.optimizer.max_grad_norm,
         )
         if not math.isfinite(norm):
+            keys = sorted({key for of_rank in on_all_ranks(pack_keys) for key in of_rank})
             raise StepError(
                 f"step {self.iteration + 1}: the gradient's norm is {norm} and the loss "
-                f"{totals.loss}; packs: {', '.join(on_all_ranks(pack_keys))}"
+                f"{totals.loss}; packs: {', '.join(keys)}"
             )
         self.iteration += 1
         seconds = time.perf_counter() - started

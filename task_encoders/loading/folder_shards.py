@@ -254,9 +254,8 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
         if manifest is None:
             return None
         lines = {line.name: [line] for line in manifest.shards}
-        for line in manifest.shards:  # one file of references, or of token ids, holds a split's
-            indexed = PREFIX if line.split == "train" else f"{PREFIX}_{line.split}"
-            for name in (f"{line.split}.jsonl", indexed):
+        for line in manifest.shards:
+            for name in whole_files(line.split):
                 lines.setdefault(name, []).append(line)
         for name, own in lines.items():
             media = np.concatenate([line.media_of_packs() for line in own])
@@ -266,6 +265,11 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
     media = np.concatenate([parts[s.path][0][s.start : s.end] for s in shards])
     flops = np.concatenate([parts[s.path][1][s.start : s.end] for s in shards])
     return PackColumns(media[order], flops[order, 0], flops[order, 1])
+
+
+def whole_files(split: str) -> tuple[str, str]:
+    """Names of the one file of references, or of token ids, that holds a split's shards."""
+    return f"{split}.jsonl", PREFIX if split == "train" else f"{PREFIX}_{split}"
 
 
 def order_of_steps(

@@ -135,7 +135,12 @@ class InTurn:
         all epochs."""
         sizes = folder.epoch_sizes if options.get("repeat", True) else [len(folder)]
         steps = {"keeps_steps": folder.step_ranks > 0, "uniform_ranks": folder.uniform_ranks}
-        return cls(sizes, *args, **(steps | options))
+        turns = cls(sizes, *args, **(steps | options))
+        if len({shard.root for shard in folder.shards}) > 1:  # in the order of a blend's weights
+            parts = repr((turns.digest, [(shard.start, shard.end) for shard in folder.shards]))
+            order = folder.order.astype("<i8").tobytes()
+            turns.digest = hashlib.sha256(parts.encode() + order).hexdigest()[:16]
+        return turns
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> _Turns:
         """See `Schedule`."""
@@ -260,7 +265,7 @@ class RankSampler:
             earlier += [Stretch(state["num_ranks"], self._step)] if self._step else []
             self._step = 0
         self._earlier = tuple(earlier)
-        self._past = tuple(tuple(Stretch(*one) for one in epoch) for epoch in state["past"])
+        self._past = tuple(tuple(Stretch(*one) for one in epoch) for epoch in state.get("past", ()))
 
     @property
     def begun(self) -> tuple[Stretch, ...]:

@@ -10,10 +10,11 @@ from megatron.core import parallel_state
 
 from launch.config import LaunchConfig
 from launch.data.online_data import read_data
+from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
-from launch.loop.setup import build_checkpoints, build_model, build_optimizer, build_stages
+from launch.loop.setup import build_model, build_optimizer, build_stages
 from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.packs.tokenized import IGNORE_INDEX
@@ -205,7 +206,7 @@ def make_trainer(
         model=model,
         optimizer=build_optimizer(config, model, device),
         stages=recorded,
-        checkpoints=build_checkpoints(config, data, plan, accept),
+        checkpoints=CheckpointFolder(config, data, plan, accept),
         device=device,
     )
     return trainer, recorded[0].train, model

@@ -19,6 +19,7 @@ from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file, read_json
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
+from task_encoders.loading.folder_shards import whole_files
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import InTurn, Schedule
 from task_encoders.loading.slots import SlotRows, slot_ranks_of
@@ -85,6 +86,9 @@ def schedule_of(
             count,
         )
     columns = pack_columns(folder)
+    # Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers.
+    both = columns.media, _outputs(folder)
+    traits = [trait == one for trait in both for one in np.unique(trait)[1:]]
     return RankSchedule(
         np.ones(len(folder), np.int64),  # lengths and budget in packs: a row holds as many as asked
         columns.cost,
@@ -93,27 +97,23 @@ def schedule_of(
         seed,
         tower_cost=columns.tower,
         kinds=columns.media if folder.uniform_ranks else None,
-        features=_features(folder, columns),
+        features=np.stack(traits, axis=1) if traits else None,
     )
-
-
-def _features(folder: PackedFolder, columns: PackColumns) -> npt.NDArray[Any] | None:
-    """Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers:
-    (num_packs, num_features); None if all packs are alike."""
-    roots = list(dict.fromkeys(shard.root for shard in folder.shards))
-    outputs = [roots.index(shard.root) for shard in folder.shards]
-    output = np.repeat(outputs, [shard.num_packs for shard in folder.shards])[folder.order]
-    traits = [trait == one for trait in (columns.media, output) for one in np.unique(trait)[1:]]
-    return np.stack(traits, axis=1) if traits else None
 
 
 def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray[Any], ...]:
     """Tokens, media, tower and language operations of each pack, in the folder's order."""
     columns: list[npt.NDArray[Any]] = []
     for root, numbers, planned in numbers_in_plans(folder):
-        of_output = _of_output(root, read_manifest(root), model)
-        columns = columns or [np.empty(len(folder), values.dtype) for values in of_output]
-        for column, values in zip(columns, of_output, strict=True):
+        samples, plan = artifacts_of(root, manifest := read_manifest(root))
+        assert manifest is not None  # artifacts_of refuses None
+        cost = model or model_cost(model_options(**manifest.config["model"]))
+        table = pack_table(samples, plan, cost)
+        each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
+        tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
+        found = tokens, table.media, table.tower, table.language
+        columns = columns or [np.empty(len(folder), values.dtype) for values in found]
+        for column, values in zip(columns, found, strict=True):
             column[numbers] = values[planned]
     return tuple(columns)
 
@@ -128,20 +128,22 @@ def numbers_in_plans(
     for root in roots:
         manifest, first = read_manifest(root), 0
         for line in manifest.shards if manifest else ():
-            places[root / line.name] = first
-            places.setdefault(root / f"{line.split}.jsonl", first)  # of references
+            for name in (line.name, *whole_files(line.split)):
+                places.setdefault(root / name, first)
             first += line.packs
     for shard in folder.shards:
-        first = places.get(shard.path, 0)
-        planned.append(first + np.arange(shard.start, shard.end))
-    output = np.repeat(
-        [roots.index(shard.root) for shard in folder.shards],
-        [shard.num_packs for shard in folder.shards],
-    )[folder.order]
-    in_plan = np.concatenate(planned)[folder.order]
+        planned.append(places.get(shard.path, 0) + np.arange(shard.start, shard.end))
+    in_plan, outputs = np.concatenate(planned)[folder.order], _outputs(folder)
     for number, root in enumerate(roots):
-        own = np.flatnonzero(output == number)
+        own = np.flatnonzero(outputs == number)
         yield root, own, in_plan[own]
+
+
+def _outputs(folder: PackedFolder) -> npt.NDArray[np.int64]:
+    """Number of each pack's output, (num_packs,), as they come first among the shards."""
+    roots = list(dict.fromkeys(shard.root for shard in folder.shards))
+    numbers = [roots.index(shard.root) for shard in folder.shards]
+    return np.repeat(numbers, [shard.num_packs for shard in folder.shards])[folder.order]
 
 
 def longest_pack(root: Path, multiple: int) -> int:
@@ -150,20 +152,6 @@ def longest_pack(root: Path, multiple: int) -> int:
     samples, plan = artifacts_of(root, read_manifest(root))
     padded = -(-samples.array("num_tokens")[plan.sample_ids] // multiple) * multiple
     return int(np.add.reduceat(padded, plan.pack_offsets[:-1], dtype=np.int64).max())
-
-
-def _of_output(
-    root: Path, manifest: Manifest | None, model: ModelCost | None
-) -> tuple[npt.NDArray[Any], ...]:
-    """The same columns of all packs of an output, as planned."""
-    samples, plan = artifacts_of(root, manifest)
-    assert manifest is not None  # _artifacts refuses None
-    table = pack_table(
-        samples, plan, model or model_cost(model_options(**manifest.config["model"]))
-    )
-    each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
-    tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
-    return tokens, table.media, table.tower, table.language
 
 
 def artifacts_of(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:

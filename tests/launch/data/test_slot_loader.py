@@ -39,7 +39,7 @@ def test_other_numbers_of_ranks_are_refused() -> None:
     [
         ({"data": {"micro_batch_size": 2}}, "data.micro_batch_size=2: packs .* set 1"),
         ({"data": {"pad_to_length": True}}, "data.pad_to_length=True: "),
-        ({"data": {"order": "balanced"}}, "equal cost already; set written"),
+        ({"data": {"order": "balanced"}}, "data.order=balanced: packs .* set written"),
         ({"parallel": {"context": 2}}, "parallel.context=2: packs .* set 1"),
     ],
 )

@@ -93,6 +93,8 @@ def test_a_blend_is_weighed_as_it_is_drawn(captions: Path, folder: Path, tmp_pat
     expected = 0.75 * first.samples_per_pack + 0.25 * second.samples_per_pack
     assert data.samples_per_pack == pytest.approx(expected)
     assert data.content_hash not in (first.content_hash, second.content_hash)
+    blend.write_text(blend.read_text().replace("weight: 3", "weight: 2"))
+    assert read_packed_data(blend).content_hash != data.content_hash
 
 
 def test_datasets_measured_differently_cannot_be_blended(

@@ -43,6 +43,7 @@ from tests.helpers.transformers_runs import (
     stop,
     train,
 )
+from tests.helpers.unpacked_folders import blend_of
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -343,6 +344,39 @@ def test_the_loader_is_fixed_while_its_packs_go_on(stages: list[str], tmp_path: 
         make_trainer(other)[0].resume()
     with pytest.raises(ConfigError, match=r"--accept-mismatch data\.order: must be the same"):
         make_trainer(other, accept=["data.order"])[0].resume()
+
+
+def test_a_blend_is_validated_on_packs_of_another_output(stages: list[str], tmp_path: Path) -> None:
+    """Where those that it trains have no val split."""
+    source = {"format": "pairs", "path": str(Path(stages[0]).parent / "source"), "task": "bmr"}
+    pack_all(make_run(source, tmp_path / "packed", pack={"seq_length": 256}))
+    blend = blend_of(tmp_path / "blend.yaml", [tmp_path / "packed"])
+    blend.write_text(f"{blend.read_text()}  val:\n    path: {stages[0]}\n")
+    config = config_of([str(blend)], tmp_path / "run", validation={"every": 1})
+    trainer, *_ = make_trainer(config)
+    assert trainer.run()
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    found = {line["validation_packs"] for line in lines if "validation_loss" in line}
+    assert found == {len(PackedFolder(stages[0], split="val"))}
+
+
+def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
+    stages: list[str], tmp_path: Path
+) -> None:
+    """A pass over half of a dataset, without repeating: fewer steps than its packs would take."""
+    half = blend_of(tmp_path / "half.yaml", [f"path: {stages[0]}, repetitions: 0.5"])
+    paths = [str(half), *stages[1:]]
+    sizes = [len(PackedFolder(path)) for path in paths]
+    data = {"repeat": False}
+    trainer, seen, _ = make_trainer(config_of(paths[:2], tmp_path / "run", data=data))
+    planned = trainer._plan.bounds
+    assert trainer.run()
+    assert len(seen.keys) == sum(sizes[:2])
+    state = state_of(tmp_path / "run")
+    assert 0 < state["begins"][1] < planned[1]
+    assert len(losses(tmp_path / "run")) == state["iteration"] < planned[2]
+    _, keys = resumed(config_of(paths, tmp_path / "run", data=data))
+    assert len(keys) == sizes[2]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Tokens and costs of written packs, by their index and plan."""
 
+import collections
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offline_packing.errors import StageError
-from offline_packing.online.ranks.pack_costs import pack_costs
+from offline_packing.online.ranks.pack_costs import numbers_in_plans, pack_costs, schedule_of
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import open_index
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -58,6 +62,39 @@ def test_costs_of_a_blend(outputs: Path, tmp_path: Path) -> None:
     is_caption = [pack.subflavors["offline_packing"] == "captioning" for pack in folder]
     own_cost = pack_costs(PackedFolder(outputs / "captioning"))[1]
     assert cost[is_caption].tolist() == own_cost[1:3].tolist()
+
+
+def test_the_schedule_is_that_of_a_blend(outputs: Path, tmp_path: Path) -> None:
+    """Of the same datasets, with as many packs, another blend trains others at each step."""
+    roots = outputs / "bmr", shutil.copytree(outputs / "bmr", tmp_path / "copy")
+    options: dict[str, Any] = {"num_ranks": 1, "packs_per_row": 1, "seed": 0, "repeat": True}
+    found = collections.Counter()
+    for first in ("[0, 2]", "[1, 3]"):
+        for times in ((1, 2), (2, 1)):
+            parts = [
+                f"path: {root}, subset: {{range: {first}}}, repetitions: {n}"
+                for root, n in zip(roots, times, strict=True)
+            ]
+            folder = PackedFolder(blend_of(tmp_path / "blend.yaml", parts))
+            found[schedule_of(folder, order="written", **options).digest] += len(folder)
+    assert [*found.values()] == [6] * 4
+
+
+def test_a_split_in_one_file_is_found_in_the_plan(tmp_path: Path) -> None:
+    """Also where another split was written before."""
+    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
+    output = {"layout": "indexed", "split": {"test": 0.4, "train": 0.6}}
+    pack_all(run := make_run(source, tmp_path / "packed", output=output))
+    samples, plan = open_index(run), PackPlan.load(run.workspace.plan)
+    for split in ("train", "test"):
+        folder = PackedFolder(tmp_path / "packed", split=split)
+        ((root, numbers, planned),) = numbers_in_plans(folder)
+        assert root == folder.shards[0].root
+        assert numbers.tolist() == list(range(len(folder)))
+        for number, pack in enumerate(planned):
+            ids = plan.sample_ids[slice(*plan.pack_offsets[pack:][:2])]
+            keys = samples.table("key")["key"].take(ids).to_pylist()
+            assert [*folder[number].tokens.sub_sample_keys] == keys
 
 
 def test_packs_without_their_plan_are_named(outputs: Path, tmp_path: Path) -> None:
