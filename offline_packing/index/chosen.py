@@ -62,16 +62,15 @@ def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
     columns = dict.fromkeys(column for all_of in any_of for column, *_ in all_of)
     kinds = [column.split(" ", 1) for column in columns]
     texts = (("not_chosen", "pack.where"), *(("not_chosen", f"no {name}") for _, name in kinds))
-    ids, codes, start = [np.empty(0, np.int64)], [np.empty(0, np.int32)], 0
+    found = [np.empty(0, np.int32)]  # places in texts; -1: chosen
     for part in samples.parts("kept"):
-        table = pa.table({"row": np.arange(len(part))})
-        code, is_left = np.zeros(len(part), np.int32), np.ones(len(part), bool)
+        table, code = pa.table({"row": np.arange(len(part))}), np.zeros(len(part), np.int32)
         for number, (kind, name) in reversed([*enumerate(kinds, start=1)]):
             values = pc.struct_field(pc.map_lookup(part["kept"], name, "first"), kind)
             code[values.is_null().to_numpy()] = number
             table = table.append_column(f"{kind} {name}", values)
-        is_left[table.filter(chosen)["row"].to_numpy()] = False
-        ids.append(start + np.flatnonzero(is_left))
-        codes.append(code[is_left])
-        start += len(part)
-    return AsideSamples(np.concatenate(ids), np.concatenate(codes), texts)
+        code[table.filter(chosen)["row"].to_numpy()] = -1
+        found.append(code)
+    codes = np.concatenate(found)
+    ids = np.flatnonzero(codes >= 0)
+    return AsideSamples(ids, codes[ids], texts)

@@ -77,8 +77,6 @@ logger = logging.getLogger(__name__)
 
 #: Parts beyond this are slow on shared file systems.
 MANY_PARTS: Final = 50_000
-#: Options of a source that belong to a run, not to what it measures.
-_OWN_OPTIONS: Final = {"skip", "repeat", "weight", "index"}
 _MARKER: Final = attrgetter("index_path")
 _TABLES: Final = attrgetter("index_path", "set_aside_path")
 
@@ -226,6 +224,8 @@ def _complete(
     lost, answers = estimate(
         (task.source_id, *own) for task, own in zip(tasks, counts, strict=True)
     )
+    own = {"skip", "repeat", "weight", "index"}  # of this run, not of what it measures
+    names = [prefix.removesuffix("/") for prefix in run.config.key_prefixes()]
     info = IndexInfo(
         fingerprint=dict(fingerprint),
         versions=library_versions(),
@@ -239,9 +239,8 @@ def _complete(
         num_part_hashed=sum(result.num_part_hashed for result in results),
         source_warnings=[line for scan in scans for line in scan.warnings],
         sources=[
-            one.model_dump(mode="json", exclude_defaults=True, exclude=_OWN_OPTIONS)
-            | {"name": prefix[:-1] or None}
-            for one, prefix in zip(run.config.source, run.config.key_prefixes(), strict=True)
+            one.model_dump(mode="json", exclude_defaults=True, exclude=own) | {"name": name or None}
+            for one, name in zip(run.config.source, names, strict=True)
         ],
         source_parts=[len(scan.parts) for scan in scans],
     )
