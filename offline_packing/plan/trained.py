@@ -37,21 +37,25 @@ def count_trained(
         runs: the stages of each run, by its path.
 
     Raises:
-        StageError: packs of a run are gone or were written anew, or none of them are of a source;
-            or conversations were cut in another way.
+        StageError: packs of a run are gone or were written anew, or none are of a source that
+            names it; or conversations were cut in another way.
     """
     trained = {path: _keys_of(path, stages, samples) for path, stages in runs.items()}
+    places = [place_of(source.model_dump()) for source in config.source]
     known: dict[tuple[int, str], Hashes] = {}
-    for source, named in zip(config.source, enumerate(config.key_prefixes()), strict=True):
-        place = place_of(source.model_dump())
-        for path in source.trained_by:
-            if place not in trained[path]:
-                raise StageError(
-                    f"source.skip: no pack that {path} trained is of {source.path}; name the run "
-                    "that trained it, or take it out"
-                )
-        if every := [own for path in source.trained_by for own in trained[path][place]]:
-            known[named] = np.sort(np.concatenate(every))
+    for path, own in trained.items():
+        named = [number for number, one in enumerate(config.source) if path in one.trained_by]
+        if not any(places[number] in own for number in named):
+            paths = ", ".join(config.source[number].path for number in named)
+            raise StageError(
+                f"source.skip: no pack that {path} trained is of {paths}; name the run that "
+                "trained it, or take it out"
+            )
+    for number, prefix in enumerate(config.key_prefixes()):
+        paths_of = config.source[number].trained_by
+        every = [some for path in paths_of for some in trained[path].get(places[number], [])]
+        if every:
+            known[number, prefix] = np.sort(np.concatenate(every))
     found = [np.empty(0, np.int64)]
     for part in samples.parts(*_NAMES):
         counts = np.zeros(len(part), np.int64)
