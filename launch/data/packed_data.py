@@ -82,7 +82,8 @@ def read_packed_data(path: str | Path) -> PackedData:
     """Read the manifest of a folder, or the manifests of a metadataset YAML, here or at a URL.
 
     Raises:
-        StageError: a folder has no manifest, or datasets of a blend were measured differently.
+        StageError: a folder has no manifest, or datasets of a blend were measured differently or
+            have packs in slots.
     """
     folders = _folders(path)
     resolved = (folder.resolve() if isinstance(folder, Path) else folder for folder, _ in folders)
@@ -100,6 +101,12 @@ def read_packed_data(path: str | Path) -> PackedData:
     drawn = sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True))
     hashes = [manifest.content_hash for manifest in manifests]
     weighted = [*zip(hashes, shares, strict=True)]
+    slots = [own for manifest in manifests if (own := manifest.slots()) is not None]
+    if slots and not path_of(path).is_dir():
+        raise StageError(
+            f"{path} blends packs that go over 1, 2, 4 … ranks, in slots of one output; pack all "
+            "sources in one output and give data.path its folder"
+        )
     pack_options = [manifest.config.get("pack", {}) for manifest in manifests]
     order = pack_options[0].get("order")
     shards = [shard for manifest in manifests for shard in manifest.shards]
@@ -122,7 +129,7 @@ def read_packed_data(path: str | Path) -> PackedData:
             not shard.media or shard.media.strip("0") for shard in shards if shard.split == "train"
         ),
         ordered_for=int(order["num_ranks"]) if order and len(manifests) == 1 else None,
-        slots=_slots_of(path, manifests),
+        slots=slots[0] if slots else None,
         has_trees=any(manifest.version == 2 for manifest in manifests),
         tower_flops=max(tower) if all(shard.flops for shard in shards) else None,
         datasets={absolute(f): found for (f, _), found in zip(folders, hashes, strict=True)},
@@ -171,17 +178,6 @@ def _require_one_model(
                     f"{path}: {folders[0]} was measured with {name} {first!r}, {folder} with "
                     f"{value!r}; pack both with the same"
                 )
-
-
-def _slots_of(path: str | Path, manifests: Sequence[Manifest]) -> Slots | None:
-    """The slots of a folder's train split. Raises StageError for a blend."""
-    found = [slots for manifest in manifests if (slots := manifest.slots()) is not None]
-    if found and not path_of(path).is_dir():
-        raise StageError(
-            f"{path} blends packs that go over 1, 2, 4 … ranks, in slots of one output; pack all "
-            "sources in one output and give data.path its folder"
-        )
-    return found[0] if found else None
 
 
 def check_room(path: str | Path, context_parallel: int) -> None:

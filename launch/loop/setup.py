@@ -101,10 +101,10 @@ def build_trainer(
             "checkpoint to resume from; correct output.path, or leave the option out"
         )
     # The environment is checked here, before a checkpoint of many gigabytes is read.
-    stages, encoders = build_stages(config, data, device)
-    check_token_ids(config.model, encoders[0].encoder.media_token_ids)
-    options = model_options_of(config, largest, encoders[0], device)
-    config = settle_recompute(config, largest, encoders[0].encoder, options)
+    stages, encoder = build_stages(config, data, device)
+    check_token_ids(config.model, encoder.encoder.media_token_ids)
+    options = model_options_of(config, largest, encoder, device)
+    config = settle_recompute(config, largest, encoder.encoder, options)
     model = build_run_model(config.model, options)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     logger.info("on %s: %s", name, model.kernels())
@@ -130,16 +130,20 @@ def build_trainer(
 
 def build_stages(
     config: LaunchConfig, data: Sequence[PackedData], device: torch.device
-) -> tuple[list[Stage], list[PackedTaskEncoder]]:
-    """The packs of each stage for this rank, and the task encoders that read them."""
-    stages, encoders = [], []
+) -> tuple[list[Stage], PackedTaskEncoder]:
+    """The packs of each stage for this rank, and the last one's task encoder."""
+    stages = []
     context, seed = config.parallel.context, config.train.seed
     multiple = required_pad_multiple(context_parallel=context)
     tasks = {task for own in data for task in own.tasks}
     for stage, own in zip(config.stages, data, strict=True):
         (path,) = stage.data.paths
+        packs: Any = None
         if stage.data.online is None:
             check_room(path, context)
+            packs = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
+            packs |= {"path": absolute(stage.data.data_prefix or path), "seed": seed}
+            packs["datasets"] = own.datasets
         encoder = build_task_encoder(
             stage.data, own, config.model.family, pad_multiple=multiple, trees=own.has_trees
         )
@@ -148,14 +152,9 @@ def build_stages(
         if config.validation.every:
             limit = config.validation.limit
             validation = LoaderBatches(stage.data, encoder, device, split="val", limit=limit)
-        packs = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
-        where = absolute(stage.data.data_prefix or path)
-        packs |= {"path": where, "datasets": own.datasets, "seed": seed}
         train = LoaderBatches(stage.data, encoder, device, seed=seed)
-        named = None if stage.data.online else packs
-        stages.append(Stage(named, train, validation, own.tokens_per_rank))
-        encoders.append(encoder)
-    return stages, encoders
+        stages.append(Stage(packs, train, validation, own.tokens_per_rank))
+    return stages, encoder
 
 
 def model_options_of(

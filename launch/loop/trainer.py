@@ -173,13 +173,10 @@ class Trainer:
             with StopRequest() as stop, bar:
                 return self._run_steps(stop, bar)
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-        for stage in self.stages:
-            stage.close()
+            if self._log is not None:
+                self._log.close()
+            for stage in self.stages:
+                stage.close()
 
     def _run_steps(self, stop: StopRequest, bar: Any) -> bool:
         first = saved = self.iteration
