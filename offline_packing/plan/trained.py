@@ -60,8 +60,8 @@ def count_trained(
     for part in samples.parts(*_NAMES):
         counts = np.zeros(len(part), np.int64)
         rows = part.append_column("row", [np.arange(len(part))])
-        for named, trained_keys in known.items():
-            for keys, some in own_keys(rows, "source_id", [named]):
+        for numbered, trained_keys in known.items():
+            for keys, some in own_keys(rows, "source_id", [numbered]):
                 hashes = hash_keys(keys.to_pylist())
                 first = np.searchsorted(trained_keys, hashes, "left")
                 last = np.searchsorted(trained_keys, hashes, "right")
