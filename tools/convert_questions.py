@@ -40,7 +40,7 @@ from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.families import model_options
 from task_encoders.media.image import read_image_header
 from task_encoders.packs.pack_format import image_extension
-from task_encoders.records.record import DIALOGUE_FIELDS
+from task_encoders.records.record import DIALOGUE_FIELDS, to_sample
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
 from task_encoders.text.pieces import to_messages
@@ -73,7 +73,7 @@ def read_samples(
             try:
                 if isinstance(record.content, SampleError):
                     raise record.content
-                sample = source.to_sample(record.content, record.key, record.paired_media)
+                sample = to_sample(record.content, record.key, source.task, record.paired_media)
                 if len(sample.images) > 1 or sample.videos:
                     raise SampleError(
                         "bad_record",
