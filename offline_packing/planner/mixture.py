@@ -25,24 +25,29 @@ class Mixture:
     start: tuple[float, ...]
     end: tuple[float, ...]
 
-    def places(self, source: np.ndarray, order: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Place of each sample in the plan, float64 (num_samples,).
+    def samples(self, source: np.ndarray, order: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The samples in the order of their places in the plan, int64 (num_samples,).
 
         Args:
             source: integers (num_samples,), places among the shares.
             order: (num_samples,), by which the samples of a source follow each other.
             lengths: tokens of each.
         """
-        found = np.empty(len(lengths))
+        ids, places = [], []
         for number, (start, end) in enumerate(zip(self.start, self.end, strict=True)):
             own = np.flatnonzero(source == number)
-            own = own[np.argsort(order[own], kind="stable")]
-            tokens = lengths[own].astype(np.float64)
+            by, keys = np.argsort(order[own]), order[own]
+            if (
+                keys[by[1:]] == keys[by[:-1]]
+            ).any():  # which of them is first, differs between CPUs
+                by = np.argsort(keys, kind="stable")
+            tokens = lengths[own[by]].astype(np.float64)
             # Of a source's tokens, start t + (end - start) t² / 2 come before t: solved for t.
             before = (np.cumsum(tokens) - tokens / 2) * (start + end) / tokens.sum()
-            root = np.sqrt(start * start + (end - start) * before)
-            found[own] = before / (start + root)
-        return found
+            ids.append(own[by])
+            places.append(before / (start + np.sqrt(start * start + (end - start) * before)))
+        # Sources are in order each: a stable sort merges them.
+        return np.concatenate(ids)[np.argsort(np.concatenate(places), kind="stable")]
 
     def order(self, packs: Packs, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Order of packs in which the tokens of each source follow the lines, int64 (num_packs,).

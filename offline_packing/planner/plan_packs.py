@@ -280,8 +280,7 @@ def _mix(samples: Samples, request: PlanRequest, mixture: Mixture) -> Draft:
     lengths, seq_length, options = samples.lengths, samples.seq_length, request.options
     source, copy_of = samples.columns["source"], samples.columns.get("copy_of")
     bound = lower_bound(count_lengths(lengths, room_of(lengths, seq_length)))
-    places = mixture.places(source, samples.columns["source_order"], lengths)
-    order = np.argsort(places, kind="stable")
+    order = mixture.samples(source, samples.columns["source_order"], lengths)
     window_packs = min(_MIXED_PACKS, max(1, bound // _MIXED_WINDOWS))
     packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=options.seed)
     packs = _compose_poor_again(samples, request, packs)

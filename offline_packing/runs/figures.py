@@ -217,17 +217,19 @@ def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> l
     if mixture is None:
         return []
     num_packs = len(next(iter(splits_of_plan(plan, config.output.split).values())))
-    offsets, count = plan.pack_offsets[: num_packs + 1], min(_STRETCHES, num_packs)
-    uses, stretch = plan.sample_ids[: offsets[-1]], np.arange(num_packs) * count // num_packs
-    places = np.repeat(stretch, np.diff(offsets)) * len(names) + samples.array("source_id")[uses]
-    tokens = np.bincount(places, samples.array("num_tokens")[uses], count * len(names))
-    return [
-        [
-            {"source": name, "share": share, "asked": mixture.share(name, (number + 0.5) / count)}
-            for name, share in zip(names, (own / own.sum()).tolist(), strict=True)
-        ]
-        for number, own in enumerate(tokens.reshape(count, -1))
-    ]
+    count = min(_STRETCHES, num_packs)
+    ends = plan.pack_offsets[np.arange(count + 1) * num_packs // max(count, 1)]
+    sources, tokens = samples.array("source_id"), samples.array("num_tokens")
+    found = []
+    for number, uses in enumerate(np.split(plan.sample_ids, ends[1:])[:count]):
+        own = np.bincount(sources[uses], tokens[uses], len(names))
+        found.append(
+            [
+                {"source": n, "share": share, "asked": mixture.share(n, (number + 0.5) / count)}
+                for n, share in zip(names, (own / own.sum()).tolist(), strict=True)
+            ]
+        )
+    return found
 
 
 def _split_figures(config: PackingConfig, plan: PackPlan) -> list[Figures]:
