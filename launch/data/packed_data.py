@@ -60,7 +60,7 @@ class PackedData:
     #: content_hash of each dataset, by its absolute path
     datasets: Mapping[str, str] = field(default_factory=dict)
     #: whether shares of sources change over the packs of any dataset (pack.mixture)
-    has_ramp: bool = False
+    has_mixture: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -133,7 +133,7 @@ def read_packed_data(path: str | Path) -> PackedData:
         has_trees=any(manifest.version == 2 for manifest in manifests),
         tower_flops=max(tower) if all(shard.flops for shard in shards) else None,
         datasets={absolute(f): found for (f, _), found in zip(folders, hashes, strict=True)},
-        has_ramp=any(options.get("mixture") for options in pack_options),
+        has_mixture=any(manifest.has_mixture for manifest in manifests),
     )
 
 

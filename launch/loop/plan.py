@@ -195,7 +195,7 @@ def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_paral
             data.num_packs,
             "global_batch_size" if config.batch.global_batch_size else "global_batch_packs",
         )
-    if data.has_ramp and config.data.order == "balanced":
+    if data.has_mixture and config.data.order == "balanced":
         logger.warning(
             "%s: shares of its sources change over the packs as written (pack.mixture), and "
             "data.order=balanced deals them anew; set data.order=written",

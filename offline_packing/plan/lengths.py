@@ -68,7 +68,7 @@ def plan_lengths(
     cannot be read, lacks columns, or a length is not a whole number from 0."""
     settings = read_config(LengthsConfig, config, overrides)
     pack = settings.pack
-    for name in ("share_prefixes", "where"):
+    for name in ("share_prefixes", "mixture", "where"):
         if getattr(pack, name) is not None:
             raise StageError(
                 f"pack.{name} needs samples that were measured, not only lengths; leave it out"

@@ -36,10 +36,9 @@ class Mixture:
         ids, places = [], []
         for number, (start, end) in enumerate(zip(self.start, self.end, strict=True)):
             own = np.flatnonzero(source == number)
-            by, keys = np.argsort(order[own]), order[own]
-            if (
-                keys[by[1:]] == keys[by[:-1]]
-            ).any():  # which of them is first, differs between CPUs
+            keys = order[own]
+            by = np.argsort(keys)
+            if (np.diff(keys[by]) == 0).any():  # CPUs differ in the order of equal ones
                 by = np.argsort(keys, kind="stable")
             tokens = lengths[own[by]].astype(np.float64)
             # Of a source's tokens, start t + (end - start) t² / 2 come before t: solved for t.
@@ -62,7 +61,7 @@ class Mixture:
 
 @Kernel
 def _follow(shares: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """Of the next `_AHEAD` packs, take the one after which all sums are nearest to the lines.
+    """Choose each time among the next `_AHEAD` packs: all sums shall be nearest to the lines.
 
     Args:
         shares: float64 (num_packs, num_sources), of the tokens of all packs.

@@ -170,8 +170,8 @@ class Run:
 
     @functools.cached_property
     def trained(self) -> Mapping[str, Trained]:
-        """What the training runs of source.skip trained: as the plan recorded it that shards may be
-        written from; without one, or where it may be overwritten, as it is now."""
+        """What the training runs of source.skip trained: as the plan recorded it, so that it stays
+        the plan of its shards; without a plan, or under output.overwrite, up to now."""
         stored = {} if self.config.output.overwrite else read_json(self.workspace.plan_info) or {}
         paths = sorted({path for source in self.config.source for path in source.trained_by})
         recorded = stored.get("trained", {})

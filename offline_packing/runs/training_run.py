@@ -1,4 +1,4 @@
-"""What a training run trained so far, as its newest checkpoint says: `source.skip: {trained: RUN}`.
+"""Packs that a training run has trained, from its newest checkpoint: `source.skip: {trained: RUN}`.
 
 Checkpoints of `launch.train` and `launch.train_transformers` name the packs of each stage, and how
 far they came in them (`launch.loop.checkpoint.Progress`). Other trainers' states name no packs.

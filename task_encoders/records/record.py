@@ -217,7 +217,9 @@ def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) 
             continue
         are_entries = isinstance(entries, list) and len(entries) == len(turns)
         if not are_entries or not all(one is None or is_scalar(one) for one in entries):
-            raise SampleError("bad_record", f"{name!r} is no list of {len(turns)} numbers or nulls")
+            raise SampleError(
+                "bad_record", f"{name!r} is not a list of {len(turns)} numbers or nulls"
+            )
         low |= {i for i, entry in enumerate(entries) if entry is not None and entry < least}
     if len(low) == len(turns):
         limits = ", ".join(f"{name} {least:g}" for name, (_, least) in ratings.items())

@@ -315,9 +315,9 @@ def test_turns_by_their_ratings(least: dict[str, int], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ratings", "detail"),
     [
-        ([3], "'stars' is no list of 2 numbers or nulls"),
-        (["good", 3], "'stars' is no list of 2 numbers or nulls"),
-        (4, "'stars' is no list of 2 numbers or nulls"),
+        ([3], "'stars' is not a list of 2 numbers or nulls"),
+        (["good", 3], "'stars' is not a list of 2 numbers or nulls"),
+        (4, "'stars' is not a list of 2 numbers or nulls"),
     ],
 )
 def test_lists_that_are_no_ratings(ratings: Any, detail: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def schedule_of(
     both = columns.media, _outputs(folder)
     traits = [trait == one for trait in both for one in np.unique(trait)[1:]]
     return RankSchedule(
-        np.ones(len(folder), np.int64),  # lengths and budget in packs: a row holds as many as asked
+        np.ones(len(folder), np.int64),  # lengths and budget count packs
         columns.cost,
         num_ranks,
         packs_per_row,
@@ -111,7 +111,7 @@ def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray
         table = pack_table(samples, plan, cost)
         each = of_uses(samples, plan, methodcaller("array", "num_tokens"))
         tokens = np.add.reduceat(each, plan.pack_offsets[:-1])
-        found = tokens, table.media, table.tower, table.language
+        found: tuple[npt.NDArray[Any], ...] = tokens, table.media, table.tower, table.language
         columns = columns or [np.empty(len(folder), values.dtype) for values in found]
         for column, values in zip(columns, found, strict=True):
             column[numbers] = values[planned]
@@ -125,14 +125,17 @@ def numbers_in_plans(
     and in its plan, (num_packs,)."""
     planned, roots = [], list(dict.fromkeys(shard.root for shard in folder.shards))
     places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
-    for root in roots:
-        manifest, first = read_manifest(root), 0
-        for line in manifest.shards if manifest else ():
+    found = {root: one for root in roots if (one := read_manifest(root)) is not None}
+    for root, manifest in found.items():
+        first = 0
+        for line in manifest.shards:
             for name in (line.name, *whole_files(line.split)):
                 places.setdefault(root / name, first)
             first += line.packs
     for shard in folder.shards:
-        planned.append(places.get(shard.path, 0) + np.arange(shard.start, shard.end))
+        # Callers refuse an output without a manifest; in any other, every shard has its place.
+        first = places[shard.path] if shard.root in found else 0
+        planned.append(first + np.arange(shard.start, shard.end))
     in_plan, outputs = np.concatenate(planned)[folder.order], _outputs(folder)
     for number, root in enumerate(roots):
         own = np.flatnonzero(outputs == number)

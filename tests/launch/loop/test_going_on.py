@@ -1,5 +1,5 @@
-"""source.skip: {trained: RUN}: a run goes on with another mixture and length of what it has not
-trained yet, and `plan --output` says how often each sample was trained."""
+"""source.skip: {trained: RUN}: a run goes on with samples that are left, in another mixture
+and length, and `plan --output` says how often each sample was trained."""
 
 import collections
 import signal

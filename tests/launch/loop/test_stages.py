@@ -403,7 +403,7 @@ def test_what_stages_cannot_be_is_refused(
 
 
 def test_a_list_on_the_command_line(tmp_path: Path) -> None:
-    """Of one path: that path."""
+    """With one path they are its own."""
     (tmp_path / "run.yaml").write_text("batch: {global_batch_packs: 2}\noutput: {path: out}\n")
     for text, paths in (("[out/a, out/b]", ("out/a", "out/b")), ("[out/a]", ("out/a",))):
         config = load_config(tmp_path / "run.yaml", [f"data.path={text}"])
@@ -450,10 +450,10 @@ def test_stages_of_several_tasks(
     assert {*seen.keys} == {p.key for path in (captions, stages[2]) for p in PackedFolder(path)}
 
 
-def test_balanced_packs_of_a_ramp_are_warned_of(
+def test_balanced_packs_of_a_mixture_are_warned_of(
     stages: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = replace(read_packed_data(stages[0]), has_ramp=True)
+    data = replace(read_packed_data(stages[0]), has_mixture=True)
     for order in ("written", "balanced"):
         caplog.clear()
         plan_stage(config_of(stages[:1], Path("out"), data={"order": order}), data, 1)

@@ -182,6 +182,20 @@ def test_what_packs_depend_on_must_be_known(
         plan_lengths(write_config(tmp_path, **pack), (), tmp_path / "l.tsv", None)
 
 
+@pytest.mark.parametrize(
+    "pack",
+    [
+        {"share_prefixes": True},
+        {"where": [["score", ">=", 1]]},
+        {"mixture": {"start": {"a": 1}, "end": {"a": 1}}},
+    ],
+)
+def test_options_of_measured_samples_are_refused(tmp_path: Path, pack: dict[str, Any]) -> None:
+    (tmp_path / "l.tsv").write_text("a\t10\nb\t20\n")
+    with pytest.raises(StageError, match=f"pack.{next(iter(pack))} needs samples that were"):
+        plan_lengths(write_config(tmp_path, **pack), (), tmp_path / "l.tsv", None)
+
+
 def test_keys_that_look_like_numbers_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "l.csv").write_text("key,tokens\n001,10\n1,10\n1.0,10\nNA,10\n")
     plan_lengths(write_config(tmp_path), (), tmp_path / "l.csv", tmp_path / "new/out.parquet")
