@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import (
@@ -140,13 +140,12 @@ def read_image_header(file: BinaryIO, *, max_image_pixels: int = MAX_IMAGE_PIXEL
             size = file.seek(-_END_BYTES, io.SEEK_END) + _END_BYTES
             tail = file.read(_END_BYTES)
             _check_cost(file, size, (header.width, header.height), decoder, max_image_pixels)
-            is_jpeg = header.format == "JPEG"
-            if _ends_properly(header.format, tail, file) or (is_jpeg and _has_jpeg_end(file)):
+            if _ends_properly(header.format, tail, file):
                 return header
     file.seek(0)
     image, tail = _open(file, max_image_pixels)
     with image:
-        if not _ends_properly(image.format or "", tail, file):
+        if not _ends_properly(image.format or "", tail, file, _first_size(image)):
             _load(image)
         width, height = image.size
         if _orientation(image, tail) >= 5:  # 5 to 8 swap the axes
@@ -257,10 +256,14 @@ def _load(image: Image.Image) -> None:
         raise SampleError("truncated_image", one_line(error)) from error
 
 
-def _ends_properly(image_format: str, tail: bytes, file: BinaryIO) -> bool:
-    """Whether the file ends as a complete image of its format does."""
+def _ends_properly(image_format: str, tail: bytes, file: BinaryIO, first_size: int = 0) -> bool:
+    """Return whether a complete image of its format ends with the file, or where its first picture
+    has `first_size` bytes; other bytes may follow a JPEG's end marker."""
     if image_format in ("JPEG", "MPO"):
-        return tail.endswith(_JPEG_END)
+        if first_size >= len(_JPEG_END):
+            file.seek(first_size - len(_JPEG_END))
+            tail = file.read(len(_JPEG_END))
+        return tail.endswith(_JPEG_END) or _has_jpeg_end(file)
     if image_format == "PNG":
         return tail.endswith(b"IEND\xaeB`\x82")
     if image_format == "GIF":
@@ -270,6 +273,15 @@ def _ends_properly(image_format: str, tail: bytes, file: BinaryIO) -> bool:
         riff_size = int.from_bytes(file.read(4), "little")
         return riff_size + 8 == file.seek(0, io.SEEK_END)
     return False
+
+
+def _first_size(image: Image.Image) -> int:
+    """Return the bytes of the first picture of a JPEG, as the MPF segment says that phones write in
+    front of a second one; 0 without such a segment."""
+    try:
+        return int(JpegImagePlugin._getmp(image)[0xB002][0]["Size"])  # type: ignore[arg-type, index]
+    except Exception:  # noqa: BLE001 - damaged, which is for the end marker to tell
+        return 0
 
 
 def _orientation(image: Image.Image, tail: bytes) -> int:
@@ -312,8 +324,9 @@ _XMP: Final = b"http://ns.adobe.com/xap/1.0/\0"
 _PREFIX_BYTES: Final = 4 + len(_XMP)
 _TABLE_BYTES: Final = 65  # of an 8-bit quantization table with its number
 _MIN_SCAN_BYTES: Final = 10
-#: The end marker, or another with the length of its segment; neither stuffing nor a restart.
-_JPEG_MARKER: Final = re.compile(rb"\xff(?:\xd9|[^\x00\x01\xff\xd0-\xd9](..))", re.DOTALL)
+#: The end marker, the start of another picture, or another marker with the length of its segment;
+#: neither stuffing nor a restart.
+_JPEG_MARKER: Final = re.compile(rb"\xff(?:[\xd8\xd9]|[^\x00\x01\xff\xd0-\xd9](..))", re.DOTALL)
 
 _PNG_START: Final = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 _png_size = struct.Struct(">IIBBxB").unpack_from  # width, height, bits, color, filter
@@ -531,14 +544,14 @@ def _tagged_orientation(tags: dict[bytes, bytes]) -> int | None:
 
 
 def _has_jpeg_end(file: BinaryIO) -> bool:
-    """Whether a JPEG has an end marker, which other bytes may follow."""
+    """Return whether a JPEG has its own end marker: one before another picture starts."""
     file.seek(0)
     rest, at = b"", 2
     while block := file.read(_BLOCK):
         block = rest + block
         while marker := _JPEG_MARKER.search(block, at):
-            if marker[0] == _JPEG_END:
-                return True
+            if marker[1] is None:
+                return marker[0] == _JPEG_END
             at = marker.start() + 2 + int.from_bytes(marker[1], "big")
         rest = block[-3:]
         at = max(0, at - len(block) + len(rest))

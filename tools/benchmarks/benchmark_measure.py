@@ -179,7 +179,8 @@ def benchmark_videos(count: int) -> None:
 
 
 def draw_kinds(folder: Path) -> dict[str, list[Path]]:
-    """Files of pictures by kind: what cameras, editors and screenshots write before the pixels."""
+    """Files of pictures by kind: what cameras, editors, screenshots and phones write before and
+    after the pixels."""
     rng = np.random.default_rng(0)
     small = rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)
     picture = Image.fromarray(small).resize((1280, 960), 3)
@@ -234,9 +235,25 @@ def draw_kinds(folder: Path) -> dict[str, list[Path]]:
         "PNG XMP": file("PNG", pnginfo=itxt),
         "PNG raw EXIF": file("PNG", pnginfo=text),
     }
-    for number, data in enumerate(kinds.values()):
-        (folder / f"{number}.kind").write_bytes(data)
-    return {kind: [folder / f"{number}.kind"] for number, kind in enumerate(kinds)}
+    several = {"save_all": True, "append_images": [picture.resize((320, 240))]}
+    stereo, second = file("MPO", **several), file("JPEG", picture.resize((320, 240)))
+    gain = file("MPO", xmp=b'<rdf:Description hdrgm:Version="1.0"/>', **several)
+    clip, trailer = b"\0\0\0\x18ftypmp42" + bytes(1_000_000), b"SEFT" * 1000
+    phones = {  # an MPF segment, second pictures, and other bytes after them
+        "JPEG MPF": stereo,
+        "JPEG MPF, trailer": stereo + trailer,
+        "JPEG gain map": gain,
+        "JPEG gain map, clip": gain + clip,
+        "JPEG, clip": jpeg + clip,
+        "JPEG, second, trailer": jpeg + second + trailer,
+        "JPEG MPF EXIF, trailer": stereo[:2] + exif_segment + stereo[2:] + trailer,
+    }
+    paths: dict[str, list[Path]] = {}
+    for number, (kind, data) in enumerate((kinds | phones).items()):
+        path = folder / f"{number}.kind"
+        path.write_bytes(data)
+        paths.setdefault("JPEG of phones, seven forms" if kind in phones else kind, []).append(path)
+    return paths
 
 
 def benchmark_headers(kinds: Mapping[str, Sequence[Path]], rounds: int) -> None:

@@ -107,6 +107,56 @@ def test_bytes_after_a_jpeg_are_not_decoded(
         assert decoded.pop()
 
 
+def phone_files(**options: Any) -> dict[str, bytes]:
+    """Pictures as phones write them: an MPF segment, second pictures, and other bytes after them.
+    The end of the first picture of "short MPF" is not where its MPF segment says."""
+    first, second = picture(200, 160), save(picture(), "JPEG")
+    several = {"save_all": True, "append_images": [picture()], **options}
+    stereo, plain = save(first, "MPO", **several), save(first, "JPEG", **options)
+    gain = save(first, "MPO", xmp=b'<rdf:Description hdrgm:Version="1.0"/>', **several)
+    seconds = {"second": second, "clip": b"\0\0\0\x18ftypmp42" + bytes(500), "SEFT": b"SEFT" * 9}
+    return {
+        "MPF": stereo,
+        "MPF, trailer": stereo + seconds["SEFT"],
+        "MPF, gain map": gain,
+        "MPF, gain map, clip": gain + seconds["clip"],
+        "clip": plain + seconds["clip"],
+        "second, trailer": plain + seconds["second"] + seconds["SEFT"],
+        "short MPF": stereo[: stereo.rindex(_START)] + bytes(7) + second + seconds["SEFT"],
+    }
+
+
+_START = b"\xff\xd8\xff"
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("form", phone_files())
+def test_pictures_of_phones_are_not_decoded(
+    form: str, progressive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = phone_files(progressive=progressive)[form]
+    assert decode_image(data).size == (200, 160)
+    monkeypatch.delattr(image, "_load")
+    assert header(data)[:2] == (160, 200)
+
+
+@pytest.mark.parametrize("form", phone_files())
+def test_a_phones_picture_that_lost_its_end_is_found(form: str) -> None:
+    data = phone_files()[form]
+    end = data.index(b"\xff\xd9", 1000)
+    for begin in (end // 2, end - 50, end):
+        for cut in (data[:begin], data[:begin] + data[end + 2 :]):  # what follows it is there
+            reasons = set()
+            for run in (header, decode_image):
+                try:
+                    run(cut)
+                    reasons.add("")
+                except SampleError as error:
+                    reasons.add(error.reason)
+            # A decoder takes a clip's bytes for the rest of the picture.
+            assert reasons == {"truncated_image"} or (reasons == {""} and b"ftyp" in cut)
+
+
 def transparent_files() -> dict[str, bytes]:
     """Pictures with each kind of transparency; about a fifth of the pixels is hidden."""
     rng = np.random.default_rng(1)
