@@ -4,6 +4,10 @@ and 3.8 are Qwen3.5 to transformers, and in their config.json; their checkpoints
 A video is a run of steps in time, each with its time in words and vision tags of its own:
 
     <|vision_start|> <0.3 seconds> <|vision_start|> … <|vision_end|> <1.3 seconds> … <|vision_end|>
+
+Without the outer tags, the first time is tokenized with the text in front of it: `it: <0.3 seconds>`
+has a token ` <`. A digit follows, with which tokens begin anew, so that the `<` alone goes to that
+text, and the rest of the time follows it when the video is known.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,8 +22,9 @@ from task_encoders.families.qwen2_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import SampleError
-from task_encoders.text.pieces import Text
+from task_encoders.packs.tokenized import TokenizedText
+from task_encoders.samples import SampleError, SourceSample
+from task_encoders.text.pieces import Answer, Fixed, Piece, Text, Video
 from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     MEDIA_TOKEN_IDS,
@@ -42,6 +47,9 @@ class Qwen3VLOptions(QwenVLOptions):
     video_min_pixels: Count = 128 * _TOKEN
     video_max_pixels: Count = 768 * _TOKEN
     resize: Literal["pil", "torch"] = beside_lengths("torch")
+    #: whether a video's tokens stand in <|vision_start|> and <|vision_end|>, besides those of its
+    #: steps: true as transformers writes since 5.10; false as 4.57 to 5.9, two tokens fewer
+    outer_video_tags: bool = True
 
 
 class Qwen3VLEncoder(QwenVLEncoder):
@@ -54,6 +62,41 @@ class Qwen3VLEncoder(QwenVLEncoder):
     TEMPLATE = QWEN3_VL_TEMPLATE
 
     options: Qwen3VLOptions
+
+    def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
+        yield from super().notes(sample)
+        if sample.videos and "outer_video_tags" not in self.options.model_fields_set:
+            line = "videos stand in outer vision tags, as the processors of transformers from 5.10 "
+            line += "on write them; those of 4.57 to 5.9 write none: to train with these, set "
+            yield f"{line}model.outer_video_tags: false (true: this line is not shown)", ""
+
+    def parts(self, sample: SourceSample, stored: TokenizedText | None) -> Iterable[Piece | Span]:
+        found = super().parts(sample, stored)
+        return found if self.options.outer_video_tags or stored else self._joined(found)
+
+    def _joined(self, parts: Iterable[Piece | Span]) -> Iterator[Piece | Span]:
+        """Join the first character of each video's tokens to the text in front of the video."""
+        before: Piece | Span | None = None
+        opening = self.texts.spans(Text("<"))
+        for part in [*parts, None]:
+            match before if isinstance(part, Video) else None:
+                case Text(text=text) if text.strip():
+                    yield Text(f"{text}<")
+                case Text(text=text):  # as a span it ends no prefix
+                    yield from self.texts.spans(Text(f"{text}<"))
+                case Fixed(pieces=(*rest, Text(text=text))):
+                    yield Fixed((*rest, Text(f"{text}<")))
+                case Answer(text=text, weight=weight):
+                    ids, end = self.tokenizer.encode_answer(text, "<")
+                    alone = opening if [*ids[end:]] == [*opening[0].ids] else []
+                    own = ids[:end] if alone else ids
+                    yield from (Span(own, len(own), weight), *alone)
+                case _:
+                    if before is not None:
+                        yield before
+                    if isinstance(part, Video):
+                        yield from opening
+            before = part
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.
@@ -88,12 +131,14 @@ class Qwen3VLEncoder(QwenVLEncoder):
         frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
         times = [number / (video.fps or 1.0) for number in frames]
         step, merge = (1, height, width), self.vision.merge_size
-        yield self._before
+        is_tagged = self.options.outer_video_tags
+        yield from (self._before,) * is_tagged
         for i in range(0, len(times), depth):
             seconds = (times[i] + times[i + depth - 1]) / 2
-            yield from self.texts.spans(Text(f"<{seconds:.1f} seconds>"))
+            opening = "<" if i or is_tagged else ""  # or it is part of the text before, see `parts`
+            yield from self.texts.spans(Text(f"{opening}{seconds:.1f} seconds>"))
             yield from patch_spans(self.video_token_id, step, merge, self._before, self._after)
-        yield self._after
+        yield from (self._after,) * is_tagged
 
 
 class Qwen35Encoder(Qwen3VLEncoder):
