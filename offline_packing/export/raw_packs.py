@@ -29,6 +29,7 @@ from offline_packing.storage.files import (
     hold_lock,
     local_copy,
     read_json,
+    remove_path,
     remove_temporaries,
     seal,
     sync_folder,
@@ -37,7 +38,7 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from offline_packing.storage.tars import scan_tar
-from task_encoders.packs.manifest import Manifest, ShardLine
+from task_encoders.packs.manifest import FileName, Manifest, ShardLine
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import MEDIA_KINDS, SampleError, count_placeholders
@@ -45,6 +46,7 @@ from task_encoders.samples import MEDIA_KINDS, SampleError, count_placeholders
 _OWN: Final = "_export"
 _SOURCE: Final = f"{_OWN}/source.json"
 _MANIFEST: Final = f"{_OWN}/manifest.json"
+_AGAIN: Final = "remove the folder and export again"
 
 
 class Exported(NamedTuple):
@@ -79,12 +81,12 @@ def export(output: Path, folder: Path, *, progress: bool = True) -> Exported:
                 remove_temporaries(partial / _OWN)
                 write_atomically(partial / _SOURCE, to_json(seal(_source(manifest))))
                 for line in manifest.shards:
-                    if not _hashes_file(partial, line).exists():
+                    if not _is_finished(partial, line):
                         _export_shard(output, manifest, line, partial)
                     bar.update(line.packs)
                 _finish(partial, folder, manifest)
-    files = (read_json(_hashes_file(folder, line)) for line in manifest.shards)
-    return Exported(num_packs, sum(map(len, files)), was_complete)
+    num_files = sum(len(_read_hashes(folder, line)) for line in manifest.shards)
+    return Exported(num_packs, num_files, was_complete)
 
 
 def preview_export(output: Path, folder: Path) -> str:
@@ -113,7 +115,7 @@ def _open(output: Path, folder: Path) -> tuple[Manifest, Path]:
             "readers of single files do not know; pack without to export them"
         )
     for place in (folder, _partial(folder)):
-        source = read_json(place / _SOURCE, "remove the folder and export again")
+        source = read_json(place / _SOURCE, _AGAIN, form=dict[str, Any])
         if source is None and place.is_dir() and set(place.iterdir()) - {place / _OWN}:
             raise StageError(f"{place} holds files of others; name another folder")
         if source not in (None, _source(manifest)):
@@ -139,6 +141,7 @@ def _hashes_file(folder: Path, line: ShardLine) -> Path:
 def _export_shard(output: Path, manifest: Manifest, line: ShardLine, partial: Path) -> None:
     target = partial / line.split if len(manifest.counts.packs) > 1 else partial
     target.mkdir(exist_ok=True)
+    remove_path(_hashes_file(partial, line))
     hashes = {}
     with local_copy(output / line.name) as tar:
         if not tar.is_file() or hash_file(tar) != line.xxh3_128:
@@ -147,6 +150,10 @@ def _export_shard(output: Path, manifest: Manifest, line: ShardLine, partial: Pa
                 "names the remedy"
             )
         for name, data in _files(tar):
+            if "/" in name:
+                raise StageError(f"{output / line.name} holds {name!r}, which names a folder")
+            if (target / name).is_dir():
+                remove_path(target / name)
             (target / name).write_bytes(data)
             hashes[str((target / name).relative_to(partial))] = hash_bytes(data)
     os.sync()  # once: a sync per small file would take most of the time
@@ -194,18 +201,36 @@ def _finish(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 def _check_shard(folder: Path, line: ShardLine) -> None:
     """Raise DamagedError if a file is missing, or not as it was written."""
-    again = "remove the folder and export again"
-    expected = (read_json(folder / _MANIFEST, again) or {}).get("shards", {}).get(line.name)
+    shards = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[str, str]]).get("shards", {})
     hashes_file = _hashes_file(folder, line)
-    if not hashes_file.is_file() or hash_file(hashes_file) != expected:
-        raise DamagedError(f"{hashes_file} is missing or damaged; {again}")
-    wrong = [
-        name
-        for name, expected in read_json(hashes_file, again).items()
-        if not (folder / name).is_file() or hash_file(folder / name) != expected
-    ]
-    if wrong:
+    if not hashes_file.is_file() or hash_file(hashes_file) != shards.get(line.name):
+        raise DamagedError(f"{hashes_file} is missing or damaged; {_AGAIN}")
+    if wrong := _wrong_files(folder, line):
         raise DamagedError(
             f"{len(wrong):,} files of {line.name} in {folder} are missing or damaged, such as "
-            f"{wrong[0]}; {again}"
+            f"{wrong[0]}; {_AGAIN}"
         )
+
+
+def _is_finished(partial: Path, line: ShardLine) -> bool:
+    """Whether the files of a shard's packs are there, as they were written before a kill."""
+    try:
+        return _hashes_file(partial, line).exists() and not _wrong_files(partial, line)
+    except DamagedError:
+        return False
+
+
+def _read_hashes(folder: Path, line: ShardLine) -> dict[str, str]:
+    """Hashes of the files of a shard's packs by their names in an export."""
+    hashes: dict[str, str]
+    hashes = read_json(_hashes_file(folder, line), _AGAIN, form=dict[FileName, str])
+    return hashes
+
+
+def _wrong_files(folder: Path, line: ShardLine) -> list[str]:
+    """Names of the files of a shard's packs that are missing, or not as they were written."""
+    return [
+        name
+        for name, expected in _read_hashes(folder, line).items()
+        if not (folder / name).is_file() or hash_file(folder / name) != expected
+    ]

@@ -92,6 +92,8 @@ class EnergonLayout(Layout):
                 return []
         except FileNotFoundError:
             return [(f"{name}.idx", "is missing")]
+        except IsADirectoryError:
+            return [(f"{name}.idx", "is a folder")]
         return [(f"{name}.idx", "does not match the tar")]
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.engines.local import advance
-from offline_packing.errors import DamagedError, StageError
+from offline_packing.errors import StageError
 from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
 from offline_packing.index.rows import LEADING, is_leading
 from offline_packing.index.table import Index
@@ -33,11 +33,12 @@ from offline_packing.sources.reading.locators import read_ahead
 from offline_packing.sources.reading.rows import WantedRows, record_columns, rows_at_hand
 from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
-from offline_packing.storage.tars import PackEntry, Part, member_size, tar_size
+from offline_packing.storage.tars import PackEntry, member_size, tar_size
 from task_encoders.families import ModelOptions
+from task_encoders.field_types import NonNegative
+from task_encoders.packs.manifest import FileName, SplitName
 from task_encoders.packs.pack_format import Tree, is_video_name, pack_key
 from task_encoders.samples import SourceSample
-from task_encoders.storage.paths import REMEDY
 
 _Item = TypeVar("_Item")
 
@@ -147,11 +148,11 @@ class ShardFragment:
     """One finished shard."""
 
     #: as in the manifest
-    name: str
-    split: str
-    num_samples: int
-    num_tokens: int
-    num_bytes: int
+    name: FileName
+    split: SplitName
+    num_samples: NonNegative
+    num_tokens: NonNegative
+    num_bytes: NonNegative
     xxh3_128: str
     packs: Sequence[PackEntry]
 
@@ -167,28 +168,25 @@ class ShardFragment:
 
     def save(self, path: Path) -> None:
         """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, orjson.dumps(seal(orjson.loads(orjson.dumps(self)))))
+        write_atomically(path, self._to_bytes())
+
+    def _to_bytes(self) -> bytes:
+        return orjson.dumps(seal(orjson.loads(orjson.dumps(self))))
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
         """Read a fragment. Raises StageError where there is none, or it is damaged."""
-        content = read_json(path)
-        if content is None:
+        found: ShardFragment | None = read_json(path, form=cls)
+        if found is None:
             raise StageError(f"{path} is missing; run write again")
-        try:
-            packs = [
-                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
-                for pack in content["packs"]
-            ]
-            return cls(**{**content, "packs": packs})
-        except (KeyError, TypeError) as error:
-            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
+        return found
 
     @classmethod
     def is_whole(cls, path: Path, content_hash: str) -> bool:
         """Whether a fragment is as a manifest recorded it."""
         try:
-            return cls.load(path).content_hash == content_hash
+            found = cls.load(path)
+            return found.content_hash == content_hash and path.read_bytes() == found._to_bytes()
         except StageError:
             return False
 

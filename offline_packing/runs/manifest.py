@@ -24,7 +24,6 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import (
-    Fingerprint,
     StoredPlan,
     generation_of,
     key_prefix,
@@ -32,7 +31,7 @@ from offline_packing.runs.artifacts import (
     shards_fingerprint,
 )
 from offline_packing.runs.repair import accept, refused
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Fingerprint, Run
 from offline_packing.storage.files import (
     hash_bytes,
     read_each,
@@ -49,6 +48,7 @@ from task_encoders.packs.manifest import (
     PackColumns,
     ShardLine,
 )
+from task_encoders.samples import TASKS
 from task_encoders.storage.paths import REMEDY
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ def read_manifest(root: Path) -> Manifest | None:
         manifest = stored.read_manifest(root)
         if manifest is None:
             return None
-        if path.read_bytes() != _to_bytes(manifest) or manifest.content_hash != _hash(manifest):
+        is_known = manifest.layout in LAYOUTS and manifest.task in TASKS
+        is_whole = is_known and manifest.content_hash == _hash(manifest)
+        if not is_whole or path.read_bytes() != _to_bytes(manifest):
             raise ManifestError(f"{path} is damaged")
     except ManifestError as error:
         raise DamagedError(f"{path} is not what was written; {REMEDY}") from error

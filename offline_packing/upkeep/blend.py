@@ -23,11 +23,10 @@ import yaml
 
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index, IndexInfo
-from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import load_plan
 from offline_packing.runs.figures import Hashes, count_shared, hashes_of
 from offline_packing.runs.manifest import hash_plan, require_manifest
 from offline_packing.runs.run import Workspace
-from offline_packing.storage.files import read_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET
 from task_encoders.storage.energon_paths import energon_url
@@ -119,11 +118,11 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
 def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
     """Per split, a function that reads a column of hashes of its samples, part by part."""
     workspace = Workspace(root)
-    info, stage = IndexInfo.load(workspace.index_info), read_json(workspace.plan_info)
+    info, stage = IndexInfo.load(workspace.index_info), workspace.read_plan()
     if info is None or stage is None or hash_plan(stage) != manifest.plan:
         return {}
     found: dict[str, _Hashes] = {}
-    samples, plan, first = Index(workspace.index, info), PackPlan.load(workspace.plan), 0
+    samples, plan, first = Index(workspace.index, info), load_plan(workspace, stage).packs, 0
     for split, count in manifest.counts.packs.items():
         bounds = plan.pack_offsets[[first, first := first + count]]
         chosen = np.zeros(info.num_samples, bool)

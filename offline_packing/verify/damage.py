@@ -110,7 +110,7 @@ def _started_damage(run: Run, manifest: Manifest | None, plan_hash: str | None) 
     """The fault of write/started.json. Without shards, it may be missing."""
     path = run.workspace.started
     try:
-        found = read_json(path)
+        found = run.workspace.read_started()
     except StageError:
         return "is not what was written"
     if found is None:
@@ -132,15 +132,15 @@ def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, A
     """The plan's stage.json, or its fault. It may be missing if nothing was made from it."""
     path = run.workspace.plan_info
     try:
-        info = read_json(path)
+        info = run.workspace.read_plan()
         if info is None:
             return None, "is missing" if manifest or run.workspace.write.exists() else ""
         is_whole = sorted(info["files"]) == sorted(plan_files(run.config))
         is_whole = is_whole and path.read_bytes() == to_json(seal(info))
         if is_whole and (manifest is None or hash_plan(info) == manifest.plan):
             return info, ""
-    except (StageError, LookupError, TypeError):
-        pass  # a damaged file can have any form
+    except StageError:
+        pass
     return None, "is not what was written"
 
 

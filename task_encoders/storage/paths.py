@@ -89,6 +89,16 @@ def unreachable(path: object, error: Exception) -> StorageError:
     return StorageError(f"{path} cannot be reached: {in_a_line(error)}; {remedy}")
 
 
+def plain_name(name: object, *, folders: bool = True) -> str:
+    """Return a file's name as a manifest, an index or a tar gives it. Raises ValueError if it does
+    not name a file of the same folder, or, without `folders`, one beside it."""
+    parts = name.split("/") if isinstance(name, str) else []
+    odd = not {"", ".", ".."}.isdisjoint(parts) or any(len(os.fsencode(p)) > 255 for p in parts)
+    if not parts or odd or "\0" in str(name) or (len(parts) > 1 and not folders):
+        raise ValueError(f"{str(name)[:60]!r} is not the name of a file in its folder")
+    return str(name)
+
+
 def as_remote(path: Path) -> "RemotePath | None":
     """The path, if it is one of an object storage."""
     return None if isinstance(path, Path) else path
