@@ -68,11 +68,16 @@ def read_manifest(root: Path) -> Manifest | None:
         manifest = stored.read_manifest(root)
         if manifest is None:
             return None
-        is_known = manifest.layout in LAYOUTS and manifest.task in TASKS
-        is_whole = is_known and manifest.content_hash == _hash(manifest)
-        if not is_whole or path.read_bytes() != _to_bytes(manifest):
+        if not (
+            manifest.layout in LAYOUTS
+            and manifest.task in TASKS
+            and OutputConfig(**manifest.config["output"], path=".").key_prefix is not None
+            and all(isinstance(one["path"], str) for one in manifest.config["source"])
+            and manifest.content_hash == _hash(manifest)
+            and path.read_bytes() == _to_bytes(manifest)
+        ):
             raise ManifestError(f"{path} is damaged")
-    except ManifestError as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise DamagedError(f"{path} is not what was written; {REMEDY}") from error
     return manifest
 
@@ -233,7 +238,7 @@ def build_manifest(
 def recorded_layout(run: Run, manifest: Manifest, plan_hash: str) -> Fingerprint:
     """Content of write/started.json, from the configuration in the manifest."""
     output = {**manifest.config["output"], "path": run.config.output.path}
-    if output["split"] == run.config.output.split:  # in this order; a manifest's is sorted
+    if output.get("split") == run.config.output.split:  # in this order; a manifest's is sorted
         output["split"] = run.config.output.split
     return layout_fingerprint(OutputConfig(**output), plan_hash)
 

@@ -27,6 +27,7 @@ from offline_packing.runs.artifacts import load_plan
 from offline_packing.runs.figures import Hashes, count_shared, hashes_of
 from offline_packing.runs.manifest import hash_plan, require_manifest
 from offline_packing.runs.run import Workspace
+from offline_packing.storage.files import hash_file
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET
 from task_encoders.storage.energon_paths import energon_url
@@ -121,8 +122,12 @@ def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
     info, stage = IndexInfo.load(workspace.index_info), workspace.read_plan()
     if info is None or stage is None or hash_plan(stage) != manifest.plan:
         return {}
+    if hash_file(workspace.index_info) != stage["fingerprint"].get("index"):
+        return {}
     found: dict[str, _Hashes] = {}
     samples, plan, first = Index(workspace.index, info), load_plan(workspace, stage).packs, 0
+    if plan.num_packs != sum(manifest.counts.packs.values()):
+        return {}
     for split, count in manifest.counts.packs.items():
         bounds = plan.pack_offsets[[first, first := first + count]]
         chosen = np.zeros(info.num_samples, bool)

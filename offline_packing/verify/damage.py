@@ -19,7 +19,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.artifacts import plan_files
 from offline_packing.runs.manifest import hash_plan, recorded_layout
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Fingerprint, Run, Workspace
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import REMEDY
@@ -103,7 +103,22 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
         (at.started, started_damage),
     )
     found = [Damage(str(path.relative_to(at.root)), text) for path, text in infos if text]
+    if index is None and not index_damage:
+        found += _unfinished_damage(at)
     return found + _run(run, checks)
+
+
+def _unfinished_damage(at: Workspace) -> list[Damage]:
+    """The parts of an unfinished index, if nothing says what they were made with."""
+    try:
+        if read_json(at.index_started, form=Fingerprint) is not None:
+            return []
+    except StageError:
+        pass
+    parts = [*at.index.glob("*.parquet"), *at.set_aside.glob("*.parquet")]
+    text = f"cannot be used, since {at.index_started.name} is not what was written"
+    paths = [*parts, at.index_started] if parts or at.index_started.exists() else []
+    return [Damage(str(path.relative_to(at.root)), text) for path in paths]
 
 
 def _started_damage(run: Run, manifest: Manifest | None, plan_hash: str | None) -> str:
@@ -158,7 +173,7 @@ def _read_index_info(run: Run, plan: Mapping[str, Any] | None) -> tuple[IndexInf
             if run.workspace.plan_info.exists() or run.workspace.started.exists()
             else "",
         )
-    if plan is not None and hash_file(path) != plan["fingerprint"]["index"]:
+    if plan is not None and hash_file(path) != plan["fingerprint"].get("index"):
         recorded_in = run.workspace.plan_info.relative_to(run.workspace.root)
         return None, f"differs from what was written: {recorded_in} records another hash"
     return info, ""

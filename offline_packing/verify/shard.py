@@ -165,7 +165,7 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
             fragment_path=workspace.fragment(name),
             unpack_folder=workspace.unpacked,
             samples=INDEX_SCHEMA.empty_table(),
-            pack_sizes=np.zeros(line.packs, np.int64),
+            pack_sizes=np.empty(0, np.int64),
             sources=(),
             task=config.task,
             key_prefix="",

@@ -35,6 +35,14 @@ class ManifestError(ValueError):
     """A manifest that cannot be read."""
 
 
+def _check_order(config: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError if `pack.order`, which readers look into, is no section."""
+    pack = config.get("pack", {})
+    if not isinstance(pack, dict) or not isinstance(pack.get("order") or {}, dict):
+        raise ValueError("pack or pack.order is no section")
+    return config
+
+
 class _Model(BaseModel):
     """Frozen; fields of later versions are ignored."""
 
@@ -125,7 +133,7 @@ class Manifest(_Model):
     loss_weights: Literal["fractional"] | None = None
     #: what samples were measured with; see offline_packing.runs.artifacts
     fingerprint: dict[str, str | int]
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], AfterValidator(_check_order)]
     #: hash of the plan's stage.json
     plan: str
     #: of all above: changes with the packs
