@@ -39,7 +39,7 @@ from offline_packing.storage.files import (
 )
 from offline_packing.storage.tars import scan_tar
 from task_encoders.packs.manifest import FileName, Manifest, ShardLine
-from task_encoders.packs.pack import restore_pack
+from task_encoders.packs.pack import parse_json, restore_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import MEDIA_KINDS, SampleError, count_placeholders
 
@@ -150,8 +150,6 @@ def _export_shard(output: Path, manifest: Manifest, line: ShardLine, partial: Pa
                 "names the remedy"
             )
         for name, data in _files(tar):
-            if "/" in name:
-                raise StageError(f"{output / line.name} holds {name!r}, which names a folder")
             if (target / name).is_dir():
                 remove_path(target / name)
             (target / name).write_bytes(data)
@@ -164,12 +162,17 @@ def _files(tar: Path) -> Iterator[tuple[str, bytes]]:
     """Names and content of the files of a shard's packs."""
     with tar.open("rb") as file:
         for entry in scan_tar(tar):
+            if "/" in entry.key:
+                raise StageError(f"{tar}: pack {entry.key!r} is in a folder; export packs of ours")
             for part in entry.parts:
                 file.seek(part.offset)
                 data = file.read(part.size)
                 if part.name == JSON_PART:
-                    record = orjson.loads(data)
-                    _refuse_documents(record, entry.key)
+                    try:
+                        record = dict(parse_json(data, entry.key))
+                        _refuse_documents(record, entry.key)
+                    except (AttributeError, LookupError, TypeError, ValueError) as error:
+                        raise StageError(f"{tar}: pack {entry.key!r}: {error}") from error
                     # Upstream's converter reads `prompts`, its page prints `prompt`.
                     prompts = record.get("prompt", record.get("prompts"))
                     data = orjson.dumps(record | {"prompt": prompts, "prompts": prompts})

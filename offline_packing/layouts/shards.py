@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.engines.local import advance
-from offline_packing.errors import StageError
-from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
+from offline_packing.errors import ChangedError, StageError
+from offline_packing.index.measured import MODIFICATION_TIME, hash_medium, sample_stamp
 from offline_packing.index.rows import LEADING, is_leading
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
@@ -192,7 +192,9 @@ class ShardFragment:
 
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media", "part")
+COLUMNS: Final = tuple(
+    "key source_id num_tokens stamp grid_thw json media media_hash part".split()
+)
 #: Further ones of a plan with trees.
 PREFIX_COLUMNS: Final = ("prefix_tokens", "prefix_images", "prefix_videos")
 _ROW_PLACE: Final = ("kind", "container", "column", "offset")
@@ -213,6 +215,8 @@ class PlannedSample:
     grid_thw: list[int]
     json: Locator
     media: tuple[Locator, ...]
+    #: of each medium, see `hash_medium`
+    media_hash: list[int]
     extensions: tuple[str, ...]
     #: None: the whole record at `json`
     part: ConversationPart | None = None
@@ -354,9 +358,16 @@ class ShardTask:
 
     def read_media(self, sample: PlannedSample, media: Iterable[Locator]) -> list[bytes]:
         """The bytes of a sample's media, or of some, as they are now. Raises StageError if one
-        changed."""
-        source = self.sources[sample.source_id]
-        return [source.read_media(locator) for locator in media]
+        changed, by its size and its first bytes (`hash_medium`)."""
+        source, found = self.sources[sample.source_id], []
+        hashes = dict(zip(sample.media, sample.media_hash, strict=True))
+        for at in media:
+            data = source.read_media(at)
+            if hash_medium(len(data), data) != hashes[at]:
+                path = source.media_root(at).path(at.container)
+                raise ChangedError(path, "it begins with other bytes")
+            found.append(data)
+        return found
 
     def changed_files(self, sample: PlannedSample) -> list[str]:
         """The files of a sample, if any has another modification time than when it was measured."""

@@ -58,7 +58,7 @@ def report(run: Run) -> str:
 
 def report_status(workspace: Workspace) -> str | None:
     """Path of the report, and whether it is up to date with the stages; None without one."""
-    document = read_json(workspace.report / "report.json")
+    document = read_json(workspace.report / "report.json", "run report again")
     if document is None:
         return None
     current = _made_from(workspace, read_manifest(workspace.root))

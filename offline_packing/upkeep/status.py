@@ -88,7 +88,8 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     if info is not None:
         aside = listed(info.set_aside.items())
         return f"done: {info.num_samples:,} samples, {info.num_tokens:,} tokens; set aside: {aside}"
-    total = read_json(workspace.measure_total, form=dict[str, NonNegative | None])
+    form = dict[str, NonNegative | None]
+    total = read_json(workspace.measure_total, "run measure again", form=form)
     if total is None:
         return "not begun"
     finished = list(workspace.index.glob("part-*.parquet"))

@@ -195,3 +195,19 @@ def unexpected(case: str) -> Any:
         raise
     except Exception as error:
         raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
+
+
+def check_seeds(seeds: range, base: Path, folder: Path) -> None:
+    for seed in seeds:
+        check_case(seed, base, folder / f"{seed}")
+        shutil.rmtree(folder / f"{seed}")
+
+
+def test_mutated(base: Path, tmp_path: Path) -> None:
+    check_seeds(range(150), base, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(150, 600, 150))
+def test_many_mutated(base: Path, tmp_path: Path, first: int) -> None:
+    check_seeds(range(first, first + 150), base, tmp_path)
