@@ -192,9 +192,7 @@ class ShardFragment:
 
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = tuple(
-    "key source_id num_tokens stamp grid_thw json media media_hash part".split()
-)
+COLUMNS: Final = tuple("key source_id num_tokens stamp grid_thw json media media_hash part".split())
 #: Further ones of a plan with trees.
 PREFIX_COLUMNS: Final = ("prefix_tokens", "prefix_images", "prefix_videos")
 _ROW_PLACE: Final = ("kind", "container", "column", "offset")

@@ -34,7 +34,9 @@ from task_encoders.storage.paths import path_of
 FORMAT_VERSION = 1
 _ENTRIES_AT_ONCE = 1 << 20
 _ARRAYS = ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons")
-_Array = Literal["sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons", "cp_sizes", "branches"]
+_Array = Literal[
+    "sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons", "cp_sizes", "branches"
+]
 
 
 @dataclass(frozen=True)

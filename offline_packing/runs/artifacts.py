@@ -117,7 +117,9 @@ def load_plan(workspace: Workspace, info: Mapping[str, Any]) -> StoredPlan:
     folder, files = workspace.plan, info["files"]
     try:
         packs = PackPlan.load(folder)
-        found = {name: hash_file(folder / name) for name in files if name.endswith((".npy", "json"))}
+        found = {
+            name: hash_file(folder / name) for name in files if name.endswith((".npy", "json"))
+        }
     except OSError as error:
         raise DamagedError(f"{error.filename or error} is missing or no file; {REMEDY}") from error
     except (ValueError, StageError) as error:

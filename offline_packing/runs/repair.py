@@ -52,7 +52,9 @@ def end_repair(workspace: Workspace) -> None:
 def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
     """Move files away, and folders in their places, if they are there. Raises StageError where a
     link leads out of the output: what it leads to is not the output's."""
-    own = () if is_remote(workspace.root) else (workspace.root.resolve(), workspace.packing.resolve())
+    own = (
+        () if is_remote(workspace.root) else (workspace.root.resolve(), workspace.packing.resolve())
+    )
     for path in paths:
         if path.exists():
             if own and not any(map(path.parent.resolve().is_relative_to, own)):

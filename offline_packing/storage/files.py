@@ -371,6 +371,8 @@ def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
 def _open_lock(path: Path) -> BinaryIO:
     try:
         return open(path, "ab")
+    except IsADirectoryError as error:
+        raise StageError(f"{path} is a folder; remove it") from error
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not path.exists():
             raise

@@ -65,7 +65,7 @@ def check_file(task: FileCheck) -> Damage | None:
     except FileNotFoundError:
         text = "is missing"
     except (OSError, StageError) as error:
-        text = f"cannot be read: {error}"
+        text = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     return Damage(str(task.path.relative_to(task.root)), text, task.is_aside)
 
 

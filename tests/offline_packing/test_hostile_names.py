@@ -41,7 +41,15 @@ NAMES = [
     *(f"{way}{end}/" for way, end in itertools.product(_WAYS[:5], _ENDS)),
     *("x" * 256, "a/" + "x" * 300, "ü" * 128, "x" * 10_000),
 ]
-PLAIN = ("a", "a.tar", "train-0000/train-000000.tar", ".nv-meta/.info.json", "..a", "a..b", "ü" * 127)
+PLAIN = (
+    "a",
+    "a.tar",
+    "train-0000/train-000000.tar",
+    ".nv-meta/.info.json",
+    "..a",
+    "a..b",
+    "ü" * 127,
+)
 
 
 def test_there_are_enough() -> None:
@@ -191,7 +199,9 @@ def test_of_members_that_are_exported(packed: Run) -> None:
         for name in (*names, "../../sitecustomize.py", "/etc/x.json", "sub/ps_0.json"):
             write_tar(tar, name)
             found = hash_file(tar)
-            write_manifest(packed, lambda content, one=found: content["shards"][0].update(xxh3_128=one))  # type: ignore[misc]
+            write_manifest(
+                packed, lambda content, one=found: content["shards"][0].update(xxh3_128=one)
+            )  # type: ignore[misc]
             with pytest.raises(StageError, match=r"not the name of a file|no file KEY|in a folder"):
                 export(root, folder, progress=False)
             packed.workspace.manifest.write_bytes(manifest)
