@@ -263,7 +263,7 @@ def read_json(path: Path, remedy: str = REMEDY) -> Any:
             raise ValueError("it is not what was written")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: nested too deeply to be hashed
         raise DamagedError(f"{path} is damaged: {error}; {remedy}") from error
     return content
 
