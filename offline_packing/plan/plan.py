@@ -28,7 +28,6 @@ from offline_packing.index.rows import (
     media_of_samples,
     name_samples,
     sample_flops,
-    units_of_samples,
 )
 from offline_packing.index.set_aside import AsideSamples, group_set_aside
 from offline_packing.index.table import Index
@@ -415,10 +414,7 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         turns = np.random.default_rng(pack.seed).permutation(samples.info.num_samples)
         arguments["source_order"] = rounds * len(turns) + turns[kept]
         arguments["source"] = column("source_id")
-    if pack.cp_size > 1:
-        units = units_of_samples(samples)[kept]
-        arguments |= {"picture_ranks": pack.cp_size, "units": units}
-    if pack.context_parallel is not None or pack.order is not None:
+    if pack.slots is not None or pack.order is not None:
         flops = sample_flops(samples, model_cost(config.model))
         arguments |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
     if pack.order is not None:

@@ -101,9 +101,10 @@ def _sharing_rows(sharing: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _rank_rows(found: Figures) -> Iterator[tuple[str, str]]:
-    """Shares of time that ranks wait for others, where the packs were made for some."""
+    """Ranks that share a pack, and shares of time that ranks wait for others, where the packs were
+    made for some."""
     plan = found["plan"]
-    waiting, split = plan["waiting"], plan["picture_split"]
+    waiting = plan["waiting"]
     if waiting and waiting["ordered"] and waiting["share"] is None:
         fewer = "{packs:,} packs are not one for each of {num_ranks:,} ranks"
         yield "order", fewer.format_map(waiting)
@@ -114,13 +115,9 @@ def _rank_rows(found: Figures) -> Iterator[tuple[str, str]]:
         if done:
             mixed += "; {halved:,} packs halved, {repeated:,} repeated".format_map(done)
         yield "mixed steps", mixed
-    if split:
+    if plan["ranks_of_a_pack"] > 1:
         padded = f"samples padded to multiples of {found['pad_multiple']}"
         yield "ranks of a pack", f"{plan['ranks_of_a_pack']}, {padded}"
-        idle = f"{split['idle']:.2%} if ranks of a pack take equally many pictures each"
-        if split["num_unequal"]:
-            idle += f"; in {split['num_unequal']:,} packs one is larger than an even share"
-        yield "idle of the tower", idle
 
 
 def _source_table(found: Figures) -> list[str]:

@@ -1,7 +1,7 @@
 """Passes over a draft of a plan: which ones are asked for, in the order in which they run.
 
 compose: by strategy | in windows | by mixture | over ranks   ->   balance   ->   uniform kinds   ->
-equal cost | slots | shuffle   ->   sample order   ->   picture split
+equal cost | slots | shuffle   ->   sample order
 
 A pass keeps what earlier ones promise, or is refused beside them, here and nowhere else.
 Configurations are checked with it, so it imports nothing that compiles.
@@ -104,7 +104,6 @@ class PlanRequest:
     limits: Collection[str] = ()
     order: RankLayout | None = None
     slots: ContextParallel | None = None
-    picture_ranks: int | None = None
     window_packs: int = 1000
     mixed: bool = False
     has_mixture: bool = False
@@ -182,5 +181,3 @@ class PlanRequest:
         elif "shuffle" in options.assignment and not (options.has_locality or self.has_mixture):
             yield Pass("shuffle")
         yield Pass("sample_order")
-        if self.picture_ranks is not None:
-            yield Pass("picture_split", "picture_ranks", ("units", "tower_cost"))

@@ -17,7 +17,6 @@ from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.deal import PackCosts, cost_grouped_order
 from offline_packing.planner.ranks.layout import RankLayout
-from offline_packing.planner.ranks.picture_split import even_samples
 from offline_packing.planner.ranks.slots import fill_slots, pack_over_ranks
 from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
 from offline_packing.planner.samples import Budgets, Samples, admit_samples
@@ -75,8 +74,6 @@ def plan_packs(
     copy_of: np.ndarray | None = None,
     order: RankLayout | None = None,
     context_parallel: ContextParallel | None = None,
-    picture_ranks: Count | None = None,
-    units: np.ndarray | None = None,
     window_packs: Count = 1000,
     mixed: bool = False,
     **options: Any,
@@ -95,8 +92,7 @@ def plan_packs(
             packs hold samples of one group only.
         cost: of training on each sample (``families.model_cost``); default: its length squared.
             Used by ``order`` and ``context_parallel``.
-        tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases, and
-            ``picture_ranks`` evens it out.
+        tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases.
         media: 1 for samples with images, 2 with videos, 3 with both, 0 with neither; see
             ``order.uniform``.
         features: further quantities, such as tokens with loss, to be balanced over optimizer steps
@@ -115,10 +111,6 @@ def plan_packs(
         context_parallel: packs go over 1, 2, 4 … ranks, in slots of all ranks with nearly equal
             cost; ``seq_length`` is the longest pack. Each sample counts as its length rounded up to
             ``cut_multiple`` of its pack's ranks. The lower bound is one of slots.
-        picture_ranks: context-parallel ranks that each pack goes over; its samples are ordered so
-            that a split of its pictures by number gives the ranks even tower work. Needs ``units``
-            and ``tower_cost``.
-        units: images, and steps of videos' grids, of each sample.
         window_packs: packs that locality composes at a time; best the packs of a shard.
         mixed: compose random lengths, so that hardly two samples of a pack share one again under
             another seed: for several epochs. Needs strategy auto.
@@ -133,7 +125,6 @@ def plan_packs(
         budgets or (),
         order,
         context_parallel,
-        picture_ranks,
         window_packs,
         mixed,
         mixture is not None,
@@ -150,7 +141,6 @@ def plan_packs(
         "source": source,
         "balance_by": balance_by,
         "copy_of": copy_of,
-        "units": units,
         **{f"features[{i}]": array for i, array in enumerate(features)},
     }
     unit = cut_multiple(1, chosen.pad_multiple) if context_parallel else chosen.pad_multiple
@@ -183,7 +173,6 @@ def plan_packs(
             "assignment": sorted(set(chosen.assignment)),
             "budgets": {name: int(limit) for name, (_, limit) in limits.items()},
             "order": None if order is None else asdict(order),
-            **({"picture_ranks": picture_ranks} if picture_ranks else {}),
             **notes,
         },
         context_parallel=context_parallel,
@@ -385,14 +374,6 @@ def _order_samples(samples: Samples, draft: Draft, request: PlanRequest) -> Draf
     return draft._replace(packs=Packs(ids, offsets))
 
 
-def _split_pictures(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
-    """The samples of each pack so that its ranks have even tower work."""
-    if request.picture_ranks is None or not draft.packs.num_packs:
-        return draft
-    units, tower = samples.columns["units"], samples.columns["tower_cost"]
-    return draft._replace(packs=even_samples(draft.packs, units, tower, request.picture_ranks))
-
-
 #: passes after the composition, by name
 _AFTER: dict[str, Callable[[Samples, Draft, PlanRequest], Draft]] = {
     "uniform": _make_uniform,
@@ -400,5 +381,4 @@ _AFTER: dict[str, Callable[[Samples, Draft, PlanRequest], Draft]] = {
     "slots": _fill_slots,
     "shuffle": _shuffle,
     "sample_order": _order_samples,
-    "picture_split": _split_pictures,
 }

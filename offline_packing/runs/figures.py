@@ -20,7 +20,6 @@ from offline_packing.index.rows import (
     Prefixes,
     media_of_samples,
     pack_table,
-    split_of_packs,
     sums_by_source,
 )
 from offline_packing.index.table import Index
@@ -87,13 +86,11 @@ def run_figures(
     shared = sharing["tokens"][0] - sharing["tokens"][1] if sharing else 0
     own_cost = None if table is None else table.cost
     found |= plan_figures(config.report, lengths, plan, own_cost, shared)
-    picture_split = split_of_packs(samples, plan, cost)
     found["plan"] |= {
         "splits": _split_figures(config, plan),
         "sharing": sharing,
         "mixture": _mixture_figures(config, samples, plan),
         "ranks_of_a_pack": config.pack.cp_size,
-        "picture_split": None if picture_split is None else picture_split._asdict(),
         "waiting": None if table is None else _waiting(config, plan, table),
     }
     return found

@@ -75,11 +75,6 @@ OPTIONS: dict[str, Options] = {
     "slots": lambda rng, lengths: {"context_parallel": ContextParallel(4, 2048)},
     "order": by_cost(RankLayout(4)),
     "uniform": by_cost(RankLayout(2, 2, uniform=True)),
-    "pictures": lambda rng, lengths: {
-        "picture_ranks": 12,
-        "units": of_images(rng, lengths),
-        "tower_cost": rng.random(len(lengths)),
-    },
 }
 
 
