@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 
 from offline_packing.runs.figures import Figures
-from task_encoders.packs.slots import slot_rows
 
 _BAR_WIDTH = 40
 
@@ -46,7 +45,6 @@ def _plan_rows(found: Figures) -> Iterator[tuple[str, str]]:
     yield "packed samples", f"{num_samples:,}"
     yield "tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"
     yield "packs", f"{plan['packs']:,} of {seq_length:,} tokens, strategy {plan['strategy']}"
-    yield from slot_rows(plan)
     yield "lower bound", f"{plan['lower_bound']:,} (gap {plan['gap']:.3%})"
     yield "fill", f"{plan['fill']:.2%}"
     yield "packing factor", f"{plan['packing_factor']:.2f} samples per pack"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing import ContextParallel, plan_packs
+from offline_packing import plan_packs
 from offline_packing.config.sections import PackConfig
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.passes import PlanOptions, PlanRequest
@@ -251,7 +251,6 @@ def test_bad_arguments_are_named(arguments, message) -> None:
         admit_samples(**{**valid, **arguments})
 
 
-SLOTS = {"context_parallel": ContextParallel(8, 64)}
 LOCALITY = {"assignment": "locality", "source_order": np.arange(9)}
 IMAGES = {"budgets": {"images": (np.ones(9, int), 4)}}
 
@@ -287,13 +286,6 @@ def test_passes_stand_in_the_order_in_which_they_run() -> None:
         (LOCALITY | {"strategy": "knapsack"}, "locality cannot keep strategy 'knapsack'"),
         (LOCALITY | {"mixed": True}, "assignment locality cannot keep several epochs"),
         ({"mixed": True, "strategy": "sequential"}, "'sequential' cannot keep several epochs"),
-        (SLOTS | {"strategy": "sequential"}, "context_parallel cannot keep strategy 'sequential'"),
-        (SLOTS | LOCALITY, "context_parallel cannot keep assignment locality"),
-        (SLOTS | {"assignment": "balance"}, "assignment balance cannot keep context_parallel"),
-        (SLOTS | {"max_samples": 4}, "context_parallel cannot keep a limit of samples"),
-        (SLOTS | IMAGES, "context_parallel cannot keep a limit of images"),
-        (SLOTS | {"order": RankLayout(8)}, "order cannot keep context_parallel"),
-        (SLOTS | {"mixed": True}, "context_parallel cannot keep several epochs"),
     ],
 )
 def test_what_is_missing_or_cannot_be_kept_is_named(
