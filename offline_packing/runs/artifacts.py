@@ -5,11 +5,11 @@ together: one made under another fingerprint is refused by the name of the field
 Versions of libraries only warn.
 """
 
-import importlib.metadata
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
@@ -293,10 +293,8 @@ def _shown(name: str, fingerprint: Fingerprint) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of this package, which may be a checkout without metadata, and of the
-    libraries involved."""
-    found = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-    return {"offline-packing": VERSION, **found}
+    """Return the versions of this package and of the libraries involved."""
+    return {"offline-packing": VERSION, **{name: metadata.version(name) for name in _LIBRARIES}}
 
 
 def warn_of_versions(found: Mapping[str, str], artifact: str) -> None:

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify import verdict
 from offline_packing.verify.verdict import check, known_verdict
 from offline_packing.verify.verify import Drawn, discard
-from task_encoders.versions import VERSION
 from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import captioning_pairs, config_file, make_run, pack_all, packed_run
 from tests.helpers.object_store import ObjectStore
@@ -310,15 +308,3 @@ def test_remote_sources_and_storages_without_tags_are_read_again(
     pack_all(in_memory)
     assert check(in_memory).ok
     assert not holds(in_memory)
-
-
-def test_a_checkout_without_metadata_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = metadata.version
-
-    def version(name: str) -> str:
-        if name == "offline-packing":
-            raise metadata.PackageNotFoundError(name)
-        return installed(name)
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert verdict.library_versions()["offline-packing"] == VERSION
