@@ -85,8 +85,8 @@ def export(output: Path, folder: Path, *, progress: bool = True) -> Exported:
                         _export_shard(output, manifest, line, partial)
                     bar.update(line.packs)
                 _finish(partial, folder, manifest)
-    num_files = sum(len(_read_hashes(folder, line)) for line in manifest.shards)
-    return Exported(num_packs, num_files, was_complete)
+    files = (read_json(_hashes_file(folder, line)) for line in manifest.shards)
+    return Exported(num_packs, sum(map(len, files)), was_complete)
 
 
 def preview_export(output: Path, folder: Path) -> str:
@@ -150,8 +150,7 @@ def _export_shard(output: Path, manifest: Manifest, line: ShardLine, partial: Pa
                 "names the remedy"
             )
         for name, data in _files(tar):
-            if (target / name).is_dir():
-                remove_path(target / name)
+            remove_path(target / name)
             (target / name).write_bytes(data)
             hashes[str((target / name).relative_to(partial))] = hash_bytes(data)
     os.sync()  # once: a sync per small file would take most of the time
@@ -223,17 +222,11 @@ def _is_finished(partial: Path, line: ShardLine) -> bool:
         return False
 
 
-def _read_hashes(folder: Path, line: ShardLine) -> dict[str, str]:
-    """Hashes of the files of a shard's packs by their names in an export."""
-    hashes: dict[str, str]
-    hashes = read_json(_hashes_file(folder, line), _AGAIN, form=dict[FileName, str])
-    return hashes
-
-
 def _wrong_files(folder: Path, line: ShardLine) -> list[str]:
     """Names of the files of a shard's packs that are missing, or not as they were written."""
+    hashes = read_json(_hashes_file(folder, line), _AGAIN, form=dict[FileName, str])
     return [
         name
-        for name, expected in _read_hashes(folder, line).items()
+        for name, expected in hashes.items()
         if not (folder / name).is_file() or hash_file(folder / name) != expected
     ]

@@ -90,10 +90,8 @@ class EnergonLayout(Layout):
         try:
             if path.with_suffix(".tar.idx").read_bytes() == index_bytes(list(scan_tar(path))):
                 return []
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return [(f"{name}.idx", "is missing")]
-        except IsADirectoryError:
-            return [(f"{name}.idx", "is a folder")]
         return [(f"{name}.idx", "does not match the tar")]
 
     def read_packs(self, task: ShardTask) -> Iterator[Pack]:

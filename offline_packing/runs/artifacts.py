@@ -180,7 +180,7 @@ def key_prefix(run: Run, plan_hash: str) -> str:
     if run.config.output.key_prefix is not None:
         return run.config.output.key_prefix
     started = run.workspace.read_started() or {}
-    if started.get("plan") == plan_hash:
+    if started.get("plan") == plan_hash and "output.key_prefix" in started:
         return str(started["output.key_prefix"])
     info = IndexInfo.load(run.workspace.index_info)
     made_with = info.fingerprint if info is not None else {}

@@ -34,9 +34,7 @@ def is_repairing(workspace: Workspace) -> bool:
 def start_repair(workspace: Workspace, found: Mapping[str, str]) -> None:
     """Move damaged files away, given by their names, relative to the output, and their faults."""
     workspace.damaged.mkdir(parents=True, exist_ok=True)
-    if (workspace.damaged / _FOUND).is_dir():
-        remove_folder(workspace.damaged / _FOUND)
-    write_atomically(workspace.damaged / _FOUND, to_json(found))
+    write_artifact(workspace, workspace.damaged / _FOUND, to_json(found))
     set_apart(workspace, [workspace.root / name for name in found])
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import BaseModel
 from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig
@@ -78,13 +78,6 @@ class PlanRecord(BaseModel):
     trained: dict[str, list[dict[str, Any]]] = {}
 
 
-def _of_shards(found: dict[str, str | int | bool]) -> dict[str, str | int]:
-    """Raise ValueError if settings of shards lack their layout or the keys of their packs."""
-    if found.get("output.layout") not in LAYOUTS or "output.key_prefix" not in found:
-        raise ValueError("it names no layout that there is")
-    return found
-
-
 class Workspace:
     """Paths below one output folder."""
 
@@ -133,10 +126,9 @@ class Workspace:
         found: PlanRecord | None = read_json(self.plan_info, form=PlanRecord)
         return None if found is None else found.model_dump(exclude_unset=True)
 
-    def read_started(self) -> dict[str, str | int | bool] | None:
+    def read_started(self) -> Fingerprint | None:
         """Content of write's started.json. Raises DamagedError as `read_json`."""
-        form = Annotated[dict[str, str | int | bool], AfterValidator(_of_shards)]
-        found: dict[str, str | int | bool] | None = read_json(self.started, form=form)
+        found: Fingerprint | None = read_json(self.started, form=Fingerprint)
         return found
 
     def fragment(self, shard_name: str) -> Path:
@@ -251,9 +243,9 @@ class Run:
         if self.workspace.write.exists():
             # Not of other layouts: a file whose name it would use is the user's own.
             started = self.workspace.read_started()
-            names = LAYOUTS if started is None else [str(started["output.layout"])]
-            for name in names:
-                LAYOUTS[name].remove(self.workspace.root)
+            for name, layout in LAYOUTS.items():
+                if started is None or name == started.get("output.layout"):
+                    layout.remove(self.workspace.root)
             remove_folder(self.workspace.write)
 
     def bar(self, name: str, total: int | None, unit: str) -> AbstractContextManager["tqdm[None]"]:

@@ -152,7 +152,7 @@ def iterate_tasks(
             pack_sizes=np.diff(offsets),
             sources=sources,
             task=config.task,
-            key_prefix=str(started["output.key_prefix"]),
+            key_prefix=str(started.get("output.key_prefix", "")),
             seq_length=config.pack.seq_length,
             layout=config.output.layout,
             generation=generation_of(started),

@@ -110,14 +110,13 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
 
 def _unfinished_damage(at: Workspace) -> list[Damage]:
     """The parts of an unfinished index, if nothing says what they were made with."""
+    paths = [*at.index.glob("*.parquet"), *at.set_aside.glob("*.parquet"), at.index_started]
     try:
-        if read_json(at.index_started, form=Fingerprint) is not None:
+        if paths == [at.index_started] or read_json(at.index_started, form=Fingerprint):
             return []
     except StageError:
         pass
-    parts = [*at.index.glob("*.parquet"), *at.set_aside.glob("*.parquet")]
     text = f"cannot be used, since {at.index_started.name} is not what was written"
-    paths = [*parts, at.index_started] if parts or at.index_started.exists() else []
     return [Damage(str(path.relative_to(at.root)), text) for path in paths]
 
 

@@ -37,6 +37,7 @@ from offline_packing.storage.files import (
     file_stamp,
     file_stamps,
     hash_bytes,
+    read_json,
     remove_path,
     seal,
     to_json,
@@ -58,7 +59,7 @@ _Stamps = Iterator[tuple[str, Stamp | None]]
 def known_verdict(run: Run, *, deep: bool) -> Verdict | None:
     """The recorded verdict, if it is as deep as asked for and still holds; reads no shard."""
     try:
-        stored = Verdict.load(run.workspace.verdict)
+        stored: Verdict | None = read_json(run.workspace.verdict, form=Verdict)
     except DamagedError:
         return None
     if stored is None or (deep and not stored.deep):

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,12 +97,6 @@ class Verdict:
             f"verify: complete on {self.time:%Y-%m-%d %H:%M} UTC{' (deep)' if self.deep else ''}, "
             "nothing changed since; `offline-packing verify` reads all again"
         )
-
-    @classmethod
-    def load(cls, path: Path) -> "Verdict | None":
-        """The recorded verdict; None: there is none. Raises DamagedError."""
-        found: Verdict | None = read_json(path, form=cls)
-        return found
 
 
 def verify(
@@ -390,7 +383,7 @@ def find_all_damage(run: Run) -> list[Damage]:
         manifest, name = None, run.workspace.manifest.name
         found.append(Damage(name, "is not what was written"))
     try:
-        Verdict.load(run.workspace.verdict)
+        read_json(run.workspace.verdict, form=Verdict)
     except DamagedError:
         found.append(Damage(f"_packing/{run.workspace.verdict.name}", "is not what was written"))
     found += find_stage_damage(run, manifest)

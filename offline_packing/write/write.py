@@ -38,7 +38,7 @@ from offline_packing.runs.manifest import (
     write_manifest,
 )
 from offline_packing.runs.repair import end_repair, is_repairing, put_back, set_apart
-from offline_packing.runs.run import Fingerprint, Run, Workspace, open_sources
+from offline_packing.runs.run import Run, Workspace, open_sources
 from offline_packing.runs.tasks import (
     check_all_done,
     iterate_tasks,
@@ -172,7 +172,7 @@ def _start(run: Run, plan: StoredPlan) -> Manifest | None:
     """Refuse shards of another plan or layout, or remove them; returns the manifest of the shards
     that stay, if they are complete."""
     started, manifest = run.workspace.started, read_manifest(run.workspace.root)
-    found: Fingerprint | None = run.workspace.read_started()
+    found = run.workspace.read_started()
     if found is None and manifest is not None:
         found = recorded_layout(run, manifest, plan.hash)
     elif found is None:  # nothing says how shards were written

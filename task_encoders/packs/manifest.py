@@ -4,14 +4,13 @@ offline_packing.runs.manifest writes it; packs written by others have none.
 
 import base64
 from collections.abc import Mapping
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from task_encoders.field_types import Count, NonNegative
 from task_encoders.packs.slots import ContextParallel, Slots
@@ -19,9 +18,9 @@ from task_encoders.storage.paths import REMEDY, plain_name
 
 NAME: Final = "manifest.json"
 
-#: The name of a file in the folder of the file that names it; and of a split, also a file's.
+#: Name of a file in the folder of the file that names it; and of a split, which is part of others.
 FileName = Annotated[str, AfterValidator(plain_name)]
-SplitName = Annotated[str, AfterValidator(partial(plain_name, folders=False))]
+SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")]
 
 #: Error for packs of another generation than the reader opened: what was found, its generation, and
 #: the one opened.
@@ -33,14 +32,6 @@ WRITTEN_AGAIN: Final = (
 
 class ManifestError(ValueError):
     """A manifest that cannot be read."""
-
-
-def _check_order(config: dict[str, Any]) -> dict[str, Any]:
-    """Raise ValueError if `pack.order`, which readers look into, is no section."""
-    pack = config.get("pack", {})
-    if not isinstance(pack, dict) or not isinstance(pack.get("order") or {}, dict):
-        raise ValueError("pack or pack.order is no section")
-    return config
 
 
 class _Model(BaseModel):
@@ -133,7 +124,7 @@ class Manifest(_Model):
     loss_weights: Literal["fractional"] | None = None
     #: what samples were measured with; see offline_packing.runs.artifacts
     fingerprint: dict[str, str | int]
-    config: Annotated[dict[str, Any], AfterValidator(_check_order)]
+    config: dict[str, Any]
     #: hash of the plan's stage.json
     plan: str
     #: of all above: changes with the packs
@@ -203,11 +194,13 @@ def read_manifest(folder: Any) -> Manifest | None:
     if not path.is_file() and not (isinstance(path, Path) and path.is_dir()):
         return None
     try:
-        return Manifest.model_validate_json(path.read_text())
+        manifest = Manifest.model_validate_json(path.read_text())
+        _ = manifest.uniform_ranks  # readers look into `config`
+        return manifest
     except ValidationError as error:
         first = error.errors()[0]
         why = ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])
-    except (OSError, ValueError) as error:
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         why = str(error)
     raise ManifestError(f"{path} is damaged ({why}); {REMEDY}")
 

@@ -56,8 +56,6 @@ def test_there_are_enough() -> None:
     assert len({*NAMES}) >= 200
     for name in PLAIN:
         assert plain_name(name) == name
-    with pytest.raises(ValueError, match="is not the name of a file"):
-        plain_name("a/b", folders=False)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +133,7 @@ def test_of_a_manifest(packed: Run, verb: str) -> None:
     for name, place in zip(NAMES, places, strict=False):
         before = packed.workspace.manifest.read_bytes()
         write_manifest(packed, lambda content, at=place, one=name: at(content, one))  # type: ignore[misc]
-        with pytest.raises(ManifestError, match=r"is not the name of a file"):
+        with pytest.raises(ManifestError, match=r"is not the name of|should match pattern"):
             read_manifest(packed.workspace.root)
         assert refuses(VERBS[verb], packed), name
         shutil.rmtree(packed.workspace.damaged, ignore_errors=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
