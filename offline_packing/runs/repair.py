@@ -50,16 +50,12 @@ def end_repair(workspace: Workspace) -> None:
 def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
     """Move files away, and folders in their places, if they are there. Raises StageError where a
     link leads out of the output: what it leads to is not the output's."""
-    own = (
-        () if is_remote(workspace.root) else (workspace.root.resolve(), workspace.packing.resolve())
-    )
+    own = () if is_remote(workspace.root) else (workspace.root, workspace.packing)
     for path in paths:
         if path.exists():
-            if own and not any(map(path.parent.resolve().is_relative_to, own)):
-                raise StageError(
-                    f"{path.parent} is a link to {path.parent.resolve()}, outside the output; put "
-                    "the folder itself in its place"
-                )
+            at = path.parent.resolve() if own else path.parent
+            if own and not any(at.is_relative_to(one.resolve()) for one in own):
+                raise StageError(f"{path.parent} is a link out of the output, to {at}; remove it")
             target = workspace.damaged / str(path.relative_to(workspace.root))
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_path(target)
