@@ -44,7 +44,7 @@ from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import Progress, TrainPlan
-from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
+from offline_packing.errors import ConfigError, DamagedError, MismatchError
 from offline_packing.runs.training_run import (
     STATE,
     VERSION,
@@ -278,7 +278,7 @@ def _loading(path: Path) -> Iterator[None]:
     try:
         with _unwrapped():
             yield
-    except (StageError, OSError, MemoryError, torch.OutOfMemoryError):
+    except (RuntimeError, ValueError, OSError, MemoryError):  # they say what to do, or whose fault
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

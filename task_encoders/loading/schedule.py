@@ -22,14 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from task_encoders.field_types import (
-    Count,
-    Integer,
-    NonNegative,
-    checked,
-    first_problem,
-    not_bool,
-)
+from task_encoders.field_types import Count, Integer, NonNegative, checked, first_problem, not_bool
 
 if TYPE_CHECKING:
     from task_encoders.loading.packed_folder import PackedFolder
@@ -308,9 +301,7 @@ class RankSampler:
                 self._earlier = (*self._earlier, Stretch(found.num_ranks, self._step))
             self._step = 0
         if self._step > len(scheduled := self._scheduled()):
-            raise ValueError(
-                f"state of a loader: step {self._step} of {len(scheduled)} of an epoch"
-            )
+            raise ValueError(f"state of a loader: step {self._step} of {len(scheduled)}")
 
     @property
     def begun(self) -> tuple[Stretch, ...]:
