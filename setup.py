@@ -23,9 +23,9 @@ CORE = [
     "xxhash>=3.4",
 ]
 #: The code itself refuses others than these.
-SUPPORTED = run_path("task_encoders/versions.py")["SUPPORTED"]
+VERSIONS = run_path("task_encoders/versions.py")
 TRAIN = [
-    *(name + accepted for name, accepted in SUPPORTED.items()),
+    *(name + accepted for name, accepted in VERSIONS["SUPPORTED"].items()),
     "safetensors>=0.5",
     "torch>=2.11",
 ]
@@ -69,7 +69,7 @@ TEST = [
 
 setup(
     name="offline-packing",
-    version="0.1.0",
+    version=VERSIONS["VERSION"],
     description="Offline sample packing for vision-language training on Megatron and Energon",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -1,12 +1,14 @@
-"""The packages of training, in the versions that our tests ran with (docs/training.md).
+"""This project's version, and the packages of training in the versions that our tests ran with
+(docs/training.md).
 
-setup.py runs this file for its extras: nothing but Python's own modules is imported at the top.
+setup.py runs this file: nothing but Python's own modules is imported at the top.
 """
 
 import functools
 from importlib import metadata
 from typing import Final
 
+VERSION: Final = "0.1.0"
 #: Distribution -> accepted versions.
 SUPPORTED: Final = {
     "megatron-core": ">=0.16",

@@ -22,6 +22,7 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
 from task_encoders.storage.paths import REMEDY
+from task_encoders.versions import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -292,8 +293,10 @@ def _shown(name: str, fingerprint: Fingerprint) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries involved, and of this package."""
-    return {name: importlib.metadata.version(name) for name in ("offline-packing", *_LIBRARIES)}
+    """Return the versions of this package, which may be a checkout without metadata, and of the
+    libraries involved."""
+    found = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return {"offline-packing": VERSION, **found}
 
 
 def warn_of_versions(found: Mapping[str, str], artifact: str) -> None:
