@@ -5,7 +5,14 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from offline_packing.cli.verb import cli
+from offline_packing.runs.artifacts import library_versions
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("offline_packing", "task_encoders", "launch")
@@ -30,6 +37,22 @@ def test_everything_is_installed(tmp_path: Path) -> None:
     }
     assert expected - built == set()
     assert {Path(package, "py.typed") for package in PACKAGES} <= expected
+    information = (tmp_path / "offline_packing.egg-info/PKG-INFO").read_text()
+    assert f"\nVersion: {library_versions()['offline-packing']}\n" in information
+
+
+def test_a_checkout_without_metadata_knows_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PYTHONPATH, not installed."""
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        if name == "offline-packing":
+            raise metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    own = library_versions()["offline-packing"]
+    assert CliRunner().invoke(cli, ["--version"], prog_name="offline-packing").output.endswith(f"version {own}\n")
 
 
 #: Not on a package index: only a clone has extras.

@@ -19,6 +19,7 @@ import click
 
 from offline_packing.errors import ConfigError, show_controls
 from task_encoders.storage.paths import is_url, path_of
+from task_encoders.versions import VERSION
 
 if TYPE_CHECKING:
     from offline_packing.runs.run import Run
@@ -184,7 +185,7 @@ _SETTINGS: Final = {
 
 
 @click.group(cls=_InOrder, context_settings=_SETTINGS)
-@click.version_option(package_name="offline-packing")
+@click.version_option(VERSION)
 def cli() -> None:
     """Pack a vision-language dataset into full training sequences, before training.
 
