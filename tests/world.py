@@ -3,11 +3,11 @@
     def test_something(world: World, tmp_path: Path) -> None:
         source = world.source("bmr")                            # options, as in a configuration
         run = world.run("bmr", pack={"seq_length": 256})        # a finished output, and its folder:
-        packs = PackedFolder(run.workspace.root, task_encoder(run.workspace.root))
+        packs = PackedFolder(run.workspace.root, task_encoder(run))
         own = copy_of(run, tmp_path / "out")                    # to be changed
 
 The processes of pytest-xdist share one folder: the first that needs something makes it, and others
-wait for it. Nobody writes there: the end of the session checks that all files are as they were made.
+wait for it. Nobody writes there: the end of the session checks that no file has changed.
 """
 
 import json
@@ -167,15 +167,12 @@ def put_files(files: Mapping[str, bytes], folder: Path | str) -> None:
             formats.write_file(path, data)
 
 
-def task_encoder(packed: Path | str, **options: Any) -> "PackedTaskEncoder":
-    """Return a task encoder with the settings that a folder's manifest names; `options` are its
-    further ones."""
-    from launch.data.packed_data import read_packed_data
+def task_encoder(run: Run, **options: Any) -> "PackedTaskEncoder":
+    """Return a task encoder with the settings that a run's packs were made with, or other ones."""
     from task_encoders.packed_task_encoder import PackedTaskEncoder
     from task_encoders.settings import PackingSettings
 
-    data = read_packed_data(packed)
-    (task,) = set(data.tasks)
+    config, task = run.config, run.config.task
     settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    own = {"seq_length": data.seq_length, "model": data.model, "trees": data.has_trees}
-    return PackedTaskEncoder(settings=settings, **(own | options))
+    own = {"seq_length": config.pack.seq_length, "model": config.model, "settings": settings}
+    return PackedTaskEncoder(**(own | {"trees": bool(config.pack.share_prefixes)} | options))

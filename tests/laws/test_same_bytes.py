@@ -9,10 +9,9 @@ import pytest
 
 from offline_packing.engines.local import LocalEngine
 from offline_packing.runs.run import Run
-from task_encoders.storage.paths import path_of
 from tests.helpers.outputs import files_of
 from tests.laws.kills import STAGES, Killed, Moment, Mortal, fatal_moments, killed_before, make
-from tests.scenarios import SCENARIOS, Scenario
+from tests.scenarios import Scenario
 from tests.world import World, at
 from tools import kill_test
 
@@ -28,18 +27,14 @@ def trained_files(root: Path) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name not in apart}
 
 
-def test_parts_of_another_size(
-    scenario: Scenario, world: World, whole: Run, place: str
-) -> None:
+def test_parts_of_another_size(scenario: Scenario, world: World, whole: Run, place: str) -> None:
     make(other := scenario.run(world, place, engine={"samples_per_part": 4}))
     found, expected = trained_files(other.workspace.root), trained_files(whole.workspace.root)
     assert len(found) > 4
     assert found == expected
 
 
-def test_killed_at_every_stage(
-    finished: tuple[Run, list[Moment]], place: str
-) -> None:
+def test_killed_at_every_stage(finished: tuple[Run, list[Moment]], place: str) -> None:
     """Killed at the first, the middle and the last advance of each stage, and before the file that
     says that the stage is complete; each run goes on where the last one was killed."""
     whole, moments = finished
