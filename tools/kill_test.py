@@ -19,6 +19,7 @@ import shutil
 import signal
 import sqlite3
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 from PIL import Image
+from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig, parse_config
 from offline_packing.layouts import LAYOUTS
@@ -79,11 +81,13 @@ def pack(config: PackingConfig) -> None:
 
 
 def start(function: Callable[[], object]) -> int:
-    """A forked process in a group of its own; its exit status is 0 if all went well."""
+    """Fork a process in a group of its own, which exits with 0 if all went well. Its bars have a
+    lock of their own: killed in that of all processes, it would stop the parent's for good."""
     process = os.fork()
     if process:
         return process
     os.setpgid(0, 0)
+    tqdm.set_lock(threading.RLock())
     status = 1
     try:
         function()

@@ -264,7 +264,7 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     for name, gradient in gradients.items():
         own = dict(packed.named_parameters())[name].grad
         assert own is not None
-        assert (own - gradient).norm() < 1e-4 * gradient.norm() + 1e-8, name
+        assert (own - gradient).norm() < 1e-4 * gradient.norm() + 1e-7, name
     leaking = forward(
         packed, replace(batch, parents=batch.parents[:, :0]), shift_labels(batch.labels)
     )
