@@ -23,6 +23,7 @@ where it is, and the first of the new ones begins.
 
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,10 +44,17 @@ from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import Progress, TrainPlan
-from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
+from offline_packing.errors import ConfigError, DamagedError, MismatchError
+from offline_packing.runs.training_run import (
+    STATE,
+    VERSION,
+    RunRecord,
+    TrainingState,
+    list_checkpoints,
+    read_state,
+)
 from offline_packing.storage.files import (
     hash_file,
-    read_json,
     seal,
     sync_folder,
     to_json,
@@ -55,10 +63,6 @@ from offline_packing.storage.files import (
 )
 
 logger = logging.getLogger(__name__)
-
-VERSION: Final = 7
-#: The file of a checkpoint that is written last.
-_STATE: Final = "state.json"
 
 
 class Deal(NamedTuple):
@@ -123,16 +127,15 @@ class CheckpointFolder:
             files = {name: found for of_rank in hashes for name, found in of_rank.items()}
             content = {"version": VERSION, "run": self._record, **progress._asdict()}
             content |= {"files": files, **self._deal._asdict()}
-            if not progress.trained:
-                del content["trained"]
-            write_atomically(temporary / _STATE, to_json(seal(content)))
+            state = TrainingState.model_validate(content).model_dump(mode="json", by_alias=True)
+            write_atomically(temporary / STATE, to_json(seal(state)))
             if final.exists():  # it was damaged
                 shutil.rmtree(final)
             temporary.rename(final)
             sync_folder(self.folder)
             damaged = self._damaged - {final}
-            complete = sorted(set(self._complete()) - damaged)
-            for path in [*complete[: -self._keep], *damaged]:
+            complete = [path for path in list_checkpoints(self.folder) if path not in damaged]
+            for path in [*complete[self._keep :], *damaged]:
                 shutil.rmtree(path)
             self._damaged = set()
         self._whole = final
@@ -149,7 +152,7 @@ class CheckpointFolder:
         """
         if self._whole is not None:
             return self._whole
-        found = [sorted(self._complete(), reverse=True) if self._rank == 0 else []]
+        found = [list_checkpoints(self.folder) if self._rank == 0 else []]
         distributed.broadcast_object_list(found)
         reasons: dict[Path, str] = {}
         for path in found[0]:
@@ -178,10 +181,10 @@ class CheckpointFolder:
 
     def _find_damage(self, path: Path) -> list[str]:
         """Damaged files of a checkpoint, each with its fault; each rank reads some of the files. A
-        collective. Raises StageError, see `_read_state`."""
+        collective. Raises StageError, see `read_state`."""
         own = []
         try:
-            files = _read_state(path)["files"]
+            files = read_state(path).files
             for name in sorted(files)[self._rank :: distributed.get_world_size()]:
                 try:
                     if hash_file(path / name) != files[name]:
@@ -202,37 +205,38 @@ class CheckpointFolder:
             StageError: it was written by another version, or by a run with other settings than rank
                 0's.
         """
-        content = _read_state(path)
+        saved = read_state(path)
         shared = [self._record]  # paths may differ between nodes
         distributed.broadcast_object_list(shared)
-        return check_same_run(content, shared[0], self._accept, path)
+        return check_same_run(saved, shared[0], self._accept, path)
 
     def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
         """Restore a checkpoint, with the generators if packs are dealt as then, and the present
         stage's place in its packs; if other packs begin, those of the first stage begin. A
-        collective. Raises StageError, see `check`."""
+        collective. Raises StageError, see `check`; and DamagedError where its files are not those
+        of such a run."""
         for line in self.check(path):
             logger.info("accepted: %s", line)
-        content = _read_state(path)
-        then = Deal(*(content[name] for name in Deal._fields))
-        iteration, begins = int(content["iteration"]), content["begins"]
-        trained = content.get("trained", [])
+        saved = read_state(path)
+        then = Deal(saved.data_parallel, saved.context_parallel)
+        iteration, begins, trained = saved.iteration, saved.begins, saved.trained
         tensors, _ = self._named(optimizer)
-        with _unwrapped():
+        with _loading(path):
             sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
-        optimizer.publish(iteration)
-        number = self._rank if then == self._deal else self._tensor_rank
-        state = torch.load(path / _rank_file(number), map_location="cpu", weights_only=True)
-        if _is_other(_PACKS, content, self._record):
-            begins = [iteration]
-        else:
-            stages[len(begins) - 1].restore(state["data"])
-            trained = trained[:-1]
-        if then == self._deal:
-            SystemRng.restore_state(from_plain(state["generators"]["system"]))
-            if state["generators"]["cuda"] is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["generators"]["cuda"])
-        else:
+            optimizer.publish(iteration)
+            number = self._rank if then == self._deal else self._tensor_rank
+            state = torch.load(path / _rank_file(number), map_location="cpu", weights_only=True)
+            data, generators = state["data"], state["generators"]
+            if _is_other(_PACKS, saved, self._record):
+                begins = (iteration,)
+            else:
+                stages[len(begins) - 1].restore(data)
+                trained = trained[:-1]
+            if then == self._deal:
+                SystemRng.restore_state(from_plain(generators["system"]))
+                if generators["cuda"] is not None and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(generators["cuda"])
+        if then != self._deal:
             logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
         return Progress(iteration, begins, trained)
 
@@ -250,26 +254,6 @@ class CheckpointFolder:
                     tensors |= {prefix + name: tensor for name, tensor in named.items()}
         return tensors, files
 
-    def _complete(self) -> list[Path]:
-        return [p for p in self.folder.glob("iter_*") if p.suffix == "" and p.is_dir()]
-
-
-def _read_state(path: Path) -> Mapping[str, Any]:
-    """The record of a checkpoint. Raises DamagedError, without a remedy; and StageError: it is of
-    another version."""
-    try:
-        content: Mapping[str, Any] | None = read_json(path / _STATE)
-    except DamagedError as error:
-        raise DamagedError(f"{_STATE} is damaged: {error.__cause__}") from error
-    if content is None:
-        raise DamagedError(f"{_STATE} is missing")
-    if (version := content.get("version")) != VERSION:
-        raise StageError(
-            f"checkpoint {path} has version {version}, and {VERSION} is read here: go "
-            "on with the release that wrote it, or give another output.path"
-        )
-    return content
-
 
 def _rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
@@ -285,6 +269,24 @@ def _save_tensors(path: Path, state: Mapping[str, Any]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return path
+
+
+@contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Raise DamagedError for content that this module did not write, in place of the library's
+    error: torch's recommends to run code from the file."""
+    try:
+        with _unwrapped():
+            yield
+    except (RuntimeError, ValueError, OSError, MemoryError):  # they say what to do, or whose fault
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if isinstance(error, pickle.UnpicklingError):
+            why = "a file holds more than tensors, numbers and text, or is damaged"
+        raise DamagedError(
+            f"{path} cannot be loaded: {why}; remove it to go on from the checkpoint before it"
+        ) from error
 
 
 @contextmanager
@@ -338,7 +340,7 @@ _PACKS: Final = "data.packs"
 _STEP: Final = "packs_per_step"
 
 
-def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan) -> dict[str, Any]:
+def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan) -> RunRecord:
     """Settings that a checkpoint keeps of its run: plain values by dotted name."""
     content = config.model_dump(mode="json")
     compared = {
@@ -348,8 +350,7 @@ def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan
         for name, value in own.items()
         if section not in _FREE and f"{section}.{name}" not in _FREE
     }
-    return {
-        **dict(sorted(compared.items())),
+    compared |= {
         "model.built_by": type(config.model).__name__,
         _PACKS: [
             {"path": path, "content_hash": own.content_hash}
@@ -357,10 +358,11 @@ def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan
         ],
         _STEP: [stage.packs_per_step for stage in plan.stages],
     }
+    return RunRecord.model_validate(compared)
 
 
 def check_same_run(
-    saved: Mapping[str, Any], now: Mapping[str, Any], accept: Collection[str], checkpoint: object
+    saved: TrainingState, now: RunRecord, accept: Collection[str], checkpoint: object
 ) -> list[str]:
     """Compare the record in a checkpoint's state with that of the run that resumes from it.
 
@@ -371,8 +373,8 @@ def check_same_run(
         MismatchError: other fields differ; a line for each.
         ConfigError: an accepted name is not a field, or one that must be the same.
     """
-    was = saved["run"]
-    names = sorted({*was, *now})
+    was, is_now = (record.model_dump(by_alias=True) for record in (saved.run, now))
+    names = sorted({*was, *is_now})
     differing = [name for name in names if _is_other(name, saved, now)]
     fixed = _FIXED if _PACKS in differing else (*_FIXED, *_OF_LOADER)
     valid = set(names).difference(fixed)
@@ -382,7 +384,7 @@ def check_same_run(
     if any(name == _PACKS or name.startswith("batch.") for name in differing):
         differing = [name for name in differing if name != _STEP]  # it follows
     lines = {
-        name: f"{name} was {_shown(name, was.get(name))}, is {_shown(name, now.get(name))}"
+        name: f"{name} was {_shown(name, was.get(name))}, is {_shown(name, is_now.get(name))}"
         for name in differing
     }
     refused = [name for name in lines if name not in accept]
@@ -398,10 +400,10 @@ def check_same_run(
     raise MismatchError("\n  ".join([head, *(lines[name] for name in refused)]))
 
 
-def _is_other(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _is_other(name: str, saved: TrainingState, now: RunRecord) -> bool:
     """Whether a field differs: packs of the stages that have begun, steps of the last of them."""
-    both: list[Any] = [record.get(name) for record in (saved["run"], now)]
-    begun = len(saved["begins"])
+    both: list[Any] = [record.model_dump(by_alias=True).get(name) for record in (saved.run, now)]
+    begun = len(saved.begins)
     if name == _PACKS:
         both = [[stage["content_hash"] for stage in each[:begun]] for each in both]
     if name == _STEP:

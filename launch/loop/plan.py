@@ -2,12 +2,13 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from launch.config import LaunchConfig, ScheduleConfig
 from launch.data.packed_data import PackedData
+from offline_packing.runs.training_run import TrainedStage
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ class Progress(NamedTuple):
     #: steps done when each of the stages of data.path began that have begun
     begins: Sequence[int] = (0,)
     #: every stage begun so far, over changes of data.path (where a run resumes, before the present
-    #: one): arguments of `schedule_of`, and the loader's state; none if packed while training
-    trained: Sequence[Mapping[str, Any]] = ()
+    #: one); none if packed while training
+    trained: Sequence[TrainedStage] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import context_group, on_all_ranks
 from launch.loop.plan import Progress, TrainPlan
 from launch.model.prefix_trees import segment_params
+from offline_packing.runs.training_run import TrainedStage
 from task_encoders.energon_samples import PackedBatch, empty_batch
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import TRAINING
@@ -120,7 +121,7 @@ class Trainer:
         #: number of the present one
         self._stage = 0
         #: the packs of earlier ones, see `Progress`
-        self._trained: Sequence[Mapping[str, Any]] = []
+        self._trained: Sequence[TrainedStage] = []
         self._checkpoints = checkpoints
         self._device = device
         build = FAMILIES[config.model.family].build
@@ -338,7 +339,7 @@ class Trainer:
         stage, trained = self.stages[self._stage], [*self._trained]
         state = stage.train.state() if self._is_main else None
         if stage.packs is not None and state is not None:
-            trained.append({**stage.packs, "loader": state["loader"]})
+            trained.append(TrainedStage(**stage.packs, loader=state["loader"]))
         return Progress(self.iteration, self._plan.bounds[: self._stage + 1], trained)
 
     def _save(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
@@ -15,9 +16,10 @@ from offline_packing.index.records import own_keys
 from offline_packing.index.table import Index
 from offline_packing.online.ranks.pack_costs import artifacts_of, numbers_in_plans, schedule_of
 from offline_packing.runs.manifest import read_manifest
-from offline_packing.runs.training_run import Trained
+from offline_packing.runs.training_run import Trained, TrainedStage
 from offline_packing.sources.options import place_of
 from offline_packing.storage.key_set import Hashes, hash_keys
+from task_encoders.field_types import first_problem
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import trained_items
 from task_encoders.loading.slots import SlotRows, slot_ranks_of
@@ -40,7 +42,13 @@ def count_trained(
         StageError: packs of a run are gone or were written anew, or none are of a source that
             names it; or conversations were cut in another way.
     """
-    trained = {path: _keys_of(path, stages, samples) for path, stages in runs.items()}
+    trained = {}
+    for path, stages in runs.items():
+        try:
+            trained[path] = _keys_of(path, stages, samples)
+        except (ValueError, OSError) as error:  # not what a run trained, or not here
+            why = first_problem(error) if isinstance(error, ValidationError) else error
+            raise StageError(f"source.skip: {path}: {why}; name another run") from error
     places = [place_of(source.model_dump()) for source in config.source]
     known: dict[tuple[int, str], Hashes] = {}
     for path, own in trained.items():
@@ -97,27 +105,28 @@ def _keys_of(path: str, stages: Trained, samples: Index) -> dict[tuple[object, .
 
 
 def _uses_of(
-    path: str, stage: Mapping[str, Any]
+    path: str, plain: Mapping[str, Any]
 ) -> Iterator[tuple[Manifest, Index, npt.NDArray[np.int64]]]:
     """The outputs whose packs a stage trained: manifest, index, and how often each sample of the
     index was trained, (num_samples,). Raises StageError if one was packed anew since."""
-    manifests = {root: read_manifest(path_of(root)) for root in stage["datasets"]}
-    for root, manifest in manifests.items():
-        if manifest is None or manifest.content_hash != stage["datasets"][root]:
+    stage = TrainedStage.model_validate(plain)
+    for root, content_hash in stage.datasets.items():
+        manifest = read_manifest(path_of(root))
+        if manifest is None or manifest.content_hash != content_hash:
             raise StageError(
                 f"source.skip: {path} trained packs of {root}, which are gone or packed anew since"
             )
-    folder = PackedFolder(stage["path"])
+    folder = PackedFolder(stage.path)
     rows = SlotRows(folder) if slot_ranks_of(folder.shards[0].root) > 1 else None
 
     @functools.cache
     def schedule(num_ranks: int) -> Any:
-        options = {name: stage[name] for name in ("order", "seed", "repeat")}
-        size = stage["micro_batch_size"]
+        options = {name: getattr(stage, name) for name in ("order", "seed", "repeat")}
+        size = stage.micro_batch_size
         return schedule_of(folder, num_ranks=num_ranks, packs_per_row=size, **options)
 
     counts = np.zeros(len(folder if rows is None else rows), np.int64)
-    for items in trained_items(stage["loader"], schedule):
+    for items in trained_items(stage.loader, schedule):
         np.add.at(counts, items, 1)
     if rows is not None:
         counts = counts[rows.slots.begins]  # each rank of a pack has a row of it

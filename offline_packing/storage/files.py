@@ -263,7 +263,7 @@ def read_json(path: Path, remedy: str = REMEDY) -> Any:
             raise ValueError("it is not what was written")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: nested too deeply to be hashed
         raise DamagedError(f"{path} is damaged: {error}; {remedy}") from error
     return content
 
@@ -329,9 +329,12 @@ def remove_temporaries(folder: Path) -> None:
 
 
 @contextmanager
-def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file while the block runs, or share it; a read-only file is locked as it is.
-    Raises StageError: another holds it. Object storage has no locks."""
+def hold_lock(
+    path: Path, what: str, *, shared: bool = False, lock: Callable[..., None] = fcntl.flock
+) -> Iterator[None]:
+    """Hold a lock file while the block runs, or share it; a read-only file is locked as it is. With
+    `fcntl.lockf`, forked processes that outlive this one do not hold it. Raises StageError: another
+    process holds it. Object storage has no locks."""
     if is_remote(path):
         logger.info("object storage has no locks: start no second run on %s", what)
         yield
@@ -339,7 +342,7 @@ def hold_lock(path: Path, what: str, *, shared: bool = False) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _open_lock(path) as file:
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            lock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StageError(f"another run is working on {what}; wait for it to end") from error
         except OSError as error:

@@ -16,25 +16,48 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from task_encoders.field_types import Count, Integer, checked
+from task_encoders.field_types import Count, Integer, NonNegative, checked, first_problem, not_bool
 
 if TYPE_CHECKING:
     from task_encoders.loading.packed_folder import PackedFolder
 
 Numbers = npt.NDArray[np.int64]
+Ranks = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=1 << 20)]
 
 
 class Stretch(NamedTuple):
     """Steps of an epoch that were trained with some number of ranks."""
 
-    num_ranks: int
+    num_ranks: Ranks
     #: 0: rows of this epoch that were trained in the last step of the epoch before
-    steps: int
+    steps: NonNegative
+
+
+class LoaderState(BaseModel):
+    """State of a `RankSampler`: the same on all ranks at the same step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epoch: NonNegative
+    step: NonNegative
+    num_ranks: Ranks
+    #: stretches of this epoch before those ranks'
+    earlier: tuple[Stretch, ...]
+    #: stretches of each epoch before, see `trained_items`
+    past: tuple[tuple[Stretch, ...], ...]
+    digest: str
+
+    @model_validator(mode="after")
+    def _check_past(self) -> Self:
+        if len(self.past) != self.epoch:
+            raise ValueError(f"epoch is {self.epoch}, and past has {len(self.past)} epochs")
+        return self
 
 
 class Epoch(Protocol):
@@ -125,6 +148,7 @@ class InTurn:
         self.num_ranks = num_ranks
         self._ends = np.cumsum([0, *epoch_sizes])
         self._size, self._repeat, self._keeps_steps = packs_per_row, repeat, keeps_steps
+        self._rows_of_all = sum(-(-size // packs_per_row) for size in epoch_sizes)
         self._is_uniform = bool(uniform_ranks) and uniform_ranks % num_ranks == 0
         described = repr(("in turn", list(epoch_sizes), packs_per_row, keeps_steps))
         self.digest = hashlib.sha256(described.encode()).hexdigest()[:16]
@@ -151,7 +175,7 @@ class InTurn:
             start += begun * self._size
         elif begun:
             end = start + max(0, num_rows - begun) * self._size
-        numbers = np.arange(start + trained * self._size, end)
+        numbers = np.arange(min(start + trained * self._size, end), end)
         if self._is_uniform:
             numbers = numbers[dealt_in_rows(len(numbers), self.num_ranks, self._size)]
         left = -(-len(numbers) // self._size)
@@ -169,28 +193,35 @@ class InTurn:
 
     def _row_of_next(self, number: int, place: int) -> Numbers:
         """Packs of the row at a place in the epoch as it is begun."""
+        place %= self._rows_of_all
         start, end, num_rows = self._epoch(number)
-        if place >= num_rows:
-            return self._row_of_next(number + 1, place - num_rows)
+        while place >= num_rows:
+            number, place = number + 1, place - num_rows
+            start, end, num_rows = self._epoch(number)
         first = start + (num_rows - 1 - place if self._keeps_steps else place) * self._size
         return np.arange(first, min(first + self._size, end))
 
 
 def trained_items(
-    state: Mapping[str, Any], schedule_of_ranks: Callable[[int], Schedule]
+    state: LoaderState, schedule_of_ranks: Callable[[int], Schedule]
 ) -> Iterator[Numbers]:
     """Items that all ranks trained up to a state of a `RankSampler`, each as often as it was, some
     at a time. `schedule_of_ranks` gives the schedule of a number of ranks. Raises ValueError if it
-    schedules other items than the state's."""
-    present = [*state["earlier"], [state["num_ranks"], state["step"]]]
-    for number, stretches in enumerate([*state["past"], present]):
+    schedules other items than the state's, or fewer steps, or there are too many to go through."""
+    epochs = [*state.past, (*state.earlier, Stretch(state.num_ranks, state.step))]
+    ranks = sum(one.num_ranks for stretches in epochs for one in stretches)
+    if state.epoch > 1 << 17 or ranks > 1 << 22:  # each takes its time
+        raise ValueError(f"{state.epoch:,} epochs of {ranks:,} ranks in all are too many to count")
+    for number, stretches in enumerate(epochs):
         for place, (num_ranks, steps) in enumerate(stretches):
             if steps:
                 schedule = schedule_of_ranks(num_ranks)
-                if schedule.digest != state["digest"]:
+                if schedule.digest != state.digest:
                     raise ValueError("the packs have been written anew since")
-                earlier = [Stretch(*one) for one in stretches[:place]]
-                yield schedule.epoch(number, earlier).trained(steps)
+                epoch = schedule.epoch(number, stretches[:place])
+                if steps > len(epoch):
+                    raise ValueError(f"{steps:,} steps of epoch {number}, which has {len(epoch):,}")
+                yield epoch.trained(steps)
 
 
 def dealt_in_rows(num_packs: int, num_ranks: int, packs_per_row: int) -> Numbers:
@@ -253,19 +284,24 @@ class RankSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of any rank. With the same number of ranks training goes on exactly there;
         another number trains the rest of the epoch. Raises ValueError if it scheduled other
-        items."""
-        if state["digest"] != self.schedule.digest:
+        items, or is not such a state."""
+        try:
+            found = LoaderState.model_validate(state)
+        except ValidationError as error:
+            raise ValueError(f"state of a loader: {first_problem(error)}") from error
+        if found.digest != self.schedule.digest:
             raise ValueError(
                 "the state is of a schedule of other lengths, costs, budget or seed; restore it "
                 "with those, or begin anew"
             )
-        self._epoch, self._step = state["epoch"], state["step"]
-        earlier = [Stretch(*stretch) for stretch in state["earlier"]]
-        if state["num_ranks"] != self.schedule.num_ranks:
-            earlier += [Stretch(state["num_ranks"], self._step)] if self._step else []
+        self._epoch, self._step = found.epoch, found.step
+        self._earlier, self._past = found.earlier, found.past
+        if found.num_ranks != self.schedule.num_ranks:
+            if self._step:
+                self._earlier = (*self._earlier, Stretch(found.num_ranks, self._step))
             self._step = 0
-        self._earlier = tuple(earlier)
-        self._past = tuple(tuple(Stretch(*one) for one in epoch) for epoch in state.get("past", ()))
+        if self._step > len(scheduled := self._scheduled()):
+            raise ValueError(f"state of a loader: step {self._step} of {len(scheduled)}")
 
     @property
     def begun(self) -> tuple[Stretch, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from task_encoders.field_types import first_problem
 from task_encoders.packs.slots import ContextParallel, Slots
 from task_encoders.storage.paths import REMEDY
 
@@ -192,8 +193,7 @@ def read_manifest(folder: Any) -> Manifest | None:
     try:
         return Manifest.model_validate_json(path.read_text())
     except ValidationError as error:
-        first = error.errors()[0]
-        why = ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])
+        why = first_problem(error)
     except (OSError, ValueError) as error:
         why = str(error)
     raise ManifestError(f"{path} is damaged ({why}); {REMEDY}")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.loop.checkpoint import VERSION
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.storage.files import read_json, seal, to_json
+from offline_packing.runs.training_run import VERSION
+from offline_packing.storage.files import hash_file, read_json, seal, to_json
 from tests.helpers.packed_runs import (
     KilledError,
     losses,
@@ -31,6 +31,29 @@ def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+
+
+def into_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def holding(text: str) -> Damage:
+    return lambda path: path.write_text(text)
+
+
+def changed(**fields: Any) -> Damage:
+    """Sealed, as whoever does not know the fields would write it."""
+    return lambda path: path.write_bytes(to_json(seal({**read_json(path), **fields})))
+
+
+def without(field: str) -> Damage:
+    def damage(path: Path) -> None:
+        content = read_json(path)
+        del content[field]
+        path.write_bytes(to_json(seal(content)))
+
+    return damage
 
 
 def cut(path: Path) -> None:
@@ -68,6 +91,14 @@ def run(whole: Path, tmp_path: Path) -> Path:
         ("state.json", Path.unlink, "state.json is missing"),
         ("state.json", cut, "state.json is damaged: "),
         ("state.json", flip_bit, "state.json is damaged: "),
+        ("state.json", into_folder, "state.json cannot be read: Is a directory"),
+        ("state.json", holding("{}"), "state.json is damaged: version: Field required"),
+        ("state.json", holding('{"version": 7}'), "state.json is damaged: run: Field required"),
+        ("state.json", without("run"), "state.json is damaged: run: Field required"),
+        ("state.json", changed(files=[]), "state.json is damaged: files: "),
+        ("state.json", changed(run={}), "state.json is damaged: run.data.packs: "),
+        ("state.json", changed(begins=[9]), "state.json is damaged: begins (9,) "),
+        ("state.json", changed(version="7"), "state.json is damaged: version: "),
     ],
 )
 def test_the_newest_whole_checkpoint_is_used(
@@ -131,3 +162,45 @@ def test_a_checkpoint_of_another_version_is_not_damaged(folder: Path, run: Path)
     state.write_bytes(to_json(seal({**read_json(state), "version": VERSION - 1})))
     with pytest.raises(StageError, match=rf"has version {VERSION - 1}, .* the release that wrote"):
         trainer_of(folder, run).resume()
+
+
+class _Foreign:
+    """Torch loads no such object without running code."""
+
+
+def bad_header(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + b"}" + content[9:])
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        (WEIGHTS, bad_header),
+        (WEIGHTS, lambda path: path.write_bytes(b"")),
+        (WEIGHTS, lambda path: path.write_bytes(b"\xff" * 100)),
+        ("rank_00000.pt", lambda path: path.write_bytes(b"no zip")),
+        ("rank_00000.pt", lambda path: torch.save({"data": _Foreign()}, path)),
+        ("rank_00000.pt", lambda path: torch.save({"generators": {}}, path)),
+        ("rank_00000.pt", lambda path: torch.save({"data": {}, "generators": {}}, path)),
+    ],
+)
+def test_foreign_files_are_refused_in_a_line_of_ours(
+    name: str, write: Damage, folder: Path, run: Path
+) -> None:
+    """Their hashes are right: somebody else wrote them."""
+    newest = run / "checkpoints" / "iter_00000004"
+    write(newest / name)
+    files = read_json(newest / "state.json")["files"] | {name: hash_file(newest / name)}
+    changed(files=files)(newest / "state.json")
+    with pytest.raises(DamagedError) as refused:
+        trainer_of(folder, run).resume()
+    text = str(refused.value)
+    assert str(newest) in text
+    assert "remove it to go on from the checkpoint before it" in text
+    assert "\n" not in text
+    assert "weights_only" not in text
+    shutil.rmtree(newest)
+    again = trainer_of(folder, run)
+    again.resume()
+    assert again.iteration == 2

@@ -22,7 +22,7 @@ from offline_packing.errors import ConfigError, MismatchError, StageError
 from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.storage.files import read_json
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.loading.schedule import trained_items
+from task_encoders.loading.schedule import LoaderState, trained_items
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import (
     KilledError,
@@ -84,7 +84,7 @@ def packs_of(state: Any) -> collections.Counter[str]:
     """How often each pack was trained, by the schedules of the stages that a checkpoint names."""
     found: collections.Counter[str] = collections.Counter()
     for entry in state["trained"]:
-        folder, loader = PackedFolder(entry["path"]), entry["loader"]
+        folder, loader = PackedFolder(entry["path"]), LoaderState.model_validate(entry["loader"])
         content_hash = read_packed_data(entry["path"]).content_hash
         assert entry["datasets"] == {entry["path"]: content_hash}
         keys = [pack.key for pack in folder]

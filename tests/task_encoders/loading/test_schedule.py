@@ -193,6 +193,33 @@ def test_states_of_other_packs_are_refused() -> None:
             sampler.load_state_dict(RankSampler(other, 0).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"step": -5}, "step: Input should be greater than or equal to 0"),
+        ({"step": 2**62}, "step 4611686018427387904 of 3"),
+        ({"epoch": -1}, "epoch: "),
+        ({"epoch": 1}, "epoch is 1, and past has 0 epochs"),
+        ({"num_ranks": 2**62}, "num_ranks: "),
+        ({"earlier": [[0, 1]]}, "earlier.0.0: "),
+        ({"other": 1}, "other: Extra inputs"),
+    ],
+)
+def test_hostile_states_are_refused(change: Any, named: str) -> None:
+    sampler = RankSampler(InTurn([7], 3), 0)
+    with pytest.raises(ValueError, match=f"state of a loader: {named}") as refused:
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("keeps_steps", [True, False])
+def test_ranks_by_far_more_than_packs(keeps_steps: bool) -> None:
+    """The rows of a step come around; each epoch as often."""
+    schedule = InTurn([2, 1], 3 * 40_000, keeps_steps=keeps_steps)
+    epoch = schedule.epoch(0)
+    assert np.bincount(epoch.trained(1)).tolist() == [40_000] * 3
+
+
 @pytest.mark.parametrize("name", [*SCHEDULES, "kept steps", "uniform"])
 def test_trained_items_are_those_of_all_rows(name: str) -> None:
     """Rows of the next epoch that fill the last step among them; also of the rest of an epoch that
