@@ -1,8 +1,10 @@
 """Assembles a training run: checks, groups, data, model, optimizer, trainer; and its export."""
 
+import fcntl
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -29,7 +31,7 @@ from launch.model.megatron_model import build_model
 from launch.model.packed_attention import check_layers
 from launch.model.segments import check_positions
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.storage.files import read_json, to_json, write_atomically
+from offline_packing.storage.files import hold_lock, read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import has_builtin_processor
 from task_encoders.loading.slots import slot_ranks_of
@@ -55,7 +57,7 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
         The exit status: 0, or 128 and the number of the signal that stopped the run.
 
     Raises:
-        StageError: the data cannot be used, or there is already a run that must not be resumed.
+        StageError: the data cannot be used, or there is a run that goes on, or must not be resumed.
     """
     checkpoints = config.output.path / "checkpoints"
     if not config.checkpoint.resume and any(checkpoints.glob("iter_*")):
@@ -63,6 +65,13 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
             f"{checkpoints} holds another run; set checkpoint.resume=true to continue it, or "
             "give another output.path"
         )
+    is_first = os.environ.get("RANK", "0") == "0"
+    lock = hold_lock(checkpoints / "lock", str(config.output.path), lock=fcntl.lockf)
+    with lock if is_first else nullcontext():
+        return _run(config, accept_mismatch)
+
+
+def _run(config: LaunchConfig, accept_mismatch: Collection[str]) -> int:
     ranks = config.parallel
     device = initialize_parallel(
         ranks.tensor,

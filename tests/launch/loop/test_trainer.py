@@ -16,6 +16,7 @@ import torch
 from launch.config import LaunchConfig, MetricsConfig
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.packed_data import read_packed_data
+from launch.loop import setup
 from launch.loop.metrics import MetricsLog, read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import run
@@ -149,6 +150,31 @@ def test_a_signal_finishes_the_step_saves_and_stops(
     assert len(losses(tmp_path)) == 2
     assert (tmp_path / "checkpoints" / "iter_00000002" / "state.json").is_file()
     assert signal.getsignal(number) is before
+
+
+def test_a_second_run_is_refused_while_the_first_lives(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader's process that outlives the first does not hold its lock."""
+    config = make_config(folder, tmp_path)
+    here, there = multiprocessing.Pipe()
+
+    def train(*arguments: Any) -> None:
+        if loader := os.fork():
+            there.send(loader)
+        time.sleep(60)
+
+    monkeypatch.setattr(setup, "_run", train)
+    first = multiprocessing.get_context("fork").Process(target=run, args=(config,))
+    first.start()
+    loader = here.recv()
+    with pytest.raises(StageError, match=f"^another run is working on {tmp_path}; wait"):
+        run(config)
+    first.kill()
+    first.join()
+    monkeypatch.setattr(setup, "_run", lambda *arguments: 0)
+    assert run(config) == 0
+    os.kill(loader, signal.SIGKILL)
 
 
 def test_a_failing_step_names_its_packs(folder: Path, tmp_path: Path) -> None:
