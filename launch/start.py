@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         logging.getLogger("launch").warning(remark)
     with failing_in_one_line(debug=parsed["debug"]):
         _check(load(parsed["config"], parsed["overrides"]))
-    from torch.distributed import run
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -59,6 +59,10 @@ def main(arguments: Sequence[str]) -> int:
         if failure.exitcode < 0:
             click.echo(f"error: {failure.message.splitlines()[0]}", err=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except DistError as error:
+        remedy = "set MASTER_PORT to a free port, and MASTER_ADDR to the first node's name"
+        click.echo(f"error: ranks cannot meet: {str(error).splitlines()[0]}; {remedy}", err=True)
+        return 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

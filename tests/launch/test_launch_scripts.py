@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -218,6 +219,22 @@ def test_a_killed_rank_is_one_line(
     status = main(["-m", "launch.train", yaml_file, f"data.path={folder}"])
     assert status == 128 + signal.SIGKILL
     assert capsys.readouterr().err == "error: Signal 9 (SIGKILL) received by PID 17\n"
+
+
+def test_a_port_in_use_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in BMR_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    run_of = [str(ROOT / "launch" / "sft.yaml"), f"data.path={folder}"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        address = ["--master-addr", "127.0.0.1", "--master-port", port]
+        assert main([*address, "-m", "launch.train", *run_of]) == 1
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "[W" not in line[:2])
+    assert line.startswith("error: ranks cannot meet: The server socket has failed to listen")
+    assert f"port: {port}," in line
+    assert line.endswith("; set MASTER_PORT to a free port, and MASTER_ADDR to the first node's name")
 
 
 @each_module
