@@ -12,6 +12,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.figures import run_warnings
 from offline_packing.runs.run import Run, build_engine
 from offline_packing.runs.set_aside import check_media, check_set_aside
 from offline_packing.verify.shard import VerifyResult
@@ -33,6 +34,8 @@ class Packed:
     verified: VerifyResult
     #: the page with its figures
     report: Path
+    #: what may be wrong with the data or the configuration, a line each, as they are logged
+    warnings: tuple[str, ...]
 
     def _repr_html_(self) -> str:
         """The manifest's table; a notebook shows it for `pack(...)`."""
@@ -76,6 +79,9 @@ def _pack(run: Run, deep: bool) -> Packed:
     measure(run)
     samples = open_index(run)
     made = plan(run, samples)
+    warnings = tuple(run_warnings(run.config, samples, made.packs))
+    for line in warnings:
+        logger.warning("pack: warning: %s", line)
     if not workspace.manifest.exists():
         check_set_aside(run)
         check_media(run)
@@ -87,4 +93,4 @@ def _pack(run: Run, deep: bool) -> Packed:
     if not verified.ok:
         raise StageError(f"{workspace.root} has {render_verdict(verified)}")
     report(run)
-    return Packed(workspace.root, manifest, verified, workspace.report / "report.html")
+    return Packed(workspace.root, manifest, verified, workspace.report / "report.html", warnings)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import offline_packing
 from offline_packing.report.report import report
 from offline_packing.runs import run as run_module
 from offline_packing.runs.run import Run
@@ -52,11 +53,16 @@ def told(run: Run) -> list[str]:
     return found
 
 
-def test_conversations_as_vqa(tmp_path: Path) -> None:
+def test_conversations_as_vqa(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = {"image": "0.jpg", "messages": dialogue("<image>a", "b", "c", "d")}
     records = [asked(0, 1), {**record, "id": 1}, {**record, "id": 2, "system": "Be brief."}]
-    (line,) = told(run_of(tmp_path / "vqa", records))
+    run = run_of(tmp_path / "vqa", records)
+    (line,) = told(run)
     assert line.startswith("2 of 3 samples have several turns under task vqa")
+    assert offline_packing.pack(run.config).warnings == (line,)
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        f"pack: warning: {line}"
+    ]
     assert told(run_of(tmp_path / "bmr", records, "bmr")) == []
 
 
