@@ -139,6 +139,10 @@ def checked(function: CallableT) -> CallableT:
                 bound.arguments[name] = _validated(name, bound.arguments[name], adapter)
         return function(*bound.args, **bound.kwargs)
 
+    plain = get_type_hints(function)  # without what validates: for help, and editors
+    shown = [p.replace(annotation=plain.get(p.name, Any)) for p in signature.parameters.values()]
+    described: Any = call
+    described.__signature__ = signature.replace(parameters=shown)
     return cast(CallableT, call)
 
 

@@ -41,8 +41,8 @@ class FileOrUrl(click.Path):
 
 
 class Verb(click.Command):
-    """Operation on one output. `callback` gets a run, whether it is a dry one, and the
-    verb's options; it prints its result, and raises StageError where it fails."""
+    """Operation on one output. `callback` gets a run, `dry_run` if it locks, and the verb's own
+    options; it prints its result, and raises StageError where it fails."""
 
     def __init__(
         self,
@@ -57,12 +57,14 @@ class Verb(click.Command):
     ) -> None:
         """
         Args:
-            locks: whether it locks the output against other runs (never in a dry run).
+            locks: whether it locks the output against other runs (never in a dry run); one that
+                does not only shows what is there.
             is_shared: whether several ranks can do it to one output at the same time.
             needs_output: it fails if there is no output yet, and leaves nothing behind there.
             more_help: a list at the end of its help, made on demand: it may take time to import.
         """
-        super().__init__(callback=self._run, params=[*_RUN_PARAMETERS, *params], **settings)
+        own = [*(_WORK_OPTIONS if locks else ()), *params]
+        super().__init__(callback=self._run, params=[*_ARGUMENTS, *own], **settings)
         self.function, self.more_help = callback, more_help
         self.locks, self.is_shared, self.needs_output = locks, is_shared, needs_output
 
@@ -70,8 +72,7 @@ class Verb(click.Command):
         self,
         config: str,
         overrides: tuple[str, ...],
-        dry_run: bool,
-        accept_mismatch: tuple[str, ...],
+        accept_mismatch: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         from offline_packing.config.packing import load_config
@@ -91,8 +92,8 @@ class Verb(click.Command):
                 )
             quiet = click.get_current_context().obj
             run = Run(parsed, engine, frozenset(accept_mismatch), progress=not quiet)
-            with self._lock(run, dry_run):
-                self.function(run, dry_run, **options)
+            with self._lock(run, options.get("dry_run", False)):
+                self.function(run, **options)
 
     def _lock(self, run: Run, dry_run: bool) -> contextlib.AbstractContextManager[None]:
         """Held while the verb is at work."""
@@ -151,9 +152,12 @@ OUTPUT_OPTIONS: Final = (
         ["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error."
     ),
 )
-_RUN_PARAMETERS: Final = (
+_ARGUMENTS: Final = (
     click.Argument(["config"]),
     click.Argument(["overrides"], nargs=-1, metavar="[KEY.SUB=VALUE]..."),
+)
+#: Of verbs that write.
+_WORK_OPTIONS: Final = (
     click.Option(["--dry-run"], is_flag=True, help="Say what would be done; write nothing."),
     click.Option(
         ["--accept-mismatch"],

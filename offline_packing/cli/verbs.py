@@ -232,7 +232,7 @@ def report_verb(run: Run, dry_run: bool) -> None:
 
 
 @verb("preview", params=[*_PREVIEW], locks=False, is_shared=True)
-def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which: Any) -> None:
+def preview_verb(run: Run, full: bool, html: Path | None, **which: Any) -> None:
     """Show some packs as they are trained: text, what carries loss, images and videos."""
     from offline_packing.report.pages import render_packs
     from offline_packing.report.preview import preview
@@ -245,9 +245,6 @@ def preview_verb(run: Run, dry_run: bool, full: bool, html: Path | None, **which
             click.echo(render_pack(one, full=full))
         return
     content = render_packs(list(shown), run.config.task)
-    if dry_run:
-        echo(f"would write {len(content):,} bytes to {html}")
-        return
     html.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(html, content)
     echo(f"preview: {html}")
@@ -268,6 +265,10 @@ def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> Non
 @verb("run", params=[_DEEP])
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
+    from offline_packing.verify.verify import check_deep
+
+    if deep:
+        check_deep(run.config)
     manifest = run.workspace.manifest
     steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
         (measure_verb, None, {"warns": False}),  # the plan's summary has them
@@ -284,7 +285,7 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
 
 
 @verb("set-aside", params=[*_SET_ASIDE], locks=False, is_shared=True)
-def set_aside_verb(run: Run, dry_run: bool, **form: Any) -> None:
+def set_aside_verb(run: Run, **form: Any) -> None:
     """List the samples that are in no pack: key, source, reason and detail."""
     from offline_packing.runs.set_aside import list_set_aside
 
@@ -293,7 +294,7 @@ def set_aside_verb(run: Run, dry_run: bool, **form: Any) -> None:
 
 
 @verb("status", locks=False, is_shared=True)
-def status_verb(run: Run, dry_run: bool) -> None:
+def status_verb(run: Run) -> None:
     """Show the progress of an output, also while a run is active."""
     from offline_packing.upkeep.status import status
 

@@ -17,7 +17,7 @@ from offline_packing.runs.run import Run, build_engine
 from offline_packing.runs.set_aside import check_media, check_set_aside
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verdict import check, known_verdict
-from offline_packing.verify.verify import render_verdict
+from offline_packing.verify.verify import check_deep, render_verdict
 from offline_packing.write.write import write
 from task_encoders.packs.manifest import Manifest
 
@@ -75,6 +75,8 @@ def pack(
 
 
 def _pack(run: Run, deep: bool) -> Packed:
+    if deep:
+        check_deep(run.config)
     workspace = run.workspace
     measure(run)
     samples = open_index(run)

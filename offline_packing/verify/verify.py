@@ -14,10 +14,12 @@ deep        same turns and media bytes as the source; the measured number of tok
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 
+from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import count_packed, record_counts, shared_contents
 from offline_packing.index.rows import hash_keys
@@ -79,6 +81,19 @@ class Drawn:
         ]
 
 
+def check_deep(config: PackingConfig) -> None:
+    """Raise StageError if a package is not installed that encoding samples again takes: before
+    hours are spent on what is then not verified."""
+    if config.pack.share_prefixes is not None:
+        check_energon()  # makes the rows
+    if getattr(config.model, "resize", None) == "torch" and find_spec("torch") is None:
+        raise StageError(
+            f"--deep resizes images as family {config.model.family} does, with PyTorch, which is "
+            "not installed; pip install torch (in a clone: pip install -e '.[train]'), or leave "
+            "--deep out"
+        )
+
+
 def verify(
     run: Run, *, deep: bool = False, hash_only: bool = False, drawn: Drawn | None = None
 ) -> VerifyResult:
@@ -96,8 +111,7 @@ def verify(
         return total
     total.num_shards = len(manifest.shards)
     if deep:
-        if manifest.version == 2:
-            check_energon()  # makes the rows
+        check_deep(run.config)
         try:
             open_sources(run.config)
         except StageError as error:

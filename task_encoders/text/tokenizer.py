@@ -14,6 +14,7 @@ import logging
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -239,18 +240,22 @@ def require_hub(name: str) -> None:
     """Do nothing for a folder, for a checkpoint that was downloaded before, and offline.
 
     Raises:
-        ValueError: the checkpoint would have to be downloaded, and the hub is out of reach.
+        ValueError: the checkpoint would have to be downloaded, and the hub is out of reach; or a
+            package that reads checkpoints is not installed.
     """
+    if name != BUILTIN and not (find_spec("transformers") and find_spec("huggingface_hub")):
+        raise ValueError(
+            f"processor {name!r} needs transformers and huggingface_hub; pip install "
+            f"'transformers{SUPPORTED['transformers']}' (in a clone: pip install -e '.[train]')"
+        )
     if Path(name).exists() or not _HUB_NAME.fullmatch(name):
         return
     import ssl
     import urllib.error
     import urllib.request
 
-    try:
-        from huggingface_hub import constants, try_to_load_from_cache
-    except ImportError as error:
-        raise _not_installed(name, error) from error
+    from huggingface_hub import constants, try_to_load_from_cache
+
     is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
     if is_cached or constants.HF_HUB_OFFLINE:
         return
@@ -277,10 +282,8 @@ def checkpoint_tokenizer(processor: str) -> Any:
     Raises:
         ValueError: there is none of that name, or it is not a fast one.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise _not_installed(processor, error) from error
+    from transformers import AutoTokenizer
+
     try:
         # With mistral-common installed, Mistral's tokenizer would otherwise not be fast.
         options = {"trust_remote_code": False, "mistral_format": False}
@@ -335,13 +338,6 @@ def _make_tokenizer(
         return fast
     logger.info("%s: no tiktoken form of this tokenizer; using transformers' own", processor)
     return slow
-
-
-def _not_installed(processor: str, error: ImportError) -> ValueError:
-    return ValueError(
-        f"processor {processor!r} needs transformers and huggingface_hub ({error}); pip install "
-        f"'transformers{SUPPORTED['transformers']}' (in a clone: pip install -e '.[train]')"
-    )
 
 
 def _explain_missing(processor: str) -> str:

@@ -234,7 +234,9 @@ def test_a_port_in_use_is_one_line(
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "[W" not in line[:2])
     assert line.startswith("error: ranks cannot meet: The server socket has failed to listen")
     assert f"port: {port}," in line
-    assert line.endswith("; set MASTER_PORT to a free port, and MASTER_ADDR to the first node's name")
+    assert line.endswith(
+        "; set MASTER_PORT to a free port, and MASTER_ADDR to the first node's name"
+    )
 
 
 @each_module

@@ -1,5 +1,6 @@
 """Packing, and importing for it, needs no training library."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,21 @@ from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
 from offline_packing.layouts import LAYOUTS
-from tests.helpers.datasets import captioning_pairs, config_file, make_config, mixed_pairs
+from task_encoders.families import FAMILIES
+from tests.helpers.datasets import (
+    captioning_pairs,
+    config_file,
+    make_config,
+    mixed_pairs,
+    write_json,
+)
+from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.videos import make_video
 
 BLOCKED = ("av", "torch", "transformers", "megatron", "ray", "webdataset", "matplotlib")
+
+#: Families whose vocabulary a package brings.
+BUILT_IN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
 
 PROGRAM = """
 import sys
@@ -82,6 +94,53 @@ def test_a_whole_run(config: str, layout: str, tmp_path: Path) -> None:
     assert "problems        0" in result.stdout, result.stderr
     assert result.returncode != 0
     assert "Energon" in result.stderr or "was imported" in result.stderr
+
+
+#: Calls of `run --deep`, as in an environment in which the packages are not installed.
+_DEEP = """
+sys.meta_path.pop(0)
+sys.modules.update(dict.fromkeys({blocked!r}))
+from pathlib import Path
+from offline_packing.cli.commands import cli
+for name in {names!r}:
+    for extra in ["", "pack.share_prefixes={{}}"]:
+        output = Path(f"{root}/{{name}}{{len(extra)}}")
+        try:
+            arguments = ["run", "--deep", f"{root}/{{name}}.json", f"output.path={{output}}"]
+            cli([*arguments, *filter(None, [extra])], standalone_mode=False)
+            said = "ok"
+        except Exception as error:
+            is_measured = (output / "_packing" / "index").exists()
+            said = f"{{type(error).__name__}} {{is_measured}} {{error}}"
+        print("end", name, bool(extra), said, sep="|")
+"""
+
+
+@pytest.mark.parametrize("blocked", [BLOCKED, tuple({*BLOCKED} - {"transformers"})])
+def test_deep_runs_without_training_libraries(blocked: tuple[str, ...], tmp_path: Path) -> None:
+    """Each family's, and with prefixes shared: it ends well, or is refused before it measures."""
+    data = captioning_pairs(tmp_path / "data", 3)
+    source = {"format": "pairs", "path": str(data), "task": "captioning"}
+    sections = {"source": source, "pack": {"seq_length": 4096}, "engine": {"workers": 0}}
+    models = {f"{name} builtin": {"family": name, "processor": "builtin"} for name in BUILT_IN}
+    for name, family in FAMILIES.items():
+        if not family.since:
+            save_tokenizer(name, tmp_path / name)
+            own = {"family": name, "processor": str(tmp_path / name), **encoder_options(name)}
+            models[name] = own
+    for name, model in models.items():
+        write_json(tmp_path / f"{name}.json", {**sections, "model": model})
+    statements = _DEEP.format(blocked=blocked, names=list(models), root=tmp_path)
+    result = run_program(blocked, statements)
+    ends = [line.split("|")[1:] for line in result.stdout.splitlines() if line[:4] == "end|"]
+    found = {name: said for name, shares, said in ends if shares == "False"}
+    assert found.keys() == models.keys(), result.stderr
+    refusal = re.compile(r"(Stage|Config)Error False .*(\(in a clone: pip|recurrent)")
+    for name, shares, said in ends:
+        assert refusal.match(said) or (said, shares) == ("ok", "False"), (name, said)
+    well = {name for name, said in found.items() if said == "ok"}
+    assert {"qwen2_vl builtin", "qwen2_5_vl builtin", "llava_onevision_1_5 builtin"} <= well
+    assert ("qwen2_vl" in well) == ("transformers" not in blocked)
 
 
 def test_packs_are_read_by_number(config: str, tmp_path: Path) -> None:

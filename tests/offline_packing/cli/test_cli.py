@@ -51,10 +51,16 @@ def test_preview(config: Path, tmp_path: Path) -> None:
     assert named.index("ps_00000001") < named.index("ps_00000000")
     assert named.count("cu_lengths [0, ") == 2
     page = tmp_path / "preview.html"
-    assert f"to {page}" in invoke("preview", config, "--html", page, "--dry-run").stdout
-    assert not page.exists()
     assert invoke("preview", config, "--html", page).stdout == f"preview: {page}\n"
     assert page.read_text().count("<h2>ps_") == 3
+
+
+@pytest.mark.parametrize("name", ["preview", "set-aside", "status"])
+def test_verbs_that_only_look_offer_nothing_that_writes(name: str) -> None:
+    shown = invoke(name, "--help").stdout
+    assert "--dry-run" not in shown
+    assert "--accept-mismatch" not in shown
+    assert "--accept-mismatch" in invoke("plan", "--help").stdout
 
 
 def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:

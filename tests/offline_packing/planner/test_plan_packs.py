@@ -1,6 +1,7 @@
 """plan_packs: every sample once, nothing over a limit, the same plan for the same seed; its passes,
 bad input, and the plan on disk."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -322,3 +323,9 @@ def test_options_are_said_once() -> None:
     plan = plan_packs(np.array([3, 4, 5]), groups=np.zeros(3, int), **options)
     assert (plan.info.strategy, plan.info.pad_multiple) == ("best_fit_decreasing", 4)
     assert plan.info.settings["homogeneous"]
+
+
+def test_the_signature_shows_plain_types() -> None:
+    shown = inspect.signature(plan_packs).parameters
+    assert (shown["seq_length"].annotation, shown["mixed"].annotation) == (int, bool)
+    assert "Annotated" not in str(inspect.signature(plan_packs))
