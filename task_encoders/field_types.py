@@ -67,6 +67,8 @@ def one_of(registry: Collection[str]) -> AfterValidator:
 
 
 def _expand_user(path: Any) -> Any:
+    if isinstance(path, str) and path.encode(errors="ignore").decode() != path:
+        raise ValueError(f"{path!r} is not UTF-8, as configurations and manifests are; rename it")
     if isinstance(path, str) and path.startswith("~"):
         expanded = os.path.expanduser(path)
         if expanded.startswith("~"):  # pyarrow would expand it, where others do not

@@ -13,7 +13,13 @@ from offline_packing.measure.measure_part import MeasureTask, Measuring
 from offline_packing.report.preview_text import first_words
 from offline_packing.sources import open_source
 from offline_packing.sources.recognise import MANY, Example, Recognised
-from task_encoders.families import FAMILIES, ModelOptions, model_options, require_family
+from task_encoders.families import (
+    FAMILIES,
+    ModelOptions,
+    model_options,
+    pixel_limits_of,
+    require_family,
+)
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
 _TEXT_LENGTH: Final = 100
@@ -78,9 +84,10 @@ def _model_lines(model: ModelOptions) -> str:
     """The lines of a model's family, its checkpoint, and how large its images may be."""
     lines = f"  family: {model.family}  # {' | '.join(FAMILIES)}\n"
     lines += _line("processor", model.processor)
+    limits = {} if model.processor == BUILTIN else pixel_limits_of(model.processor)
     for name in ("min_pixels", "max_pixels"):
         if hasattr(model, name):
-            lines += _line(name, getattr(model, name))
+            lines += _line(name, limits.get(name, getattr(model, name)))
     return lines
 
 

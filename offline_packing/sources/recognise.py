@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,8 +18,9 @@ from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
 from task_encoders.records.documents import is_document
 from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS
-from task_encoders.records.record import RECORD_FIELDS
+from task_encoders.records.record import RECORD_FIELDS, load_json
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples.limits import MAX_JSON_BYTES
 
 #: Records that are counted at most: enough for a validation split.
 MANY: Final = 1000
@@ -53,11 +55,19 @@ class Recognised:
 def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> Recognised:
     """Look at a local folder or file. Without `task`, the task is guessed from the records. Raises
     StageError if it is of no known format, or cannot be read."""
-    fitting = {
-        name: found
-        for name, source in SOURCES.items()
-        if (found := source.recognise(Path(path))) is not None
-    }
+    fitting = _fitting(Path(path))
+    if entries := _entries_of_internvl(Path(path)):
+        raise StageError(
+            f"{path!r} is InternVL's list of datasets: {', '.join(entries)}; call init with each "
+            "annotation, and set source.image_root to its root"
+        )
+    forms = _forms_of_folders(Path(path)) if len(fitting) > 1 else {}
+    if len(set(forms.values())) > 1:
+        shown = ", ".join(f"{name} is {form}" for name, form in forms.items())
+        raise StageError(
+            f"{path!r} holds data of several forms: {shown}; call init with each folder, and list "
+            "their sources in one configuration"
+        )
     if not fitting:
         raise StageError(
             f"{path!r} is of no known format; the formats are {', '.join(SOURCES)}: see "
@@ -84,6 +94,34 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
         options["text_only"] = True
     num_records = sum(1 for _ in itertools.islice(_all_records(source), MANY))
     return Recognised(options, tuple(others), tuple(examples), num_records)
+
+
+def _fitting(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the formats that a path may be of, and the options that each would be read with."""
+    found = ((name, source.recognise(path)) for name, source in SOURCES.items())
+    return {name: options for name, options in found if options is not None}
+
+
+def _forms_of_folders(path: Path) -> dict[str, str]:
+    """Return the formats of the folders in a folder, by name, where they are of any."""
+    folders = sorted(one for one in path.iterdir() if one.is_dir()) if path.is_dir() else []
+    found = {folder.name: " or ".join(_fitting(folder)) for folder in folders}
+    return {name: form for name, form in found.items() if form}
+
+
+def _entries_of_internvl(path: Path) -> list[str]:
+    """Return the entries of InternVL's meta.json, in words; none if the path is something else."""
+    if path.suffix != ".json" or not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+        return []
+    with suppress(SampleError):
+        content = load_json(path.read_bytes())
+        if isinstance(content, dict) and all(isinstance(one, dict) for one in content.values()):
+            return [
+                f"{name} (annotation {one['annotation']}, root {one.get('root')})"
+                for name, one in content.items()
+                if "annotation" in one
+            ]
+    return []
 
 
 def _all_records(source: Source) -> Iterator[SourceRecord]:

@@ -153,19 +153,36 @@ def family_of_processor(processor: str) -> str | None:
     found = [one for one in FAMILIES.values() if model_type in one.model_types]
     if len(found) < 2:
         return found[0].name if found else None
-    from transformers.utils import cached_file
-
-    quiet = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
     for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        file = cached_file(processor, name, **quiet)
-        kind = json.loads(Path(file).read_bytes()).get("processor_class") if file else None
+        kind = _checkpoint_json(processor, name).get("processor_class")
         if kind is not None:
             found = [one for one in found if one.processor == kind] or found
             break
     return found[0].name
+
+
+def pixel_limits_of(processor: str) -> dict[str, int]:
+    """Return `min_pixels` and `max_pixels` of a checkpoint's images, as far as it names them."""
+    whole = _checkpoint_json(processor, "processor_config.json").get("image_processor")
+    found = whole or _checkpoint_json(processor, "preprocessor_config.json")
+    size = found.get("size") or {}
+    edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    limits = {name: found.get(name) or edge for name, edge in edges.items()}
+    return {name: limit for name, limit in limits.items() if limit}
+
+
+def _checkpoint_json(processor: str, name: str) -> Mapping[str, Any]:
+    """Return the content of a checkpoint's file; nothing where it has none."""
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        processor,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    content = json.loads(Path(file).read_bytes()) if file else {}
+    return content if isinstance(content, dict) else {}
 
 
 def require_family(processor: str) -> str:

@@ -127,7 +127,19 @@ class EnergonSource(WebDatasetSource):
         if not (path / ".nv-meta" / "dataset.yaml").is_file():
             return None
         tars = [name for name in file_names(path) if name.lower().endswith(".tar")]
-        return None if tars and holds_packs(path, tars[0]) else {"split": "train"}
+        if tars and holds_packs(path, tars[0]):
+            return None
+        splits = cls._read_splits(path / ".nv-meta" / "split.yaml")
+        return {"split": "train" if "train" in splits or not splits else splits[0]}
+
+    @staticmethod
+    def _read_splits(path: Path) -> list[str]:
+        """Return the splits that have tars; none if the file cannot be read, as opening it says."""
+        try:
+            parts = parse_yaml(path.read_text("utf-8"), "it").get("split_parts")
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return []
+        return [name for name, tars in parts.items() if tars] if isinstance(parts, dict) else []
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
         names = set(self._names)

@@ -135,10 +135,17 @@ def _root_in(folder: str, name: str) -> str | None:
     return real.removesuffix(f"/{name}") if real.endswith(f"/{name}") else None
 
 
+#: Ends of the names of img2dataset's files on a tar.
+_ABOUT_TAR: Final = re.compile(r"(_stats\.json|\.parquet)$")
+
+
 def file_names(path: Path) -> list[str]:
-    """Names of the files at a path and below it, relative to it, up to a limit; for a file its own
-    name. Hidden files, and a run's own, are left out."""
-    return [path.name] if path.is_file() else list(itertools.islice(_walk(path), _MAX_NAMES))
+    """Return names of the files at a path and below it, relative to it, up to a limit; for a file
+    its own name. Hidden files, a run's own, and what img2dataset tells of a tar, are left out."""
+    if path.is_file():
+        return [path.name]
+    names = dict.fromkeys(itertools.islice(_walk(path), _MAX_NAMES))
+    return [name for name in names if f"{_ABOUT_TAR.sub('', name)}.tar" not in names]
 
 
 def _walk(folder: Path, inside: str = "") -> Iterator[str]:

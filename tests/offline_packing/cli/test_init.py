@@ -1,9 +1,14 @@
 """`init`: every format is recognised by what lies there, and what is written can be run."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
@@ -13,8 +18,8 @@ from offline_packing.measure.measure import measure
 from offline_packing.sources.recognise import recognise
 from tests.helpers import formats
 from tests.helpers.command import Command, invoke
-from tests.helpers.datasets import captioning_pairs, dialogue, make_run
-from tests.helpers.formats import lines, write_file
+from tests.helpers.datasets import captioning_pairs, dialogue, make_run, write_json
+from tests.helpers.formats import lines, tar_bytes, write_file
 from tests.helpers.tiny_families import save_tokenizer
 
 SAMPLES = formats.draw_samples(4)
@@ -210,3 +215,71 @@ def test_remote_data_are_refused_by_name(tmp_path: Path) -> None:
         result = CliRunner().invoke(cli, ["init", path])
         assert result.exit_code == 2
         assert f"'{path}' {message}" in result.output
+
+
+def test_a_folder_of_img2dataset_is_tars(tmp_path: Path) -> None:
+    """Beside each lie a table and a summary."""
+    picture = SAMPLES[0][2][0]
+    for shard in ("00000", "00001"):
+        members = [(f"{shard}0001.jpg", picture), (f"{shard}0001.txt", b"A red square.")]
+        record = json.dumps({"caption": "A red square.", "status": "success"}).encode()
+        write_file(tmp_path / f"{shard}.tar", tar_bytes([*members, (f"{shard}0001.json", record)]))
+        pq.write_table(pa.table({"caption": ["A red square."]}), tmp_path / f"{shard}.parquet")
+        write_file(tmp_path / f"{shard}_stats.json", b'{"count": 1}')
+    found = recognise(str(tmp_path))
+    assert (found.options["format"], found.options["task"], found.others) == (
+        "webdataset",
+        "captioning",
+        (),
+    )
+
+
+@pytest.mark.parametrize(("splits", "split"), [(("train", "test"), "train"), (("test",), "test")])
+def test_the_split_that_has_tars_is_read(
+    splits: tuple[str, ...], split: str, tmp_path: Path
+) -> None:
+    formats.energon(tmp_path, SAMPLES)
+    parts = {name: ["shard-000.tar"] if name in splits else [] for name in ("train", "val", "test")}
+    (tmp_path / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump({"split_parts": parts}))
+    assert recognise(str(tmp_path)).options["split"] == split
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "limits"),
+    [
+        ("preprocessor_config.json", {"min_pixels": 784, "max_pixels": 50_176}, (784, 50_176)),
+        ("preprocessor_config.json", {"size": {"longest_edge": 99_840}}, (3136, 99_840)),
+        (
+            "processor_config.json",
+            {"image_processor": {"size": {"shortest_edge": 784, "longest_edge": 99_840}}},
+            (784, 99_840),
+        ),
+    ],
+)
+def test_the_checkpoint_says_how_many_pixels(
+    file: str, content: dict[str, Any], limits: tuple[int, int], tmp_path: Path
+) -> None:
+    save_tokenizer("qwen2_vl", tmp_path / "model")
+    write_json(tmp_path / "model" / "config.json", {"model_type": "qwen2_vl"})
+    write_json(tmp_path / "model" / file, content)
+    data, to = captioning_pairs(tmp_path / "data", 3), tmp_path / "pack.yaml"
+    invoke("init", data, "--to", to, "--processor", tmp_path / "model")
+    model: Any = load_config(to).model
+    assert (model.min_pixels, model.max_pixels) == limits
+
+
+def test_what_is_not_one_dataset_is_refused_and_named(tmp_path: Path) -> None:
+    """Nothing is written: folders of several forms, InternVL's meta.json, a name in Latin-1."""
+    captioning_pairs(tmp_path / "several" / "a", 3)
+    formats.webdataset(tmp_path / "several" / "b", SAMPLES)
+    write_json(tmp_path / "meta.json", {"own": {"root": "coco/", "annotation": "own.jsonl"}})
+    latin = tmp_path / os.fsdecode(b"caf\xe9")
+    captioning_pairs(latin, 3)
+    for path, why in (
+        (tmp_path / "several", "several forms: a is pairs, b is webdataset; call init with each"),
+        (tmp_path / "meta.json", "InternVL's list of datasets: own (annotation own.jsonl, root co"),
+        (latin, "is not UTF-8"),
+    ):
+        result = CliRunner().invoke(cli, ["init", os.fspath(path), "--to", f"{tmp_path}/a.yaml"])
+        assert why in str(result.exception), path
+        assert not (tmp_path / "a.yaml").exists()
