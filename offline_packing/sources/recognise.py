@@ -24,6 +24,7 @@ from task_encoders.samples.limits import MAX_JSON_BYTES
 
 #: Records that are counted at most: enough for a validation split.
 MANY: Final = 1000
+_LOOKED_AT: Final = 50
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
         )
     name, *others = fitting
     options = {"format": name, "path": path, "task": task or "bmr", **fitting[name]}
+    records = list(itertools.islice(_all_records(open_source(options)), _LOOKED_AT))
     if task is None:
-        options["task"] = _guess_task(_records(open_source(options), 50))
+        options["task"] = _guess_task(records)
     source = open_source(options)
-    examples = [_example(source, record) for record in _records(source, num_examples)]
+    examples = [_example(source, record) for record in records[:num_examples]]
     missing = next((name for example in examples for name in example.missing), None)
     root = None
     if missing is not None:
@@ -86,13 +88,15 @@ def recognise(path: str, *, task: str | None = None, num_examples: int = 3) -> R
     if root is not None and isinstance(source.options, MediaOptions):
         options["image_root"] = root
         source = open_source(options)
-        examples = [_example(source, record) for record in _records(source, num_examples)]
+        examples = [_example(source, record) for record in records[:num_examples]]
     samples = [one.sample for one in examples if one.sample]
     lost = "".join(line for one in examples for line in one.lost)
     has_media = UNUSED_MEDIA in lost or any(sample.media for sample in samples)
     if samples and not has_media and options["task"] != "bmr" and name != "text":
         options["text_only"] = True
-    num_records = sum(1 for _ in itertools.islice(_all_records(source), MANY))
+    num_records = len(records)
+    if num_records == _LOOKED_AT:
+        num_records = sum(1 for _ in itertools.islice(_all_records(source), MANY))
     return Recognised(options, tuple(others), tuple(examples), num_records)
 
 
@@ -126,10 +130,6 @@ def _entries_of_internvl(path: Path) -> list[str]:
 
 def _all_records(source: Source) -> Iterator[SourceRecord]:
     return (record for part in source.unread_parts() for record in source.records(part))
-
-
-def _records(source: Source, count: int) -> list[SourceRecord]:
-    return list(itertools.islice(_all_records(source), count))
 
 
 def _common_root(source: Source) -> str | None:

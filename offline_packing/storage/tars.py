@@ -108,12 +108,17 @@ class TarReader:
 
     def _behind_end_marker(self) -> bytes:
         """The first header of a tar joined to this one (`cat a.tar b.tar`); empty: only padding."""
-        while block := self._file.read(_BLOCK):
-            self._position += len(block)
-            if block.strip(b"\0"):
+        while piece := self._file.read(_BLOCK if self._end is None else _SKIP):
+            if text := piece.lstrip(b"\0"):
+                start = (len(piece) - len(text)) // _BLOCK * _BLOCK
+                block = piece[start : start + _BLOCK]
+                self._position += start + len(block)
                 if len(block) < _BLOCK:
                     raise DamagedStreamError(f"the tar ends with {len(block)} bytes of no member")
+                if self._end is not None:
+                    self._file.seek(self._position)
                 return block
+            self._position += len(piece)
         return b""
 
     def _extension(self, size: int) -> bytes:

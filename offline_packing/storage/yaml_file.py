@@ -1,6 +1,7 @@
 """YAML as people expect it to be read (`no` is text, `1e-5` is a number, no key twice), and a file
 of it with overrides `a.b=value` as a validated pydantic model; errors are one line."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _BOOL: Final = "tag:yaml.org,2002:bool"
 _FLOAT: Final = "tag:yaml.org,2002:float"
+
+#: Values of a document.
+_MAX_NODES: Final = 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,9 +49,20 @@ _Loader.add_implicit_resolver(
 def parse_yaml(text: str, name: str) -> Any:
     """Parse a document. Raises ConfigError, which names it by `name`."""
     try:
+        if "*" in text and _size(yaml.compose(text, _Loader), {}) > _MAX_NODES:
+            raise ConfigError(f"its aliases hold more than {_MAX_NODES:,} values")
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ConfigError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name} is no valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _size(node: yaml.Node | None, sizes: dict[int, int]) -> int:
+    """Return the number of nodes with each alias written out; nested lists of aliases are many."""
+    if id(node) not in sizes:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inner = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+        sizes[id(node)] = 1 + sum(_size(one, sizes) for one in inner)
+    return sizes[id(node)]
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:

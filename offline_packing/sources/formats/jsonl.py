@@ -229,12 +229,19 @@ class JsonlSource(Source):
                 self._check_beginning(head)
             left = None if end is None else end - begin - len(head)
             for block in _blocks(head, file.read1, _BUFFER, left):
+                if self.BY_LINE and start == position and block[-1:] == b"\n" and block.isspace():
+                    number, start = number + block.count(b"\n"), position + len(block)
+                    position = start
+                    continue
                 ends = cutter(block)
                 begins = np.concatenate([np.zeros(1, np.intp), ends])  # the last one stays open
                 has_text = self._have_text(block, ends, start < position or not position)
-                bounds = begins.tolist()
-                for i in np.flatnonzero(has_text).tolist():
-                    first, last = bounds[i], bounds[i + 1] - self.SEPARATOR
+                lines = np.flatnonzero(has_text)
+                bounds = zip(
+                    lines.tolist(), begins[lines].tolist(), ends[lines].tolist(), strict=True
+                )
+                for i, first, last in bounds:
+                    last -= self.SEPARATOR
                     held.append(block[first:last])
                     offset = position + first if i else start
                     size = position + last - offset
@@ -242,8 +249,8 @@ class JsonlSource(Source):
                     yield number + i, offset, data, size
                     held, is_blank = [], is_blank and data is not None and not data.strip()
                 if len(ends):
-                    held, number, start = [], number + len(ends), position + bounds[-1]
-                held.append(block[bounds[-1] :])
+                    held, number, start = [], number + len(ends), position + int(begins[-1])
+                held.append(block[int(begins[-1]) :])
                 position += len(block)
                 if position - start > MAX_JSON_BYTES + self.SEPARATOR:
                     held.clear()
