@@ -51,7 +51,7 @@ TREES: Final = (
 
 
 #: Fields of a sample encoder's fingerprint that it lacks where they are the default.
-OWN_FIELDS: Final = ("chat_template", "control_tokens", "loss_on")
+OWN_FIELDS: Final = ("chat_template", "control_tokens", "loss_on", "outer_video_tags")
 
 
 class PackingSettingsError(ValueError):

@@ -40,6 +40,7 @@ class Diagnosis:
     def __init__(self, fields: FieldMap, encoder: SampleEncoder, num_first: int) -> None:
         self._fields, self._num_first = fields, num_first
         self._control = control_pattern(encoder.tokenizer), encoder.written_tokens
+        self._notes = encoder.notes
         #: of the first records, and of the others: samples that lack something, and "": all
         self._lost: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         #: the same by an answer's hash and beginning
@@ -56,7 +57,8 @@ class Diagnosis:
             return
         is_later = since_first >= 0
         lost = [*lost_fields(record, sample, self._fields), *clipped_images(modes)]
-        for what, shown in sorted([*lost, *control_text(sample, *self._control)]):
+        lost += [*control_text(sample, *self._control), *self._notes(sample)]
+        for what, shown in sorted(lost):
             what = escape(what)
             self._lost[is_later][what] += 1
             self._examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))

@@ -105,11 +105,18 @@ class ModelOptions(BaseModel):
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
 
+    #: Options that manifests and fingerprints lack at their defaults: those written before these
+    #: options stay valid.
+    LATER: ClassVar[frozenset[str]] = frozenset(("control_tokens", "outer_video_tags"))
+
     @model_serializer(mode="wrap")
-    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """control_tokens only if there are any: manifests are those from before the option."""
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = serialize(self)
-        return {name: v for name, v in content.items() if name != "control_tokens" or v}
+        return {name: value for name, value in content.items() if not self.is_left_out(name)}
+
+    def is_left_out(self, name: str) -> bool:
+        """Return whether an option is one of LATER at its default."""
+        return name in self.LATER and getattr(self, name) == type(self).model_fields[name].default
 
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""
@@ -296,7 +303,7 @@ class FamilyEncoder(ABC):
             **{
                 name: self.options.stored(name)
                 for name in (*self.options.own(), *self.LENGTHS_FOLLOW)
-                if self.options.changes_lengths(name)
+                if self.options.changes_lengths(name) and not self.options.is_left_out(name)
             },
             # Only where they differ from the default: fingerprints written before them stay valid.
             **({"chat_template": self.own_template} if self.own_template else {}),
@@ -350,6 +357,14 @@ class FamilyEncoder(ABC):
                 return None
             num_tokens -= 1
         return Prefix(spans[:end], num_tokens, num_images, num_videos)
+
+    def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
+        if self.TEMPLATE is not None and sample.task != "captioning":
+            for thought in self.template.left_out(sample)[:1]:
+                line = (
+                    "thoughts (reasoning_content, <think>) of earlier turns are not trained: the "
+                )
+                yield f"{line}chat template leaves them out", repr(thought[:60])
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         ids: list[int] = []
