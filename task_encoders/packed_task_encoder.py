@@ -311,6 +311,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         check_manifest(
             folder,
             model=self.encoder.fingerprint,
+            options=dict(self.model),
             seq_length=self.seq_length,
             multiple=1 if self._fits_padded else self.pad_multiple,
             trees=self._trees,

@@ -50,6 +50,8 @@ TREES: Final = (
 )
 
 
+#: Fields of a sample encoder's fingerprint that are hashes of a checkpoint's files.
+HASHES: Final = ("tokenizer", "chat_template")
 #: Fields of a sample encoder's fingerprint that it lacks where they are the default.
 OWN_FIELDS: Final = ("chat_template", "control_tokens", "loss_on", "outer_video_tags")
 
@@ -121,8 +123,30 @@ class PackingSettings:
         )
 
 
+def describe_change(
+    name: str, values: tuple[Any, Any], models: tuple[Mapping[str, Any], Mapping[str, Any]]
+) -> tuple[str, str]:
+    """Describe the two values of a field of fingerprints: hashes by the options of the models that
+    have them, of which the first may be unknown, {}."""
+    name = name.removeprefix("model.")
+    if name not in HASHES:
+        was, now = ("the default" if one is None else repr(one) for one in values)
+        return f"{name} {was}", now
+    was, now = (
+        f"the {name} of model.family={one.get('family')} and model.processor={one.get('processor')}"
+        for one in models
+    )
+    return was if models[0] and was != now else f"another {name}", now
+
+
 def check_manifest(
-    folder: Any, *, model: Mapping[str, Any], seq_length: int, multiple: int, trees: bool = False
+    folder: Any,
+    *,
+    model: Mapping[str, Any],
+    options: Mapping[str, Any],
+    seq_length: int,
+    multiple: int,
+    trees: bool = False,
 ) -> None:
     """Compare the settings that a packed folder was made with to the reader's.
 
@@ -131,6 +155,7 @@ def check_manifest(
     Args:
         folder: a Path, or Energon's EPath.
         model: the fingerprint of the sample encoder.
+        options: its ModelOptions.
         trees: whether rows go to an attention that knows prefix trees.
 
     Raises:
@@ -144,17 +169,17 @@ def check_manifest(
     if manifest.version == 2 and not trees:
         raise PackingSettingsError(TREES.format(folder))
     measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
-    # First what explains the hashes of others: another family has another tokenizer, too.
-    for field in sorted(measured, key=lambda name: name != "model.family"):
+    # First what explains others: a family has its tokenizer, and a tokenizer its chat template.
+    first = ("model.family", "model.tokenizer")
+    for field in sorted(measured, key=lambda name: [name != one for one in first]):
         value = measured[field]
         name = field.removeprefix("model.")
         if field.startswith("model.") and model.get(name) != value:
-            was, has = (
-                "the default" if one is None else repr(one) for one in (value, model.get(name))
-            )
+            models = manifest.config.get("model", {}), options
+            was, has = describe_change(name, (value, model.get(name)), models)
             raise PackingSettingsError(
-                f"{folder}: packs were measured with {name} {was}, the task encoder has {has}; use "
-                "the same, or measure and pack again"
+                f"{folder}: packs were measured with {was}, the task encoder has {has}; use the "
+                "same, or measure and pack again"
             )
     if manifest.seq_length > seq_length:
         raise PackingSettingsError(

@@ -8,8 +8,11 @@ Versions of libraries only warn.
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
@@ -21,6 +24,9 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
+from task_encoders.families import ModelOptions
+from task_encoders.packs.manifest import ManifestError, read_manifest
+from task_encoders.settings import HASHES, describe_change
 from task_encoders.storage.paths import REMEDY
 from task_encoders.versions import VERSION
 
@@ -81,6 +87,7 @@ def check_index(run: Run, info: IndexInfo) -> None:
         remedy="run measure again with output.overwrite=true, choose another output.path, "
         "or pass --accept-mismatch FIELD",
         accept={field for field in run.accepted_fields if not field.endswith(".listing")},
+        explain=partial(explain_hash, run.workspace.root, run.config.model),
     )
 
 
@@ -280,6 +287,18 @@ def check_fingerprint(
             for name in names
         )
         raise StageError(f"{artifact} cannot be used: {changes}; {remedy}")
+
+
+def explain_hash(root: Path, model: ModelOptions, name: str) -> str | None:
+    """Describe a change of a checkpoint's files since the output at `root` was made; return None
+    for other fields of a fingerprint."""
+    if name.removeprefix("model.") not in HASHES:
+        return None
+    manifest = None
+    with suppress(ManifestError):
+        manifest = read_manifest(root)
+    models = manifest.config.get("model", {}) if manifest else {}, dict(model)
+    return "{} was {}, is {}".format(name, *describe_change(name, ("", ""), models))
 
 
 def _shown(name: str, fingerprint: Fingerprint) -> str:
