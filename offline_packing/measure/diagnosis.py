@@ -63,7 +63,7 @@ class Diagnosis:
             self._lost[is_later][what] += 1
             self._examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))
         self._lost[is_later][""] += 1
-        answer = "\n".join([turn.answer for turn in sample.turns])
+        answer = "\n".join([text for one in sample.turns for text in (one.answer, *one.calls)])
         answers = self._answers[is_later]
         answers[xxhash.xxh3_64_hexdigest(answer.encode()) + repr(answer[:_SHOWN])] += 1
         if len(answers) > _COUNTED:

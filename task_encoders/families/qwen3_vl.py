@@ -97,7 +97,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
             else:
                 *others, span = spans
                 ids = [*span.ids[: span.num_tokens - len(alone)], *joined]
-                placed[i - 1] = before, [*others, span._replace(ids=ids, num_tokens=len(ids))]
+                placed[i - 1] = placed[i - 1][0], [*others, span._replace(ids=ids, num_tokens=len(ids))]
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.

@@ -444,6 +444,21 @@ def test_odd_answers_and_weights(tmp_path: Path) -> None:
     }
 
 
+def test_calls_need_no_text(tmp_path: Path) -> None:
+    records = [
+        {"messages": [*dialogue("q"), {"role": "assistant", "content": text, "tool_calls": [call]}]}
+        for number, text in enumerate((None, "", "", "\n", " ", "null"))
+        for call in [{"function": {"name": "f", "arguments": {"a": number}}}]
+    ]
+    model = {"family": "qwen3_vl", "processor": "builtin", "max_pixels": 10**6}
+    info = measure(run_of(tmp_path, records, model=model)).info
+    assert (info.num_samples, info.num_set_aside) == (6, 0)
+    assert info.warnings == [
+        "answers are 'null', 'nan' or characters that show nothing (about 1 samples, such as "
+        "a:6: 'null')"
+    ]
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4v", "glm46v"])
 def test_thoughts_that_the_template_leaves_out(family: str, tmp_path: Path) -> None:
     """Each sample once: thoughts of earlier turns, in an answer and in a field of its own."""
