@@ -10,7 +10,7 @@ the run: training captions as dialogues is a mistake nobody sees in a loss curve
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -124,18 +124,16 @@ class PackingSettings:
 
 
 def describe_change(
-    name: str, values: tuple[Any, Any], models: tuple[Mapping[str, Any], Mapping[str, Any]]
+    name: str, values: Sequence[Any], *models: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Describe the two values of a field of fingerprints: hashes by the options of the models that
-    have them, of which the first may be unknown, {}."""
+    """Describe two values of a fingerprint's field: a hash by the options of its model, of which
+    the first may be unknown, {}."""
     name = name.removeprefix("model.")
     if name not in HASHES:
         was, now = ("the default" if one is None else repr(one) for one in values)
         return f"{name} {was}", now
-    was, now = (
-        f"the {name} of model.family={one.get('family')} and model.processor={one.get('processor')}"
-        for one in models
-    )
+    named = "the {name} of model.family={family} and model.processor={processor}"
+    was, now = (named.format(name=name, **{"family": "", "processor": "", **one}) for one in models)
     return was if models[0] and was != now else f"another {name}", now
 
 
@@ -175,8 +173,8 @@ def check_manifest(
         value = measured[field]
         name = field.removeprefix("model.")
         if field.startswith("model.") and model.get(name) != value:
-            models = manifest.config.get("model", {}), options
-            was, has = describe_change(name, (value, model.get(name)), models)
+            both = manifest.config.get("model", {}), options
+            was, has = describe_change(name, (value, model.get(name)), *both)
             raise PackingSettingsError(
                 f"{folder}: packs were measured with {was}, the task encoder has {has}; use the "
                 "same, or measure and pack again"

@@ -294,11 +294,10 @@ def explain_hash(root: Path, model: ModelOptions, name: str) -> str | None:
     for other fields of a fingerprint."""
     if name.removeprefix("model.") not in HASHES:
         return None
-    manifest = None
+    was: Mapping[str, Any] = {}
     with suppress(ManifestError):
-        manifest = read_manifest(root)
-    models = manifest.config.get("model", {}) if manifest else {}, dict(model)
-    return "{} was {}, is {}".format(name, *describe_change(name, ("", ""), models))
+        was = manifest.config.get("model", {}) if (manifest := read_manifest(root)) else {}
+    return "{} was {}, is {}".format(name, *describe_change(name, (), was, dict(model)))
 
 
 def _shown(name: str, fingerprint: Fingerprint) -> str:

@@ -149,8 +149,7 @@ def _check(outputs: Mapping[Path, Manifest]) -> None:
         for name in sorted({*first, *own}):
             if first.get(name) != own.get(name):
                 models = (outputs[one].config.get("model", {}) for one in (root, other))
-                values = first.get(name), own.get(name)
-                was, has = describe_change(name, values, (*models,))
+                was, has = describe_change(name, (first.get(name), own.get(name)), *models)
                 raise StageError(
                     f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of "
                     "them again with the settings of the other"

@@ -22,7 +22,6 @@ from task_encoders.families.qwen2_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import Answer, Fixed, Piece, Text, Video
 from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
@@ -69,26 +68,20 @@ class Qwen3VLEncoder(QwenVLEncoder):
             line = "videos have outer vision tags, as transformers writes them since 5.10; for "
             yield f"{line}trainers with 4.57 to 5.9 set model.outer_video_tags: false", ""
 
-    def _placed(
-        self,
-        sample: SourceSample,
-        images: Sequence[Iterable[Span]],
-        videos: Sequence[Iterable[Span]],
-        tokenized: TokenizedText | None = None,
-    ) -> Iterator[tuple[Piece | Span, Sequence[Span]]]:
-        placed = [*super()._placed(sample, images, videos, tokenized)]
-        if not self.options.outer_video_tags and tokenized is None:
+    def _placed(self, *given: Any) -> Iterator[tuple[Piece | Span, Sequence[Span]]]:
+        placed = [*super()._placed(*given)]
+        if not self.options.outer_video_tags:
             self._open_times(placed)
         yield from placed
 
     def _open_times(self, placed: list[tuple[Piece | Span, Sequence[Span]]]) -> None:
         """Put the `<` of each video's first time in front of the video, or into the last token of
-        the text before it if both are one token."""
+        the text before it if both are one token. Stored texts have it."""
         (opening,) = self.texts.spans(Text("<"))
         for i, (part, own) in enumerate(placed):
-            if not isinstance(part, Video):
+            before, spans = placed[i - 1] if i else (Text(""), [])
+            if not isinstance(part, Video) or isinstance(before, Span):
                 continue
-            before, spans = placed[i - 1] if i else (None, ())
             last = before.pieces[-1] if isinstance(before, Fixed) else before
             text = last.text if isinstance(last, Text | Answer) else ""
             alone, joined = self.tokenizer.encode(text), self.tokenizer.encode(f"{text}<")
@@ -97,7 +90,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
             else:
                 *others, span = spans
                 ids = [*span.ids[: span.num_tokens - len(alone)], *joined]
-                placed[i - 1] = placed[i - 1][0], [*others, span._replace(ids=ids, num_tokens=len(ids))]
+                placed[i - 1] = before, [*others, span._replace(ids=ids, num_tokens=len(ids))]
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.

@@ -259,7 +259,13 @@ class ChatTemplate:
         Raises:
             SampleError: the template does not write all of the sample.
         """
-        parts, texts = self._cut_parts(sample)
+        shape, texts = self._shape(sample)
+        parts = self._shapes.get(shape)
+        if parts is None:
+            parts = self._cut(shape)
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[shape] = parts
         pieces: list[Piece] = []
         for part in parts:
             if isinstance(part, _AnswerControl):
@@ -277,21 +283,11 @@ class ChatTemplate:
     def left_out(self, sample: SourceSample) -> list[str]:
         """Return the thoughts of a conversation that the template leaves out. Of other texts,
         `pieces` refuses to leave out any."""
-        parts, texts = self._cut_parts(sample)
-        words = [part for part in parts if isinstance(part, _Words)]
+        self.pieces(sample, [0] * len(sample.turns))  # keeps the shape
+        shape, texts = self._shape(sample)
+        words = [part for part in self._shapes[shape] if isinstance(part, _Words)]
         written = {number for part in words for number, _ in part.texts}
         return [text for number, text in enumerate(texts) if number not in written]
-
-    def _cut_parts(self, sample: SourceSample) -> tuple[tuple[_Part, ...], list[str]]:
-        """Return the parts of a conversation's shape, and the texts in it. Raises SampleError."""
-        shape, texts = self._shape(sample)
-        parts = self._shapes.get(shape)
-        if parts is None:
-            parts = self._cut(shape)
-            if len(self._shapes) >= _MAX_SHAPES:
-                self._shapes.clear()
-            self._shapes[shape] = parts
-        return parts, texts
 
     def _shape(self, sample: SourceSample) -> tuple[_Shape, list[str]]:
         """The shape of a conversation, and the texts in it."""

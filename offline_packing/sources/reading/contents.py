@@ -55,11 +55,9 @@ def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
         return "repair or remove it in the source"
     found = re.search(r"(?:writes|has) no (?:tool )?(calls|tools|thoughts)", detail)
     if reason == "not_in_template" and found is not None:
-        templates = {name: family.build.TEMPLATE for name, family in FAMILIES.items()}
-        able = [
-            name for name, one in templates.items() if one and found[1] in JinjaTemplate(one).writes
-        ]
-        return f"those of {', '.join(able)} do: set model.family and model.processor"
+        templates = {name: JinjaTemplate(f.build.TEMPLATE or "") for name, f in FAMILIES.items()}
+        able = ", ".join(name for name, one in templates.items() if found[1] in one.writes)
+        return f"those of {able} do: set model.family and model.processor"
     if reason == "overlong":
         return "raise pack.seq_length or lower model.max_pixels"
     return None

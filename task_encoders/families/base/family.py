@@ -105,18 +105,12 @@ class ModelOptions(BaseModel):
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
 
-    #: Options that manifests and fingerprints lack at their defaults: those written before these
-    #: options stay valid.
-    LATER: ClassVar[frozenset[str]] = frozenset(("control_tokens", "outer_video_tags"))
-
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out newer options at their defaults: manifests from before them stay valid."""
         content: dict[str, Any] = serialize(self)
-        return {name: value for name, value in content.items() if not self.is_left_out(name)}
-
-    def is_left_out(self, name: str) -> bool:
-        """Return whether an option is one of LATER at its default."""
-        return name in self.LATER and getattr(self, name) == type(self).model_fields[name].default
+        newer = {"control_tokens": False, "outer_video_tags": True}
+        return {name: v for name, v in content.items() if newer.get(name) is not bool(v)}
 
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""
@@ -303,7 +297,7 @@ class FamilyEncoder(ABC):
             **{
                 name: self.options.stored(name)
                 for name in (*self.options.own(), *self.LENGTHS_FOLLOW)
-                if self.options.changes_lengths(name) and not self.options.is_left_out(name)
+                if self.options.changes_lengths(name) and name in self.options.model_dump()
             },
             # Only where they differ from the default: fingerprints written before them stay valid.
             **({"chat_template": self.own_template} if self.own_template else {}),
