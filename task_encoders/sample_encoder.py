@@ -145,8 +145,7 @@ class SampleEncoder(Protocol):
         """
 
     def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
-        """Yield warnings about a measured sample's tokens: a line, the same for all such samples,
-        and an example or ""."""
+        """Yield warnings of a measured sample's tokens: a line for all such samples, an example."""
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         """The part of encoding that needs no media, to be stored. Raises SampleError."""

@@ -10,11 +10,12 @@ the run: training captions as dialogues is a mistake nobody sees in a loss curve
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from task_encoders.packs.manifest import folder_of, read_manifest
+from task_encoders.packs.manifest import ManifestError, folder_of, read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -123,11 +124,8 @@ class PackingSettings:
         )
 
 
-def describe_change(
-    name: str, values: Sequence[Any], *models: Mapping[str, Any]
-) -> tuple[str, str]:
-    """Describe two values of a fingerprint's field: a hash by the options of its model, of which
-    the first may be unknown, {}."""
+def describe_change(name: str, values: Any, *models: Mapping[str, Any]) -> tuple[str, str]:
+    """Describe two values of a fingerprint's field; hashes by two models' options ({}: unknown)."""
     name = name.removeprefix("model.")
     if name not in HASHES:
         was, now = ("the default" if one is None else repr(one) for one in values)
@@ -137,14 +135,19 @@ def describe_change(
     return was if models[0] and was != now else f"another {name}", now
 
 
+def explain_hash(root: Any, options: Iterable[tuple[str, Any]], name: str) -> str | None:
+    """Describe a change of a checkpoint's files since `root` was packed; None: another field."""
+    if name.removeprefix("model.") not in HASHES:
+        return None
+    manifest = None
+    with suppress(ManifestError):
+        manifest = read_manifest(root)
+    was = manifest.config.get("model", {}) if manifest else {}
+    return "{} was {}, is {}".format(name, *describe_change(name, (), was, dict(options)))
+
+
 def check_manifest(
-    folder: Any,
-    *,
-    model: Mapping[str, Any],
-    options: Mapping[str, Any],
-    seq_length: int,
-    multiple: int,
-    trees: bool = False,
+    folder: Any, *, encoder: Any, seq_length: int, multiple: int, trees: bool = False
 ) -> None:
     """Compare the settings that a packed folder was made with to the reader's.
 
@@ -152,8 +155,7 @@ def check_manifest(
 
     Args:
         folder: a Path, or Energon's EPath.
-        model: the fingerprint of the sample encoder.
-        options: its ModelOptions.
+        encoder: the sample encoder.
         trees: whether rows go to an attention that knows prefix trees.
 
     Raises:
@@ -172,9 +174,10 @@ def check_manifest(
     for field in sorted(measured, key=lambda name: [name != one for one in first]):
         value = measured[field]
         name = field.removeprefix("model.")
-        if field.startswith("model.") and model.get(name) != value:
-            both = manifest.config.get("model", {}), options
-            was, has = describe_change(name, (value, model.get(name)), *both)
+        own = encoder.fingerprint.get(name)
+        if field.startswith("model.") and own != value:
+            models = manifest.config.get("model", {}), dict(encoder.options)
+            was, has = describe_change(name, (value, own), *models)
             raise PackingSettingsError(
                 f"{folder}: packs were measured with {was}, the task encoder has {has}; use the "
                 "same, or measure and pack again"

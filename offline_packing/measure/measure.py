@@ -51,7 +51,6 @@ from offline_packing.runs.artifacts import (
     check_fingerprint,
     check_index,
     config_fingerprint,
-    explain_hash,
     library_versions,
     warn_of_versions,
 )
@@ -73,6 +72,7 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
+from task_encoders.settings import explain_hash
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,9 @@ Versions of libraries only warn.
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 from offline_packing.config.packing import PackingConfig
@@ -24,9 +22,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
-from task_encoders.families import ModelOptions
-from task_encoders.packs.manifest import ManifestError, read_manifest
-from task_encoders.settings import HASHES, describe_change
+from task_encoders.settings import explain_hash
 from task_encoders.storage.paths import REMEDY
 from task_encoders.versions import VERSION
 
@@ -287,17 +283,6 @@ def check_fingerprint(
             for name in names
         )
         raise StageError(f"{artifact} cannot be used: {changes}; {remedy}")
-
-
-def explain_hash(root: Path, model: ModelOptions, name: str) -> str | None:
-    """Describe a change of a checkpoint's files since the output at `root` was made; return None
-    for other fields of a fingerprint."""
-    if name.removeprefix("model.") not in HASHES:
-        return None
-    was: Mapping[str, Any] = {}
-    with suppress(ManifestError):
-        was = manifest.config.get("model", {}) if (manifest := read_manifest(root)) else {}
-    return "{} was {}, is {}".format(name, *describe_change(name, (), was, dict(model)))
 
 
 def _shown(name: str, fingerprint: Fingerprint) -> str:

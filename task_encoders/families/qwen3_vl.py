@@ -5,9 +5,8 @@ A video is a run of steps in time, each with its time in words and vision tags o
 
     <|vision_start|> <0.3 seconds> <|vision_start|> … <|vision_end|> <1.3 seconds> … <|vision_end|>
 
-Without the outer tags, the first time is tokenized together with the text in front of it: a token
-of `it: <0.3 seconds>` is ` <`. No token joins `<` and a digit, so that the rest of the time can be
-tokenized later, when the video is known.
+Without the outer tags, the first time is tokenized with the text in front of it: ` <` is a token of
+`it: <0.3 seconds>`. No token joins `<` and a digit: the rest waits until the video is known.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,16 +68,11 @@ class Qwen3VLEncoder(QwenVLEncoder):
             yield f"{line}trainers with 4.57 to 5.9 set model.outer_video_tags: false", ""
 
     def _placed(self, *given: Any) -> Iterator[tuple[Piece | Span, Sequence[Span]]]:
+        """Without outer tags, put the `<` of a video's first time in front of the video, or into
+        the last token of the text before it if both are one token. Stored texts have it."""
         placed = [*super()._placed(*given)]
-        if not self.options.outer_video_tags:
-            self._open_times(placed)
-        yield from placed
-
-    def _open_times(self, placed: list[tuple[Piece | Span, Sequence[Span]]]) -> None:
-        """Put the `<` of each video's first time in front of the video, or into the last token of
-        the text before it if both are one token. Stored texts have it."""
         (opening,) = self.texts.spans(Text("<"))
-        for i, (part, own) in enumerate(placed):
+        for i, (part, own) in enumerate([] if self.options.outer_video_tags else placed):
             before, spans = placed[i - 1] if i else (Text(""), [])
             if not isinstance(part, Video) or isinstance(before, Span):
                 continue
@@ -91,6 +85,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
                 *others, span = spans
                 ids = [*span.ids[: span.num_tokens - len(alone)], *joined]
                 placed[i - 1] = before, [*others, span._replace(ids=ids, num_tokens=len(ids))]
+        yield from placed
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.
@@ -129,7 +124,7 @@ class Qwen3VLEncoder(QwenVLEncoder):
         yield from (self._before,) * is_tagged
         for i in range(0, len(times), depth):
             seconds = (times[i] + times[i + depth - 1]) / 2
-            opening = "<" if i or is_tagged else ""  # or see `_open_times`
+            opening = "<" if i or is_tagged else ""  # or see `_placed`
             yield from self.texts.spans(Text(f"{opening}{seconds:.1f} seconds>"))
             yield from patch_spans(self.video_token_id, step, merge, self._before, self._after)
         yield from (self._after,) * is_tagged

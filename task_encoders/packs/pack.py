@@ -199,9 +199,7 @@ def restore_pack(
     codec = [
         _column({name: without, **record}, name, key, count) for name in ("patch_positions", "fps")
     ]
-    num_tokens = None
-    if "num_tokens" in meta:
-        num_tokens = tuple(_column(meta, "num_tokens", key, count))
+    num_tokens = tuple(_column(meta, "num_tokens", key, count)) if "num_tokens" in meta else None
     checksums = meta.get("checksums", {})
     if not isinstance(checksums, Mapping):
         raise PackFormatError(f"pack {key!r}: meta.checksums is not an object")

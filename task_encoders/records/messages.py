@@ -281,10 +281,9 @@ def _part(role: str, part: Any, found: Dialogue) -> str:
         if not isinstance(text, str):
             raise SampleError("bad_record", f"a text in a message is {kind_of(text)}")
         return text
-    # Compared with a list, since a record's kind may have no hash.
-    if kind not in [*_MEDIA_TYPES] or not (role in ("user", "tool") or found.is_document):
+    placeholder = _MEDIA_TYPES.get(str(kind))  # it may be a list, too
+    if placeholder is None or not (role in ("user", "tool") or found.is_document):
         raise SampleError("bad_record", f"a part {kind!r} of {role!r}, which is not packed"[:200])
-    placeholder = _MEDIA_TYPES[kind]
     name = media_name(_first(part, (kind, kind.removesuffix("_url"), "path", "url", "value")))
     (found.images if placeholder == IMAGE_PLACEHOLDER else found.videos).append(name)
     return placeholder

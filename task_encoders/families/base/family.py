@@ -353,12 +353,9 @@ class FamilyEncoder(ABC):
         return Prefix(spans[:end], num_tokens, num_images, num_videos)
 
     def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
+        line = "thoughts (reasoning_content, <think>) of earlier turns are cut by the chat template"
         if self.TEMPLATE is not None and sample.task != "captioning":
-            for thought in self.template.left_out(sample)[:1]:
-                line = (
-                    "thoughts (reasoning_content, <think>) of earlier turns are not trained: the "
-                )
-                yield f"{line}chat template leaves them out", repr(thought[:60])
+            yield from ((line, repr(one[:60])) for one in self.template.left_out(sample)[:1])
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         ids: list[int] = []

@@ -480,8 +480,8 @@ def test_thoughts_that_the_template_leaves_out(family: str, tmp_path: Path) -> N
     info = measure(run_of(tmp_path, records, model=model)).info
     assert info.num_set_aside == 0
     assert info.warnings == [
-        "thoughts (reasoning_content, <think>) of earlier turns are not trained: the chat template "
-        "leaves them out (about 2 samples, such as both: 't1')"
+        "thoughts (reasoning_content, <think>) of earlier turns are cut by the chat template "
+        "(about 2 samples, such as both: 't1')"
     ]
 
 
