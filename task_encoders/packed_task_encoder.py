@@ -310,7 +310,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             self._take_control_tokens(folder)
         check_manifest(
             folder,
-            model=self.encoder.fingerprint,
+            encoder=self.encoder,
             seq_length=self.seq_length,
             multiple=1 if self._fits_padded else self.pad_multiple,
             trees=self._trees,

@@ -5,7 +5,7 @@ The invariant that the whole system rests on, for every sample:
     encoder.measure(sample, sizes).num_tokens == len(encoder.encode(sample, images).tokens)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -143,6 +143,9 @@ class SampleEncoder(Protocol):
         Raises:
             SampleError: the sample cannot be encoded.
         """
+
+    def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
+        """Yield warnings of a measured sample's tokens: a line for all such samples, an example."""
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         """The part of encoding that needs no media, to be stored. Raises SampleError."""

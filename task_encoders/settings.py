@@ -10,11 +10,12 @@ the run: training captions as dialogues is a mistake nobody sees in a loss curve
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from task_encoders.packs.manifest import folder_of, read_manifest
+from task_encoders.packs.manifest import ManifestError, folder_of, read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -50,8 +51,10 @@ TREES: Final = (
 )
 
 
+#: Fields of a sample encoder's fingerprint that are hashes of a checkpoint's files.
+HASHES: Final = ("tokenizer", "chat_template")
 #: Fields of a sample encoder's fingerprint that it lacks where they are the default.
-OWN_FIELDS: Final = ("chat_template", "control_tokens", "loss_on")
+OWN_FIELDS: Final = ("chat_template", "control_tokens", "loss_on", "outer_video_tags")
 
 
 class PackingSettingsError(ValueError):
@@ -121,8 +124,30 @@ class PackingSettings:
         )
 
 
+def describe_change(name: str, values: Any, *models: Mapping[str, Any]) -> tuple[str, str]:
+    """Describe two values of a fingerprint's field; hashes by two models' options ({}: unknown)."""
+    name = name.removeprefix("model.")
+    if name not in HASHES:
+        was, now = ("the default" if one is None else repr(one) for one in values)
+        return f"{name} {was}", now
+    named = "the {name} of model.family={family} and model.processor={processor}"
+    was, now = (named.format(name=name, **{"family": "", "processor": "", **one}) for one in models)
+    return was if models[0] and was != now else f"another {name}", now
+
+
+def explain_hash(root: Any, options: Iterable[tuple[str, Any]], name: str) -> str | None:
+    """Describe a change of a checkpoint's files since `root` was packed; None: another field."""
+    if name.removeprefix("model.") not in HASHES:
+        return None
+    manifest = None
+    with suppress(ManifestError):
+        manifest = read_manifest(root)
+    was = manifest.config.get("model", {}) if manifest else {}
+    return "{} was {}, is {}".format(name, *describe_change(name, (), was, dict(options)))
+
+
 def check_manifest(
-    folder: Any, *, model: Mapping[str, Any], seq_length: int, multiple: int, trees: bool = False
+    folder: Any, *, encoder: Any, seq_length: int, multiple: int, trees: bool = False
 ) -> None:
     """Compare the settings that a packed folder was made with to the reader's.
 
@@ -130,7 +155,7 @@ def check_manifest(
 
     Args:
         folder: a Path, or Energon's EPath.
-        model: the fingerprint of the sample encoder.
+        encoder: the sample encoder.
         trees: whether rows go to an attention that knows prefix trees.
 
     Raises:
@@ -144,17 +169,18 @@ def check_manifest(
     if manifest.version == 2 and not trees:
         raise PackingSettingsError(TREES.format(folder))
     measured = {f"model.{name}": None for name in OWN_FIELDS} | manifest.fingerprint
-    # First what explains the hashes of others: another family has another tokenizer, too.
-    for field in sorted(measured, key=lambda name: name != "model.family"):
+    # First what explains others: a family has its tokenizer, and a tokenizer its chat template.
+    first = ("model.family", "model.tokenizer")
+    for field in sorted(measured, key=lambda name: [name != one for one in first]):
         value = measured[field]
         name = field.removeprefix("model.")
-        if field.startswith("model.") and model.get(name) != value:
-            was, has = (
-                "the default" if one is None else repr(one) for one in (value, model.get(name))
-            )
+        own = encoder.fingerprint.get(name)
+        if field.startswith("model.") and own != value:
+            models = manifest.config.get("model", {}), dict(encoder.options)
+            was, has = describe_change(name, (value, own), *models)
             raise PackingSettingsError(
-                f"{folder}: packs were measured with {name} {was}, the task encoder has {has}; use "
-                "the same, or measure and pack again"
+                f"{folder}: packs were measured with {was}, the task encoder has {has}; use the "
+                "same, or measure and pack again"
             )
     if manifest.seq_length > seq_length:
         raise PackingSettingsError(

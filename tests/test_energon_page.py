@@ -177,6 +177,11 @@ def captions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"seq_length": 256}, "seq_length 512 tokens > the task encoder's seq_length 256"),
         ({"max_pixels": 100352}, "measured with max_pixels 4014080, the task encoder has 100352"),
         ({"family": "qwen3_vl"}, "measured with family 'qwen2_vl', the task encoder has"),
+        (
+            {"family": "qwen2_5_vl"},
+            "measured with the tokenizer of model.family=qwen2_vl and model.processor=builtin, the "
+            "task encoder has the tokenizer of model.family=qwen2_5_vl and model.processor=builtin",
+        ),
         ({"loss_on": "last"}, "measured with loss_on the default, the task encoder has 'last'"),
     ],
 )

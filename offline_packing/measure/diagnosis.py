@@ -40,6 +40,7 @@ class Diagnosis:
     def __init__(self, fields: FieldMap, encoder: SampleEncoder, num_first: int) -> None:
         self._fields, self._num_first = fields, num_first
         self._control = control_pattern(encoder.tokenizer), encoder.written_tokens
+        self._notes = encoder.notes
         #: of the first records, and of the others: samples that lack something, and "": all
         self._lost: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         #: the same by an answer's hash and beginning
@@ -56,12 +57,13 @@ class Diagnosis:
             return
         is_later = since_first >= 0
         lost = [*lost_fields(record, sample, self._fields), *clipped_images(modes)]
-        for what, shown in sorted([*lost, *control_text(sample, *self._control)]):
+        lost += [*control_text(sample, *self._control), *self._notes(sample)]
+        for what, shown in sorted(lost):
             what = escape(what)
             self._lost[is_later][what] += 1
             self._examples.setdefault(what, escape(f"{sample.key}: {shown}".strip(": ")))
         self._lost[is_later][""] += 1
-        answer = "\n".join([turn.answer for turn in sample.turns])
+        answer = "\n".join([text for one in sample.turns for text in (one.answer, *one.calls)])
         answers = self._answers[is_later]
         answers[xxhash.xxh3_64_hexdigest(answer.encode()) + repr(answer[:_SHOWN])] += 1
         if len(answers) > _COUNTED:

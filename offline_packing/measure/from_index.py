@@ -2,6 +2,7 @@
 run's numbers and keys, and nothing is measured."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from offline_packing.runs.artifacts import Fingerprint, check_fingerprint, confi
 from offline_packing.runs.run import Workspace
 from offline_packing.sources import Scan, Source, SourcePart
 from offline_packing.storage.files import hash_file, kept_copy
+from task_encoders.settings import explain_hash
 from task_encoders.storage.paths import REMEDY, path_of
 
 
@@ -54,7 +56,9 @@ def scan_index(config: PackingConfig, source_id: int) -> Scan:
     if "index.traits" not in wanted:  # traits do no harm
         found.pop("index.traits", None)
     remedy = "give the settings that it was measured with, or name its data, not its index"
-    check_fingerprint(found, wanted, artifact=f"the index of {output}", remedy=remedy)
+    explain = partial(explain_hash, workspace.root, config.model)
+    artifact = f"the index of {output}"
+    check_fingerprint(found, wanted, artifact=artifact, remedy=remedy, explain=explain)
     info_hash, first = hash_file(workspace.index_info), sum(info.source_parts[:number])
     is_alone = all(one.index == output for one in config.source)
     salt, parts = 0 if is_alone else int(info_hash[:16], 16), []

@@ -72,6 +72,7 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
+from task_encoders.settings import explain_hash
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +329,11 @@ def _existing_index(
 ) -> IndexInfo | None:
     """The complete index, if there is one; an index that cannot be used is refused, or removed."""
     workspace, fingerprint = run.workspace, _fingerprint(run, scans)
-    explain = partial(explain_listing, workspace.files, sources)
+
+    def explain(name: str) -> str | None:
+        of_listing = explain_listing(workspace.files, sources, name)
+        return of_listing or explain_hash(workspace.root, run.config.model, name)
+
     info = IndexInfo.load(workspace.index_info)
     try:
         if info is not None:

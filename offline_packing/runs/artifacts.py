@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
+from task_encoders.settings import explain_hash
 from task_encoders.storage.paths import REMEDY
 from task_encoders.versions import VERSION
 
@@ -81,6 +83,7 @@ def check_index(run: Run, info: IndexInfo) -> None:
         remedy="run measure again with output.overwrite=true, choose another output.path, "
         "or pass --accept-mismatch FIELD",
         accept={field for field in run.accepted_fields if not field.endswith(".listing")},
+        explain=partial(explain_hash, run.workspace.root, run.config.model),
     )
 
 

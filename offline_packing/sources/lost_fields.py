@@ -131,7 +131,7 @@ def _odd_answers(content: Mapping[str, Any], sample: SourceSample) -> Iterator[L
         line = f"field {weights[0]!r} of the record is not read; loss weights stand in messages"
         yield line, str(content[weights[0]])
     for turn in sample.turns:
-        if _NOTHING.fullmatch(turn.answer):
+        if _NOTHING.fullmatch(turn.answer) and (turn.answer.strip() or not turn.calls):
             yield "answers are 'null', 'nan' or characters that show nothing", _shown(turn.answer)
 
 

@@ -30,6 +30,7 @@ from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import read_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET
+from task_encoders.settings import describe_change
 from task_encoders.storage.energon_paths import energon_url
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,9 @@ def _check(outputs: Mapping[Path, Manifest]) -> None:
     for other, own in settings.items():
         for name in sorted({*first, *own}):
             if first.get(name) != own.get(name):
+                models = (outputs[one].config.get("model", {}) for one in (root, other))
+                was, has = describe_change(name, (first.get(name), own.get(name)), *models)
                 raise StageError(
-                    f"{root} has {name}={first.get(name)!r}, {other} {own.get(name)!r}; a batch "
-                    "holds packs of both: pack one of them again with the settings of the other"
+                    f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of "
+                    "them again with the settings of the other"
                 )

@@ -4,9 +4,12 @@ and 3.8 are Qwen3.5 to transformers, and in their config.json; their checkpoints
 A video is a run of steps in time, each with its time in words and vision tags of its own:
 
     <|vision_start|> <0.3 seconds> <|vision_start|> … <|vision_end|> <1.3 seconds> … <|vision_end|>
+
+Without the outer tags, the first time is tokenized with the text in front of it: ` <` is a token of
+`it: <0.3 seconds>`. No token joins `<` and a digit: the rest waits until the video is known.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,8 +21,8 @@ from task_encoders.families.qwen2_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
 from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.samples import SampleError
-from task_encoders.text.pieces import Text
+from task_encoders.samples import SampleError, SourceSample
+from task_encoders.text.pieces import Answer, Fixed, Piece, Text, Video
 from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
     MEDIA_TOKEN_IDS,
@@ -42,6 +45,9 @@ class Qwen3VLOptions(QwenVLOptions):
     video_min_pixels: Count = 128 * _TOKEN
     video_max_pixels: Count = 768 * _TOKEN
     resize: Literal["pil", "torch"] = beside_lengths("torch")
+    #: whether <|vision_start|> and <|vision_end|> enclose a whole video, besides each of its steps:
+    #: true as in transformers since 5.10; false as in 4.57 to 5.9, two tokens fewer
+    outer_video_tags: bool = True
 
 
 class Qwen3VLEncoder(QwenVLEncoder):
@@ -54,6 +60,32 @@ class Qwen3VLEncoder(QwenVLEncoder):
     TEMPLATE = QWEN3_VL_TEMPLATE
 
     options: Qwen3VLOptions
+
+    def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
+        yield from super().notes(sample)
+        if sample.videos and self.options.outer_video_tags:
+            line = "videos have outer vision tags, as transformers writes them since 5.10; for "
+            yield f"{line}trainers with 4.57 to 5.9 set model.outer_video_tags: false", ""
+
+    def _placed(self, *given: Any) -> Iterator[tuple[Piece | Span, Sequence[Span]]]:
+        """Without outer tags, put the `<` of a video's first time in front of the video, or into
+        the last token of the text before it if both are one token. Stored texts have it."""
+        placed = [*super()._placed(*given)]
+        (opening,) = self.texts.spans(Text("<"))
+        for i, (part, own) in enumerate([] if self.options.outer_video_tags else placed):
+            before, spans = placed[i - 1] if i else (Text(""), [])
+            if not isinstance(part, Video) or isinstance(before, Span):
+                continue
+            last = before.pieces[-1] if isinstance(before, Fixed) else before
+            text = last.text if isinstance(last, Text | Answer) else ""
+            alone, joined = self.tokenizer.encode(text), self.tokenizer.encode(f"{text}<")
+            if joined == [*alone, *opening.ids]:
+                placed[i] = part, [opening, *own]
+            else:
+                *others, span = spans
+                ids = [*span.ids[: span.num_tokens - len(alone)], *joined]
+                placed[i - 1] = before, [*others, span._replace(ids=ids, num_tokens=len(ids))]
+        yield from placed
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.
@@ -88,12 +120,14 @@ class Qwen3VLEncoder(QwenVLEncoder):
         frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
         times = [number / (video.fps or 1.0) for number in frames]
         step, merge = (1, height, width), self.vision.merge_size
-        yield self._before
+        is_tagged = self.options.outer_video_tags
+        yield from (self._before,) * is_tagged
         for i in range(0, len(times), depth):
             seconds = (times[i] + times[i + depth - 1]) / 2
-            yield from self.texts.spans(Text(f"<{seconds:.1f} seconds>"))
+            opening = "<" if i or is_tagged else ""  # or see `_placed`
+            yield from self.texts.spans(Text(f"{opening}{seconds:.1f} seconds>"))
             yield from patch_spans(self.video_token_id, step, merge, self._before, self._after)
-        yield self._after
+        yield from (self._after,) * is_tagged
 
 
 class Qwen35Encoder(Qwen3VLEncoder):

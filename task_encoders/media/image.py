@@ -31,10 +31,19 @@ from task_encoders.samples.limits import (
 )
 
 #: Formats that are read. Pillow knows more, and some of them call external programs.
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "MPO")
 
 #: MPO is found among the JPEGs.
 _OPENED: Final = FORMATS[:-1]
+
+#: First bytes of pictures that are not read, and of AVIF, which some builds of Pillow do not read.
+_NOT_READ: Final = {
+    "AVIF": rb"....ftypavi[fs]",
+    "HEIC": rb"....ftyp(?:he[iv]|mif1|msf1)",
+    "JPEG XL": rb"\xff\n|....JXL ",
+    "JPEG 2000": rb"\xffO\xffQ|....jP  ",
+    "SVG": rb"[^<]{0,9}(?:<[?!].{0,900}?)?<svg",
+}
 
 # The limit on pixels is checked on every image, and is an error instead of Pillow's warning.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -212,6 +221,11 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, bytes]:
         raise SampleError("image_too_large", str(error)) from error
     except UnidentifiedImageError as error:
         problem = "cannot identify image file" if size else "the file is empty"
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        kinds = [kind for kind, begin in _NOT_READ.items() if re.match(begin, head, re.DOTALL)]
+        if kinds:
+            problem = f"{kinds[0]} is not read; convert it, for example to PNG"
         raise SampleError("bad_image", problem) from error
     except Exception as error:
         raise SampleError("bad_image", one_line(error)) from error

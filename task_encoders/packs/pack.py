@@ -182,6 +182,8 @@ def restore_pack(
     """
     record = parse_json(record, key)
     meta = record.get("meta") or {}
+    if not isinstance(meta, Mapping):
+        raise PackFormatError(f"pack {key!r}: meta is not an object")
     captions = _column(record, "captions", key)
     count = len(captions)
     without = [None] * count
@@ -190,20 +192,17 @@ def restore_pack(
     images = _column(record, "images", key, count) if has_images else without
     given = _prompts_of(record)
     prompts = _column(record, given, key, count) if given else [""] * count
-    keys = tuple(meta.get("keys") or (f"{key}/{i}" for i in range(count)))
-    systems = tuple(meta.get("system") or (None,) * count)
-    tools = _column({"tools": [""] * count, **meta}, "tools", key, count)
-    details = _column({"turns": [None] * count, **meta}, "turns", key, count)
+    own = {"keys": [f"{key}/{i}" for i in range(count)], "system": without}
+    own |= {"tools": [""] * count, "turns": without}
+    stored = own | {name: one for name, one in meta.items() if one}
+    keys, systems, tools, details = (_column(stored, name, key, count) for name in own)
     codec = [
         _column({name: without, **record}, name, key, count) for name in ("patch_positions", "fps")
     ]
-    num_tokens = tuple(meta["num_tokens"]) if "num_tokens" in meta else None
+    num_tokens = tuple(_column(meta, "num_tokens", key, count)) if "num_tokens" in meta else None
     checksums = meta.get("checksums", {})
     if not isinstance(checksums, Mapping):
         raise PackFormatError(f"pack {key!r}: meta.checksums is not an object")
-    lengths = keys if num_tokens is None else num_tokens
-    if any(len(column) != count for column in (keys, systems, lengths)):
-        raise PackFormatError(f"pack {key!r}: meta does not describe its {count} sub-samples")
     sub_task = task or meta.get("task") or "captioning"
     if sub_task not in TASKS:
         raise PackFormatError(f"pack {key!r}: unknown task {sub_task!r}; valid: {', '.join(TASKS)}")
@@ -215,7 +214,7 @@ def restore_pack(
         texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
         tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
     described = meta.get("task"), num_tokens, tokenized, meta.get("cp_size"), checksums
-    return RestoredPack(subs, keys, *described, _trees(meta.get("trees", []), count, key))
+    return RestoredPack(subs, tuple(keys), *described, _trees(meta.get("trees", []), count, key))
 
 
 def _trees(stored: Any, count: int, key: str) -> list[Tree]:

@@ -53,7 +53,7 @@ METADATASET: Final = "metadataset.yaml"
 
 #: Extensions written as they are. Anything else is named after the image's own format: a member's
 #: name decides what readers do with it, so a source must not choose it freely.
-IMAGE_EXTENSIONS: Final = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+IMAGE_EXTENSIONS: Final = frozenset("jpg jpeg png webp avif gif bmp tif tiff".split())
 VIDEO_EXTENSIONS: Final = frozenset({"mp4", "m4v", "mov", "3gp", "webm", "mkv", "avi"})
 MEDIA_EXTENSIONS: Final = IMAGE_EXTENSIONS | VIDEO_EXTENSIONS
 

@@ -68,7 +68,7 @@ def _read_sentences(sentences: Any, pictures: Any) -> Dialogue:
     if not isinstance(sentences, list) or not all(isinstance(one, str) for one in sentences):
         raise SampleError("bad_record", f"{SENTENCES!r} is not a list of texts")
     before: list[list[str]] = [[] for _ in sentences]
-    for picture in pictures or ():
+    for picture in pictures if isinstance(pictures, list) else [pictures] * bool(pictures):
         place = picture.get("matched_text_index") if isinstance(picture, Mapping) else None
         if not isinstance(place, int) or not 0 <= place < len(sentences):
             raise SampleError("bad_record", f"{PICTURES!r} names no sentence: {picture!r}"[:200])

@@ -281,12 +281,10 @@ def _part(role: str, part: Any, found: Dialogue) -> str:
         if not isinstance(text, str):
             raise SampleError("bad_record", f"a text in a message is {kind_of(text)}")
         return text
-    if kind not in _MEDIA_TYPES or not (role in ("user", "tool") or found.is_document):
-        raise SampleError("bad_record", f"a part {kind!r} of {role!r}, which is not packed")
-    placeholder = _MEDIA_TYPES[kind]
+    placeholder = _MEDIA_TYPES.get(str(kind))  # it may be a list, too
+    if placeholder is None or not (role in ("user", "tool") or found.is_document):
+        raise SampleError("bad_record", f"a part {kind!r} of {role!r}, which is not packed"[:200])
     name = media_name(_first(part, (kind, kind.removesuffix("_url"), "path", "url", "value")))
-    if name is not None and not isinstance(name, str):
-        raise SampleError("bad_record", f"a part {kind!r} names {kind_of(name)}, not a file")
     (found.images if placeholder == IMAGE_PLACEHOLDER else found.videos).append(name)
     return placeholder
 

@@ -271,9 +271,9 @@ def _one_list(
     field: str, named: list[Any] | None, in_messages: Sequence[str | None]
 ) -> Sequence[str] | None:
     """The names that a record or its messages hold; None where there are none."""
-    if not all(isinstance(name, str) for name in named or ()):
-        raise SampleError("bad_record", f"{field!r} holds something other than file names")
     names = [name for name in in_messages if name is not None]
+    if not all(isinstance(name, str) for name in (*names, *(named or ()))):
+        raise SampleError("bad_record", f"{field!r} holds something other than file names")
     if not names:
         return named
     if len(names) < len(in_messages) or (named and named != names):

@@ -34,7 +34,7 @@ MAX_IMAGE_PIXELS: Final = 89_478_485
 #: Memory of a format's decoder as a multiple of that of other images. WebP's decoder holds two
 #: canvases, TIFF's strips, progressive JPEG's all coefficients, a video's up to 17 reference frames
 #: (measured: 27 to 42 bytes for each pixel of a frame).
-DECODING_COST: Final = {"WEBP": 2.0, "TIFF": 1.5, "progressive": 1.5, "video": 4.0}
+DECODING_COST: Final = {"WEBP": 2.0, "AVIF": 2.0, "TIFF": 1.5, "progressive": 1.5, "video": 4.0}
 #: Largest image file in bytes: no format takes more per pixel, plus room for metadata.
 MAX_PIXEL_BYTES: Final = 16
 MAX_IMAGE_EXTRA: Final = 4 << 20

@@ -280,6 +280,15 @@ class ChatTemplate:
                     pieces.append(Text(part.header + text))
         return pieces
 
+    def left_out(self, sample: SourceSample) -> list[str]:
+        """Return the thoughts of a conversation that the template leaves out. Of other texts,
+        `pieces` refuses to leave out any."""
+        self.pieces(sample, [0] * len(sample.turns))  # keeps the shape
+        shape, texts = self._shape(sample)
+        words = [part for part in self._shapes[shape] if isinstance(part, _Words)]
+        written = {number for part in words for number, _ in part.texts}
+        return [text for number, text in enumerate(texts) if number not in written]
+
     def _shape(self, sample: SourceSample) -> tuple[_Shape, list[str]]:
         """The shape of a conversation, and the texts in it."""
         texts: list[str] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import features
 
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan
@@ -184,6 +185,11 @@ GOOD: dict[str, Files] = {
     "image_upper_case": {".json": record(), ".JPG": JPEG},
     "image_wrong_extension": {".json": record(), ".jpg": image_bytes(image_format="PNG")},
     "image_webp": {".json": record(), ".webp": image_bytes(image_format="WEBP")},
+    **(
+        {"image_avif": {".json": record(), ".avif": image_bytes(image_format="AVIF")}}
+        if features.check("avif")
+        else {}
+    ),
     "image_gif": {".json": record(), ".gif": image_bytes(image_format="GIF")},
     "image_bytes_behind": {".json": record(), ".jpg": JPEG + b"trailing"},
     "image_one_pixel": {".json": record(), ".png": image_bytes(1, 1, "PNG")},

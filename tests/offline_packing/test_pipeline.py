@@ -156,6 +156,14 @@ def test_changed_model_is_refused_by_name(captions: Path, tmp_path: Path) -> Non
     for verb in (measure, plan_index, write_planned, verify):
         with pytest.raises(StageError, match=r"model\.max_pixels was 50176, is 25088"):
             verb(run)
+    another = make_run(captions, tmp_path / "out", model={"family": "qwen2_5_vl"})
+    was, now = (
+        f"the tokenizer of model.family={name} and model.processor=builtin"
+        for name in ("qwen2_vl", "qwen2_5_vl")
+    )
+    for verb in (measure, plan_index, verify):
+        with pytest.raises(StageError, match=f"model.tokenizer was {was}, is {now}; "):
+            verb(another)
     accepting = Run(run.config, LocalEngine(0), frozenset({"model.max_pixels"}))
     pack_all(accepting)
     assert not verify(accepting, deep=True).ok  # larger pictures now encode to fewer tokens

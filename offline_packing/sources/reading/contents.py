@@ -13,7 +13,9 @@ from offline_packing.errors import StageError
 from offline_packing.sources.options import MediaOptions, SourceOptions
 from offline_packing.storage.streams import DamagedStreamError, open_unpacked
 from offline_packing.storage.tars import TarReader
+from task_encoders.families import FAMILIES
 from task_encoders.storage.paths import is_url
+from task_encoders.text.chat_templates import JinjaTemplate
 
 #: Suffix of a file, and the value of source.format that reads it.
 _FORMATS: Final = {
@@ -49,8 +51,13 @@ def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
         return "rename the roles, or map them by the tags of source.format=llama_factory"
     if reason == "damaged_source":
         return "restore the file, or move it out of source.path; what else could be read is kept"
-    if reason in _DAMAGED_MEDIA:
+    if reason in _DAMAGED_MEDIA and "; convert it" not in detail:
         return "repair or remove it in the source"
+    found = re.search(r"(?:writes|has) no (?:tool )?(calls|tools|thoughts)", detail)
+    if reason == "not_in_template" and found is not None:
+        templates = {name: JinjaTemplate(f.build.TEMPLATE or "") for name, f in FAMILIES.items()}
+        able = ", ".join(name for name, one in templates.items() if found[1] in one.writes)
+        return f"those of {able} do: set model.family and model.processor"
     if reason == "overlong":
         return "raise pack.seq_length or lower model.max_pixels"
     return None

@@ -69,10 +69,7 @@ class MediaRoot:
         if path.startswith(self._given):
             path = self._inside + path[len(self._given) :]
         if not self._holds(path):
-            raise SampleError(
-                "path_outside_root",
-                f"{name!r} leads outside {self.folder!r}; set source.image_root to a folder above",
-            )
+            raise SampleError("path_outside_root", f"{name!r} leads outside {self.folder!r}")
         return path[len(self.folder) :].lstrip("/")
 
     def open(self, container: str, *, sequential: bool = False) -> BinaryIO:

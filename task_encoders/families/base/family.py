@@ -106,10 +106,11 @@ class ModelOptions(BaseModel):
     template_options: Values = ()
 
     @model_serializer(mode="wrap")
-    def _without_off(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """control_tokens only if there are any: manifests are those from before the option."""
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out newer options at their defaults: manifests from before them stay valid."""
         content: dict[str, Any] = serialize(self)
-        return {name: v for name, v in content.items() if name != "control_tokens" or v}
+        newer = {"control_tokens": False, "outer_video_tags": True}
+        return {name: v for name, v in content.items() if newer.get(name) is not bool(v)}
 
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""
@@ -296,7 +297,7 @@ class FamilyEncoder(ABC):
             **{
                 name: self.options.stored(name)
                 for name in (*self.options.own(), *self.LENGTHS_FOLLOW)
-                if self.options.changes_lengths(name)
+                if self.options.changes_lengths(name) and name in self.options.model_dump()
             },
             # Only where they differ from the default: fingerprints written before them stay valid.
             **({"chat_template": self.own_template} if self.own_template else {}),
@@ -350,6 +351,11 @@ class FamilyEncoder(ABC):
                 return None
             num_tokens -= 1
         return Prefix(spans[:end], num_tokens, num_images, num_videos)
+
+    def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
+        line = "thoughts (reasoning_content, <think>) of earlier turns are cut by the chat template"
+        if self.TEMPLATE is not None and sample.task != "captioning":
+            yield from ((line, repr(one[:60])) for one in self.template.left_out(sample)[:1])
 
     def tokenize(self, sample: SourceSample) -> TokenizedText:
         ids: list[int] = []

@@ -29,7 +29,9 @@ from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, plan_summary
 from tests.helpers.formats import lines, write_file
+from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.tiny_tokenizer import tiny_tokenizer
+from tests.helpers.videos import make_video
 
 #: Instead of the first 4,096.
 NUM_FIRST = 60
@@ -440,3 +442,67 @@ def test_odd_answers_and_weights(tmp_path: Path) -> None:
         "field 'weight' of the record is not read; loss weights stand in messages": 1,
         "messages have a 'mask', which is not read; loss_weight: 0 trains none of a message": 1,
     }
+
+
+def test_calls_need_no_text(tmp_path: Path) -> None:
+    records = [
+        {"messages": [*dialogue("q"), {"role": "assistant", "content": text, "tool_calls": [call]}]}
+        for number, text in enumerate((None, "", "", "\n", " ", "null"))
+        for call in [{"function": {"name": "f", "arguments": {"a": number}}}]
+    ]
+    model = {"family": "qwen3_vl", "processor": "builtin", "max_pixels": 10**6}
+    info = measure(run_of(tmp_path, records, model=model)).info
+    assert (info.num_samples, info.num_set_aside) == (6, 0)
+    assert info.warnings == [
+        "answers are 'null', 'nan' or characters that show nothing (about 1 samples, such as "
+        "a:6: 'null')"
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4v", "glm46v"])
+def test_thoughts_that_the_template_leaves_out(family: str, tmp_path: Path) -> None:
+    """Each sample once: thoughts of earlier turns, in an answer and in a field of its own."""
+
+    def turns(*thoughts: str | None) -> list[dict[str, Any]]:
+        said = [dialogue(f"q{i}", f"<think>{one}</think>a") for i, one in enumerate(thoughts)]
+        return [message for pair in said for message in pair]
+
+    field = dialogue("q", "a") + dialogue("r", "b")
+    field[1]["reasoning_content"] = field[3]["reasoning_content"] = "f"
+    records = [
+        {"id": "both", "messages": turns("t1", "t2", "t3")},
+        {"id": "field", "messages": field},
+        {"id": "none", "messages": dialogue("q", "a") + dialogue("r", "b")},
+        {"id": "last", "messages": turns("t")},
+    ]
+    save_tokenizer(family, tmp_path / family)
+    model = {"family": family, "processor": str(tmp_path / family), "max_pixels": 10**6}
+    info = measure(run_of(tmp_path, records, model=model)).info
+    assert info.num_set_aside == 0
+    assert info.warnings == [
+        "thoughts (reasoning_content, <think>) of earlier turns are cut by the chat template "
+        "(about 2 samples, such as both: 't1')"
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen2_5_vl"])
+@pytest.mark.parametrize("given", [None, False])
+def test_tags_around_videos_depend_on_transformers(
+    family: str, given: bool | None, tmp_path: Path
+) -> None:
+    """Told once, unless packs have none."""
+    model: dict[str, Any] = {"family": family, "processor": "builtin", "max_pixels": 10**6}
+    if family == "qwen3_5":
+        save_tokenizer(family, tmp_path / family)
+        model["processor"] = str(tmp_path / family)
+    if given is not None and family != "qwen2_5_vl":
+        model["outer_video_tags"] = given
+    (tmp_path / "a.mp4").write_bytes(make_video(12))
+    asked = {"messages": dialogue("<video>What?", "That.")}
+    records = [asked | {"videos": ["a.mp4"]}] * 2 + [{"messages": dialogue("q", "a")}]
+    warnings = measure(run_of(tmp_path, records, model=model)).info.warnings
+    told = [line for line in warnings if "tags" in line]
+    assert told == [
+        "videos have outer vision tags, as transformers writes them since 5.10; for trainers with "
+        "4.57 to 5.9 set model.outer_video_tags: false (about 2 samples, such as a:1)"
+    ] * (given is not False and family != "qwen2_5_vl")

@@ -299,6 +299,11 @@ def test_an_uncut_index_is_not_cut(whole: Run, tmp_path: Path) -> None:
     [
         ({"model": {"max_pixels": 28 * 28 * 32}}, r"model\.max_pixels was 50176, is 25088"),
         ({"output": {"layout": "loongforge"}}, r"index\.traits was not set, is"),
+        (
+            {"model": {"family": "qwen2_5_vl"}},
+            "model.tokenizer was another tokenizer, is the tokenizer of model.family=qwen2_5_vl "
+            "and model.processor=builtin",
+        ),
     ],
 )
 def test_other_settings_are_refused(

@@ -200,6 +200,37 @@ def test_a_folder_of_pictures_that_is_a_link(tmp_path: Path, command: Command) -
     assert "rename what the link leads to" in command("run", config)[2]
 
 
+def test_remedies_are_named_once(tmp_path: Path, command: Command) -> None:
+    """And those of media that are not read are not those of damaged ones."""
+    heic = {"outside": "../a.jpg", "heic": "a.heic", "svg": "a.svg", "cut": "a.jpg"}
+    records = [
+        {"id": name, "image": image, "question": "What?", "answer": f"A {name}."}
+        for name, image in heic.items()
+    ]
+    records.append({"id": "tools", "tools": [{"name": "f"}], "question": "What?", "answer": "It."})
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data/a.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    (tmp_path / "data/a.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(99))
+    (tmp_path / "data/a.svg").write_text('<?xml version="1.0"?>\n<svg width="9"/>')
+    (tmp_path / "data/a.jpg").write_bytes(image_bytes()[:-99])
+    config = make(tmp_path, f"{{format: jsonl, path: {path}, task: vqa}}")
+    expected = {
+        "outside": f"'../a.jpg' leads outside '{path.parent}'; set source.image_root to a folder "
+        "above the images",
+        "heic": "'a.heic': HEIC is not read; convert it, for example to PNG",
+        "svg": "'a.svg': SVG is not read; convert it, for example to PNG",
+        "cut": " bytes not processed); repair or remove it in the source",
+        "tools": "the chat template writes no tools; those of qwen3_vl, qwen3_5, glm4v, glm46v, "
+        "mistral3 do: set model.family and model.processor",
+    }
+    for record in records:
+        path.write_text(json.dumps(record))
+        error = command("run", config, "output.overwrite=true")[2]
+        assert expected[record["id"]] in error
+        assert error.count("source.image_root") == (record["id"] == "outside")
+
+
 def test_hints_look_near_only(tmp_path: Path) -> None:
     images(tmp_path / "in/a/pictures", 1)
     (tmp_path / "in/b").mkdir()

@@ -84,10 +84,11 @@ def test_outputs_of_several_epochs_weigh_as_much_as_those_of_one(tmp_path: Path)
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"pack": {"seq_length": 600}}, "seq_length=512, .* 600; a batch"),
-        ({"model": {"max_pixels": 28 * 28 * 32}}, "model.max_pixels=50176, .* 25088"),
-        ({"pack": {"seq_length": 512, "pad_multiple": 8}}, "pad_multiple=1, .* 8"),
-        ({"output": {"key_prefix": "c", "layout": "llava_onevision"}}, "layout='energon', "),
+        ({"pack": {"seq_length": 600}}, "seq_length 512, .* 600; a batch"),
+        ({"model": {"max_pixels": 28 * 28 * 32}}, "max_pixels 50176, .* 25088"),
+        ({"model": {"family": "qwen2_5_vl"}}, r"tokenizer of model.family=qwen2_vl .*=qwen2_5_vl"),
+        ({"pack": {"seq_length": 512, "pad_multiple": 8}}, "pad_multiple 1, .* 8"),
+        ({"output": {"key_prefix": "c", "layout": "llava_onevision"}}, "layout 'energon', "),
     ],
 )
 def test_outputs_that_do_not_fit(

@@ -69,23 +69,32 @@ REFERENCES: dict[str, tuple[Any, ...]] = {
 class Reference:
     """A family's encoder, and transformers' processor and positions. `folder`: where the encoder
     reads the tokenizer from, as from a checkpoint; None is the built-in vocabulary. `make`: the
-    tokenizer with a family's text tokens."""
+    tokenizer with a family's text tokens. `options`: others of the encoder."""
 
     def __init__(
-        self, family: str, folder: Path | None, make: Callable[..., Any] = builtin_tokenizer
+        self,
+        family: str,
+        folder: Path | None,
+        make: Callable[..., Any] = builtin_tokenizer,
+        **options: Any,
     ) -> None:
         text_tokens, self.template, processor_class, self.model, pixels = REFERENCES[family]
         tokenizer = make(text_tokens)
         names = ("<|image_pad|>", "<|video_pad|>", "<|im_end|>")
         self.image, self.video, self.end = map(tokenizer.convert_tokens_to_ids, names)
+        if options and folder is not None:  # words of the template in front of a medium
+            self.template = self.template.replace(
+                "{{- '<|vision_start|>", "{{- 'It: <|vision_start|>"
+            )
         tokenizer.chat_template = self.template
         if folder is not None:
             tokenizer.save_pretrained(folder)
         limits = {"min_pixels": 4 * pixels, "max_pixels": 96 * pixels}
         videos = {"video_min_pixels": 4 * pixels, "video_max_pixels": 200 * pixels}
         self.encoder: Any = build_sample_encoder(
-            family, str(folder or "builtin"), resize="pil", **limits, **videos
+            family, str(folder or "builtin"), resize="pil", **limits, **videos, **options
         )
+        self.tags_videos = options.get("outer_video_tags", True)
 
         class ImagesAndText(processor_class):  # type: ignore[misc]
             @classmethod
@@ -101,6 +110,9 @@ class Reference:
     def arrays(self, sample: SourceSample, folder: Path, videos: list[VideoHeader]) -> Any:
         """ids, image grids and pixel values of transformers; videos by their metadata."""
         text = self.processor.apply_chat_template(to_chat(sample), tokenize=False)
+        if not self.tags_videos:  # as the processors of transformers 4.57 to 5.9
+            pad = "<|video_pad|>"
+            text = text.replace(f"<|vision_start|>{pad}<|vision_end|>", pad)
         images = [opened((folder / name).read_bytes()) for name in sample.images]
         if not videos:
             return self.processor(text=[text], images=images or None, return_tensors="np")
@@ -144,6 +156,8 @@ class Reference:
     params=[
         *((family, "builtin") for family in BUILT_IN),
         ("qwen3_5", "tiny"),
+        ("qwen3_vl", "untagged"),
+        ("qwen3_5", "untagged tiny"),
         *(pytest.param((one, "checkpoint"), marks=pytest.mark.exhaustive) for one in REFERENCES),
     ],
     ids="-".join,
@@ -152,7 +166,9 @@ def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Referen
     needs_transformers("5.10", "has no get_text_with_replacements to compare with")
     family, kind = request.param
     folder = None if kind == "builtin" else tmp_path_factory.mktemp(family)
-    return Reference(family, folder, tiny_tokenizer if kind == "tiny" else builtin_tokenizer)
+    make = tiny_tokenizer if kind.endswith("tiny") else builtin_tokenizer
+    options = {"outer_video_tags": False} if kind.startswith("untagged") else {}
+    return Reference(family, folder, make, **options)
 
 
 def differences(
@@ -267,6 +283,45 @@ def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None
         turns = tuple(map(Turn, prompts, ("\nYes.", "No.")))
         sample = SourceSample("v", "bmr", turns, tuple(names), videos=tuple("ab"[: len(chosen)]))
         assert differences(reference, sample, tmp_path, files, chosen) == []
+
+
+@pytest.mark.parametrize(
+    ("caption", "trained"),
+    [
+        ("It: <video> is", ["It", ":", " <", " is"]),  # a token of both carries the caption's loss
+        ("It:\n<video>", ["It", ":\n"]),
+        ("It.<video>\n<video>", ["It", ".<", "\n"]),
+        ("<video><video>!", ["!"]),
+    ],
+)
+def test_videos_without_outer_tags_in_captions(caption: str, trained: list[str]) -> None:
+    needs_transformers("5.10", "writes them")
+    reference = Reference("qwen3_vl", None, outer_video_tags=False)
+    clips = [make_video(12)] * caption.count("<video>")
+    header = read_video_header(io.BytesIO(clips[0]))
+    sample = SourceSample("a", "captioning", (Turn("", caption),), videos=("v",) * len(clips))
+    encoded = reference.encoder.encode(sample, [], clips)
+    assert unequal(own_pairs(reference.encoder, sample, [], clips, encoded)) == []
+    tokenizer = reference.processor.tokenizer
+    text = caption.replace("<video>", reference.video_text(header)) + "<|im_end|>"
+    assert encoded.tokens.tolist() == tokenizer(text)["input_ids"]
+    labels = encoded.labels[encoded.labels != IGNORE_INDEX]
+    first = [] if caption.startswith("<video>") else trained[:1]  # nothing predicts the first token
+    assert first + [tokenizer.decode([one]) for one in labels] == [*trained, "<|im_end|>"]
+
+
+def test_videos_without_outer_tags_share_their_prefix() -> None:
+    encoder = build_sample_encoder("qwen3_vl", outer_video_tags=False)
+    assert encoder.fingerprint == {
+        **build_sample_encoder("qwen3_vl", outer_video_tags=True).fingerprint,
+        "outer_video_tags": False,
+    }
+    assert "outer_video_tags" not in build_sample_encoder("qwen3_vl").fingerprint
+    header = VideoHeader(12, 4.0, 64, 64)
+    sample = SourceSample("a", "vqa", (Turn("<video>\n<video>\nA?", "b"),), videos=("v", "w"))
+    prefix = encoder.measure(sample, [], [header] * 2).prefix
+    assert prefix is not None
+    assert prefix.num_videos == 2
 
 
 def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ what is refused."""
 import dataclasses
 import io
 import struct
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import AvifImagePlugin, Image, ImageOps, features
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
@@ -39,7 +40,11 @@ def header(data: bytes, **options: Any) -> image.ImageHeader:
     return read_image_header(io.BytesIO(data), **options)
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+#: In tables of formats: where the installed Pillow has it.
+AVIF = ["AVIF"] * features.check("avif")
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *AVIF])
 def test_size_without_decoding(image_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = save(picture(), image_format)
     decoded = []
@@ -47,10 +52,10 @@ def test_size_without_decoding(image_format: str, monkeypatch: pytest.MonkeyPatc
     mode = "P" if image_format == "GIF" else "RGB"
     assert header(data) == image.ImageHeader(40, 60, image_format, mode)
     # Formats whose end cannot be recognised are decoded; the common ones never.
-    assert bool(decoded) == (image_format in ("BMP", "TIFF"))
+    assert bool(decoded) == (image_format in ("BMP", "TIFF", "AVIF"))
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", *AVIF])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_applied_in_both_stages(image_format: str, orientation: int) -> None:
     exif = Image.Exif()
@@ -81,7 +86,7 @@ def test_broken_exif_is_no_reason_to_lose_an_image() -> None:
     assert (header(data).width, header(data).height) == decode_image(data).size == (60, 40)
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF"])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "GIF", *AVIF])
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.95])
 def test_truncated_images_are_found_from_the_file_alone(image_format: str, keep: float) -> None:
     data = save(picture(200, 160), image_format)
@@ -212,6 +217,33 @@ def test_what_is_no_image_is_bad(data: bytes) -> None:
     with pytest.raises(SampleError) as error:
         header(data)
     assert error.value.reason == "bad_image"
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("AVIF", b"\0\0\0\x20ftypavif"),
+        ("AVIF", b"\0\0\0\x20ftypavis"),
+        ("HEIC", b"\0\0\0\x18ftypheic"),
+        ("HEIC", b"\0\0\0\x18ftypmif1"),
+        ("JPEG XL", b"\xff\x0a"),
+        ("JPEG 2000", b"\0\0\0\x0cjP  \r\n\x87\n"),
+        ("SVG", b"\xef\xbb\xbf<svg>"),
+        ("SVG", b'<?xml version="1.0"?>\n<!-- a -->\n<svg'),
+        ("", b"\0\0\0\x18ftypmp42"),
+        ("", b"<html><body><svg"),
+    ],
+)
+def test_pictures_of_other_formats_are_named(
+    kind: str, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AVIF where Pillow is built without it."""
+    monkeypatch.setattr(AvifImagePlugin, "SUPPORTED", False)
+    problem = f"{kind} is not read; convert it" if kind else "cannot identify image file"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's own
+        with pytest.raises(SampleError, match=f"bad_image: {problem}"):
+            header(data + bytes(99))
 
 
 def test_a_pixel_bomb_is_refused_from_its_header() -> None:

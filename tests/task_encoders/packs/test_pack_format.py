@@ -233,6 +233,10 @@ def test_a_bad_sub_sample_is_an_entry_and_not_the_end_of_its_pack(
         {"images": ["a"], "captions": ["x"], "prompt": ["p", "q"]},
         {"images": ["a"], "captions": ["x"], "meta": {"keys": ["p", "q"]}},
         {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": []}},
+        {"images": ["a"], "captions": ["x"], "meta": {"num_tokens": None}},
+        {"images": ["a"], "captions": ["x"], "meta": {"keys": 1}},
+        {"images": ["a"], "captions": ["x"], "meta": {"system": True}},
+        {"images": ["a"], "captions": ["x"], "meta": [1]},
         {"images": ["a"], "captions": ["x"], "meta": {"task": "captioninf"}},
     ],
 )

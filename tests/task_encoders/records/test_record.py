@@ -1,5 +1,7 @@
 """Record forms: that each means what it says (test_bad_input.py has the refusals)."""
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -253,3 +255,59 @@ def test_media_go_before_those_of_messages_in_front_of_a_prompt() -> None:
     with pytest.raises(SampleError, match=r"each turn is below source\.min_rating .stars 2") as why:
         to_sample({**record, RATED: {"stars": ([0, 1], 2)}}, "k", "bmr")
     assert why.value.reason == "not_chosen"
+
+
+_PARTS = [
+    {"type": "image", "image": "a.jpg"},
+    {"type": "video_url", "video_url": {"url": "b.mp4"}},
+    {"type": "text", "text": "q"},
+]
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+#: A record of each form.
+RECORDS: list[dict[str, Any]] = [
+    {"id": "x", "system": "s", "tools": [{"name": "f"}], "messages": dialogue(_PARTS, "a")},
+    {"messages": dialogue("<image>q", "a"), "images": ["a.jpg"], "objects": {"bbox": [[1, 2]]}},
+    {
+        "conversations": [
+            {"from": "human", "value": "<video>q"},
+            {"from": "gpt", "value": "a", "loss_weight": 0.5, "reasoning": "t"},
+            {"from": "human", "value": "r"},
+            {"from": "gpt", "value": None, "tool_calls": [_CALL]},
+        ],
+        "video": {"path": "v.mp4"},
+    },
+    {"captions": [{"content": "c"}], "image": "a.jpg"},
+    {"question": ["q"], "answers": ["a"], "image": "a.jpg"},
+    {"instruction": "i", "input": "j", "output": "o", "history": [["a", "b"]]},
+    {"texts": ["a", None], "images": [None, "a.jpg"]},
+    {"text_list": ["a"], "image_info": [{"image_name": "a.jpg", "matched_text_index": 0}]},
+    {"texts": [{"user": "u", "assistant": "a"}], "images": ["a.jpg"]},
+]
+ODD = [[], [1], [[1]], {}, {"a": 1}, {"type": ["image"]}, {"url": {"a": 1}}, 1, 1.5, "", "x", None]
+
+
+def _replaced(value: Any, odd: Any) -> Iterator[Any]:
+    """Yield a value with `odd` in each of its places."""
+    yield odd
+    many = value if isinstance(value, list) else ()
+    for key, one in value.items() if isinstance(value, dict) else enumerate(many):
+        for changed in _replaced(one, odd):
+            copied = copy.copy(value)
+            copied[key] = changed
+            yield copied
+
+
+@pytest.mark.parametrize("task", ["bmr", "vqa", "captioning"])
+def test_odd_values_anywhere_are_read_or_refused(task: str) -> None:
+    num_read = num_refused = 0
+    for content in (one for record in RECORDS for odd in ODD for one in _replaced(record, odd)):
+        if not isinstance(content, dict):
+            continue
+        try:
+            sample = to_sample(content, "k", task)
+        except SampleError:
+            num_refused += 1
+        else:
+            num_read += 1
+            assert all(isinstance(name, str) for name in sample.media), content
+    assert min(num_read, num_refused) > 100
