@@ -108,8 +108,10 @@ class TarReader:
 
     def _behind_end_marker(self) -> bytes:
         """The first header of a tar joined to this one (`cat a.tar b.tar`); empty: only padding."""
-        while piece := self._file.read(_BLOCK if self._end is None else _SKIP):
-            if text := piece.lstrip(b"\0"):
+        size = _BLOCK if self._end is None else _SKIP
+        zeros = bytes(size)
+        while piece := self._file.read(size):
+            if piece != zeros and (text := piece.lstrip(b"\0")):
                 start = (len(piece) - len(text)) // _BLOCK * _BLOCK
                 block = piece[start : start + _BLOCK]
                 self._position += start + len(block)

@@ -7,6 +7,7 @@ import pytest
 
 from offline_packing.config.packing import PackingConfig, load_config, parse_config
 from offline_packing.errors import ConfigError
+from offline_packing.storage.yaml_file import parse_yaml
 
 EXAMPLE = """
 source: {format: pairs, path: data/pairs, task: captioning}   # captioning | vqa | bmr
@@ -244,3 +245,13 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_slip_in_repeat_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="repeat=1e"):
         load(tmp_path, SMALLEST, "source.repeat=1e30")
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    """Of aliases as people use them, nothing is said."""
+    rows = ["source: &a0 [x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    (tmp_path / "a.yaml").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match="its aliases hold more than 1,000,000 values"):
+        load_config(tmp_path / "a.yaml")
+    assert parse_yaml("{a: &b [1, 2], c: *b}", "it") == {"a": [1, 2], "c": [1, 2]}

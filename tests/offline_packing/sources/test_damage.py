@@ -17,7 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
+from offline_packing.sources import open_source
 from offline_packing.sources.formats import webdataset
+from offline_packing.sources.formats.jsonl import CsvSource
 from offline_packing.sources.reading.rows import ArrowBatches
 from offline_packing.storage import streams
 from task_encoders.samples import SampleError
@@ -225,6 +227,20 @@ def test_gzip_bomb_ends_its_file(
     write_file(tmp_path / "data" / name, make())
     found = list(outcomes({"format": kind, "path": str(tmp_path / "data")}, tmp_path).values())
     assert found == ["ok"] * before + ["damaged_source"]
+
+
+def test_blank_rows_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes of them unpack from megabytes; a row after them keeps its number."""
+    blocks, have_text = [], CsvSource._have_text
+    monkeypatch.setattr(
+        CsvSource, "_have_text", lambda *own: (blocks.append(own), have_text(*own))[1]
+    )
+    rows = b"caption\n" + b"\n" * (8 << 20) + b"one\n" + b"\n" * (8 << 20) + b"two\n"
+    write_file(tmp_path / "a.csv.gz", gzip.compress(rows, 1))
+    source = open_source({"format": "csv", "path": str(tmp_path), "task": "captioning"})
+    found = [one.key for part in source.unread_parts() for one in source.records(part)]
+    assert found == [f"a:{number}" for number in ((8 << 20) + 2, (16 << 20) + 3)]
+    assert len(blocks) < 12
 
 
 def test_header_that_claims_an_endless_name(tmp_path: Path) -> None:

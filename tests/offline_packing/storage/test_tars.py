@@ -196,6 +196,22 @@ def test_joined_tars_are_read_to_their_end(kind: type[io.BytesIO]) -> None:
     assert [content[at : at + 1] for at in offsets] == [b"a", b"b", b"c"]
 
 
+def test_zeros_after_a_tar_are_read_in_large_pieces() -> None:
+    """What is joined after them is found."""
+    content = _tar("a") + bytes(20 << 20) + _tar("b") + bytes(5 << 20)
+    file = CountingReads(content)
+    assert [member.name for member in TarReader(file)] == ["a", "b"]
+    assert file.reads < 60
+
+
+class CountingReads(io.BytesIO):
+    reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        return super().read(size)
+
+
 @pytest.mark.parametrize("junk", [b"x" * 512, b"x" * 100])
 def test_what_follows_the_end_marker_is_not_lost_in_silence(junk: bytes) -> None:
     with pytest.raises(DamagedStreamError):
