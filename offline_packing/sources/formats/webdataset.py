@@ -4,19 +4,20 @@
                        0002.png  0002.txt       a caption
                        0003.img0.jpg  0003.img1.jpg  0003.json      {"images": ["img0.jpg", ...]}
 
-Members that stand together and share the name up to its first dot are one sample; its key is
-`SHARD/NAME`, so that shards may use the same names. The JSON names images and videos by
-member, or names none, or one of any name where there is one. Links are not followed, and nothing
-but JSON, text, images and videos is read: a `.pkl` is never loaded.
+Adjacent members that share the name up to its first dot are one sample; its key is
+`SHARD/NAME`, so that shards may use the same names. Members of several records, as where keys have
+dots (v1.00.jpg, v1.00.json, v1.01.jpg, v1.01.json), are split by `_split`. The JSON names images
+and videos by member, or names none, or one of any name where there is one. Links are not followed,
+and nothing but JSON, text, images and videos is read: a `.pkl` is never loaded.
 """
 
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from offline_packing.errors import as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
@@ -69,8 +70,12 @@ class TarSample:
     to_keep: int = 0
     #: why this sample is not whole, or, without members, why nothing follows in the tar
     damage: DamagedStreamError | None = None
-    #: it is one member, `key`, whose name is not KEY.PART
-    is_unnamed: bool = False
+    #: why it is no sample, such as a member whose name is not KEY.PART
+    refused: str = ""
+    #: some of its records were read already, so that the others are split, too
+    is_split: bool = False
+    #: a record of its group that is not read
+    unread: str = ""
 
     def at(self, offset: int = 0, size: int = 0, column: str = "") -> Locator:
         """A place in the tar."""
@@ -103,6 +108,8 @@ class WebDatasetSource(Source):
 
     ENDINGS = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
     UNREAD = (".txz", ".tbz", ".tbz2", *(f".tar{end}" for end in UNREAD_SUFFIXES))
+    #: whether members of several records are split, or always one sample, as WebDataset has it
+    SPLITS: ClassVar[bool] = True
 
     def scan(self, samples_per_part: int) -> Scan:
         tars = self.files()
@@ -121,12 +128,14 @@ class WebDatasetSource(Source):
         with self.open_container(container, sequential=True) as packed:
             file = open_unpacked(packed, container, self.root.size(packed))
             keep_data = not file.seekable()
-            for sample in group_members(container, file, keep_data=keep_data, most=_MOST_KEPT):
+            for sample in group_members(
+                container, file, keep_data=keep_data, most=_MOST_KEPT, split=self.SPLITS
+            ):
                 key = f"{stem}/{sample.key}" if sample.key else container
                 if sample.damage is not None:
                     yield self.damaged(key, sample.at(), sample.damage)
-                elif sample.is_unnamed:
-                    error = SampleError("bad_record", "the name of a member is not KEY.PART")
+                elif sample.refused:
+                    error = SampleError("bad_record", sample.refused)
                     yield SourceRecord(key, sample.at(), error)
                 else:
                     yield from self._records(key, sample)
@@ -159,7 +168,8 @@ class WebDatasetSource(Source):
             if names is not None and len(names) == len(parts) == 1:
                 embedded.setdefault(str(names[0]), embedded[parts[0]])
         paired = tuple(media) if media or self.task == "captioning" else None
-        yield SourceRecord(key, at, content, paired, embedded)
+        unread = ((), (sample.unread,) if sample.unread else ())
+        yield SourceRecord(key, at, content, paired, embedded, unread=unread)
 
     def _media_parts(self, sample: TarSample) -> list[str]:
         """Parts that are the sample's images and videos."""
@@ -202,7 +212,7 @@ class WebDatasetSource(Source):
             return self.parse_parts({column: data})
         # The span ends where its last member does, without an end marker.
         found = group_members("", io.BytesIO(data), keep_data=True, most=math.inf)
-        return self.parse_parts(next((one.data for one in found if not one.is_unnamed), {}))
+        return self.parse_parts(next((one.data for one in found if not one.refused), {}))
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
         """The record made of some members. Raises SampleError."""
@@ -213,43 +223,153 @@ class WebDatasetSource(Source):
 
 
 def group_members(
-    container: str, file: BinaryIO, *, keep_data: bool, most: float
+    container: str, file: BinaryIO, *, keep_data: bool, most: float, split: bool = False
 ) -> Iterator[TarSample]:
-    """The samples of an open tar; members that belong to none, each as one that says so, as does
-    the last if the tar is damaged. A part that comes twice begins another sample of the same key.
-    `keep_data`: texts and media are read on the way, as the tar cannot be read at any place; at
-    `most` bytes of a sample."""
+    """Yield the samples of an open tar; members that belong to none, each as one that says so, as
+    does the last if the tar is damaged. A part that comes twice begins another sample of the same
+    key. `keep_data`: texts and media are read on the way, as the tar cannot be read at any place;
+    at `most` bytes of a sample. `split`: see `_split`; past `most` bytes with what has arrived."""
     reader = TarReader(file)
     sample = TarSample(container, file)
+    divide = _split if split else lambda one: [one]
     try:
         for member in reader:
             match = _MEMBER.fullmatch(member.name)
             if match is None:
                 if member.is_file and not _ADDED.fullmatch(member.name):
-                    yield TarSample(container, file, member.name, is_unnamed=True)
+                    why = "the name of a member is not KEY.PART"
+                    yield TarSample(container, file, member.name, refused=why)
                 continue
             key, part = match.groups()
             if key != sample.key or part in sample.members:
                 if sample.members:
-                    yield sample
+                    yield from divide(sample)
                 sample = TarSample(container, file, key)
             sample.members[part] = member
-            if (
-                keep_data
-                and member.is_file
-                and member.size <= _KEPT_BYTES.get(_extension(part), -1)
-            ):
+            if keep_data and _can_be_kept(part, member):
                 sample.to_keep += member.size
+                if split and sample.to_keep - member.size <= most < sample.to_keep:
+                    yield from _take_finished(sample, most)
                 if sample.to_keep <= most:
                     sample.data[part] = reader.read(member)
     except DamagedStreamError as error:
+        *others, sample = divide(sample)
+        yield from others
         has_record = any(_extension(part) in _RECORD_EXTENSIONS for part in sample.members)
         if reader.member_complete and has_record:
             yield sample
             sample = TarSample(container, file)
         sample.damage = error
-    if sample.members or sample.damage:
         yield sample
+    else:
+        if sample.members:
+            yield from divide(sample)
+
+
+def _split(group: TarSample) -> list[TarSample]:
+    """Split members that share their name up to its first dot if they are several samples, whose
+    keys have dots. Returns one sample for each record stem (a name without its last extension), and
+    one that is refused for each medium that no stem owns; that of the last member comes last.
+
+    A medium belongs to the longest stem that its name begins with, followed by a dot. A group is
+    split if it has no record KEY.json or KEY.txt, and several stems, two of which own media or none
+    as there are no media, or one that does not own all media. Of a group that stays whole, records
+    beside its own are refused if they own media or nothing does; it says if others are not read.
+    """
+    records = {
+        part: part[: -len(extension)]  # "00.json": "00."
+        for part in group.members
+        if (extension := _extension(part)) in _RECORD_EXTENSIONS
+    }
+    stems = set(records.values())
+    if stems <= {""} and not group.is_split:
+        return [group]
+    owners = _owners(group.members, stems - {""} if group.is_split else stems)
+    owning = {*owners.values()} - {None}
+    if len(stems) > 1:
+        is_several = len(owning) > 1 or not owners
+    else:
+        is_several = bool(owning) and None in owners.values()
+    if not (group.is_split or ("" not in stems and is_several)):
+        first = min(records, key=lambda part: (part.lower() != "json", part[-4:].lower() != "json"))
+        whole, alone = [group], {"", records[first]}
+        for part, stem in records.items():
+            if stem not in alone and (stem in owning or not owning):
+                why = f"a record beside {first!r} of the same name up to the first dot"
+                key = f"{group.key}.{stem[:-1]}"
+                whole.insert(-1, TarSample(group.container, group.file, key, refused=why))
+            elif stem not in alone:
+                group.unread = part
+            alone.add(stem)
+        return whole
+    samples: dict[str, TarSample] = {}
+    last = ""
+    for part, member in group.members.items():
+        if part in records or part in owners:
+            last = stem = records[part] if part in records else owners[part] or part
+            name = stem.removesuffix(".")
+            one = samples.setdefault(stem, TarSample(group.container, group.file))
+            one.key, own = f"{group.key}.{name}".rstrip("."), part.removeprefix(stem) or part
+            one.members[own] = member
+            if part in group.data:
+                one.data[own] = group.data[part]
+            elif _can_be_kept(part, member):
+                one.to_keep = group.to_keep
+            if part == stem:
+                one.refused = f"no record of the same name up to a dot is beside {member.name!r}"
+            elif not stem:
+                one.refused = "it follows records whose names begin with its own and a dot"
+    samples[last] = samples.pop(last)
+    return list(samples.values())
+
+
+def _owners(parts: Iterable[str], stems: Collection[str]) -> dict[str, str | None]:
+    """Return the longest stem, if any, that each medium's name begins with. In sorted order, stems
+    that the next name may begin with are a stack: time does not grow with stems times media."""
+    owners: dict[str, str | None] = {}
+    media = [part for part in parts if _extension(part) in MEDIA_EXTENSIONS]
+    open_stems: list[str] = []
+    for name in sorted([*stems, *media]):
+        while open_stems and not name.startswith(open_stems[-1]):
+            open_stems.pop()
+        if name in stems:
+            open_stems.append(name)
+        else:
+            owners[name] = open_stems[-1] if open_stems else None
+    return owners
+
+
+def _take_finished(group: TarSample, most: float) -> list[TarSample]:
+    """Take finished samples out of a group that is too large to be held; [] if there are none. Its
+    last sample, media without a record and records without media stay: theirs may follow. They may
+    take half of `most`, so that time does not grow with the square of members."""
+    samples = _split(group)
+    if samples[-1] is group:
+        return []
+
+    def has_media(one: TarSample) -> bool:
+        return any(_extension(part) in MEDIA_EXTENSIONS for part in one.members)
+
+    is_all_text = not has_media(group)
+    finished, held = list[TarSample](), 0
+    for one in samples[:-1]:
+        if not one.refused and (is_all_text or has_media(one)):
+            finished.append(one)
+        else:
+            held += sum(map(len, one.data.values()))
+    if held > most / 2:
+        return []
+    group.is_split = True
+    taken = {member.header_offset for one in finished for member in one.members.values()}
+    for part, member in [*group.members.items()]:
+        if member.header_offset in taken:
+            del group.members[part]
+            group.to_keep -= len(group.data.pop(part, b""))
+    return finished
+
+
+def _can_be_kept(part: str, member: TarMember) -> bool:
+    return member.is_file and member.size <= _KEPT_BYTES.get(_extension(part), -1)
 
 
 def find_part(parts: Iterable[str], name: str) -> str | None:
