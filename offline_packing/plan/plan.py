@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.summary import render_summary
-from offline_packing.plan.uses import Uses, choose_uses
+from offline_packing.plan.uses import Amounts, Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.passes import PlanOptions
 from offline_packing.runs.artifacts import (
@@ -62,6 +62,9 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from task_encoders.families import model_cost
+
+if TYPE_CHECKING:
+    from offline_packing.plan.prefixes import Items
 
 logger = logging.getLogger(__name__)
 
@@ -235,12 +238,20 @@ def make_plan(run: Run, samples: Index) -> Planned:
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
     if len(aside.ids):
         kept = np.delete(kept, aside.ids)
-    uses = choose_uses(run.config, samples, kept)
-    groups = None
+    groups, in_trees = None, None
     if run.config.pack.share_prefixes is not None:
         from offline_packing.plan.prefixes import group_samples  # compiled
 
         groups = group_samples(run, samples)
+        if run.config.weights is not None:
+            hashes = samples.array("key_hash")
+            records = record_numbers(samples) if samples.info.split else None
+
+            def in_trees(ids: SampleIds) -> Amounts:
+                items = _form_trees(run.config, samples, num_tokens, ids, groups, records)
+                return items.amounts(hashes[ids])
+
+    uses = choose_uses(run.config, samples, kept, in_trees)
     packs = _pack_uses(run.config, samples, num_tokens, uses, groups)
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
     different, codes = np.unique(kinds, return_inverse=True)
@@ -298,19 +309,18 @@ def _pack_uses(
     apart = record_numbers(samples) if samples.info.split or uses.repeated else None
     try:
         for name, ids in uses.ids.items():
+            epochs = 1 if plans else config.pack.epochs
+            if groups is not None:
+                items = _form_trees(config, samples, num_tokens, ids, groups, apart)
+                own = plan_epochs(epochs, **items.arguments)
+                plans[name] = [items.expand(plan).of(ids) for plan in own]
+                continue
             is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
-            lengths = num_tokens if is_all else num_tokens[ids]
             arguments = plan_arguments(config, samples, ids)
             if apart is not None:
                 arguments["copy_of"] = apart[ids]
-            epochs = 1 if plans else config.pack.epochs
-            if groups is None:
-                own = plan_epochs(epochs, lengths, **arguments)
-                plans[name] = own if is_all else [plan.of(ids) for plan in own]
-            else:
-                plans[name] = _plan_trees(
-                    config, samples, ids, groups[ids], epochs, {**arguments, "num_tokens": lengths}
-                )
+            own = plan_epochs(epochs, num_tokens if is_all else num_tokens[ids], **arguments)
+            plans[name] = own if is_all else [plan.of(ids) for plan in own]
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if config.pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
@@ -318,26 +328,30 @@ def _pack_uses(
     return join_plans(plans)
 
 
-def _plan_trees(
+def _form_trees(
     config: PackingConfig,
     samples: Index,
+    num_tokens: npt.NDArray[np.integer],
     ids: SampleIds,
     groups: npt.NDArray[np.integer],
-    epochs: int,
-    arguments: Mapping[str, Any],
-) -> list[PackPlan]:
-    """`plan_epochs` of the items that the uses of a split form, over the ids of the index."""
+    records: npt.NDArray[np.integer] | None,
+) -> "Items":
+    """Form the items of the uses `ids` of one split. `groups` and `records`, of which no item holds
+    two uses, are (num_samples,)."""
     from offline_packing.plan.prefixes import form_items
     from offline_packing.planner.strategies.kernels import kernels_for
 
     assert config.pack.share_prefixes is not None
     prefixes = Prefixes(samples)
-    of_prefixes = plan_arguments(config, prefixes, ids)
-    of_prefixes["num_tokens"] = prefixes.array("num_tokens")[ids]
+    arguments, of_prefixes = (
+        {**plan_arguments(config, index, ids), "num_tokens": tokens[ids]}
+        for index, tokens in ((samples, num_tokens), (prefixes, prefixes.array("num_tokens")))
+    )
+    if records is not None:
+        arguments["copy_of"] = records[ids]
     most = config.pack.share_prefixes.max_branches
     with kernels_for(len(ids), config.pack.seq_length):
-        items = form_items(ids, groups, arguments, of_prefixes, most)
-    return [items.expand(plan).of(ids) for plan in plan_epochs(epochs, **items.arguments)]
+        return form_items(ids, groups[ids], arguments, of_prefixes, most)
 
 
 def plan_epochs(

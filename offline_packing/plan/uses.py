@@ -2,8 +2,9 @@
 
 `repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
 one; which ones, depends only on key and seed. Parts of a conversation are used equally often.
-`weight` says which share of all tokens a source is to have; nothing is left out for it: the source
-with the most tokens relative to its weight is used once, the others are repeated.
+`weight` says which share of each split's tokens, as rows hold them, a source is to have; nothing is
+left out for it: the source with the most tokens relative to its weight is used once, the others are
+repeated. Samples that share a prefix are then used equally often.
 
 The split of a sample follows from the group that `source.fields.group` names; without one from its
 images and videos; without any from its own content. All samples that lead from one to another by
@@ -16,7 +17,8 @@ So outputs of other sources, models or lengths agree on every group, and on ever
 with one picture.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +32,8 @@ from offline_packing.index.rows import SampleIds
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
 from offline_packing.sources.options import MAX_REPEAT
+
+logger = logging.getLogger(__name__)
 
 #: Salts of the numbers that are drawn from a hash.
 _USE_SALT: Final = 0
@@ -49,9 +53,19 @@ class Uses:
     not_drawn: AsideSamples
 
 
-def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
-    """All uses of the samples that can be packed, by split: all uses of a sample are in one. Raises
-    StageError if the weights ask for too many copies of a sample."""
+#: (num_samples,) tokens that each sample adds to rows, and hashes that its fractional use is drawn by
+Amounts = tuple[npt.NDArray[np.integer], Hashes]
+
+
+def choose_uses(
+    config: PackingConfig,
+    samples: Index,
+    kept: SampleIds,
+    in_trees: Callable[[SampleIds], Amounts] | None = None,
+) -> Uses:
+    """Choose all uses of the samples that can be packed, by split: all uses of a sample are in one.
+    `in_trees` gives the amounts of samples of one split where these form trees. Raises StageError
+    if the weights ask for too many copies of a sample of the first split."""
     shares = config.output.split
     parts = dict.fromkeys(shares, slice(None))
     if len(shares) > 1:
@@ -61,10 +75,20 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
         once = {name: kept[part] for name, part in parts.items()}
         return Uses(once, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
-    hashes = samples.array("key_hash")[kept]
-    num_tokens = samples.array("num_tokens")[kept]
-    repeats = source_repeats(config, source_ids, num_tokens)
-    uses = count_uses(repeats[source_ids], hashes, config.pack.seed)
+    hashes, num_tokens = samples.array("key_hash"), samples.array("num_tokens")
+    uses, of_first = np.empty(len(kept), np.int64), None
+    for name, part in parts.items():
+        own = kept[part]
+        tokens, draws = in_trees(own) if in_trees else (num_tokens[own], hashes[own])
+        try:
+            repeats = source_repeats(config, source_ids[part], tokens)
+        except StageError as error:
+            if of_first is None:
+                raise
+            logger.warning("plan: split %s keeps the first split's repeats: %s", name, error)
+            repeats = of_first
+        of_first = repeats if of_first is None else of_first
+        uses[part] = count_uses(repeats[source_ids[part]], draws, config.pack.seed)
     not_drawn = [
         AsideSamples.of(
             kept[(uses == 0) & (source_ids == i)], "not_drawn", f"repeat {one.repeat:g}"

@@ -3,9 +3,11 @@
 They are plain values, as in report.json.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +21,7 @@ from offline_packing.index.records import places_of_equal
 from offline_packing.index.rows import (
     Prefixes,
     media_of_samples,
+    of_uses,
     pack_table,
     split_of_packs,
     sums_by_source,
@@ -56,7 +59,7 @@ def run_figures(
     pack.order."""
     info, uses = samples.info, count_uses(samples, plan)
     reasons = Counter(info.set_aside) + Counter(set_aside)
-    sources = _source_figures(config, samples, uses)
+    sources = _source_figures(config, samples, plan, uses)
     total = {name: sum(source[name] for source in sources) for name in _SUMS}
     found = {
         "task": config.task,
@@ -182,12 +185,21 @@ def _resizing(model: ModelOptions) -> str | None:
 
 
 def _source_figures(
-    config: PackingConfig, samples: Index, uses: npt.NDArray[np.integer]
+    config: PackingConfig,
+    samples: Index,
+    plan: PackPlan | None,
+    uses: npt.NDArray[np.integer],
 ) -> list[Figures]:
-    """One entry per source: different samples `used`, and sums over all their uses."""
+    """One entry per source: different samples `used`, and sums over all their uses. Shares are of
+    the tokens that rows hold where trees are of one source each."""
     columns = [f"num_{name}" for name in _SUMS]
     sums = sums_by_source(samples, uses, len(config.source), columns)
-    total = sum(sums["num_tokens"]) or 1
+    held = sums["num_tokens"]
+    if plan is not None and plan.branches is not None and config.weights is not None:
+        tokens = of_uses(samples, plan, methodcaller("array", "num_tokens"))
+        source_of = samples.array("source_id")[plan.sample_ids]
+        held = np.bincount(source_of, tokens, len(config.source)).tolist()
+    total = sum(held) or 1
     weights: Sequence[float | None] = config.weights or [None] * len(config.source)
     lines = []
     for i, (source, name) in enumerate(zip(config.source, config.source_names(), strict=True)):
@@ -204,7 +216,7 @@ def _source_figures(
                 "times_used": own["uses"] / (own["used"] or 1),
                 "bytes": own["bytes"],
                 **{name: own[f"num_{name}"] for name in _SUMS},
-                "share_of_tokens": own["num_tokens"] / total,
+                "share_of_tokens": held[i] / total,
             }
         )
     return lines
@@ -219,10 +231,11 @@ def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> l
     num_packs = len(next(iter(splits_of_plan(plan, config.output.split).values())))
     count = min(_STRETCHES, num_packs)
     ends = plan.pack_offsets[np.arange(count + 1) * num_packs // max(count, 1)]
-    sources, tokens = samples.array("source_id"), samples.array("num_tokens")
+    sources = samples.array("source_id")[plan.sample_ids]
+    tokens = of_uses(samples, plan, methodcaller("array", "num_tokens"))
     found = []
-    for number, uses in enumerate(np.split(plan.sample_ids, ends[1:])[:count]):
-        own = np.bincount(sources[uses], tokens[uses], len(names))
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        own = np.bincount(sources[start:end], tokens[start:end], len(names))
         found.append(
             [
                 {"source": n, "share": share, "asked": mixture.share(n, (number + 0.5) / count)}
