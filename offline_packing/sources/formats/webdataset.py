@@ -4,11 +4,11 @@
                        0002.png  0002.txt       a caption
                        0003.img0.jpg  0003.img1.jpg  0003.json      {"images": ["img0.jpg", ...]}
 
-Adjacent members that share the name up to its first dot are one sample; its key is
-`SHARD/NAME`, so that shards may use the same names. Members of several records, as where keys have
-dots (v1.00.jpg, v1.00.json, v1.01.jpg, v1.01.json), are split by `_split`. The JSON names images
-and videos by member, or names none, or one of any name where there is one. Links are not followed,
-and nothing but JSON, text, images and videos is read: a `.pkl` is never loaded.
+Adjacent members that share the name up to its first dot are one sample; its key is `SHARD/NAME`,
+so that shards may use the same names. `divide_parts` splits them where keys have dots (v1.00.jpg,
+v1.00.json, v1.01.jpg, v1.01.json). The JSON names images and videos by member, or names none, or
+one of any name where there is one. Links are not followed, and nothing but JSON, text, images and
+videos is read: a `.pkl` is never loaded.
 """
 
 import io
@@ -40,6 +40,8 @@ from task_encoders.samples.limits import MAX_JSON_BYTES
 
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
 _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
+_UNNAMED: Final = "the name of a member is not KEY.PART"
+_IN_NONE: Final = "it belongs to no record, or to one of several, of its name up to the first dot"
 #: Files that macOS adds; all others without KEY.PART are set aside.
 _ADDED: Final = re.compile(r"(.*/)?\.(_.*|DS_Store)", re.DOTALL)
 _TEXT_PARTS: Final = ("txt", "caption", "text")
@@ -70,12 +72,10 @@ class TarSample:
     to_keep: int = 0
     #: why this sample is not whole, or, without members, why nothing follows in the tar
     damage: DamagedStreamError | None = None
-    #: why it is no sample, such as a member whose name is not KEY.PART
+    #: why it is not a sample, such as a member whose name is not KEY.PART
     refused: str = ""
-    #: some of its records were read already, so that the others are split, too
+    #: samples were taken out of it, so the others are split as well
     is_split: bool = False
-    #: a record of its group that is not read
-    unread: str = ""
 
     def at(self, offset: int = 0, size: int = 0, column: str = "") -> Locator:
         """A place in the tar."""
@@ -101,6 +101,41 @@ class TarSample:
             return self.data[part]
         self.file.seek(member.offset)
         return self.file.read(member.size)
+
+    def divide(self) -> "list[TarSample]":
+        """Divide it by `divide_parts`."""
+        divided = divide_parts(self.members, self.is_split)
+        if len(divided) == 1 and not self.is_split:
+            return [self]
+        samples = []
+        for stem, parts, refused in divided:
+            key = f"{self.key}.{stem}".rstrip(".")
+            one = TarSample(self.container, self.file, key, refused=_IN_NONE if refused else "")
+            names = {part.removeprefix(stem) or part: part for part in parts}
+            one.members = {own: self.members[part] for own, part in names.items()}
+            one.data = {own: self.data[part] for own, part in names.items() if part in self.data}
+            one.to_keep = self.to_keep if len(one.data) < len(names) else 0
+            samples.append(one)
+        return samples
+
+    def take_finished(self) -> "Iterator[TarSample]":
+        """Yield its finished samples and take them out, if they have half of its members. The last
+        one, media without a record, and records without media beside others with some stay."""
+        has_media = any(map(_is_medium, self.members))
+        finished = [
+            one
+            for one in self.divide()[:-1]
+            if not one.refused and any(map(_is_medium, one.members)) == has_media
+        ]
+        if 2 * sum(len(one.members) for one in finished) < len(self.members):
+            return  # as it takes time for all members
+        self.is_split = True
+        for one in finished:
+            for own in one.members:
+                part = f"{one.key}.{own}"[len(self.key) + 1 :]
+                del self.members[part]
+                self.to_keep -= len(self.data.pop(part, b""))
+            yield one
 
 
 class WebDatasetSource(Source):
@@ -168,12 +203,14 @@ class WebDatasetSource(Source):
             if names is not None and len(names) == len(parts) == 1:
                 embedded.setdefault(str(names[0]), embedded[parts[0]])
         paired = tuple(media) if media or self.task == "captioning" else None
-        unread = ((), (sample.unread,) if sample.unread else ())
-        yield SourceRecord(key, at, content, paired, embedded, unread=unread)
+        read = {"", _stem(self._json_part(sample) or chosen[0])}
+        records = filter(_is_record, sample.members if self.SPLITS else ())
+        unread = tuple(part for part in records if _stem(part) not in read)
+        yield SourceRecord(key, at, content, paired, embedded, unread=((), unread))
 
     def _media_parts(self, sample: TarSample) -> list[str]:
         """Parts that are the sample's images and videos."""
-        return [part for part in sample.members if _extension(part) in MEDIA_EXTENSIONS]
+        return [part for part in sample.members if _is_medium(part)]
 
     def _media(self, sample: TarSample) -> list[str]:
         """The parts with media. Raises SampleError where one is a link or too large to be held."""
@@ -228,17 +265,16 @@ def group_members(
     """Yield the samples of an open tar; members that belong to none, each as one that says so, as
     does the last if the tar is damaged. A part that comes twice begins another sample of the same
     key. `keep_data`: texts and media are read on the way, as the tar cannot be read at any place;
-    at `most` bytes of a sample. `split`: see `_split`; past `most` bytes with what has arrived."""
+    at `most` bytes of a sample. `split`: members that share KEY are divided by `divide_parts`."""
     reader = TarReader(file)
     sample = TarSample(container, file)
-    divide = _split if split else lambda one: [one]
+    divide = TarSample.divide if split else lambda one: [one]
     try:
         for member in reader:
             match = _MEMBER.fullmatch(member.name)
             if match is None:
                 if member.is_file and not _ADDED.fullmatch(member.name):
-                    why = "the name of a member is not KEY.PART"
-                    yield TarSample(container, file, member.name, refused=why)
+                    yield TarSample(container, file, member.name, refused=_UNNAMED)
                 continue
             key, part = match.groups()
             if key != sample.key or part in sample.members:
@@ -246,17 +282,20 @@ def group_members(
                     yield from divide(sample)
                 sample = TarSample(container, file, key)
             sample.members[part] = member
-            if keep_data and _can_be_kept(part, member):
+            if (
+                keep_data
+                and member.is_file
+                and member.size <= _KEPT_BYTES.get(_extension(part), -1)
+            ):
                 sample.to_keep += member.size
                 if split and sample.to_keep - member.size <= most < sample.to_keep:
-                    yield from _take_finished(sample, most)
+                    yield from sample.take_finished()
                 if sample.to_keep <= most:
                     sample.data[part] = reader.read(member)
     except DamagedStreamError as error:
         *others, sample = divide(sample)
         yield from others
-        has_record = any(_extension(part) in _RECORD_EXTENSIONS for part in sample.members)
-        if reader.member_complete and has_record:
+        if reader.member_complete and any(map(_is_record, sample.members)):
             yield sample
             sample = TarSample(container, file)
         sample.damage = error
@@ -266,110 +305,62 @@ def group_members(
             yield from divide(sample)
 
 
-def _split(group: TarSample) -> list[TarSample]:
-    """Split members that share their name up to its first dot if they are several samples, whose
-    keys have dots. Returns one sample for each record stem (a name without its last extension), and
-    one that is refused for each medium that no stem owns; that of the last member comes last.
+def divide_parts(
+    parts: Collection[str], is_split: bool = False
+) -> list[tuple[str, list[str], bool]]:
+    """Divide the parts of members that share KEY into samples. Return the stem and the parts of
+    each, and whether it is refused; the sample of the last part comes last.
 
-    A medium belongs to the longest stem that its name begins with, followed by a dot. A group is
-    split if it has no record KEY.json or KEY.txt, and several stems, two of which own media or none
-    as there are no media, or one that does not own all media. Of a group that stays whole, records
-    beside its own are refused if they own media or nothing does; it says if others are not read.
+    The stem of a record is its name up to its extension: '00.' of '00.json', '' of 'json'. A medium
+    belongs to the longest stem that its name begins with. The parts are several samples if no stem
+    is '' and two stems own media, or there are two stems and no media, or the only stem owns some
+    media, but not all; or if `is_split`. A medium without a stem is then refused. Otherwise they
+    are one sample; records beside its own are refused if they own media, or if no stem does.
     """
-    records = {
-        part: part[: -len(extension)]  # "00.json": "00."
-        for part in group.members
-        if (extension := _extension(part)) in _RECORD_EXTENSIONS
-    }
-    stems = set(records.values())
-    if stems <= {""} and not group.is_split:
-        return [group]
-    owners = _owners(group.members, stems - {""} if group.is_split else stems)
-    owning = {*owners.values()} - {None}
-    if len(stems) > 1:
-        is_several = len(owning) > 1 or not owners
+    stem_of = {part: _stem(part) for part in parts if _is_record(part)}
+    stems, media = set(stem_of.values()), {part for part in parts if _is_medium(part)}
+    if stems <= {""} and not is_split:
+        return [("", [*parts], False)]
+    begun: list[str] = []  # the stems that a name begins with, the longest last
+    for name in sorted(stems | media):
+        while begun and not name.startswith(begun[-1]):
+            begun.pop()
+        if name in media:
+            stem_of[name] = begun[-1] if begun else name
+        else:
+            begun.append(name)
+    owners = {stem_of[part] for part in media}
+    owning = owners & stems
+    if "" not in stems:  # no record KEY.json or KEY.txt
+        is_split |= len(owning) > 1 or (len(stems) > 1 and not media)
+        is_split |= len(stems) == len(owning) == 1 < len(owners)
+    if is_split:
+        refused = owners - stems | {""}
     else:
-        is_several = bool(owning) and None in owners.values()
-    if not (group.is_split or ("" not in stems and is_several)):
-        first = min(records, key=lambda part: (part.lower() != "json", part[-4:].lower() != "json"))
-        whole, alone = [group], {"", records[first]}
-        for part, stem in records.items():
-            if stem not in alone and (stem in owning or not owning):
-                why = f"a record beside {first!r} of the same name up to the first dot"
-                key = f"{group.key}.{stem[:-1]}"
-                whole.insert(-1, TarSample(group.container, group.file, key, refused=why))
-            elif stem not in alone:
-                group.unread = part
-            alone.add(stem)
-        return whole
-    samples: dict[str, TarSample] = {}
+        first = min(stem_of, key=lambda part: (part.lower() != "json", _extension(part) != "json"))
+        beside = stems - {"", stem_of[first]}
+        refused = beside & owning if owning else beside
+        refused_parts = {part for part in stem_of.keys() - media if stem_of[part] in refused}
+        stem_of = {part: stem_of[part] if part in refused_parts else "" for part in parts}
+    samples: dict[str, list[str]] = {}
     last = ""
-    for part, member in group.members.items():
-        if part in records or part in owners:
-            last = stem = records[part] if part in records else owners[part] or part
-            name = stem.removesuffix(".")
-            one = samples.setdefault(stem, TarSample(group.container, group.file))
-            one.key, own = f"{group.key}.{name}".rstrip("."), part.removeprefix(stem) or part
-            one.members[own] = member
-            if part in group.data:
-                one.data[own] = group.data[part]
-            elif _can_be_kept(part, member):
-                one.to_keep = group.to_keep
-            if part == stem:
-                one.refused = f"no record of the same name up to a dot is beside {member.name!r}"
-            elif not stem:
-                one.refused = "it follows records whose names begin with its own and a dot"
+    for part in filter(stem_of.__contains__, parts):
+        samples.setdefault(stem_of[part], []).append(part)
+        last = stem_of[part] if is_split else ""
     samples[last] = samples.pop(last)
-    return list(samples.values())
+    return [(stem, own, stem in refused) for stem, own in samples.items()]
 
 
-def _owners(parts: Iterable[str], stems: Collection[str]) -> dict[str, str | None]:
-    """Return the longest stem, if any, that each medium's name begins with. In sorted order, stems
-    that the next name may begin with are a stack: time does not grow with stems times media."""
-    owners: dict[str, str | None] = {}
-    media = [part for part in parts if _extension(part) in MEDIA_EXTENSIONS]
-    open_stems: list[str] = []
-    for name in sorted([*stems, *media]):
-        while open_stems and not name.startswith(open_stems[-1]):
-            open_stems.pop()
-        if name in stems:
-            open_stems.append(name)
-        else:
-            owners[name] = open_stems[-1] if open_stems else None
-    return owners
+def _stem(part: str) -> str:
+    return part[: -len(_extension(part))]
 
 
-def _take_finished(group: TarSample, most: float) -> list[TarSample]:
-    """Take finished samples out of a group that is too large to be held; [] if there are none. Its
-    last sample, media without a record and records without media stay: theirs may follow. They may
-    take half of `most`, so that time does not grow with the square of members."""
-    samples = _split(group)
-    if samples[-1] is group:
-        return []
-
-    def has_media(one: TarSample) -> bool:
-        return any(_extension(part) in MEDIA_EXTENSIONS for part in one.members)
-
-    is_all_text = not has_media(group)
-    finished, held = list[TarSample](), 0
-    for one in samples[:-1]:
-        if not one.refused and (is_all_text or has_media(one)):
-            finished.append(one)
-        else:
-            held += sum(map(len, one.data.values()))
-    if held > most / 2:
-        return []
-    group.is_split = True
-    taken = {member.header_offset for one in finished for member in one.members.values()}
-    for part, member in [*group.members.items()]:
-        if member.header_offset in taken:
-            del group.members[part]
-            group.to_keep -= len(group.data.pop(part, b""))
-    return finished
+def _is_record(part: str) -> bool:
+    return _extension(part) in _RECORD_EXTENSIONS
 
 
-def _can_be_kept(part: str, member: TarMember) -> bool:
-    return member.is_file and member.size <= _KEPT_BYTES.get(_extension(part), -1)
+def _is_medium(part: str) -> bool:
+    return _extension(part) in MEDIA_EXTENSIONS
 
 
 def find_part(parts: Iterable[str], name: str) -> str | None:

@@ -224,15 +224,12 @@ def test_other_formats_keep_the_first_dot(tmp_path: Path, format_name: str) -> N
 
 
 def test_time_does_not_grow_with_the_square() -> None:
-    """Of stems within stems, and of media that are held because their records may follow."""
-    deep = [(f"k.{'a.' * i}json", b"{}") for i in range(1, 3000)]
-    deep += [(f"k.{'a.' * i}jpg", b"x") for i in range(1, 3000)]
-    held = [(f"k.{i}.jpg", b"x" * 100) for i in range(5000)]
-    held += [(f"k.{i}.{end}", b"x" * 100) for i in range(5000, 8000) for end in ("jpg", "json")]
-    for members, most in ((deep, math.inf), (held, 500_300), (held, 1_100_000)):
+    """With stems times media, and with media that are held because their records may follow."""
+    pairs = [(f"k.{i}.{end}", b"x" * 100) for i in range(2000, 12000) for end in ("jpg", "json")]
+    held = [(f"k.{i}.jpg", b"x" * 100) for i in range(2000)] + pairs[:2000]
+    for members, most in ((pairs, math.inf), (held, 200_300), (held, 450_000)):
         file = io.BytesIO(tar_bytes(members))
         begin = time.process_time()
         found = [*group_members("a.tar.gz", file, keep_data=True, most=most, split=True)]
-        assert time.process_time() - begin < 20
-        named = [one for one in found for _ in one.members]
-        assert len(named) == len(members)
+        assert time.process_time() - begin < 5
+        assert sum(len(one.members) for one in found) == len(members)
