@@ -244,8 +244,7 @@ def make_plan(run: Run, samples: Index) -> Planned:
 
         groups = group_samples(run, samples)
         if run.config.weights is not None:
-            hashes = samples.array("key_hash")
-            records = record_numbers(samples) if samples.info.split else None
+            hashes, records = samples.array("key_hash"), record_numbers(samples)
 
             def in_trees(ids: SampleIds) -> Amounts:
                 items = _form_trees(run.config, samples, num_tokens, ids, groups, records)
@@ -336,8 +335,8 @@ def _form_trees(
     groups: npt.NDArray[np.integer],
     records: npt.NDArray[np.integer] | None,
 ) -> "Items":
-    """Form the items of the uses `ids` of one split. `groups` and `records`, of which no item holds
-    two uses, are (num_samples,)."""
+    """Form items of the uses `ids` of one split. `groups` and `records` are (num_samples,); an item
+    holds no two uses of a record."""
     from offline_packing.plan.prefixes import form_items
     from offline_packing.planner.strategies.kernels import kernels_for
 

@@ -2,9 +2,9 @@
 
 `repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
 one; which ones, depends only on key and seed. Parts of a conversation are used equally often.
-`weight` says which share of each split's tokens, as rows hold them, a source is to have; nothing is
-left out for it: the source with the most tokens relative to its weight is used once, the others are
-repeated. Samples that share a prefix are then used equally often.
+`weight` says which share of each split's tokens in rows a source is to have; nothing is left out
+for it: the source with the most tokens relative to its weight is used once, the others are
+repeated. All samples of a prefix tree are used equally often.
 
 The split of a sample follows from the group that `source.fields.group` names; without one from its
 images and videos; without any from its own content. All samples that lead from one to another by
@@ -53,7 +53,7 @@ class Uses:
     not_drawn: AsideSamples
 
 
-#: (num_samples,) tokens that each sample adds to rows, and hashes that its fractional use is drawn by
+#: (num_samples,) the tokens that each sample adds to rows, and the hash that draws its last use
 Amounts = tuple[npt.NDArray[np.integer], Hashes]
 
 
@@ -64,8 +64,8 @@ def choose_uses(
     in_trees: Callable[[SampleIds], Amounts] | None = None,
 ) -> Uses:
     """Choose all uses of the samples that can be packed, by split: all uses of a sample are in one.
-    `in_trees` gives the amounts of samples of one split where these form trees. Raises StageError
-    if the weights ask for too many copies of a sample of the first split."""
+    `in_trees` gives the amounts of one split's samples where these form trees. Raises StageError if
+    the weights ask for too many copies of a sample of the first split."""
     shares = config.output.split
     parts = dict.fromkeys(shares, slice(None))
     if len(shares) > 1:

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import methodcaller
 from typing import Any, Final
 
 import numpy as np
@@ -191,14 +190,12 @@ def _source_figures(
     uses: npt.NDArray[np.integer],
 ) -> list[Figures]:
     """One entry per source: different samples `used`, and sums over all their uses. Shares are of
-    the tokens that rows hold where trees are of one source each."""
+    the tokens that rows hold."""
     columns = [f"num_{name}" for name in _SUMS]
     sums = sums_by_source(samples, uses, len(config.source), columns)
     held = sums["num_tokens"]
-    if plan is not None and plan.branches is not None and config.weights is not None:
-        tokens = of_uses(samples, plan, methodcaller("array", "num_tokens"))
-        source_of = samples.array("source_id")[plan.sample_ids]
-        held = np.bincount(source_of, tokens, len(config.source)).tolist()
+    if plan is not None and plan.branches is not None:
+        held = _held_tokens(samples, plan, [0, len(plan.sample_ids)], len(config.source))[0]
     total = sum(held) or 1
     weights: Sequence[float | None] = config.weights or [None] * len(config.source)
     lines = []
@@ -231,18 +228,25 @@ def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> l
     num_packs = len(next(iter(splits_of_plan(plan, config.output.split).values())))
     count = min(_STRETCHES, num_packs)
     ends = plan.pack_offsets[np.arange(count + 1) * num_packs // max(count, 1)]
+    return [
+        [
+            {"source": n, "share": own / sum(held), "asked": mixture.share(n, (i + 0.5) / count)}
+            for n, own in zip(names, held, strict=True)
+        ]
+        for i, held in enumerate(_held_tokens(samples, plan, ends, len(names)))
+    ]
+
+
+def _held_tokens(
+    samples: Index, plan: PackPlan, ends: Sequence[int], num_sources: int
+) -> list[list[float]]:
+    """Return the tokens of each source that rows hold, between each two `ends` among the uses."""
     sources = samples.array("source_id")[plan.sample_ids]
-    tokens = of_uses(samples, plan, methodcaller("array", "num_tokens"))
-    found = []
-    for number, (start, end) in enumerate(itertools.pairwise(ends)):
-        own = np.bincount(sources[start:end], tokens[start:end], len(names))
-        found.append(
-            [
-                {"source": n, "share": share, "asked": mixture.share(n, (number + 0.5) / count)}
-                for n, share in zip(names, (own / own.sum()).tolist(), strict=True)
-            ]
-        )
-    return found
+    tokens = of_uses(samples, plan, lambda index: index.array("num_tokens"))
+    return [
+        np.bincount(sources[start:end], tokens[start:end], num_sources).tolist()
+        for start, end in itertools.pairwise(ends)
+    ]
 
 
 def _split_figures(config: PackingConfig, plan: PackPlan) -> list[Figures]:
