@@ -1,7 +1,7 @@
 """Samples that `pack.where` chooses, by fields that `source.keep` kept of their records."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -68,7 +68,7 @@ def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
         for number, own in reversed([*enumerate(values.values(), start=1)]):
             code[[one is None for one in own]] = number
         for all_of in any_of:
-            chosen: Iterable[int] = range(len(part))
+            chosen: Sequence[int] = range(len(part))
             for column, op, given in all_of:
                 own, holds = values[column], _OPERATORS[op]
                 chosen = [i for i in chosen if own[i] is not None and holds(own[i], given)]

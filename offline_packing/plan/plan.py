@@ -10,8 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,6 @@ from offline_packing.index import table as index
 from offline_packing.index.chosen import left_out
 from offline_packing.index.records import find_duplicates, record_numbers
 from offline_packing.index.rows import (
-    Prefixes,
     SampleIds,
     media_of_samples,
     name_samples,
@@ -35,7 +35,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.summary import render_summary
-from offline_packing.plan.uses import Amounts, Uses, choose_uses
+from offline_packing.plan.uses import Trees, Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.passes import PlanOptions
 from offline_packing.runs.artifacts import (
@@ -62,9 +62,6 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from task_encoders.families import model_cost
-
-if TYPE_CHECKING:
-    from offline_packing.plan.prefixes import Items
 
 logger = logging.getLogger(__name__)
 
@@ -238,20 +235,14 @@ def make_plan(run: Run, samples: Index) -> Planned:
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
     if len(aside.ids):
         kept = np.delete(kept, aside.ids)
-    groups, in_trees = None, None
+    trees = None
     if run.config.pack.share_prefixes is not None:
-        from offline_packing.plan.prefixes import group_samples  # compiled
+        from offline_packing.plan.prefixes import form_trees, group_samples  # compiled
 
         groups = group_samples(run, samples)
-        if run.config.weights is not None:
-            hashes, records = samples.array("key_hash"), record_numbers(samples)
-
-            def in_trees(ids: SampleIds) -> Amounts:
-                items = _form_trees(run.config, samples, num_tokens, ids, groups, records)
-                return items.amounts(hashes[ids])
-
-    uses = choose_uses(run.config, samples, kept, in_trees)
-    packs = _pack_uses(run.config, samples, num_tokens, uses, groups)
+        trees = partial(form_trees, run.config, samples, num_tokens, groups)
+    uses = choose_uses(run.config, samples, kept, trees)
+    packs = _pack_uses(run.config, samples, num_tokens, uses, trees)
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
     different, codes = np.unique(kinds, return_inverse=True)
     texts = tuple(
@@ -299,18 +290,18 @@ def _pack_uses(
     samples: Index,
     num_tokens: npt.NDArray[np.integer],
     uses: Uses,
-    groups: npt.NDArray[np.integer] | None,
+    trees: Trees | None,
 ) -> PackPlan:
-    """The plan of all uses, split after split, over the ids of the index. `groups` (num_samples,):
-    see `prefixes.group_samples`; None: samples share no prefixes."""
+    """The plan of all uses, split after split, over the ids of the index. `trees`: see Trees; None:
+    samples share no prefixes."""
     plans: dict[str, list[PackPlan]] = {}
     # Samples with one number share no pack: copies, and parts of a conversation.
     apart = record_numbers(samples) if samples.info.split or uses.repeated else None
     try:
         for name, ids in uses.ids.items():
             epochs = 1 if plans else config.pack.epochs
-            if groups is not None:
-                items = _form_trees(config, samples, num_tokens, ids, groups, apart)
+            if trees is not None:
+                items = trees(ids, apart)
                 own = plan_epochs(epochs, **items.arguments)
                 plans[name] = [items.expand(plan).of(ids) for plan in own]
                 continue
@@ -325,32 +316,6 @@ def _pack_uses(
     if config.pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
         return next(iter(plans.values()))[0]
     return join_plans(plans)
-
-
-def _form_trees(
-    config: PackingConfig,
-    samples: Index,
-    num_tokens: npt.NDArray[np.integer],
-    ids: SampleIds,
-    groups: npt.NDArray[np.integer],
-    records: npt.NDArray[np.integer] | None,
-) -> "Items":
-    """Form items of the uses `ids` of one split. `groups` and `records` are (num_samples,); an item
-    holds no two uses of a record."""
-    from offline_packing.plan.prefixes import form_items
-    from offline_packing.planner.strategies.kernels import kernels_for
-
-    assert config.pack.share_prefixes is not None
-    prefixes = Prefixes(samples)
-    arguments, of_prefixes = (
-        {**plan_arguments(config, index, ids), "num_tokens": tokens[ids]}
-        for index, tokens in ((samples, num_tokens), (prefixes, prefixes.array("num_tokens")))
-    )
-    if records is not None:
-        arguments["copy_of"] = records[ids]
-    most = config.pack.share_prefixes.max_branches
-    with kernels_for(len(ids), config.pack.seq_length):
-        return form_items(ids, groups[ids], arguments, of_prefixes, most)
 
 
 def plan_epochs(

@@ -20,14 +20,14 @@ with one picture.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.records import Hashes, shared_contents
+from offline_packing.index.records import Hashes, record_numbers, shared_contents
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
@@ -53,19 +53,15 @@ class Uses:
     not_drawn: AsideSamples
 
 
-#: (num_samples,) the tokens that each sample adds to rows, and the hash that draws its last use
-Amounts = tuple[npt.NDArray[np.integer], Hashes]
+#: `prefixes.form_trees` of a run: takes ids of samples of one split, and the records of all
+Trees = Callable[[SampleIds, npt.NDArray[np.int64] | None], Any]
 
 
 def choose_uses(
-    config: PackingConfig,
-    samples: Index,
-    kept: SampleIds,
-    in_trees: Callable[[SampleIds], Amounts] | None = None,
+    config: PackingConfig, samples: Index, kept: SampleIds, trees: Trees | None = None
 ) -> Uses:
     """Choose all uses of the samples that can be packed, by split: all uses of a sample are in one.
-    `in_trees` gives the amounts of one split's samples where these form trees. Raises StageError if
-    the weights ask for too many copies of a sample of the first split."""
+    Raises StageError if weights ask for too many copies of a sample of the first split."""
     shares = config.output.split
     parts = dict.fromkeys(shares, slice(None))
     if len(shares) > 1:
@@ -76,19 +72,20 @@ def choose_uses(
         return Uses(once, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
     hashes, num_tokens = samples.array("key_hash"), samples.array("num_tokens")
-    uses, of_first = np.empty(len(kept), np.int64), None
+    uses, repeats = np.empty(len(kept), np.int64), list[npt.NDArray[np.float64]]()
     for name, part in parts.items():
         own = kept[part]
-        tokens, draws = in_trees(own) if in_trees else (num_tokens[own], hashes[own])
+        tokens, draws = num_tokens[own], hashes[own]
+        if trees is not None and config.weights is not None:
+            tokens, draws = trees(own, record_numbers(samples)).amounts(draws)
         try:
-            repeats = source_repeats(config, source_ids[part], tokens)
+            repeats.append(source_repeats(config, source_ids[part], tokens))
         except StageError as error:
-            if of_first is None:
+            if not repeats:
                 raise
             logger.warning("plan: split %s keeps the first split's repeats: %s", name, error)
-            repeats = of_first
-        of_first = repeats if of_first is None else of_first
-        uses[part] = count_uses(repeats[source_ids[part]], draws, config.pack.seed)
+            repeats.append(repeats[0])
+        uses[part] = count_uses(repeats[-1][source_ids[part]], draws, config.pack.seed)
     not_drawn = [
         AsideSamples.of(
             kept[(uses == 0) & (source_ids == i)], "not_drawn", f"repeat {one.repeat:g}"

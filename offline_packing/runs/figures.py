@@ -184,18 +184,15 @@ def _resizing(model: ModelOptions) -> str | None:
 
 
 def _source_figures(
-    config: PackingConfig,
-    samples: Index,
-    plan: PackPlan | None,
-    uses: npt.NDArray[np.integer],
+    config: PackingConfig, samples: Index, plan: PackPlan | None, uses: npt.NDArray[np.integer]
 ) -> list[Figures]:
     """One entry per source: different samples `used`, and sums over all their uses. Shares are of
     the tokens that rows hold."""
     columns = [f"num_{name}" for name in _SUMS]
     sums = sums_by_source(samples, uses, len(config.source), columns)
-    held = sums["num_tokens"]
+    held: Sequence[float] = sums["num_tokens"]
     if plan is not None and plan.branches is not None:
-        held = _held_tokens(samples, plan, [0, len(plan.sample_ids)], len(config.source))[0]
+        (held,) = _held_tokens(samples, plan, plan.pack_offsets[[0, -1]], len(config.source))
     total = sum(held) or 1
     weights: Sequence[float | None] = config.weights or [None] * len(config.source)
     lines = []
@@ -238,7 +235,7 @@ def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> l
 
 
 def _held_tokens(
-    samples: Index, plan: PackPlan, ends: Sequence[int], num_sources: int
+    samples: Index, plan: PackPlan, ends: npt.NDArray[np.integer], num_sources: int
 ) -> list[list[float]]:
     """Return the tokens of each source that rows hold, between each two `ends` among the uses."""
     sources = samples.array("source_id")[plan.sample_ids]
