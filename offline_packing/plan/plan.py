@@ -24,6 +24,7 @@ from offline_packing.index import table as index
 from offline_packing.index.chosen import left_out
 from offline_packing.index.records import find_duplicates, record_numbers
 from offline_packing.index.rows import (
+    Prefixes,
     SampleIds,
     media_of_samples,
     name_samples,
@@ -237,10 +238,10 @@ def make_plan(run: Run, samples: Index) -> Planned:
         kept = np.delete(kept, aside.ids)
     trees = None
     if run.config.pack.share_prefixes is not None:
-        from offline_packing.plan.prefixes import form_trees, group_samples  # compiled
+        from offline_packing.plan.prefixes import group_samples  # compiled
 
         groups = group_samples(run, samples)
-        trees = partial(form_trees, run.config, samples, num_tokens, groups)
+        trees = partial(_form_trees, run.config, samples, num_tokens, groups)
     uses = choose_uses(run.config, samples, kept, trees)
     packs = _pack_uses(run.config, samples, num_tokens, uses, trees)
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
@@ -316,6 +317,32 @@ def _pack_uses(
     if config.pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
         return next(iter(plans.values()))[0]
     return join_plans(plans)
+
+
+def _form_trees(
+    config: PackingConfig,
+    samples: Index,
+    num_tokens: npt.NDArray[np.integer],
+    groups: npt.NDArray[np.integer],
+    ids: SampleIds,
+    records: npt.NDArray[np.integer] | None,
+) -> Any:
+    """Form items of the uses `ids` of one split. `num_tokens`, `groups` and `records`, of which no
+    item holds two uses, are (num_samples,)."""
+    from offline_packing.plan.prefixes import form_items  # compiled
+    from offline_packing.planner.strategies.kernels import kernels_for
+
+    assert config.pack.share_prefixes is not None
+    prefixes = Prefixes(samples)
+    arguments, of_prefixes = (
+        {**plan_arguments(config, index, ids), "num_tokens": tokens[ids]}
+        for index, tokens in ((samples, num_tokens), (prefixes, prefixes.array("num_tokens")))
+    )
+    if records is not None:
+        arguments["copy_of"] = records[ids]
+    most = config.pack.share_prefixes.max_branches
+    with kernels_for(len(ids), config.pack.seq_length):
+        return form_items(ids, groups[ids], arguments, of_prefixes, most)
 
 
 def plan_epochs(

@@ -15,21 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from offline_packing.config.packing import PackingConfig
 from offline_packing.index.measured import join_hashes
 from offline_packing.index.records import Hashes, places_of_equal
 from offline_packing.index.rows import (
     SAMPLES_IN_MEMORY,
-    Prefixes,
     SampleIds,
     media_of_samples,
     samples_of_shards,
 )
 from offline_packing.index.table import Index
-from offline_packing.plan.plan import plan_arguments
 from offline_packing.planner.exchange import rounds_of_copies
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.strategies.kernels import Kernel, counting_sort, kernels_for
+from offline_packing.planner.strategies.kernels import Kernel, counting_sort
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.roots.roots import MediaRoot
@@ -164,29 +161,6 @@ class Items:
         branches = np.ones(len(places), np.uint8)
         branches[ends[:-1]] = 0
         return self.uses[places], ends, branches
-
-
-def form_trees(
-    config: PackingConfig,
-    samples: Index,
-    num_tokens: Numbers,
-    groups: Numbers,
-    ids: SampleIds,
-    records: Numbers | None,
-) -> Items:
-    """Form items of the uses `ids` of one split. `num_tokens`, `groups` and `records`, of which no
-    item holds two uses, are (num_samples,)."""
-    assert config.pack.share_prefixes is not None
-    prefixes = Prefixes(samples)
-    arguments, of_prefixes = (
-        {**plan_arguments(config, index, ids), "num_tokens": tokens[ids]}
-        for index, tokens in ((samples, num_tokens), (prefixes, prefixes.array("num_tokens")))
-    )
-    if records is not None:
-        arguments["copy_of"] = records[ids]
-    most = config.pack.share_prefixes.max_branches
-    with kernels_for(len(ids), config.pack.seq_length):
-        return form_items(ids, groups[ids], arguments, of_prefixes, most)
 
 
 def form_items(

@@ -53,7 +53,7 @@ class Uses:
     not_drawn: AsideSamples
 
 
-#: `prefixes.form_trees` of a run: takes ids of samples of one split, and the records of all
+#: forms `prefixes.Items` of the ids of one split, given the numbers of all records
 Trees = Callable[[SampleIds, npt.NDArray[np.int64] | None], Any]
 
 
