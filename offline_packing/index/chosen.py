@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from offline_packing.errors import StageError
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
 from offline_packing.sources.options import kept_value
@@ -56,14 +57,21 @@ def _parse_clause(clause: Any) -> tuple[str, str, Any]:
 
 
 def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
-    """The samples that filters do not choose. A clause fails where its field has no such value."""
+    """The samples that filters do not choose. A clause fails where its field has no such value.
+    Raises StageError if no sample has a field."""
     any_of = parse_filters(filters)
     columns = dict.fromkeys(column for all_of in any_of for column, *_ in all_of)
-    names = (column.partition(" ")[2] for column in columns)
+    names = [column.partition(" ")[2] for column in columns]
+    absent = set(names)
     texts = (("not_chosen", "pack.where"), *(("not_chosen", f"no {name}") for name in names))
     found = [np.empty(0, np.int32)]  # places in texts; -1: chosen
     for part in samples.parts("kept"):
-        values = {column: _values(part["kept"], *column.split(" ", 1)) for column in columns}
+        fields = {name: pc.map_lookup(part["kept"], name, "first") for name in names}
+        absent -= {name for name, field in fields.items() if field.null_count < len(field)}
+        values = {
+            column: _values(fields[name], column)
+            for column, name in zip(columns, names, strict=True)
+        }
         code = np.zeros(len(part), np.int32)
         for number, own in reversed([*enumerate(values.values(), start=1)]):
             code[[one is None for one in own]] = number
@@ -75,16 +83,17 @@ def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
             code[chosen] = -1
         found.append(code)
     codes = np.concatenate(found)
+    if absent and len(codes):
+        raise StageError(f"no record has {min(absent)!r}, which pack.where names; correct the name")
     ids = np.flatnonzero(codes >= 0)
     return AsideSamples(ids, codes[ids], texts)
 
 
-def _values(kept: pa.ChunkedArray, kind: str, name: str) -> list[Any]:
+def _values(field: pa.ChunkedArray, column: str) -> list[Any]:
     """Return the number, exact, or the text that each sample has in a field, or None."""
-    value = pc.map_lookup(kept, name, "first")
-    number, text = (pc.struct_field(value, one) for one in ("number", "text"))
+    number, text = (pc.struct_field(field, one) for one in ("number", "text"))
     is_integer = pc.match_substring_regex(text, "^[+-]?[0-9]+$").fill_null(False)
-    if kind == "text":
+    if column.startswith("text "):
         return pc.if_else(pc.and_(is_integer, number.is_null()), None, text).to_pylist()
     values = number.to_pylist()
     for row in np.flatnonzero(is_integer.to_numpy()).tolist():

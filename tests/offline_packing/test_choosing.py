@@ -531,6 +531,28 @@ def test_a_bad_filter_is_one_line(where: Any, message: str, tmp_path: Path) -> N
     assert str(caught.value).startswith("config: pack.where")
 
 
+def test_a_filter_on_a_field_that_no_record_has(tmp_path: Path) -> None:
+    """It stops; not where a source's only ratings are of turns that they leave out."""
+    source = jsonl(tmp_path / "a.jsonl", [1, None, 3], keep=["meta.score", "meta.skore"])
+    run = make_run(source, tmp_path / "out", pack={"where": [["meta.skore", "!=", 3]]})
+    with pytest.raises(StageError, match=r"no record has 'meta\.skore', which pack\.where names"):
+        make_plan(run, measure(run))
+    rows = [
+        {**row, "stars": stars} for row, stars in zip(records([1, 2]), [[1], None], strict=True)
+    ]
+    write_file(tmp_path / "b.jsonl", lines(rows))
+    source = {"format": "jsonl", "path": str(tmp_path / "b.jsonl"), "task": "bmr"}
+    found = outcomes(make_run({**source, "min_rating": {"stars": 2}}, tmp_path / "low"))
+    assert found == {"0": "not_chosen", "1": "ok"}
+    for number, names in enumerate((["starz"], ["stars", "starz"])):
+        rating = dict.fromkeys(names, 2)
+        run = make_run({**source, "min_rating": rating}, tmp_path / f"{number}")
+        with pytest.raises(
+            StageError, match=r"b\.jsonl has 'starz', which source\.min_rating names"
+        ):
+            measure(run)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
