@@ -1,7 +1,7 @@
 """Samples that `pack.where` chooses, by fields that `source.keep` kept of their records."""
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any, Final
 
 import numpy as np
@@ -14,16 +14,9 @@ from offline_packing.index.table import Index
 from offline_packing.sources.options import kept_value
 
 _OPERATORS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
-    "==": operator.eq,
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-    "<=": operator.le,
-    ">=": operator.ge,
     "in": lambda value, given: value in given,
     "not in": lambda value, given: value not in given,
-}
+} | {"==": eq, "=": eq, "!=": ne, "<": lt, ">": gt, "<=": le, ">=": ge}
 _FORM: Final = "write [[FIELD, '>=', 3], [FIELD, 'not in', [a, b]]]"
 
 

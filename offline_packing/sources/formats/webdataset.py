@@ -104,11 +104,8 @@ class TarSample:
 
     def divide(self) -> "list[TarSample]":
         """Divide it by `divide_parts`."""
-        divided = divide_parts(self.members, self.is_split)
-        if len(divided) == 1 and not self.is_split:
-            return [self]
         samples = []
-        for stem, parts, refused in divided:
+        for stem, parts, refused in divide_parts(self.members, self.is_split):
             key = f"{self.key}.{stem}".rstrip(".")
             one = TarSample(self.container, self.file, key, refused=_IN_NONE if refused else "")
             names = {part.removeprefix(stem) or part: part for part in parts}
@@ -119,16 +116,14 @@ class TarSample:
         return samples
 
     def take_finished(self) -> "Iterator[TarSample]":
-        """Yield its finished samples and take them out, if they have half of its members. The last
-        one, media without a record, and records without media beside others with some stay."""
+        """Yield its finished samples and take them out, if they have half of its members, as all
+        are looked at. The last sample, media without a record, and records without media stay, in
+        case theirs follow; such records are finished if there are no media at all."""
         has_media = any(map(_is_medium, self.members))
-        finished = [
-            one
-            for one in self.divide()[:-1]
-            if not one.refused and any(map(_is_medium, one.members)) == has_media
-        ]
+        samples = (one for one in self.divide()[:-1] if not one.refused)
+        finished = [one for one in samples if any(map(_is_medium, one.members)) == has_media]
         if 2 * sum(len(one.members) for one in finished) < len(self.members):
-            return  # as it takes time for all members
+            return
         self.is_split = True
         for one in finished:
             for own in one.members:
@@ -338,15 +333,13 @@ def divide_parts(
         refused = owners - stems | {""}
     else:
         first = min(stem_of, key=lambda part: (part.lower() != "json", _extension(part) != "json"))
-        beside = stems - {"", stem_of[first]}
-        refused = beside & owning if owning else beside
-        refused_parts = {part for part in stem_of.keys() - media if stem_of[part] in refused}
-        stem_of = {part: stem_of[part] if part in refused_parts else "" for part in parts}
+        refused = stems - {"", stem_of[first]} & (owning or stems)
+        apart = {part for part in stem_of.keys() - media if stem_of[part] in refused}
+        stem_of = {part: stem_of[part] if part in apart else "" for part in parts}
     samples: dict[str, list[str]] = {}
-    last = ""
     for part in filter(stem_of.__contains__, parts):
-        samples.setdefault(stem_of[part], []).append(part)
-        last = stem_of[part] if is_split else ""
+        samples.setdefault(last := stem_of[part], []).append(part)
+    last = last if is_split else ""
     samples[last] = samples.pop(last)
     return [(stem, own, stem in refused) for stem, own in samples.items()]
 
