@@ -1,17 +1,22 @@
 """Samples that `pack.where` chooses, by fields that `source.keep` kept of their records."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from offline_packing.errors import StageError
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
 from offline_packing.sources.options import kept_value
 
+_OPERATORS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
+    "in": lambda value, given: value in given,
+    "not in": lambda value, given: value not in given,
+} | {"==": eq, "=": eq, "!=": ne, "<": lt, ">": gt, "<=": le, ">=": ge}
 _FORM: Final = "write [[FIELD, '>=', 3], [FIELD, 'not in', [a, b]]]"
 
 
@@ -36,41 +41,54 @@ def _parse_clause(clause: Any) -> tuple[str, str, Any]:
     if _is_list(value) != (op in ("in", "not in")):
         raise ValueError(f"{where}: 'in' and 'not in' take a list, other operators one value")
     given = value if _is_list(value) else [value]
-    found = [own for one in given if (own := kept_value(one)) is not None]
-    # Large integers, which have both, are less or more by their number and equal by their text.
-    by_number = op[:1] in ("<", ">") and not isinstance(value, str)
-    kinds = ["number" if by_number or one["text"] is None else "text" for one in found]
-    if len(found) < len(given) or len({*kinds}) > 1:
+    kinds = {"text" if isinstance(one, str) else "number" for one in given}
+    if None in map(kept_value, given) or len(kinds) > 1:
         raise ValueError(f"{where} compares with something else than numbers, or short texts")
-    values = [one[kind] for one, kind in zip(found, kinds, strict=True)]
-    parsed = f"{kinds[0]} {name}", op, values if _is_list(value) else values[0]
-    try:
-        pq.filters_to_expression([parsed])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error} Choose ==, !=, <, >, <=, >=, in, not in") from error
-    return parsed
+    if op not in _OPERATORS:
+        raise ValueError(f'{where}: "{op}" is not a valid operator; choose {", ".join(_OPERATORS)}')
+    return f"{kinds.pop()} {name}", op, frozenset(value) if _is_list(value) else value
 
 
 def left_out(samples: Index, filters: Sequence[Any]) -> AsideSamples:
-    """The samples that filters do not choose. A clause fails where its field is null."""
-    any_of, chosen = parse_filters(filters), pc.scalar(False)
-    for all_of in any_of:
-        holds = pq.filters_to_expression([all_of])
-        for column, *_ in all_of:  # pyarrow's `not in` holds for nulls
-            holds &= pc.field(column).is_valid()
-        chosen |= holds
+    """The samples that filters do not choose. A clause fails where its field has no such value.
+    Raises StageError if no sample has a field."""
+    any_of = parse_filters(filters)
     columns = dict.fromkeys(column for all_of in any_of for column, *_ in all_of)
-    kinds = [column.split(" ", 1) for column in columns]
-    texts = (("not_chosen", "pack.where"), *(("not_chosen", f"no {name}") for _, name in kinds))
+    names = [column.partition(" ")[2] for column in columns]
+    absent = set(names)
+    texts = (("not_chosen", "pack.where"), *(("not_chosen", f"no {name}") for name in names))
     found = [np.empty(0, np.int32)]  # places in texts; -1: chosen
     for part in samples.parts("kept"):
-        table, code = pa.table({"row": np.arange(len(part))}), np.zeros(len(part), np.int32)
-        for number, (kind, name) in reversed([*enumerate(kinds, start=1)]):
-            values = pc.struct_field(pc.map_lookup(part["kept"], name, "first"), kind)
-            code[values.is_null().to_numpy()] = number
-            table = table.append_column(f"{kind} {name}", values)
-        code[table.filter(chosen)["row"].to_numpy()] = -1
+        fields = {name: pc.map_lookup(part["kept"], name, "first") for name in names}
+        absent -= {name for name, field in fields.items() if field.null_count < len(field)}
+        values = {
+            column: _values(fields[name], column)
+            for column, name in zip(columns, names, strict=True)
+        }
+        code = np.zeros(len(part), np.int32)
+        for number, own in reversed([*enumerate(values.values(), start=1)]):
+            code[[one is None for one in own]] = number
+        for all_of in any_of:
+            chosen: Sequence[int] = range(len(part))
+            for column, op, given in all_of:
+                own, holds = values[column], _OPERATORS[op]
+                chosen = [i for i in chosen if own[i] is not None and holds(own[i], given)]
+            code[chosen] = -1
         found.append(code)
     codes = np.concatenate(found)
+    if absent and len(codes):
+        raise StageError(f"no record has {min(absent)!r}, which pack.where names; correct the name")
     ids = np.flatnonzero(codes >= 0)
     return AsideSamples(ids, codes[ids], texts)
+
+
+def _values(field: pa.ChunkedArray, column: str) -> list[Any]:
+    """Return the number, exact, or the text that each sample has in a field, or None."""
+    number, text = (pc.struct_field(field, one) for one in ("number", "text"))
+    is_integer = pc.match_substring_regex(text, "^[+-]?[0-9]+$").fill_null(False)
+    if column.startswith("text "):
+        return pc.if_else(pc.and_(is_integer, number.is_null()), None, text).to_pylist()
+    values = number.to_pylist()
+    for row in np.flatnonzero(is_integer.to_numpy()).tolist():
+        values[row] = int(text[row].as_py())
+    return values

@@ -222,6 +222,14 @@ def _complete(
     workspace = run.workspace
     results = list(read_each(workspace.index, read_result, map(_TABLES, tasks)))
     counts = ((one.num_measured, one.diagnosis) for one in results)
+    for i, source in enumerate(run.config.source):
+        of_source = [one for one, task in zip(results, tasks, strict=True) if task.source_id == i]
+        absent = {*getattr(source, "min_rating", ())}.difference(*(one.rated for one in of_source))
+        if absent and source.index is None and any(one.num_rows for one in of_source):
+            raise StageError(
+                f"no record of {source.path} has {min(absent)!r}, which source.min_rating names; "
+                "correct the name, or leave it out"
+            )
     lost, answers = estimate(
         (task.source_id, *own) for task, own in zip(tasks, counts, strict=True)
     )

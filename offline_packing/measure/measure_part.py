@@ -57,7 +57,7 @@ from task_encoders.families import ModelOptions
 from task_encoders.media.image import ImageHeader
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.pack_format import image_extension, video_extension
-from task_encoders.records.record import is_inline
+from task_encoders.records.record import RATED, is_inline
 from task_encoders.sample_encoder import SampleEncoder, SampleLength, sizes_of
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -255,7 +255,7 @@ _MAX_NAME: Final = 200
 #: Characters of a reason's detail that are kept: it may quote a record.
 _MAX_DETAIL: Final = 1000
 #: Fields of PartResult in the metadata of a part of the set-aside table, as JSON, but empty ones.
-_NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "split", "diagnosis")
+_NOTES: Final = ("num_skipped", "num_weighted", "num_part_hashed", "split", "diagnosis", "rated")
 
 #: Values of a row of the index, or of the set-aside table, by the names of their columns.
 Row = dict[str, Any]
@@ -297,6 +297,8 @@ class PartResult:
     split: dict[str, int] = field(default_factory=dict)
     #: see Diagnosis.notes
     diagnosis: dict[str, Any] = field(default_factory=dict)
+    #: places of source.min_rating that a record has
+    rated: list[str] = field(default_factory=list)
 
     @property
     def num_measured(self) -> int:
@@ -401,6 +403,7 @@ class Measuring:
         # See PartResult.
         self.num_skipped = self.num_weighted = self.num_part_hashed = 0
         self.split: Counter[str] = Counter()
+        self.rated: list[str] = []
         # Before its records are read: an edit meanwhile gives the file another time.
         self._time_of = lru_cache(maxsize=32)(modification_time)
 
@@ -452,6 +455,8 @@ class Measuring:
             found.rows = [dict(zip(names, map(escape, values), strict=True))]
 
     def _read_sample(self, found: _Found) -> None:
+        if isinstance(found.record.content, Mapping):
+            self.rated = sorted({*self.rated, *found.record.content.get(RATED, ())})
         found.sample = self.source.sample(found.record, found.key)
 
     def _read_headers(self, found: _Found) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.plan.summary import render_summary
-from offline_packing.plan.uses import Uses, choose_uses
+from offline_packing.plan.uses import Trees, Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.passes import PlanOptions
 from offline_packing.runs.artifacts import (
@@ -235,13 +236,14 @@ def make_plan(run: Run, samples: Index) -> Planned:
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
     if len(aside.ids):
         kept = np.delete(kept, aside.ids)
-    uses = choose_uses(run.config, samples, kept)
-    groups = None
+    trees = None
     if run.config.pack.share_prefixes is not None:
         from offline_packing.plan.prefixes import group_samples  # compiled
 
         groups = group_samples(run, samples)
-    packs = _pack_uses(run.config, samples, num_tokens, uses, groups)
+        trees = partial(_form_trees, run.config, samples, num_tokens, groups)
+    uses = choose_uses(run.config, samples, kept, trees)
+    packs = _pack_uses(run.config, samples, num_tokens, uses, trees)
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
     different, codes = np.unique(kinds, return_inverse=True)
     texts = tuple(
@@ -289,28 +291,27 @@ def _pack_uses(
     samples: Index,
     num_tokens: npt.NDArray[np.integer],
     uses: Uses,
-    groups: npt.NDArray[np.integer] | None,
+    trees: Trees | None,
 ) -> PackPlan:
-    """The plan of all uses, split after split, over the ids of the index. `groups` (num_samples,):
-    see `prefixes.group_samples`; None: samples share no prefixes."""
+    """The plan of all uses, split after split, over the ids of the index. `trees`: see Trees; None:
+    samples share no prefixes."""
     plans: dict[str, list[PackPlan]] = {}
     # Samples with one number share no pack: copies, and parts of a conversation.
     apart = record_numbers(samples) if samples.info.split or uses.repeated else None
     try:
         for name, ids in uses.ids.items():
+            epochs = 1 if plans else config.pack.epochs
+            if trees is not None:
+                items = trees(ids, apart)
+                own = plan_epochs(epochs, **items.arguments)
+                plans[name] = [items.expand(plan).of(ids) for plan in own]
+                continue
             is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
-            lengths = num_tokens if is_all else num_tokens[ids]
             arguments = plan_arguments(config, samples, ids)
             if apart is not None:
                 arguments["copy_of"] = apart[ids]
-            epochs = 1 if plans else config.pack.epochs
-            if groups is None:
-                own = plan_epochs(epochs, lengths, **arguments)
-                plans[name] = own if is_all else [plan.of(ids) for plan in own]
-            else:
-                plans[name] = _plan_trees(
-                    config, samples, ids, groups[ids], epochs, {**arguments, "num_tokens": lengths}
-                )
+            own = plan_epochs(epochs, num_tokens if is_all else num_tokens[ids], **arguments)
+            plans[name] = own if is_all else [plan.of(ids) for plan in own]
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if config.pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
@@ -318,26 +319,30 @@ def _pack_uses(
     return join_plans(plans)
 
 
-def _plan_trees(
+def _form_trees(
     config: PackingConfig,
     samples: Index,
-    ids: SampleIds,
+    num_tokens: npt.NDArray[np.integer],
     groups: npt.NDArray[np.integer],
-    epochs: int,
-    arguments: Mapping[str, Any],
-) -> list[PackPlan]:
-    """`plan_epochs` of the items that the uses of a split form, over the ids of the index."""
-    from offline_packing.plan.prefixes import form_items
+    ids: SampleIds,
+    records: npt.NDArray[np.integer] | None,
+) -> Any:
+    """Form items of the uses `ids` of one split. `num_tokens`, `groups` and `records`, of which no
+    item holds two uses, are (num_samples,)."""
+    from offline_packing.plan.prefixes import form_items  # compiled
     from offline_packing.planner.strategies.kernels import kernels_for
 
     assert config.pack.share_prefixes is not None
     prefixes = Prefixes(samples)
-    of_prefixes = plan_arguments(config, prefixes, ids)
-    of_prefixes["num_tokens"] = prefixes.array("num_tokens")[ids]
+    arguments, of_prefixes = (
+        {**plan_arguments(config, index, ids), "num_tokens": tokens[ids]}
+        for index, tokens in ((samples, num_tokens), (prefixes, prefixes.array("num_tokens")))
+    )
+    if records is not None:
+        arguments["copy_of"] = records[ids]
     most = config.pack.share_prefixes.max_branches
     with kernels_for(len(ids), config.pack.seq_length):
-        items = form_items(ids, groups, arguments, of_prefixes, most)
-    return [items.expand(plan).of(ids) for plan in plan_epochs(epochs, **items.arguments)]
+        return form_items(ids, groups[ids], arguments, of_prefixes, most)
 
 
 def plan_epochs(

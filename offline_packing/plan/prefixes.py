@@ -44,8 +44,8 @@ Numbers = npt.NDArray[np.int64]
 
 def group_samples(run: Run, samples: Index) -> Numbers:
     """(num_samples,) the group of each sample: samples of one group have the same prefix, and media
-    of the same kinds. -1: no other sample has its prefix. Raises StageError if a file cannot be
-    read."""
+    of the same kinds; beside weights or a mixture, they are of one source, too. -1: no other sample
+    has its prefix. Raises StageError if a file cannot be read."""
     columns = samples.table("prefix_hash", "prefix_media", "num_images", "num_videos")
     hashes = columns["prefix_hash"].to_numpy()
     places = places_of_equal(hashes)
@@ -60,6 +60,8 @@ def group_samples(run: Run, samples: Index) -> Numbers:
     groups = np.full(samples.info.num_samples, -1)
     groups[places] = _number(same, of_firsts)[0][numbers] * 4
     groups[places] += media_of_samples(lambda name: columns[name].to_numpy())[places]
+    if run.config.weights is not None:
+        groups[places] = _number(samples.array("source_id")[places], groups[places])[0]
     return groups
 
 
@@ -138,6 +140,17 @@ class Items:
             info=replace(plan.info, num_copies=len(uses) - num_admitted),
             branches=branches,
         )
+
+    def amounts(self, hashes: Hashes) -> tuple[Numbers, Hashes]:
+        """Return (num_uses,) the tokens that each use adds to rows, an item's all at its first use;
+        and the least hash in its item and in the items that share records with it."""
+        tokens, least_of = np.zeros(len(self.uses), np.int64), np.empty_like(hashes)
+        tokens[self.uses[self.offsets[:-1]]] = self.arguments["num_tokens"]
+        labels = np.repeat(self.arguments["copy_of"], np.diff(self.offsets))
+        least = np.full(int(labels.max(initial=-1)) + 1, np.iinfo(np.uint64).max)
+        np.minimum.at(least, labels, hashes[self.uses])
+        least_of[self.uses] = least[labels]
+        return tokens, least_of
 
     def _uses_of(self, items: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
         """The uses of some items, one item after the other; where each begins, and the end; and 1

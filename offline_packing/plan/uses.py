@@ -2,8 +2,9 @@
 
 `repeat: 2.3` uses every sample twice and three in ten of them once more; `repeat: 0.5` every second
 one; which ones, depends only on key and seed. Parts of a conversation are used equally often.
-`weight` says which share of all tokens a source is to have; nothing is left out for it: the source
-with the most tokens relative to its weight is used once, the others are repeated.
+`weight` says which share of each split's tokens in rows a source is to have; nothing is left out
+for it: the source with the most tokens relative to its weight is used once, the others are
+repeated. All samples of a prefix tree are used equally often.
 
 The split of a sample follows from the group that `source.fields.group` names; without one from its
 images and videos; without any from its own content. All samples that lead from one to another by
@@ -16,20 +17,23 @@ So outputs of other sources, models or lengths agree on every group, and on ever
 with one picture.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.records import Hashes, shared_contents
+from offline_packing.index.records import Hashes, record_numbers, shared_contents
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
 from offline_packing.sources.options import MAX_REPEAT
+
+logger = logging.getLogger(__name__)
 
 #: Salts of the numbers that are drawn from a hash.
 _USE_SALT: Final = 0
@@ -49,9 +53,15 @@ class Uses:
     not_drawn: AsideSamples
 
 
-def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
-    """All uses of the samples that can be packed, by split: all uses of a sample are in one. Raises
-    StageError if the weights ask for too many copies of a sample."""
+#: forms `prefixes.Items` of the ids of one split, given the numbers of all records
+Trees = Callable[[SampleIds, npt.NDArray[np.int64] | None], Any]
+
+
+def choose_uses(
+    config: PackingConfig, samples: Index, kept: SampleIds, trees: Trees | None = None
+) -> Uses:
+    """Choose all uses of the samples that can be packed, by split: all uses of a sample are in one.
+    Raises StageError if weights ask for too many copies of a sample of the first split."""
     shares = config.output.split
     parts = dict.fromkeys(shares, slice(None))
     if len(shares) > 1:
@@ -61,10 +71,21 @@ def choose_uses(config: PackingConfig, samples: Index, kept: SampleIds) -> Uses:
         once = {name: kept[part] for name, part in parts.items()}
         return Uses(once, False, AsideSamples.merge([]))
     source_ids = samples.array("source_id")[kept]
-    hashes = samples.array("key_hash")[kept]
-    num_tokens = samples.array("num_tokens")[kept]
-    repeats = source_repeats(config, source_ids, num_tokens)
-    uses = count_uses(repeats[source_ids], hashes, config.pack.seed)
+    hashes, num_tokens = samples.array("key_hash"), samples.array("num_tokens")
+    uses, repeats = np.empty(len(kept), np.int64), list[npt.NDArray[np.float64]]()
+    for name, part in parts.items():
+        own = kept[part]
+        tokens, draws = num_tokens[own], hashes[own]
+        if trees is not None and config.weights is not None:
+            tokens, draws = trees(own, record_numbers(samples)).amounts(draws)
+        try:
+            repeats.append(source_repeats(config, source_ids[part], tokens))
+        except StageError as error:
+            if not repeats:
+                raise
+            logger.warning("plan: split %s keeps the first split's repeats: %s", name, error)
+            repeats.append(repeats[0])
+        uses[part] = count_uses(repeats[-1][source_ids[part]], draws, config.pack.seed)
     not_drawn = [
         AsideSamples.of(
             kept[(uses == 0) & (source_ids == i)], "not_drawn", f"repeat {one.repeat:g}"

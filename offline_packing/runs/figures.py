@@ -3,6 +3,7 @@
 They are plain values, as in report.json.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from offline_packing.index.records import places_of_equal
 from offline_packing.index.rows import (
     Prefixes,
     media_of_samples,
+    of_uses,
     pack_table,
     split_of_packs,
     sums_by_source,
@@ -56,7 +58,7 @@ def run_figures(
     pack.order."""
     info, uses = samples.info, count_uses(samples, plan)
     reasons = Counter(info.set_aside) + Counter(set_aside)
-    sources = _source_figures(config, samples, uses)
+    sources = _source_figures(config, samples, plan, uses)
     total = {name: sum(source[name] for source in sources) for name in _SUMS}
     found = {
         "task": config.task,
@@ -182,12 +184,16 @@ def _resizing(model: ModelOptions) -> str | None:
 
 
 def _source_figures(
-    config: PackingConfig, samples: Index, uses: npt.NDArray[np.integer]
+    config: PackingConfig, samples: Index, plan: PackPlan | None, uses: npt.NDArray[np.integer]
 ) -> list[Figures]:
-    """One entry per source: different samples `used`, and sums over all their uses."""
+    """One entry per source: different samples `used`, and sums over all their uses. Shares are of
+    the tokens that rows hold."""
     columns = [f"num_{name}" for name in _SUMS]
     sums = sums_by_source(samples, uses, len(config.source), columns)
-    total = sum(sums["num_tokens"]) or 1
+    held: Sequence[float] = sums["num_tokens"]
+    if plan is not None and plan.branches is not None:
+        (held,) = _held_tokens(samples, plan, plan.pack_offsets[[0, -1]], len(config.source))
+    total = sum(held) or 1
     weights: Sequence[float | None] = config.weights or [None] * len(config.source)
     lines = []
     for i, (source, name) in enumerate(zip(config.source, config.source_names(), strict=True)):
@@ -204,7 +210,7 @@ def _source_figures(
                 "times_used": own["uses"] / (own["used"] or 1),
                 "bytes": own["bytes"],
                 **{name: own[f"num_{name}"] for name in _SUMS},
-                "share_of_tokens": own["num_tokens"] / total,
+                "share_of_tokens": held[i] / total,
             }
         )
     return lines
@@ -219,17 +225,25 @@ def _mixture_figures(config: PackingConfig, samples: Index, plan: PackPlan) -> l
     num_packs = len(next(iter(splits_of_plan(plan, config.output.split).values())))
     count = min(_STRETCHES, num_packs)
     ends = plan.pack_offsets[np.arange(count + 1) * num_packs // max(count, 1)]
-    sources, tokens = samples.array("source_id"), samples.array("num_tokens")
-    found = []
-    for number, uses in enumerate(np.split(plan.sample_ids, ends[1:])[:count]):
-        own = np.bincount(sources[uses], tokens[uses], len(names))
-        found.append(
-            [
-                {"source": n, "share": share, "asked": mixture.share(n, (number + 0.5) / count)}
-                for n, share in zip(names, (own / own.sum()).tolist(), strict=True)
-            ]
-        )
-    return found
+    return [
+        [
+            {"source": n, "share": own / sum(held), "asked": mixture.share(n, (i + 0.5) / count)}
+            for n, own in zip(names, held, strict=True)
+        ]
+        for i, held in enumerate(_held_tokens(samples, plan, ends, len(names)))
+    ]
+
+
+def _held_tokens(
+    samples: Index, plan: PackPlan, ends: npt.NDArray[np.integer], num_sources: int
+) -> list[list[float]]:
+    """Return the tokens of each source that rows hold, between each two `ends` among the uses."""
+    sources = samples.array("source_id")[plan.sample_ids]
+    tokens = of_uses(samples, plan, lambda index: index.array("num_tokens"))
+    return [
+        np.bincount(sources[start:end], tokens[start:end], num_sources).tolist()
+        for start, end in itertools.pairwise(ends)
+    ]
 
 
 def _split_figures(config: PackingConfig, plan: PackPlan) -> list[Figures]:

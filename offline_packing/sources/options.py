@@ -57,7 +57,7 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 #: Name in a mapped record of what `keep` takes out of it: a `kept_value` by place.
 KEPT: Final = "source.keep"
-#: Characters of a text that is kept, and the largest integer that is exact as float64.
+#: Characters of a text that is kept, and the largest integer up to which all are exact as float64.
 _MAX_KEPT: Final = 256
 _MAX_EXACT: Final = 2**53
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -155,10 +155,11 @@ def _steps(option: str, place: str) -> tuple[str, ...]:
 
 def kept_value(value: Any) -> dict[str, float | str | None] | None:
     """{number, text} of a number, true or false (1 or 0), or a text of at most 256 characters; None
-    of anything else. A text that spells a number has both, as has a large integer."""
+    of anything else. A text that spells a number has both, an integer above 2⁵³ its digits."""
+    if isinstance(value, int) and abs(value) > _MAX_EXACT:
+        return {"number": None, "text": str(value)}
     if isinstance(value, int | float):
-        is_exact = isinstance(value, float) or abs(value) <= _MAX_EXACT
-        return {"number": float(value), "text": None if is_exact else str(value)}
+        return {"number": float(value), "text": None}
     if not isinstance(value, str) or len(value) > _MAX_KEPT:
         return None
     number = float(value) if _NUMBER.fullmatch(value) else math.inf

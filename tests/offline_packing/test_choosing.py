@@ -5,6 +5,10 @@ import base64
 import csv
 import io
 import json
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +174,7 @@ SCALARS: list[Any] = [3, 2.5, "web", "4", True, None, [1], "x" * 257, 2**53 + 1,
 def test_values_that_are_kept() -> None:
     assert [kept_value(value) and tuple(kept_value(value).values()) for value in SCALARS] == [  # type: ignore[union-attr]
         *((3.0, None), (2.5, None), (None, "web"), (4.0, "4"), (1.0, None)),
-        *(None, None, None, (2.0**53, "9007199254740993"), None),
+        *(None, None, None, (None, "9007199254740993"), None),
     ]
     for text in ("nan", "1_0", "1e999", "٣", " 3", ""):
         assert kept_value(text) == {"number": None, "text": text}
@@ -210,6 +214,76 @@ def test_the_value_decides_what_is_compared(clause: list[Any], chosen: str, tmp_
     warned = [line for line in samples.info.warnings if "source.keep" in line]
     assert warned == ["source.keep=meta.score (a number or a short text) is not in the record "
                       "(about 4 samples, such as 5)"]  # fmt: skip
+
+
+#: Values of a field, by its type in Parquet; of "mixed", in JSON.
+VALUES: dict[str, list[Any]] = {
+    "float64": [0.1, 0.5, -0.0, math.nan, math.inf, -math.inf, 2.0**53, 1e300, None],
+    "float32": [0.1, 0.7, 16777216.0, 3.4e38, math.nan, math.inf, None],
+    "float16": [0.1, 2.5, math.nan, None],
+    "int64": [0, 1, -3, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), None],
+    "uint64": [0, 5, 2**53 - 1, 2**53 + 3, 2**64 - 1, None],
+    "string": ["", "web", "Web", "ä", "z" * 256, None],
+    "bool": [True, False, None],
+    "mixed": [3, 2.5, "web", True, 2**53 + 1, 2**64 - 1, 1e300, "a9", None, [1], {"a": 1}],
+}
+NUMBERS = [one for own in VALUES.values() for one in own if isinstance(one, int | float)]
+GIVEN = [[*NUMBERS, 2**53 - 1, 2**53 + 2, 2**70, 16777216.0, 2.0**63], ["web", "", "a", "ä", "3"]]
+COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "in": lambda value, given: any(value == one for one in given),
+    "not in": lambda value, given: all(value != one for one in given),
+}
+
+
+def holds(value: Any, op: str, given: Any) -> bool:
+    """Compare as Python does; values that are none, or of another type, fail."""
+    first = given[0] if isinstance(given, list) else given
+    kind = str if isinstance(first, str) else (int, float)
+    return isinstance(value, kind) and COMPARE[op](value, given)
+
+
+def test_filters_compare_as_python_does(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    count = max(map(len, VALUES.values()))
+    cells = {name: [*own, *[None] * (count - len(own))] for name, own in VALUES.items()}
+    text = [f"{i}?" for i in range(count)]
+    columns = {name: pa.array(own, name) for name, own in cells.items() if name != "mixed"}
+    columns["float16"] = pa.array([None if x is None else np.float16(x) for x in cells["float16"]])
+    columns["inner"] = pa.StructArray.from_arrays([columns["float32"]], ["float32"])
+    pq.write_table(pa.table({"question": text, "answer": text, **columns}), tmp_path / "a.parquet")
+    rows = [
+        {"question": t, "answer": t, "mixed": v} for t, v in zip(text, cells["mixed"], strict=True)
+    ]
+    write_file(tmp_path / "b.jsonl", lines(rows))
+    keep = [*(VALUES.keys() - {"mixed"}), "inner.float32"]
+    options = {"task": "vqa", "text_only": True}
+    table = {"format": "parquet", "path": str(tmp_path / "a.parquet"), "keep": keep, **options}
+    other = {"format": "jsonl", "path": str(tmp_path / "b.jsonl"), "keep": ["mixed"], **options}
+    indexes = [measure(make_run(one, tmp_path / one["format"])) for one in (table, other)]
+    cells["float32"] = [float(str(np.float32(x))) if x is not None else x for x in cells["float32"]]
+    cells["inner.float32"] = cells["float32"]
+    numbers = Counter[bool]()
+    for _ in range(500):
+        clauses, expected = [], np.full(count, True)
+        names = rng.choice(["mixed"] if rng.random() < 0.3 else keep, int(rng.integers(1, 3)))
+        for name in names.tolist():
+            op, given = str(rng.choice([*COMPARE])), GIVEN[int(rng.random() < 0.3)]
+            drawn = [given[i] for i in rng.integers(len(given), size=rng.integers(1, 4))]
+            value = drawn if "in" in op else drawn[0]
+            clauses.append([name, op, value])
+            expected &= [holds(one, op, value) for one in cells[name]]
+        samples = indexes["mixed" in names]
+        chosen = np.full(count, True)
+        chosen[left_out(samples, clauses).ids] = False
+        assert chosen.tolist() == expected.tolist(), clauses
+        numbers.update(expected.tolist())
+    assert min(numbers.values()) > 500
 
 
 def test_kept_fields_of_renamed_records(tmp_path: Path) -> None:
@@ -455,6 +529,28 @@ def test_a_bad_filter_is_one_line(where: Any, message: str, tmp_path: Path) -> N
         make_config(source, tmp_path / "out", pack={"where": where})
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("config: pack.where")
+
+
+def test_a_filter_on_a_field_that_no_record_has(tmp_path: Path) -> None:
+    """It stops; not where a source's only ratings are of turns that they leave out."""
+    source = jsonl(tmp_path / "a.jsonl", [1, None, 3], keep=["meta.score", "meta.skore"])
+    run = make_run(source, tmp_path / "out", pack={"where": [["meta.skore", "!=", 3]]})
+    with pytest.raises(StageError, match=r"no record has 'meta\.skore', which pack\.where names"):
+        make_plan(run, measure(run))
+    rows = [
+        {**row, "stars": stars} for row, stars in zip(records([1, 2]), [[1], None], strict=True)
+    ]
+    write_file(tmp_path / "b.jsonl", lines(rows))
+    source = {"format": "jsonl", "path": str(tmp_path / "b.jsonl"), "task": "bmr"}
+    found = outcomes(make_run({**source, "min_rating": {"stars": 2}}, tmp_path / "low"))
+    assert found == {"0": "not_chosen", "1": "ok"}
+    for number, names in enumerate((["starz"], ["stars", "starz"])):
+        rating = dict.fromkeys(names, 2)
+        run = make_run({**source, "min_rating": rating}, tmp_path / f"{number}")
+        with pytest.raises(
+            StageError, match=r"b\.jsonl has 'starz', which source\.min_rating names"
+        ):
+            measure(run)
 
 
 @pytest.mark.parametrize(

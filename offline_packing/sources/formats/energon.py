@@ -69,6 +69,7 @@ class EnergonSource(WebDatasetSource):
     """One split of a prepared folder."""
 
     Options = EnergonOptions
+    SPLITS = False
     options: EnergonOptions
 
     def __init__(self, options: EnergonOptions, **places: Any) -> None:

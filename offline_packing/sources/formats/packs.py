@@ -41,6 +41,7 @@ class PacksSource(WebDatasetSource):
     """A part is one tar, or a list of the JSON files of packs that are files."""
 
     Options = PacksOptions
+    SPLITS = False
 
     def scan(self, samples_per_part: int) -> Scan:
         if self._is_tars:

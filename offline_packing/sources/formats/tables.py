@@ -10,16 +10,17 @@ A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import orjson
 import pyarrow as pa
 
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
-from offline_packing.sources.options import FileOptions
+from offline_packing.sources.options import KEPT, FileOptions, follow, kept_value
 from offline_packing.sources.reading.locators import Locator
 from offline_packing.sources.reading.rows import (
     RowFile,
@@ -84,9 +85,11 @@ class TableSource(Source):
             others = (one for one in rows.schema if one.name not in {*columns, *media_left})
             unread = media_left, tuple(one.name for one in others if "string" in str(one.type))
             column = record_column(columns, media_columns)
+            kept = self.fields.beside.get(KEPT, {})
+            floats = {at: _float_type(rows.schema, steps) for at, steps in kept.items()}
             for values in self._values(rows, groups, columns, media_columns):
                 at = Locator(self.KIND, container, row, 0, column)
-                yield self._record(f"{stem}:{row}", at, values, media_columns, unread)
+                yield self._record(f"{stem}:{row}", at, values, media_columns, unread, floats)
                 row += 1
         except Exception as error:  # noqa: BLE001 - of this file
             why = _damage_of(error)
@@ -116,14 +119,20 @@ class TableSource(Source):
         values: Mapping[str, Any] | SampleError,
         columns: Sequence[str],
         unread: tuple[tuple[str, ...], tuple[str, ...]],
+        floats: Mapping[str, Callable[[float], Any]],
     ) -> SourceRecord:
-        """A row as a record; some of its columns hold media, and some are `unread`."""
+        """Return a row as a record. Some `columns` hold media, some are `unread`; `floats` are the
+        types of floats that are kept, by their place: JSON lacks NaN, and has no float32."""
         try:
             if isinstance(values, SampleError):
                 raise values
             data, media = record_json(values, columns)
             at = at._replace(size=len(data))
             content = self.parse(data)
+            for place, as_type in floats.items():
+                value = follow(values, self.fields.beside[KEPT][place])
+                if isinstance(value, float):
+                    content[KEPT][place] = kept_value(float(str(as_type(value))))
         except Exception as error:  # noqa: BLE001 - of this record
             return SourceRecord(key, at, as_sample_error(error))
         embedded = {
@@ -183,6 +192,17 @@ def _to_rows(
         if len(batch) > 1:
             return [row for i in range(len(batch)) for row in _to_rows(batch.slice(i, 1), media)]
         return [SampleError("bad_json", str(error))]
+
+
+def _float_type(schema: Any, steps: Sequence[str]) -> Callable[[float], Any]:
+    """Return a type of floats that writes those at a place in their fewest digits."""
+    kind = schema
+    try:
+        for step in steps:
+            kind = kind.value_type if hasattr(kind, "value_type") else kind.field(step).type
+    except (KeyError, AttributeError, TypeError):
+        return float
+    return {pa.float16(): np.float16, pa.float32(): np.float32}.get(kind, float)
 
 
 def _damage_of(error: Exception) -> str:

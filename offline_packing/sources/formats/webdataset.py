@@ -4,19 +4,20 @@
                        0002.png  0002.txt       a caption
                        0003.img0.jpg  0003.img1.jpg  0003.json      {"images": ["img0.jpg", ...]}
 
-Members that stand together and share the name up to its first dot are one sample; its key is
-`SHARD/NAME`, so that shards may use the same names. The JSON names images and videos by
-member, or names none, or one of any name where there is one. Links are not followed, and nothing
-but JSON, text, images and videos is read: a `.pkl` is never loaded.
+Adjacent members that share the name up to its first dot are one sample; its key is `SHARD/NAME`,
+so that shards may use the same names. `divide_parts` splits them where keys have dots (v1.00.jpg,
+v1.00.json, v1.01.jpg, v1.01.json). The JSON names images and videos by member, or names none, or
+one of any name where there is one. Links are not followed, and nothing but JSON, text, images and
+videos is read: a `.pkl` is never loaded.
 """
 
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from offline_packing.errors import as_sample_error
 from offline_packing.sources.base import Embedded, Scan, Source, SourcePart, SourceRecord
@@ -39,6 +40,8 @@ from task_encoders.samples.limits import MAX_JSON_BYTES
 
 #: Key and part of a member, parted at the first dot of the file name as by WebDataset readers.
 _MEMBER: Final = re.compile(r"(?:\./)?((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
+_UNNAMED: Final = "the name of a member is not KEY.PART"
+_IN_NONE: Final = "it belongs to no record, or to one of several, of its name up to the first dot"
 #: Files that macOS adds; all others without KEY.PART are set aside.
 _ADDED: Final = re.compile(r"(.*/)?\.(_.*|DS_Store)", re.DOTALL)
 _TEXT_PARTS: Final = ("txt", "caption", "text")
@@ -69,8 +72,10 @@ class TarSample:
     to_keep: int = 0
     #: why this sample is not whole, or, without members, why nothing follows in the tar
     damage: DamagedStreamError | None = None
-    #: it is one member, `key`, whose name is not KEY.PART
-    is_unnamed: bool = False
+    #: why it is not a sample, such as a member whose name is not KEY.PART
+    refused: str = ""
+    #: samples were taken out of it, so the others are split as well
+    is_split: bool = False
 
     def at(self, offset: int = 0, size: int = 0, column: str = "") -> Locator:
         """A place in the tar."""
@@ -97,12 +102,44 @@ class TarSample:
         self.file.seek(member.offset)
         return self.file.read(member.size)
 
+    def divide(self) -> "list[TarSample]":
+        """Divide it by `divide_parts`."""
+        samples = []
+        for stem, parts, refused in divide_parts(self.members, self.is_split):
+            key = f"{self.key}.{stem}".rstrip(".")
+            one = TarSample(self.container, self.file, key, refused=_IN_NONE if refused else "")
+            names = {part.removeprefix(stem) or part: part for part in parts}
+            one.members = {own: self.members[part] for own, part in names.items()}
+            one.data = {own: self.data[part] for own, part in names.items() if part in self.data}
+            one.to_keep = self.to_keep if len(one.data) < len(names) else 0
+            samples.append(one)
+        return samples
+
+    def take_finished(self) -> "Iterator[TarSample]":
+        """Yield its finished samples and take them out, if they have half of its members, as all
+        are looked at. The last sample, media without a record, and records without media stay, in
+        case theirs follow; such records are finished if there are no media at all."""
+        has_media = any(map(_is_medium, self.members))
+        samples = (one for one in self.divide()[:-1] if not one.refused)
+        finished = [one for one in samples if any(map(_is_medium, one.members)) == has_media]
+        if 2 * sum(len(one.members) for one in finished) < len(self.members):
+            return
+        self.is_split = True
+        for one in finished:
+            for own in one.members:
+                part = f"{one.key}.{own}"[len(self.key) + 1 :]
+                del self.members[part]
+                self.to_keep -= len(self.data.pop(part, b""))
+            yield one
+
 
 class WebDatasetSource(Source):
     """Samples in tars. A part is one tar."""
 
     ENDINGS = (".tar", ".tgz", *(f".tar.{name}" for name in CODECS))
     UNREAD = (".txz", ".tbz", ".tbz2", *(f".tar{end}" for end in UNREAD_SUFFIXES))
+    #: whether members of several records are split, or always one sample, as WebDataset has it
+    SPLITS: ClassVar[bool] = True
 
     def scan(self, samples_per_part: int) -> Scan:
         tars = self.files()
@@ -121,12 +158,14 @@ class WebDatasetSource(Source):
         with self.open_container(container, sequential=True) as packed:
             file = open_unpacked(packed, container, self.root.size(packed))
             keep_data = not file.seekable()
-            for sample in group_members(container, file, keep_data=keep_data, most=_MOST_KEPT):
+            for sample in group_members(
+                container, file, keep_data=keep_data, most=_MOST_KEPT, split=self.SPLITS
+            ):
                 key = f"{stem}/{sample.key}" if sample.key else container
                 if sample.damage is not None:
                     yield self.damaged(key, sample.at(), sample.damage)
-                elif sample.is_unnamed:
-                    error = SampleError("bad_record", "the name of a member is not KEY.PART")
+                elif sample.refused:
+                    error = SampleError("bad_record", sample.refused)
                     yield SourceRecord(key, sample.at(), error)
                 else:
                     yield from self._records(key, sample)
@@ -159,11 +198,14 @@ class WebDatasetSource(Source):
             if names is not None and len(names) == len(parts) == 1:
                 embedded.setdefault(str(names[0]), embedded[parts[0]])
         paired = tuple(media) if media or self.task == "captioning" else None
-        yield SourceRecord(key, at, content, paired, embedded)
+        read = {"", _stem(self._json_part(sample) or chosen[0])}
+        records = filter(_is_record, sample.members if self.SPLITS else ())
+        unread = tuple(part for part in records if _stem(part) not in read)
+        yield SourceRecord(key, at, content, paired, embedded, unread=((), unread))
 
     def _media_parts(self, sample: TarSample) -> list[str]:
         """Parts that are the sample's images and videos."""
-        return [part for part in sample.members if _extension(part) in MEDIA_EXTENSIONS]
+        return [part for part in sample.members if _is_medium(part)]
 
     def _media(self, sample: TarSample) -> list[str]:
         """The parts with media. Raises SampleError where one is a link or too large to be held."""
@@ -202,7 +244,7 @@ class WebDatasetSource(Source):
             return self.parse_parts({column: data})
         # The span ends where its last member does, without an end marker.
         found = group_members("", io.BytesIO(data), keep_data=True, most=math.inf)
-        return self.parse_parts(next((one.data for one in found if not one.is_unnamed), {}))
+        return self.parse_parts(next((one.data for one in found if not one.refused), {}))
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
         """The record made of some members. Raises SampleError."""
@@ -213,25 +255,26 @@ class WebDatasetSource(Source):
 
 
 def group_members(
-    container: str, file: BinaryIO, *, keep_data: bool, most: float
+    container: str, file: BinaryIO, *, keep_data: bool, most: float, split: bool = False
 ) -> Iterator[TarSample]:
-    """The samples of an open tar; members that belong to none, each as one that says so, as does
-    the last if the tar is damaged. A part that comes twice begins another sample of the same key.
-    `keep_data`: texts and media are read on the way, as the tar cannot be read at any place; at
-    `most` bytes of a sample."""
+    """Yield the samples of an open tar; members that belong to none, each as one that says so, as
+    does the last if the tar is damaged. A part that comes twice begins another sample of the same
+    key. `keep_data`: texts and media are read on the way, as the tar cannot be read at any place;
+    at `most` bytes of a sample. `split`: members that share KEY are divided by `divide_parts`."""
     reader = TarReader(file)
     sample = TarSample(container, file)
+    divide = TarSample.divide if split else lambda one: [one]
     try:
         for member in reader:
             match = _MEMBER.fullmatch(member.name)
             if match is None:
                 if member.is_file and not _ADDED.fullmatch(member.name):
-                    yield TarSample(container, file, member.name, is_unnamed=True)
+                    yield TarSample(container, file, member.name, refused=_UNNAMED)
                 continue
             key, part = match.groups()
             if key != sample.key or part in sample.members:
                 if sample.members:
-                    yield sample
+                    yield from divide(sample)
                 sample = TarSample(container, file, key)
             sample.members[part] = member
             if (
@@ -240,16 +283,77 @@ def group_members(
                 and member.size <= _KEPT_BYTES.get(_extension(part), -1)
             ):
                 sample.to_keep += member.size
+                if split and sample.to_keep - member.size <= most < sample.to_keep:
+                    yield from sample.take_finished()
                 if sample.to_keep <= most:
                     sample.data[part] = reader.read(member)
     except DamagedStreamError as error:
-        has_record = any(_extension(part) in _RECORD_EXTENSIONS for part in sample.members)
-        if reader.member_complete and has_record:
+        *others, sample = divide(sample)
+        yield from others
+        if reader.member_complete and any(map(_is_record, sample.members)):
             yield sample
             sample = TarSample(container, file)
         sample.damage = error
-    if sample.members or sample.damage:
         yield sample
+    else:
+        if sample.members:
+            yield from divide(sample)
+
+
+def divide_parts(
+    parts: Collection[str], is_split: bool = False
+) -> list[tuple[str, list[str], bool]]:
+    """Divide the parts of members that share KEY into samples. Return the stem and the parts of
+    each, and whether it is refused; the sample of the last part comes last.
+
+    The stem of a record is its name up to its extension: '00.' of '00.json', '' of 'json'. A medium
+    belongs to the longest stem that its name begins with. The parts are several samples if no stem
+    is '' and two stems own media, or there are two stems and no media, or the only stem owns some
+    media, but not all; or if `is_split`. A medium without a stem is then refused. Otherwise they
+    are one sample; records beside its own are refused if they own media, or if no stem does.
+    """
+    stem_of = {part: _stem(part) for part in parts if _is_record(part)}
+    stems, media = set(stem_of.values()), {part for part in parts if _is_medium(part)}
+    if stems <= {""} and not is_split:
+        return [("", [*parts], False)]
+    begun: list[str] = []  # the stems that a name begins with, the longest last
+    for name in sorted(stems | media):
+        while begun and not name.startswith(begun[-1]):
+            begun.pop()
+        if name in media:
+            stem_of[name] = begun[-1] if begun else name
+        else:
+            begun.append(name)
+    owners = {stem_of[part] for part in media}
+    owning = owners & stems
+    if "" not in stems:  # no record KEY.json or KEY.txt
+        is_split |= len(owning) > 1 or (len(stems) > 1 and not media)
+        is_split |= len(stems) == len(owning) == 1 < len(owners)
+    if is_split:
+        refused = owners - stems | {""}
+    else:
+        first = min(stem_of, key=lambda part: (part.lower() != "json", _extension(part) != "json"))
+        refused = stems - {"", stem_of[first]} & (owning or stems)
+        apart = {part for part in stem_of.keys() - media if stem_of[part] in refused}
+        stem_of = {part: stem_of[part] if part in apart else "" for part in parts}
+    samples: dict[str, list[str]] = {}
+    for part in filter(stem_of.__contains__, parts):
+        samples.setdefault(last := stem_of[part], []).append(part)
+    last = last if is_split else ""
+    samples[last] = samples.pop(last)
+    return [(stem, own, stem in refused) for stem, own in samples.items()]
+
+
+def _stem(part: str) -> str:
+    return part[: -len(_extension(part))]
+
+
+def _is_record(part: str) -> bool:
+    return _extension(part) in _RECORD_EXTENSIONS
+
+
+def _is_medium(part: str) -> bool:
+    return _extension(part) in MEDIA_EXTENSIONS
 
 
 def find_part(parts: Iterable[str], name: str) -> str | None:

@@ -134,7 +134,8 @@ def test_a_run_follows_it(tmp_path: Path, shared: bool) -> None:
     samples, plan = open_index(run), open_plan(run).packs
     tokens, source = samples.array("num_tokens"), samples.array("source_id")
     weights = [{**one, "weight": w} for one, w in zip(sources(tmp_path), (0.4, 0.6), strict=True)]
-    plain = packed_run(weights, tmp_path / "plain", pack={"seq_length": 512})
+    without = {"seq_length": 512, "share_prefixes": shared}
+    plain = packed_run(weights, tmp_path / "plain", pack=without)
     assert sorted(open_plan(plain).packs.sample_ids) == sorted(plan.sample_ids)
     half = plan.pack_offsets[plan.num_packs // 2]
     few = [

@@ -18,8 +18,8 @@ from offline_packing import plan_packs
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index import table as index
 from offline_packing.index.records import record_numbers
-from offline_packing.index.rows import Prefixes, pack_table, sample_flops
-from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo
+from offline_packing.index.rows import Prefixes, of_uses, pack_table, sample_flops
+from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
 from offline_packing.plan.lengths import plan_lengths
@@ -28,6 +28,7 @@ from offline_packing.plan.prefixes import Items, form_items, group_samples
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.figures import run_figures
 from offline_packing.runs.manifest import stored_config
 from offline_packing.runs.run import Run
 from task_encoders.families import model_cost
@@ -391,7 +392,8 @@ def plan_with(folder: Path, *names: str) -> None:
         assert np.array_equal(getattr(made.packs, name), getattr(again.packs, name))
     assert made.set_aside.reasons == without.set_aside.reasons
     uses = [Counter(one.packs.sample_ids.tolist()) for one in (made, without)]
-    assert uses[0] == uses[1] or ("uniform" in names and uses[0].keys() == uses[1].keys())
+    differ = {"uniform", "weight"} & {*names}  # weights are shares of the tokens in rows
+    assert uses[0] == uses[1] or (differ and uses[0].keys() == uses[1].keys())
     assert made.packs.info.settings.keys() == without.packs.info.settings.keys()
     assert made.packs.info.num_tokens < 0.9 * without.packs.info.num_tokens
     assert made.packs.info.reason_names == without.packs.info.reason_names
@@ -521,6 +523,79 @@ def test_pictures_in_tables_and_in_files(tmp_path: Path) -> None:
     run = make_run(sources, tmp_path / "out", pack={"share_prefixes": True})
     found = partition(run, measure(run))
     assert found == [["a/q0", "a/q2", "b/t0", "b/t2"], ["a/q1", "a/q3", "b/t1"]]
+
+
+def two_sources(folder: Path, *options: dict[str, Any], **sections: Any) -> tuple[Run, Index]:
+    """Two and eight questions on each of 600 pictures, which both sources show."""
+    rng, rows = np.random.default_rng(0), list[dict[str, Any]]()
+    for i in range(6000):
+        medium, own = 1 + i % 600, int(rng.integers(10, 40))
+        row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {"key": f"k{i}", "task": "bmr", "part": None}
+        row |= {"key_hash": key_hash(0, f"k{i}"), "sample_hash": i + 1}
+        row |= dict.fromkeys(("prefix_hash", "prefix_media"), medium) | {"prefix_images": 1}
+        row |= {"num_tokens": 60 + own, "prefix_tokens": 60, "num_loss_tokens": own}
+        row |= {"source_id": int(i >= 1200), "num_images": 1, "grid_thw": [1, 2, 2]}
+        row |= {"json": {"size": 1}, "media": [], "media_hash": [medium], "kept": None}
+        rows.append(row)
+    with index.table_writer(folder / "part-00000.parquet", INDEX_SCHEMA) as write:
+        write(pa.Table.from_pylist(rows, INDEX_SCHEMA))
+    sources = [{"format": "jsonl", "path": f"{folder}/{one}.jsonl", "task": "bmr"} for one in "ab"]
+    for source in sources:
+        write_file(Path(source["path"]), b"{}\n")
+    sources = [one | own for one, own in zip(sources, options, strict=True)]
+    pack = {"share_prefixes": True, "seq_length": 1024, **sections.pop("pack", {})}
+    return make_run(sources, folder, pack=pack, **sections), Index(
+        folder, IndexInfo({}, {}, [6000], {})
+    )
+
+
+def held_shares(samples: Index, packs: PackPlan, own: range, count: int) -> list[float]:
+    """The first source's share of the tokens that rows hold, in stretches of some packs."""
+    tokens = of_uses(samples, packs, lambda index: index.array("num_tokens"))
+    is_first = samples.array("source_id")[packs.sample_ids] == 0
+    ends = packs.pack_offsets[own.start + np.arange(count + 1) * len(own) // count]
+    parts = itertools.starmap(slice, itertools.pairwise(ends.tolist()))
+    return [tokens[part][is_first[part]].sum() / tokens[part].sum() for part in parts]
+
+
+def check_trees_of_sources(samples: Index, packs: PackPlan) -> None:
+    """Trees hold samples of one source, and all of a tree are used equally often."""
+    assert packs.branches is not None
+    source = samples.array("source_id")[packs.sample_ids]
+    tree = np.cumsum(packs.branches == 0)
+    assert all(len({*source[tree == one]}) == 1 for one in range(1, tree[-1] + 1))
+    uses = np.bincount(packs.sample_ids)[packs.sample_ids]
+    assert all(len({*uses[tree == one]}) == 1 for one in range(1, tree[-1] + 1))
+
+
+SPLIT = {"split": {"train": 0.7, "val": 0.3}}
+
+
+@pytest.mark.parametrize("output", [{}, SPLIT], ids=["whole", "splits"])
+def test_shares_are_of_the_tokens_that_rows_hold(output: dict[str, Any], tmp_path: Path) -> None:
+    run, samples = two_sources(tmp_path, {"weight": 1}, {"weight": 1}, output=output)
+    packs = make_plan(run, samples).packs
+    for own in splits_of_plan(packs, run.config.output.split).values():
+        assert held_shares(samples, packs, own, 1) == pytest.approx([0.5], abs=0.02)
+    check_trees_of_sources(samples, packs)
+    found = run_figures(run.config, samples, packs, {})["sources"]
+    whole = held_shares(samples, packs, range(packs.num_packs), 1)
+    assert [one["share_of_tokens"] for one in found] == pytest.approx([*whole, 1 - whole[0]])
+
+
+@pytest.mark.parametrize("output", [{}, SPLIT], ids=["whole", "splits"])
+def test_a_mixture_of_trees_follows_its_lines(output: dict[str, Any], tmp_path: Path) -> None:
+    mixture = {"start": {"a": 0.8, "b": 0.2}, "end": {"a": 0.2, "b": 0.8}}
+    run, samples = two_sources(tmp_path, {}, {}, pack={"mixture": mixture}, output=output)
+    packs = make_plan(run, samples).packs
+    for own in splits_of_plan(packs, run.config.output.split).values():
+        found = held_shares(samples, packs, own, 5)
+        assert found == pytest.approx([0.74, 0.62, 0.5, 0.38, 0.26], abs=0.03)
+    check_trees_of_sources(samples, packs)
+    (first, *_, last), own = run_figures(run.config, samples, packs, {})["plan"]["mixture"], 20
+    train = next(iter(splits_of_plan(packs, run.config.output.split).values()))
+    shares = held_shares(samples, packs, train, min(own, len(train)))
+    assert [first[0]["share"], last[0]["share"]] == pytest.approx([shares[0], shares[-1]])
 
 
 # The plan's files, figures and refusals.

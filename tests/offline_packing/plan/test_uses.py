@@ -14,7 +14,7 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan
-from offline_packing.plan.uses import count_uses, source_repeats
+from offline_packing.plan.uses import choose_uses, count_uses, source_repeats
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
@@ -216,3 +216,30 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captioning_pairs(root / "a", 40)
     captioning_pairs(root / "b", 30, seed=1)
     return root
+
+
+@pytest.mark.parametrize(("weight", "seed"), [(1, 3), (MAX_REPEAT * 0.8, 1)])
+def test_shares_hold_in_each_split(
+    blend: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, weight: float, seed: int
+) -> None:
+    """A split that would need too many copies has the repeats of the first one."""
+    parts = [
+        {"format": "pairs", "path": str(blend / name), "task": "captioning", "weight": one}
+        for name, one in (("a", weight), ("b", 1))
+    ]
+    output = {"split": {"train": 0.8, "val": 0.2}, "split_seed": seed}
+    run = make_run(parts, tmp_path / "out", output=output)
+    measure(run)
+    samples = open_index(run)
+    sources, tokens = samples.array("source_id"), samples.array("num_tokens")
+    times, shares = [], []
+    for ids in choose_uses(run.config, samples, np.arange(70)).ids.values():
+        held = np.bincount(sources[ids], tokens[ids])
+        shares.append(held[0] / held.sum())
+        times.append(np.bincount(sources[ids])[0] / len(np.unique(ids[sources[ids] == 0])))
+    said = "split val keeps the first split's repeats: the weights ask for 1,212 copies"
+    if weight == 1:
+        assert shares == pytest.approx([0.5, 0.5], abs=0.03)
+    else:
+        assert times[1] == pytest.approx(times[0], abs=1)
+    assert (said in caplog.text) == (weight > 1)
