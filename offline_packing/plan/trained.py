@@ -110,11 +110,11 @@ def _uses_of(
     """The outputs whose packs a stage trained: manifest, index, and how often each sample of the
     index was trained, (num_samples,). Raises StageError if one was packed anew since."""
     stage = TrainedStage.model_validate(plain)
-    for root, content_hash in stage.datasets.items():
-        manifest = read_manifest(path_of(root))
-        if manifest is None or manifest.content_hash != content_hash:
+    for name, content_hash in stage.datasets.items():
+        packed = read_manifest(path_of(name))
+        if packed is None or packed.content_hash != content_hash:
             raise StageError(
-                f"source.skip: {path} trained packs of {root}, which are gone or packed anew since"
+                f"source.skip: {path} trained packs of {name}, which are gone or packed anew since"
             )
     folder = PackedFolder(stage.path)
     rows = SlotRows(folder) if slot_ranks_of(folder.shards[0].root) > 1 else None
