@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.sources.lost_fields import SPELLED
 from offline_packing.storage.files import (
     atomic_file,
+    in_form,
     is_remote,
     kept_copy,
     read_each,
@@ -34,9 +35,12 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
+from task_encoders.field_types import NonNegative
+from task_encoders.packs.manifest import FileName
 from task_encoders.storage.paths import REMEDY, path_of
 
 INDEX_VERSION: Final = 3
+_Folder = Literal["index", "set_aside", "files"]
 
 #: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
 #: and the warning.
@@ -53,14 +57,14 @@ _COMMON: Final = MappingProxyType(
 class IndexInfo:
     """Content of index.json."""
 
-    fingerprint: dict[str, str | int]
+    fingerprint: dict[str, str | int | bool]
     versions: dict[str, str]
     #: rows of each part, in order
-    part_rows: list[int]
+    part_rows: list[NonNegative]
     #: samples set aside while measuring, by reason
-    set_aside: dict[str, int]
+    set_aside: dict[str, NonNegative]
     #: image files that no sample uses
-    num_unused_images: int = 0
+    num_unused_images: NonNegative = 0
     #: unused parts of samples, such as a field with media -> the estimated number of samples
     #: (measure/diagnosis.py), and an example with its content
     lost: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -68,22 +72,22 @@ class IndexInfo:
     #: with the most frequent image or video (`media`), an estimate for the most frequent answer
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
-    num_tokens: int = 0
+    num_tokens: NonNegative = 0
     #: conversations that were cut, and the samples they became
-    split: dict[str, int] = field(default_factory=dict)
+    split: dict[str, NonNegative] = field(default_factory=dict)
     #: samples left out by source.skip; neither in the index nor set aside
-    num_skipped: int = 0
+    num_skipped: NonNegative = 0
     #: samples with loss weights other than 0 and 1
-    num_weighted: int = 0
+    num_weighted: NonNegative = 0
     #: images and videos of samples that are longer than the bytes in their hash
-    num_part_hashed: int = 0
+    num_part_hashed: NonNegative = 0
     #: warnings of the sources' listings
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
-    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    hashes: dict[_Folder, dict[FileName, str]] = field(default_factory=dict)
     #: options of each source, without the ones that change no row; and its number of parts
     sources: list[dict[str, Any]] = field(default_factory=list)
-    source_parts: list[int] = field(default_factory=list)
+    source_parts: list[NonNegative] = field(default_factory=list)
     version: int = INDEX_VERSION
 
     @property
@@ -145,7 +149,7 @@ class IndexInfo:
     def load(cls, path: Path) -> "IndexInfo | None":
         """Read index.json; None if the index is not complete. Raises StageError if it is damaged,
         or of another format version."""
-        content = read_json(path)
+        content = read_json(path, form=dict[str, Any])
         if content is None:
             return None
         if content.get("version") != INDEX_VERSION:
@@ -154,11 +158,9 @@ class IndexInfo:
                 f"{INDEX_VERSION}; measure again with another output.path"
             )
         try:
-            info = cls(**content)
-        except TypeError as error:
+            info: IndexInfo = in_form(cls, content)
+        except ValueError as error:
             raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
-        if not isinstance(info.hashes, dict) or not isinstance(info.part_rows, list):
-            raise DamagedError(f"{path} is damaged; {REMEDY}")
         return info
 
 

@@ -90,7 +90,7 @@ class EnergonLayout(Layout):
         try:
             if path.with_suffix(".tar.idx").read_bytes() == index_bytes(list(scan_tar(path))):
                 return []
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return [(f"{name}.idx", "is missing")]
         return [(f"{name}.idx", "does not match the tar")]
 

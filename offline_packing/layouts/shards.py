@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.engines.local import advance
-from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
+from offline_packing.errors import ChangedError, StageError
+from offline_packing.index.measured import MODIFICATION_TIME, hash_medium, sample_stamp
 from offline_packing.index.rows import LEADING, is_leading
 from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
@@ -33,11 +33,12 @@ from offline_packing.sources.reading.locators import read_ahead
 from offline_packing.sources.reading.rows import WantedRows, record_columns, rows_at_hand
 from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
-from offline_packing.storage.tars import PackEntry, Part, member_size, tar_size
+from offline_packing.storage.tars import PackEntry, member_size, tar_size
 from task_encoders.families import ModelOptions
+from task_encoders.field_types import NonNegative
+from task_encoders.packs.manifest import FileName, SplitName
 from task_encoders.packs.pack_format import Tree, is_video_name, pack_key
 from task_encoders.samples import SourceSample
-from task_encoders.storage.paths import REMEDY
 
 _Item = TypeVar("_Item")
 
@@ -147,11 +148,11 @@ class ShardFragment:
     """One finished shard."""
 
     #: as in the manifest
-    name: str
-    split: str
-    num_samples: int
-    num_tokens: int
-    num_bytes: int
+    name: FileName
+    split: SplitName
+    num_samples: NonNegative
+    num_tokens: NonNegative
+    num_bytes: NonNegative
     xxh3_128: str
     packs: Sequence[PackEntry]
 
@@ -167,34 +168,31 @@ class ShardFragment:
 
     def save(self, path: Path) -> None:
         """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, orjson.dumps(seal(orjson.loads(orjson.dumps(self)))))
+        write_atomically(path, self._to_bytes())
+
+    def _to_bytes(self) -> bytes:
+        return orjson.dumps(seal(orjson.loads(orjson.dumps(self))))
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
         """Read a fragment. Raises StageError where there is none, or it is damaged."""
-        content = read_json(path)
-        if content is None:
+        found: ShardFragment | None = read_json(path, form=cls)
+        if found is None:
             raise StageError(f"{path} is missing; run write again")
-        try:
-            packs = [
-                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
-                for pack in content["packs"]
-            ]
-            return cls(**{**content, "packs": packs})
-        except (KeyError, TypeError) as error:
-            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
+        return found
 
     @classmethod
     def is_whole(cls, path: Path, content_hash: str) -> bool:
         """Whether a fragment is as a manifest recorded it."""
         try:
-            return cls.load(path).content_hash == content_hash
+            found = cls.load(path)
+            return found.content_hash == content_hash and path.read_bytes() == found._to_bytes()
         except StageError:
             return False
 
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media", "part")
+COLUMNS: Final = tuple("key source_id num_tokens stamp grid_thw json media media_hash part".split())
 #: Further ones of a plan with trees.
 PREFIX_COLUMNS: Final = ("prefix_tokens", "prefix_images", "prefix_videos")
 _ROW_PLACE: Final = ("kind", "container", "column", "offset")
@@ -215,6 +213,8 @@ class PlannedSample:
     grid_thw: list[int]
     json: Locator
     media: tuple[Locator, ...]
+    #: of each medium, see `hash_medium`
+    media_hash: list[int]
     extensions: tuple[str, ...]
     #: None: the whole record at `json`
     part: ConversationPart | None = None
@@ -356,9 +356,16 @@ class ShardTask:
 
     def read_media(self, sample: PlannedSample, media: Iterable[Locator]) -> list[bytes]:
         """The bytes of a sample's media, or of some, as they are now. Raises StageError if one
-        changed."""
-        source = self.sources[sample.source_id]
-        return [source.read_media(locator) for locator in media]
+        changed, by its size and its first bytes (`hash_medium`)."""
+        source, found = self.sources[sample.source_id], []
+        hashes = dict(zip(sample.media, sample.media_hash, strict=True))
+        for at in media:
+            data = source.read_media(at)
+            if hash_medium(len(data), data) != hashes[at]:
+                path = source.media_root(at).path(at.container)
+                raise ChangedError(path, "it begins with other bytes")
+            found.append(data)
+        return found
 
     def changed_files(self, sample: PlannedSample) -> list[str]:
         """The files of a sample, if any has another modification time than when it was measured."""

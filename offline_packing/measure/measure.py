@@ -46,7 +46,6 @@ from offline_packing.measure.measure_part import (
 )
 from offline_packing.measure.source_files import count_unused_media, explain_listing, save_files
 from offline_packing.runs.artifacts import (
-    Fingerprint,
     changed_fields,
     check_fingerprint,
     check_index,
@@ -55,8 +54,8 @@ from offline_packing.runs.artifacts import (
     warn_of_versions,
 )
 from offline_packing.runs.manifest import read_manifest
-from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
-from offline_packing.runs.run import Run, Workspace, open_encoder, open_sources
+from offline_packing.runs.repair import accept, is_repairing, refused, set_apart, write_artifact
+from offline_packing.runs.run import Fingerprint, Run, Workspace, open_encoder, open_sources
 from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinished
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
@@ -70,7 +69,6 @@ from offline_packing.storage.files import (
     remove_temporaries,
     seal,
     to_json,
-    write_atomically,
 )
 
 logger = logging.getLogger(__name__)
@@ -113,7 +111,7 @@ def measure(run: Run) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
     save_files(workspace.files, sources, scans)
-    write_atomically(workspace.index_started, to_json(seal(started)))
+    write_artifact(workspace, workspace.index_started, to_json(seal(started)))
     tasks = _tasks(run, sources, scans)
     if len(tasks) > MANY_PARTS and run.config.engine.samples_per_part < MANY_PARTS:
         advice = f"raise engine.samples_per_part {run.config.engine.samples_per_part:,}"
@@ -162,7 +160,7 @@ def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
         _measure_again(run, lost, keeps=True)
         accept(workspace, {path: hashes[path] for path in lost}, partial(_describe_change, run))
         return Index(workspace.index, info)
-    recorded = (read_json(workspace.plan_info) or {}).get("fingerprint", {}).get("index")
+    recorded = (workspace.read_plan() or {"fingerprint": {}})["fingerprint"].get("index")
     manifest = read_manifest(workspace.root)
     # Nothing says any more which parts are whole: all are measured, if theirs are not.
     for keeps in (True, False) if recorded else (False,):
@@ -342,7 +340,7 @@ def _existing_index(
             )
             warn_of_versions(info.versions, "the index")
             return info
-        found = read_json(workspace.index_started)
+        found = read_json(workspace.index_started, form=Fingerprint)
         if found is not None:
             # Parts made with different settings must not be mixed: nothing can be accepted here.
             check_fingerprint(
@@ -416,7 +414,8 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     known = [task.part.num_records for task in tasks]
     total = None if None in known else sum(filter(None, known))
     whole = run.workspace.measure_total
-    write_atomically(whole, to_json({"parts": len(tasks), "records": total}))
+    counts = seal({"parts": len(tasks), "records": total})
+    write_artifact(run.workspace, whole, to_json(counts))
     with run.bar("measure", total, "record") as bar:
         before = (_TABLES(task) for task in tasks if task.number not in numbers)
         results = read_each(run.workspace.index, read_result, before)

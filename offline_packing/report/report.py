@@ -25,9 +25,10 @@ from offline_packing.report.pages import render_report
 from offline_packing.runs.artifacts import check_layout, key_prefix, open_index, open_plan
 from offline_packing.runs.figures import Figures, count_uses, run_figures
 from offline_packing.runs.manifest import read_manifest, stored_config
+from offline_packing.runs.repair import write_artifact
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
-from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
+from offline_packing.storage.files import hash_file, read_json, to_json
 from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.packs.pack_format import pack_key
@@ -50,18 +51,18 @@ def report(run: Run) -> str:
     folder = run.workspace.report
     folder.mkdir(parents=True, exist_ok=True)
     line = _verdict(document)
-    write_atomically(folder / "report.html", render_report(document, line))
-    write_atomically(folder / "report.json", to_json(document))
+    write_artifact(run.workspace, folder / "report.html", render_report(document, line))
+    write_artifact(run.workspace, folder / "report.json", to_json(document))
     return line
 
 
 def report_status(workspace: Workspace) -> str | None:
     """Path of the report, and whether it is up to date with the stages; None without one."""
-    document = read_json(workspace.report / "report.json")
+    document = read_json(workspace.report / "report.json", "run report again")
     if document is None:
         return None
     current = _made_from(workspace, read_manifest(workspace.root))
-    old = "" if document["made_from"] == current else ", out of date: run report again"
+    old = "" if document.get("made_from") == current else ", out of date: run report again"
     return f"{workspace.report / 'report.html'}{old}"
 
 
@@ -127,7 +128,7 @@ def _verdict(document: Figures) -> str:
 
 def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
     """Identity of the stages that a report describes."""
-    index, plan = workspace.index_info, read_json(workspace.plan_info) or {}
+    index, plan = workspace.index_info, workspace.read_plan() or {}
     return {
         "index": hash_file(index) if index.exists() else None,
         "plan": plan.get("hash"),

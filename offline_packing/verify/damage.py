@@ -19,7 +19,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.artifacts import plan_files
 from offline_packing.runs.manifest import hash_plan, recorded_layout
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Fingerprint, Run, Workspace
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import REMEDY
@@ -65,7 +65,7 @@ def check_file(task: FileCheck) -> Damage | None:
     except FileNotFoundError:
         text = "is missing"
     except (OSError, StageError) as error:
-        text = f"cannot be read: {error}"
+        text = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     return Damage(str(task.path.relative_to(task.root)), text, task.is_aside)
 
 
@@ -103,14 +103,28 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
         (at.started, started_damage),
     )
     found = [Damage(str(path.relative_to(at.root)), text) for path, text in infos if text]
+    if index is None and not index_damage:
+        found += _unfinished_damage(at)
     return found + _run(run, checks)
+
+
+def _unfinished_damage(at: Workspace) -> list[Damage]:
+    """The parts of an unfinished index, if nothing says what they were made with."""
+    paths = [*at.index.glob("*.parquet"), *at.set_aside.glob("*.parquet"), at.index_started]
+    try:
+        if paths == [at.index_started] or read_json(at.index_started, form=Fingerprint):
+            return []
+    except StageError:
+        pass
+    text = f"cannot be used, since {at.index_started.name} is not what was written"
+    return [Damage(str(path.relative_to(at.root)), text) for path in paths]
 
 
 def _started_damage(run: Run, manifest: Manifest | None, plan_hash: str | None) -> str:
     """The fault of write/started.json. Without shards, it may be missing."""
     path = run.workspace.started
     try:
-        found = read_json(path)
+        found = run.workspace.read_started()
     except StageError:
         return "is not what was written"
     if found is None:
@@ -132,15 +146,15 @@ def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, A
     """The plan's stage.json, or its fault. It may be missing if nothing was made from it."""
     path = run.workspace.plan_info
     try:
-        info = read_json(path)
+        info = run.workspace.read_plan()
         if info is None:
             return None, "is missing" if manifest or run.workspace.write.exists() else ""
         is_whole = sorted(info["files"]) == sorted(plan_files(run.config))
         is_whole = is_whole and path.read_bytes() == to_json(seal(info))
         if is_whole and (manifest is None or hash_plan(info) == manifest.plan):
             return info, ""
-    except (StageError, LookupError, TypeError):
-        pass  # a damaged file can have any form
+    except StageError:
+        pass
     return None, "is not what was written"
 
 
@@ -158,7 +172,7 @@ def _read_index_info(run: Run, plan: Mapping[str, Any] | None) -> tuple[IndexInf
             if run.workspace.plan_info.exists() or run.workspace.started.exists()
             else "",
         )
-    if plan is not None and hash_file(path) != plan["fingerprint"]["index"]:
+    if plan is not None and hash_file(path) != plan["fingerprint"].get("index"):
         recorded_in = run.workspace.plan_info.relative_to(run.workspace.root)
         return None, f"differs from what was written: {recorded_in} records another hash"
     return info, ""

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from pydantic import ConfigDict
 
 from offline_packing.config.sections import PackConfig
 from offline_packing.engines.local import advance
@@ -55,6 +56,8 @@ _KEPT: Final = 20
 @dataclass
 class VerifyResult:
     """Result of re-reading one shard, or all of them."""
+
+    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
 
     num_shards: int = 0
     num_packs: int = 0
@@ -162,7 +165,7 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
             fragment_path=workspace.fragment(name),
             unpack_folder=workspace.unpacked,
             samples=INDEX_SCHEMA.empty_table(),
-            pack_sizes=np.zeros(line.packs, np.int64),
+            pack_sizes=np.empty(0, np.int64),
             sources=(),
             task=config.task,
             key_prefix="",

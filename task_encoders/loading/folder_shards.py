@@ -4,7 +4,6 @@ manifest records of each pack.
 A folder's own metadata are read here; whatever refers to other datasets is Energon's to resolve.
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +11,17 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import yaml
+from pydantic import TypeAdapter
 
+from task_encoders.field_types import NonNegative
 from task_encoders.packs.indexed_file import IndexedFile, find_prefix
-from task_encoders.packs.manifest import PackColumns, read_manifest
+from task_encoders.packs.manifest import FileName, PackColumns, read_manifest
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.pack_format import METADATASET, PREFIX
 from task_encoders.storage.energon_paths import energon_url, explain
-from task_encoders.storage.paths import REMEDY, check_exists, path_of
+from task_encoders.storage.paths import REMEDY, check_exists, path_of, plain_name
 from task_encoders.storage.remote_requests import in_a_line
 from task_encoders.versions import require_supported
 
@@ -27,6 +29,11 @@ logger = logging.getLogger(__name__)
 
 #: Twenty times as fast, where PyYAML was built with it.
 _YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+#: Packs of each shard, in .info.json.
+_COUNTS: Final = TypeAdapter(dict[FileName, NonNegative])
+#: Errors of reading damaged metadata, which may be nested too deeply.
+_DAMAGED: Final = (AttributeError, OSError, ValueError, LookupError, TypeError, RecursionError)
 
 _REMEDY: Final = f"{REMEDY}; or index, if others wrote the packs"
 
@@ -140,16 +147,18 @@ def _shards_of_folder(path: Path, split: str) -> tuple[list[ShardRange], Numbers
     try:
         splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
         dataset = yaml.load((meta / "dataset.yaml").read_bytes(), _YAML_LOADER)
-        counts = json.loads((meta / ".info.json").read_bytes())["shard_counts"]
-        names, exclude = splits["split_parts"], splits.get("exclude")
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        info = orjson.loads((meta / ".info.json").read_bytes())
+        counts = _COUNTS.validate_python(info["shard_counts"])
+        parts, exclude = dict(splits["split_parts"]), splits.get("exclude")
+        names = [plain_name(name) for name in parts.get(split, ())]
+        flavors = dict(dataset.get("subflavors") or {})
+    except (*_DAMAGED, yaml.YAMLError) as error:
         raise PackedFolderError(f"{meta} cannot be read ({in_a_line(error)}); {_REMEDY}") from error
-    if split not in names:
-        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(names)}")
-    if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
+    if split not in parts:
+        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(map(str, parts))}")
+    if exclude or not counts.keys() >= set(names):  # a name with braces is several
         return _shards_of_metadataset(path, split)
-    flavors = dataset.get("subflavors") or {}
-    shards = [ShardRange(path / name, path, flavors, 0, counts[name]) for name in names[split]]
+    shards = [ShardRange(path / name, path, flavors, 0, counts[name]) for name in names]
     return shards, np.arange(sum(shard.num_packs for shard in shards))
 
 
