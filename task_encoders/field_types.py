@@ -117,6 +117,13 @@ Integer = Annotated[int, BeforeValidator(not_bool)]
 BudgetName = Literal["vision_patches", "images", "videos"]
 
 
+def first_problem(error: ValidationError) -> str:
+    """Return the first problem of a model's values in one line, after its place in them."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"][:6]))
+    return ": ".join([*filter(None, [place]), first["msg"].removeprefix("Value error, ")])
+
+
 def checked(function: CallableT) -> CallableT:
     """Check the arguments of each call by their annotations, strictly: "2" and true are not
     numbers. Arrays, and classes that pydantic does not know, are left to the function.

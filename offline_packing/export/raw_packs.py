@@ -81,7 +81,9 @@ def export(output: Path, folder: Path, *, progress: bool = True) -> Exported:
                 remove_temporaries(partial / _OWN)
                 write_atomically(partial / _SOURCE, to_json(seal(_source(manifest))))
                 for line in manifest.shards:
-                    if not _is_finished(partial, line):
+                    try:
+                        _check_shard(partial, line)
+                    except DamagedError:  # or not written yet
                         _export_shard(output, manifest, line, partial)
                     bar.update(line.packs)
                 _finish(partial, folder, manifest)
@@ -141,7 +143,6 @@ def _hashes_file(folder: Path, line: ShardLine) -> Path:
 def _export_shard(output: Path, manifest: Manifest, line: ShardLine, partial: Path) -> None:
     target = partial / line.split if len(manifest.counts.packs) > 1 else partial
     target.mkdir(exist_ok=True)
-    remove_path(_hashes_file(partial, line))
     hashes = {}
     with local_copy(output / line.name) as tar:
         if not tar.is_file() or hash_file(tar) != line.xxh3_128:
@@ -150,7 +151,7 @@ def _export_shard(output: Path, manifest: Manifest, line: ShardLine, partial: Pa
                 "names the remedy"
             )
         for name, data in _files(tar):
-            remove_path(target / name)
+            remove_path(target / name)  # also a link, which may lead out of the folder
             (target / name).write_bytes(data)
             hashes[str((target / name).relative_to(partial))] = hash_bytes(data)
     os.sync()  # once: a sync per small file would take most of the time
@@ -168,7 +169,7 @@ def _files(tar: Path) -> Iterator[tuple[str, bytes]]:
                 data = file.read(part.size)
                 if part.name == JSON_PART:
                     try:
-                        record = dict(parse_json(data, entry.key))
+                        record = {**parse_json(data, entry.key)}
                         _refuse_documents(record, entry.key)
                     except (AttributeError, LookupError, TypeError, ValueError) as error:
                         raise StageError(f"{tar}: pack {entry.key!r}: {error}") from error
@@ -203,30 +204,19 @@ def _finish(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 def _check_shard(folder: Path, line: ShardLine) -> None:
     """Raise DamagedError if a file is missing, or not as it was written."""
-    shards = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[str, str]]).get("shards", {})
-    hashes_file = _hashes_file(folder, line)
-    if not hashes_file.is_file() or hash_file(hashes_file) != shards.get(line.name):
-        raise DamagedError(f"{hashes_file} is missing or damaged; {_AGAIN}")
-    if wrong := _wrong_files(folder, line):
-        raise DamagedError(
-            f"{len(wrong):,} files of {line.name} in {folder} are missing or damaged, such as "
-            f"{wrong[0]}; {_AGAIN}"
-        )
-
-
-def _is_finished(partial: Path, line: ShardLine) -> bool:
-    """Whether the files of a shard's packs are there, as they were written before a kill."""
-    try:
-        return _hashes_file(partial, line).exists() and not _wrong_files(partial, line)
-    except DamagedError:
-        return False
-
-
-def _wrong_files(folder: Path, line: ShardLine) -> list[str]:
-    """Names of the files of a shard's packs that are missing, or not as they were written."""
-    hashes = read_json(_hashes_file(folder, line), _AGAIN, form=dict[FileName, str])
-    return [
+    path = _hashes_file(folder, line)
+    hashes = read_json(path, _AGAIN, form=dict[FileName, str])
+    made = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[str, str]])  # if complete
+    recorded = (made or {}).get("shards", {}).get(line.name)
+    if hashes is None or recorded not in (None, hash_file(path)):
+        raise DamagedError(f"{path} is missing or damaged; {_AGAIN}")
+    wrong = [
         name
         for name, expected in hashes.items()
         if not (folder / name).is_file() or hash_file(folder / name) != expected
     ]
+    if wrong:
+        raise DamagedError(
+            f"{len(wrong):,} files of {line.name} in {folder} are missing or damaged, such as "
+            f"{wrong[0]}; {_AGAIN}"
+        )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.sources.lost_fields import SPELLED
 from offline_packing.storage.files import (
     atomic_file,
-    in_form,
     is_remote,
     kept_copy,
     read_each,
@@ -40,7 +39,6 @@ from task_encoders.packs.manifest import FileName
 from task_encoders.storage.paths import REMEDY, path_of
 
 INDEX_VERSION: Final = 3
-_Folder = Literal["index", "set_aside", "files"]
 
 #: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
 #: and the warning.
@@ -84,7 +82,7 @@ class IndexInfo:
     #: warnings of the sources' listings
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
-    hashes: dict[_Folder, dict[FileName, str]] = field(default_factory=dict)
+    hashes: dict[FileName, dict[FileName, str]] = field(default_factory=dict)
     #: options of each source, without the ones that change no row; and its number of parts
     sources: list[dict[str, Any]] = field(default_factory=list)
     source_parts: list[NonNegative] = field(default_factory=list)
@@ -149,18 +147,13 @@ class IndexInfo:
     def load(cls, path: Path) -> "IndexInfo | None":
         """Read index.json; None if the index is not complete. Raises StageError if it is damaged,
         or of another format version."""
-        content = read_json(path, form=dict[str, Any])
-        if content is None:
-            return None
-        if content.get("version") != INDEX_VERSION:
+        content = read_json(path)
+        if content is not None and content.get("version") != INDEX_VERSION:
             raise StageError(
                 f"{path} has format version {content.get('version')}, this version reads "
                 f"{INDEX_VERSION}; measure again with another output.path"
             )
-        try:
-            info: IndexInfo = in_form(cls, content)
-        except ValueError as error:
-            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
+        info: IndexInfo | None = read_json(path, form=cls)
         return info
 
 

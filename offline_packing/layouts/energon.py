@@ -24,13 +24,7 @@ from offline_packing.storage.files import (
     remove_folder,
     write_atomically,
 )
-from offline_packing.storage.tars import (
-    PackEntry,
-    TarShardWriter,
-    index_bytes,
-    read_pack,
-    scan_tar,
-)
+from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, read_pack, scan_tar
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
 

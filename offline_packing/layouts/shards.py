@@ -8,7 +8,7 @@ With output.shards_per_folder the name of a shard, and so of its files, is train
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from offline_packing.engines.local import advance
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME, hash_medium, sample_stamp
 from offline_packing.index.rows import LEADING, is_leading
-from offline_packing.index.table import Index
+from offline_packing.index.table import INDEX_SCHEMA, Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.base import ConversationPart
@@ -168,10 +168,7 @@ class ShardFragment:
 
     def save(self, path: Path) -> None:
         """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, self._to_bytes())
-
-    def _to_bytes(self) -> bytes:
-        return orjson.dumps(seal(orjson.loads(orjson.dumps(self))))
+        write_atomically(path, orjson.dumps(seal(orjson.loads(orjson.dumps(self)))))
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
@@ -185,8 +182,7 @@ class ShardFragment:
     def is_whole(cls, path: Path, content_hash: str) -> bool:
         """Whether a fragment is as a manifest recorded it."""
         try:
-            found = cls.load(path)
-            return found.content_hash == content_hash and path.read_bytes() == found._to_bytes()
+            return cls.load(path).content_hash == content_hash
         except StageError:
             return False
 
@@ -269,27 +265,27 @@ def trees_of(samples: Sequence[PlannedSample]) -> list[Tree]:
 PlannedPack = tuple[str, list[PlannedSample]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardTask:
     """One shard: its samples in the order of the packs, as rows of the index, and the number of
-    samples of each pack."""
+    samples of each pack. A task that only finds damage has no samples."""
 
     shard: PlannedShard
     folder: Path
     fragment_path: Path
     #: folder for copies of files without random access
     unpack_folder: Path
-    samples: pa.Table
+    samples: pa.Table = field(default_factory=INDEX_SCHEMA.empty_table)
     #: (num_packs,)
-    pack_sizes: npt.NDArray[np.int64]
-    sources: tuple[Source, ...]
+    pack_sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    sources: tuple[Source, ...] = ()
     task: str
-    key_prefix: str
+    key_prefix: str = ""
     seq_length: int
     #: a name in LAYOUTS
     layout: str
     #: see runs.artifacts.generation_of
-    generation: str
+    generation: str = ""
     #: whose token ids the packs hold, if any
     tokenizes: ModelOptions | None = None
     #: whether a file of another modification time is refused
@@ -362,8 +358,7 @@ class ShardTask:
         for at in media:
             data = source.read_media(at)
             if hash_medium(len(data), data) != hashes[at]:
-                path = source.media_root(at).path(at.container)
-                raise ChangedError(path, "it begins with other bytes")
+                raise ChangedError(at.container, "it begins with other bytes")
             found.append(data)
         return found
 

@@ -48,11 +48,7 @@ from offline_packing.index.table import (
 )
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.runs.set_aside import (
-    DELIBERATE,
-    aside_while_measuring,
-    aside_while_planning,
-)
+from offline_packing.runs.set_aside import DELIBERATE, aside_while_measuring, aside_while_planning
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.sources.options import APART, place_of
 from offline_packing.storage.files import hash_bytes, hash_file

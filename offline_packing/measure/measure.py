@@ -54,7 +54,7 @@ from offline_packing.runs.artifacts import (
     warn_of_versions,
 )
 from offline_packing.runs.manifest import read_manifest
-from offline_packing.runs.repair import accept, is_repairing, refused, set_apart, write_artifact
+from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
 from offline_packing.runs.run import Fingerprint, Run, Workspace, open_encoder, open_sources
 from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinished
 from offline_packing.sources import Scan, Source
@@ -69,6 +69,7 @@ from offline_packing.storage.files import (
     remove_temporaries,
     seal,
     to_json,
+    write_atomically,
 )
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def measure(run: Run) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
     save_files(workspace.files, sources, scans)
-    write_artifact(workspace, workspace.index_started, to_json(seal(started)))
+    write_atomically(workspace.index_started, to_json(seal(started)))
     tasks = _tasks(run, sources, scans)
     if len(tasks) > MANY_PARTS and run.config.engine.samples_per_part < MANY_PARTS:
         advice = f"raise engine.samples_per_part {run.config.engine.samples_per_part:,}"
@@ -414,8 +415,7 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     known = [task.part.num_records for task in tasks]
     total = None if None in known else sum(filter(None, known))
     whole = run.workspace.measure_total
-    counts = seal({"parts": len(tasks), "records": total})
-    write_artifact(run.workspace, whole, to_json(counts))
+    write_atomically(whole, to_json(seal({"parts": len(tasks), "records": total})))
     with run.bar("measure", total, "record") as bar:
         before = (_TABLES(task) for task in tasks if task.number not in numbers)
         results = read_each(run.workspace.index, read_result, before)

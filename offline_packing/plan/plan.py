@@ -52,13 +52,7 @@ from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
 from offline_packing.runs.run import Fingerprint, Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
-from offline_packing.storage.files import (
-    hash_file,
-    remove_folder,
-    seal,
-    to_json,
-    write_atomically,
-)
+from offline_packing.storage.files import hash_file, remove_folder, seal, to_json, write_atomically
 from task_encoders.families import model_cost
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from offline_packing.errors import StageError
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.storage.files import (
     atomic_file,
-    in_form,
     load_array,
     read_json,
     to_json,
@@ -34,9 +33,6 @@ from task_encoders.storage.paths import path_of
 FORMAT_VERSION = 1
 _ENTRIES_AT_ONCE = 1 << 20
 _ARRAYS = ("sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons")
-_Array = Literal[
-    "sample_ids", "pack_offsets", "set_aside_ids", "set_aside_reasons", "cp_sizes", "branches"
-]
 
 
 @dataclass(frozen=True)
@@ -282,14 +278,8 @@ class PackPlan:
                 f"this version reads {FORMAT_VERSION}; plan again"
             )
         arrays = {}
-        try:
-            shapes = in_form(dict[_Array, list[int]], document["shapes"])
-            info = in_form(PlanInfo, document)
-        except (KeyError, ValueError) as error:
-            raise StageError(f"{folder}/plan.json is damaged: {error}; plan again") from error
-        if missing := {*_ARRAYS} - {*shapes}:
-            raise StageError(f"{folder}/plan.json lacks {min(missing)}; plan again")
-        for name, shape in shapes.items():
+        for name in document["shapes"].keys() & cls.__dataclass_fields__.keys():
+            shape = document["shapes"][name]
             path = folder / f"{name}.npy"
             try:
                 arrays[name] = load_array(path)
@@ -300,4 +290,11 @@ class PackPlan:
                     f"{path} has shape {list(arrays[name].shape)}, plan.json says {shape}; plan "
                     "again"
                 )
+        try:
+            if document["context_parallel"] is not None:
+                document["context_parallel"] = ContextParallel(**document["context_parallel"])
+            document["reason_names"] = tuple(document["reason_names"])
+            info = PlanInfo(**{name: document[name] for name in PlanInfo.__dataclass_fields__})
+        except (KeyError, TypeError) as error:
+            raise StageError(f"{folder}/plan.json is damaged: {error}; plan again") from error
         return cls(**arrays, info=info)

@@ -25,10 +25,9 @@ from offline_packing.report.pages import render_report
 from offline_packing.runs.artifacts import check_layout, key_prefix, open_index, open_plan
 from offline_packing.runs.figures import Figures, count_uses, run_figures
 from offline_packing.runs.manifest import read_manifest, stored_config
-from offline_packing.runs.repair import write_artifact
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
-from offline_packing.storage.files import hash_file, read_json, to_json
+from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.packs.pack_format import pack_key
@@ -51,8 +50,8 @@ def report(run: Run) -> str:
     folder = run.workspace.report
     folder.mkdir(parents=True, exist_ok=True)
     line = _verdict(document)
-    write_artifact(run.workspace, folder / "report.html", render_report(document, line))
-    write_artifact(run.workspace, folder / "report.json", to_json(document))
+    write_atomically(folder / "report.html", render_report(document, line))
+    write_atomically(folder / "report.json", to_json(document))
     return line
 
 

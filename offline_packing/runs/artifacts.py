@@ -117,19 +117,15 @@ def load_plan(workspace: Workspace, info: Mapping[str, Any]) -> StoredPlan:
     """The plan of a stage.json. Raises StageError if its files do not hold the planned packs."""
     folder, files = workspace.plan, info["files"]
     try:
-        packs = PackPlan.load(folder)
-        found = {
-            name: hash_file(folder / name) for name in files if name.endswith((".npy", "json"))
-        }
+        names = [name for name in files if name.endswith((".npy", "json"))]
+        differ = [str(folder / name) for name in names if hash_file(folder / name) != files[name]]
+        if differ or plan_identity(files) != info["hash"]:
+            raise StageError(f"{' or '.join(differ) or folder} differs from what was planned")
+        return StoredPlan(PackPlan.load(folder), info)
     except OSError as error:
         raise DamagedError(f"{error.filename or error} is missing or no file; {REMEDY}") from error
     except (ValueError, StageError) as error:
         raise DamagedError(f"{str(error).removesuffix('; plan again')}; {REMEDY}") from error
-    differ = [str(folder / name) for name, one in found.items() if one != files[name]]
-    if differ or plan_identity(found) != info["hash"]:
-        names = " or ".join(differ) or str(workspace.plan_info)
-        raise DamagedError(f"{names} differs from what was planned; {REMEDY}")
-    return StoredPlan(packs, info)
 
 
 def plan_fingerprint(run: Run) -> Fingerprint:

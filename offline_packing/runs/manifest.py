@@ -32,22 +32,10 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.repair import accept, refused
 from offline_packing.runs.run import Fingerprint, Run
-from offline_packing.storage.files import (
-    hash_bytes,
-    read_each,
-    seal,
-    to_json,
-    write_atomically,
-)
+from offline_packing.storage.files import hash_bytes, read_each, seal, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
-from task_encoders.packs.manifest import (
-    Counts,
-    Manifest,
-    ManifestError,
-    PackColumns,
-    ShardLine,
-)
+from task_encoders.packs.manifest import Counts, Manifest, ManifestError, PackColumns, ShardLine
 from task_encoders.samples import TASKS
 from task_encoders.storage.paths import REMEDY
 

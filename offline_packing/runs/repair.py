@@ -34,7 +34,7 @@ def is_repairing(workspace: Workspace) -> bool:
 def start_repair(workspace: Workspace, found: Mapping[str, str]) -> None:
     """Move damaged files away, given by their names, relative to the output, and their faults."""
     workspace.damaged.mkdir(parents=True, exist_ok=True)
-    write_artifact(workspace, workspace.damaged / _FOUND, to_json(found))
+    write_atomically(workspace.damaged / _FOUND, to_json(found))
     set_apart(workspace, [workspace.root / name for name in found])
 
 
@@ -50,23 +50,16 @@ def end_repair(workspace: Workspace) -> None:
 def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
     """Move files away, and folders in their places, if they are there. Raises StageError where a
     link leads out of the output: what it leads to is not the output's."""
-    own = () if is_remote(workspace.root) else (workspace.root, workspace.packing)
+    is_local, own = not is_remote(workspace.root), (workspace.root, workspace.packing)
     for path in paths:
         if path.exists():
-            at = path.parent.resolve() if own else path.parent
-            if own and not any(at.is_relative_to(one.resolve()) for one in own):
+            at = path.parent.resolve() if is_local else path.parent
+            if is_local and not {*map(Path.resolve, own)} & {at, *at.parents}:
                 raise StageError(f"{path.parent} is a link out of the output, to {at}; remove it")
             target = workspace.damaged / str(path.relative_to(workspace.root))
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_path(target)
             path.replace(target)
-
-
-def write_artifact(workspace: Workspace, path: Path, data: bytes) -> None:
-    """Write a whole file, as `write_atomically`; a folder in its place is moved away."""
-    if not is_remote(path) and path.is_dir():
-        set_apart(workspace, [path])
-    write_atomically(path, data)
 
 
 def put_back(workspace: Workspace, paths: Iterable[Path] | None = None) -> None:

@@ -72,7 +72,7 @@ class PlanRecord(BaseModel):
     fingerprint: dict[str, str | int | bool]
     hash: str
     set_aside: dict[str, NonNegative]
-    copies: NonNegative
+    copies: NonNegative = 0
     files: dict[FileName, str]
     epochs: dict[str, list[NonNegative]] = {}
     trained: dict[str, list[dict[str, Any]]] = {}
@@ -121,15 +121,14 @@ class Workspace:
         #: Present while packs are written or compared with their source
         self.unpacked = self.scratch / "unpacked"
 
-    def read_plan(self) -> dict[str, Any] | None:
-        """Content of the plan's stage.json. Raises DamagedError as `read_json`."""
-        found: PlanRecord | None = read_json(self.plan_info, form=PlanRecord)
-        return None if found is None else found.model_dump(exclude_unset=True)
+    def read_plan(self) -> Any:
+        """Content of the plan's stage.json, or None. Raises DamagedError as `read_json`."""
+        found = read_json(self.plan_info, form=PlanRecord)
+        return found and found.model_dump(exclude_unset=True)
 
-    def read_started(self) -> Fingerprint | None:
-        """Content of write's started.json. Raises DamagedError as `read_json`."""
-        found: Fingerprint | None = read_json(self.started, form=Fingerprint)
-        return found
+    def read_started(self) -> Any:
+        """Content of write's started.json, or None. Raises DamagedError as `read_json`."""
+        return read_json(self.started, form=Fingerprint)
 
     def fragment(self, shard_name: str) -> Path:
         """The fragment of a shard, by its name with or without the file's ending."""

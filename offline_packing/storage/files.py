@@ -22,6 +22,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
+from task_encoders.field_types import first_problem
 from task_encoders.storage.paths import REMEDY, as_remote
 from task_encoders.threads import in_threads
 
@@ -173,6 +174,7 @@ logger = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
 #: A JSON's hash of everything else in it.
 _SEAL: Final = "xxh3_128_of_this"
+_adapter: Final = functools.lru_cache(TypeAdapter)
 #: Bytes that are read at a time.
 _HASHED_BLOCK: Final = 8 << 20
 #: no space, quota used up, file larger than allowed
@@ -195,6 +197,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+                if path.is_dir():  # in the place of the file; what it holds is the user's
+                    path.replace(temporary.with_suffix(".damaged"))
                 os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -268,25 +272,13 @@ def read_json(path: Path, remedy: str = REMEDY, *, form: Any = None) -> Any:
         sealed = content.pop(_SEAL, None)
         if (form or sealed is not None) and sealed != hash_bytes(to_json(content)):
             raise ValueError("it is not what was written")
-        return content if form is None else in_form(form, content)
+        return content if form is None else _adapter(form).validate_python(content)
     except FileNotFoundError:
         return None
     except (IsADirectoryError, TypeError, ValueError) as error:  # TypeError: nested too deeply
         why = getattr(error, "strerror", None) or error
+        why = first_problem(error) if isinstance(error, ValidationError) else why
         raise DamagedError(f"{path} is damaged: {why}; {remedy}") from error
-
-
-def in_form(form: Any, content: object) -> Any:
-    """Content of a JSON file as a type that pydantic knows. Raises ValueError, in one line."""
-    try:
-        return _adapter(form).validate_python(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {first['msg']}") from error
-
-
-_adapter: Final = functools.lru_cache(TypeAdapter)
 
 
 def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> bytes:

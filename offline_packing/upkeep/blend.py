@@ -121,8 +121,7 @@ def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
         raise
     except StageError:  # it was copied without them
         return {}
-    found: dict[str, _Hashes] = {}
-    first = 0
+    found, first = dict[str, _Hashes](), 0
     if plan.num_packs != sum(manifest.counts.packs.values()):
         return {}
     for split, count in manifest.counts.packs.items():

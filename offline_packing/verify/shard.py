@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import ConfigDict
+from pydantic import InstanceOf
 
 from offline_packing.config.sections import PackConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
-from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
+from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import (
     PlannedSample,
@@ -51,13 +51,12 @@ if TYPE_CHECKING:
 
 #: Problems kept; all are counted.
 _KEPT: Final = 20
+_Hashes = InstanceOf[npt.NDArray[np.uint64]]
 
 
 @dataclass
 class VerifyResult:
     """Result of re-reading one shard, or all of them."""
-
-    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
 
     num_shards: int = 0
     num_packs: int = 0
@@ -72,9 +71,7 @@ class VerifyResult:
     num_videos: int = 0
     num_tokens: int = 0
     #: split of a shard, and hash of the bytes of each of its media; only if deep
-    media_hashes: list[tuple[str, npt.NDArray[np.uint64]]] = field(
-        default_factory=list, compare=False
-    )
+    media_hashes: list[tuple[str, _Hashes]] = field(default_factory=list, compare=False)
     #: a line on media or samples that stand in one split only
     apart: str = ""
     #: of all shards: read, packed and set aside, if samples were made of several
@@ -87,7 +84,7 @@ class VerifyResult:
     #: the first problems
     problems: list[str] = field(default_factory=list)
     #: key_hash of every sample found: one array per pack
-    key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list, compare=False)
+    key_hashes: list[_Hashes] = field(default_factory=list, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -164,14 +161,9 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
             folder=workspace.root,
             fragment_path=workspace.fragment(name),
             unpack_folder=workspace.unpacked,
-            samples=INDEX_SCHEMA.empty_table(),
-            pack_sizes=np.empty(0, np.int64),
-            sources=(),
             task=config.task,
-            key_prefix="",
             seq_length=config.pack.seq_length,
             layout=layout,
-            generation="",
             span=span,
         )
         yield VerifyTask(task, line, config.pack, config.model, deep=False)

@@ -29,7 +29,6 @@ from offline_packing.errors import DamagedError, DiskFullError, StageError
 from offline_packing.layouts import LAYOUTS
 from offline_packing.runs.artifacts import config_fingerprint, library_versions, open_index
 from offline_packing.runs.manifest import require_manifest, stored_config
-from offline_packing.runs.repair import write_artifact
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources.roots.roots import MediaRoot
 from offline_packing.storage.files import (
@@ -41,6 +40,7 @@ from offline_packing.storage.files import (
     remove_path,
     seal,
     to_json,
+    write_atomically,
 )
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import Drawn, Verdict, verify
@@ -99,7 +99,7 @@ def _keep(run: Run, content: Mapping[str, Any] | None) -> None:
         if content is None:
             remove_path(path)
         else:
-            write_artifact(run.workspace, path, to_json(seal(content)))
+            write_atomically(path, to_json(seal(content)))
     except (DiskFullError, OSError, RemoteError) as error:
         logger.warning("verify: %s is left as it is: %s", path, error)
 

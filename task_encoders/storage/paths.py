@@ -89,13 +89,13 @@ def unreachable(path: object, error: Exception) -> StorageError:
     return StorageError(f"{path} cannot be reached: {in_a_line(error)}; {remedy}")
 
 
-def plain_name(name: object) -> str:
+def plain_name(name: str) -> str:
     """Return a file's name as a manifest, an index or a tar gives it. Raises ValueError if it does
     not name a file in the same folder: it is absolute, leads up, or is too long."""
-    parts = str(name).split("/")
-    is_odd = "\0" in str(name) or any(len(os.fsencode(part)) > 255 for part in parts)
-    if is_odd or not isinstance(name, str) or not {"", ".", ".."}.isdisjoint(parts):
-        raise ValueError(f"{str(name)[:60]!r} is not the name of a file in its folder")
+    parts = name.split("/")
+    is_fit = "\0" not in name and all(len(os.fsencode(part)) < 256 for part in parts)
+    if not is_fit or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(f"{name[:60]!r} is not the name of a file in its folder")
     return name
 
 

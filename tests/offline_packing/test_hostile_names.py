@@ -241,7 +241,9 @@ def test_a_link_out_of_the_output(packed: Run, tmp_path: Path) -> None:
             (tmp_path / "mine" / path.name).write_bytes(b"mine")
         shutil.rmtree(index)
         index.symlink_to(tmp_path / "mine")
-        with pytest.raises(StageError, match=r"index is a link out of the output, to .*; remove it"):
+        with pytest.raises(
+            StageError, match=r"index is a link out of the output, to .*; remove it"
+        ):
             discard(packed)
         assert {path.read_bytes() for path in (tmp_path / "mine").iterdir()} == {b"mine"}
         index.unlink()

@@ -478,7 +478,7 @@ def test_a_folder_in_place_of_a_file(layout: str, tmp_path: Path) -> None:
         assert verify(run).ok, path
         found = content(run.workspace.root)
         found.pop("_packing/verdict.json")
-        found = {name: one for name, one in found.items() if "_packing/damaged/" not in name}
+        found = {name: one for name, one in found.items() if "damaged/" not in name}
         assert found == expected, path
 
 

@@ -245,10 +245,10 @@ def test_a_change_or_a_kill_during_the_check(run: Run, monkeypatch: pytest.Monke
 def test_an_output_that_is_read_only(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(path: Path, data: bytes) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(verdict, "write_artifact", refuse)
+    monkeypatch.setattr(verdict, "write_atomically", refuse)
     assert check(run).ok
     assert "verdict.json is left as it is: " in caplog.text
 
