@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 #: Twenty times as fast, where PyYAML was built with it.
 _YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-#: Errors of reading damaged metadata, which may be nested too deeply.
+_MOST_NESTED: Final = 100
+#: Errors of reading damaged metadata.
 _DAMAGED: Final = (AttributeError, OSError, ValueError, LookupError, TypeError, RecursionError)
 
 _REMEDY: Final = f"{REMEDY}; or index, if others wrote the packs"
@@ -138,11 +139,21 @@ def _shards_of_token_ids(
     return [shard], np.arange(len(tokens))
 
 
+def _read_yaml(path: Path) -> Any:
+    """Parse a file of metadata. Raises ValueError for nesting that would overflow the C stack."""
+    data, depth = path.read_bytes(), 0
+    for event in yaml.parse(data, _YAML_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_NESTED:
+            raise ValueError(f"{path.name} is nested more than {_MOST_NESTED} levels deep")
+    return yaml.load(data, _YAML_LOADER)  # safe loaders, both
+
+
 def _shards_of_folder(path: Path, split: str) -> tuple[list[ShardRange], Numbers]:
     meta = path / ".nv-meta"
     try:
-        splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
-        dataset = yaml.load((meta / "dataset.yaml").read_bytes(), _YAML_LOADER)
+        splits, dataset = _read_yaml(meta / "split.yaml"), _read_yaml(meta / "dataset.yaml")
         info = json.loads((meta / ".info.json").read_bytes())
         counts = {plain_name(name): int(count) for name, count in info["shard_counts"].items()}
         parts, exclude = dict(splits["split_parts"]), splits.get("exclude")

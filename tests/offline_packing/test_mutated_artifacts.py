@@ -54,7 +54,9 @@ STRANGE: list[Any] = [
     *(None, True, -1, 0, 2**62, -(2**62), 1e308, "", "x" * 300, "../../x", "/x", "\0", [], {}),
     *([[]], [None], {"a": 1}, {"": {}}, json.loads("[" * 100 + "]" * 100)),
 ]
-WHOLE = (b"", b"{}", b"[]", b"null", b"7", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\0PK" * 50)
+#: These overflow the stack of a parser that follows them.
+NESTED = (b"[" * 100_000, b"- " * 100_000, b'{"a":' * 100_000)
+WHOLE = (b"", b"{}", b"[]", b"null", b"7", *NESTED, b"\xff\0PK" * 50)
 
 
 def mutate(content: Any, dice: random.Random) -> Any:
@@ -204,6 +206,15 @@ def check_seeds(seeds: range, base: Path, folder: Path) -> None:
     for seed in seeds:
         check_case(seed, base, folder / f"{seed}")
         shutil.rmtree(folder / f"{seed}")
+
+
+@pytest.mark.parametrize("name", [name for name in OUTPUT if name.startswith(".nv-meta")])
+def test_metadata_that_are_nested_deeply(base: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(base / "out", tmp_path / "out")
+    for content in NESTED:
+        (tmp_path / "out" / name).write_bytes(content)
+        with pytest.raises(PackedFolderError, match="cannot be read"):
+            PackedFolder(tmp_path / "out")
 
 
 def test_mutated(base: Path, tmp_path: Path) -> None:
