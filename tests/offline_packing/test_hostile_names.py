@@ -30,7 +30,7 @@ from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.storage.paths import plain_name
-from tests.helpers.datasets import captioning_pairs, packed_run
+from tests.helpers.datasets import captioning_pairs, make_run, packed_run
 from tests.helpers.outputs import files_of
 
 _WAYS = "../ ../../ / /tmp/ // a/../ a/../../ a/b/../../../ a// a/./ /../ ./../ ./ ../a/".split()
@@ -106,6 +106,12 @@ def in_metadata(content: Any, name: str) -> None:
     content["metadata"][name] = "0" * 32
 
 
+def beside(run: Run, **options: Any) -> Run:
+    """A run over the same data that reads the output."""
+    source = {"format": "pairs", "path": run.config.source[0].path, "task": "captioning"}
+    return make_run({**source, **options}, run.workspace.root.parent / "beside")
+
+
 VERBS: dict[str, Callable[[Run], Any]] = {
     "verify": verify,
     "status": status,
@@ -115,6 +121,8 @@ VERBS: dict[str, Callable[[Run], Any]] = {
     "blend": lambda run: blend([run.workspace.root]),
     "export": lambda run: export(run.workspace.root, run.workspace.root.parent / "raw" / "it"),
     "discard": discard,
+    "stage": lambda run: measure(beside(run, format="index", path=str(run.workspace.root))),
+    "skip": lambda run: measure(beside(run, skip=[str(run.workspace.root)])),
 }
 
 
@@ -127,7 +135,9 @@ def refuses(verb: Callable[[Run], Any], run: Run) -> bool:
     return "is not what was written" in str(getattr(found, "problems", found))
 
 
-@pytest.mark.parametrize("verb", [one for one in VERBS if one != "measure"])
+@pytest.mark.parametrize(
+    "verb", ["verify", "status", "report", "preview", "blend", "export", "discard"]
+)
 def test_of_a_manifest(packed: Run, verb: str) -> None:
     places = itertools.cycle((in_shard, in_split, in_metadata))
     for name, place in zip(NAMES, places, strict=False):
@@ -143,7 +153,7 @@ def test_of_a_manifest(packed: Run, verb: str) -> None:
         assert refuses(VERBS[verb], packed)
 
 
-@pytest.mark.parametrize("verb", ["status", "report", "measure", "discard"])
+@pytest.mark.parametrize("verb", ["status", "report", "measure", "discard", "stage", "skip"])
 def test_of_an_index(packed: Run, verb: str) -> None:
     path = packed.workspace.index_info
     before = path.read_bytes()

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from offline_packing.cli.commands import cli
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.layouts.energon_metadata import hash_metadata
+from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
@@ -480,6 +481,16 @@ def test_a_folder_in_place_of_a_file(layout: str, tmp_path: Path) -> None:
         found.pop("_packing/verdict.json")
         found = {name: one for name, one in found.items() if "damaged/" not in name}
         assert found == expected, path
+
+
+def test_an_index_that_was_only_started(tmp_path: Path) -> None:
+    run = make_run(captioning_pairs(tmp_path / "data", 4), tmp_path / "out")
+    run.workspace.index.mkdir(parents=True)
+    run.workspace.index_started.write_text("{}")
+    with pytest.raises(DamagedError, match=r"_started\.json is damaged"):
+        measure(run)
+    assert "_packing/index/_started.json" in discard(run)
+    assert measure(run).info.num_samples == 4
 
 
 def test_a_folder_in_place_of_the_lock(packed: Run) -> None:
