@@ -29,6 +29,7 @@ from offline_packing.storage.files import (
     hold_lock,
     local_copy,
     read_json,
+    remove_path,
     remove_temporaries,
     seal,
     sync_folder,
@@ -37,14 +38,15 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from offline_packing.storage.tars import scan_tar
-from task_encoders.packs.manifest import Manifest, ShardLine
-from task_encoders.packs.pack import restore_pack
+from task_encoders.packs.manifest import FileName, Manifest, ShardLine
+from task_encoders.packs.pack import parse_json, restore_pack
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import MEDIA_KINDS, SampleError, count_placeholders
 
 _OWN: Final = "_export"
 _SOURCE: Final = f"{_OWN}/source.json"
 _MANIFEST: Final = f"{_OWN}/manifest.json"
+_AGAIN: Final = "remove the folder and export again"
 
 
 class Exported(NamedTuple):
@@ -79,7 +81,9 @@ def export(output: Path, folder: Path, *, progress: bool = True) -> Exported:
                 remove_temporaries(partial / _OWN)
                 write_atomically(partial / _SOURCE, to_json(seal(_source(manifest))))
                 for line in manifest.shards:
-                    if not _hashes_file(partial, line).exists():
+                    try:
+                        _check_shard(partial, line)
+                    except DamagedError:  # or not written yet
                         _export_shard(output, manifest, line, partial)
                     bar.update(line.packs)
                 _finish(partial, folder, manifest)
@@ -113,7 +117,7 @@ def _open(output: Path, folder: Path) -> tuple[Manifest, Path]:
             "readers of single files do not know; pack without to export them"
         )
     for place in (folder, _partial(folder)):
-        source = read_json(place / _SOURCE, "remove the folder and export again")
+        source = read_json(place / _SOURCE, _AGAIN, form=dict[str, Any])
         if source is None and place.is_dir() and set(place.iterdir()) - {place / _OWN}:
             raise StageError(f"{place} holds files of others; name another folder")
         if source not in (None, _source(manifest)):
@@ -147,6 +151,7 @@ def _export_shard(output: Path, manifest: Manifest, line: ShardLine, partial: Pa
                 "names the remedy"
             )
         for name, data in _files(tar):
+            remove_path(target / name)  # also a link, which may lead out of the folder
             (target / name).write_bytes(data)
             hashes[str((target / name).relative_to(partial))] = hash_bytes(data)
     os.sync()  # once: a sync per small file would take most of the time
@@ -157,12 +162,17 @@ def _files(tar: Path) -> Iterator[tuple[str, bytes]]:
     """Names and content of the files of a shard's packs."""
     with tar.open("rb") as file:
         for entry in scan_tar(tar):
+            if "/" in entry.key:
+                raise StageError(f"{tar}: pack {entry.key!r} is in a folder; export packs of ours")
             for part in entry.parts:
                 file.seek(part.offset)
                 data = file.read(part.size)
                 if part.name == JSON_PART:
-                    record = orjson.loads(data)
-                    _refuse_documents(record, entry.key)
+                    try:
+                        record = {**parse_json(data, entry.key)}
+                        _refuse_documents(record, entry.key)
+                    except (AttributeError, LookupError, TypeError, ValueError) as error:
+                        raise StageError(f"{tar}: pack {entry.key!r}: {error}") from error
                     # Upstream's converter reads `prompts`, its page prints `prompt`.
                     prompts = record.get("prompt", record.get("prompts"))
                     data = orjson.dumps(record | {"prompt": prompts, "prompts": prompts})
@@ -194,18 +204,19 @@ def _finish(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 def _check_shard(folder: Path, line: ShardLine) -> None:
     """Raise DamagedError if a file is missing, or not as it was written."""
-    again = "remove the folder and export again"
-    expected = (read_json(folder / _MANIFEST, again) or {}).get("shards", {}).get(line.name)
-    hashes_file = _hashes_file(folder, line)
-    if not hashes_file.is_file() or hash_file(hashes_file) != expected:
-        raise DamagedError(f"{hashes_file} is missing or damaged; {again}")
+    path = _hashes_file(folder, line)
+    hashes = read_json(path, _AGAIN, form=dict[FileName, str])
+    made = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[str, str]])  # if complete
+    recorded = (made or {}).get("shards", {}).get(line.name)
+    if hashes is None or recorded not in (None, hash_file(path)):
+        raise DamagedError(f"{path} is missing or damaged; {_AGAIN}")
     wrong = [
         name
-        for name, expected in read_json(hashes_file, again).items()
+        for name, expected in hashes.items()
         if not (folder / name).is_file() or hash_file(folder / name) != expected
     ]
     if wrong:
         raise DamagedError(
             f"{len(wrong):,} files of {line.name} in {folder} are missing or damaged, such as "
-            f"{wrong[0]}; {again}"
+            f"{wrong[0]}; {_AGAIN}"
         )

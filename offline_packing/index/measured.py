@@ -18,6 +18,9 @@ from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSa
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
+#: Bytes of a medium that are hashed: the first request to remote storage brings them.
+HASHED_BYTES: Final = 1 << 14
+
 #: Name of the times in --accept-mismatch; not a field of a fingerprint.
 MODIFICATION_TIME: Final = "modification_time"
 
@@ -155,7 +158,7 @@ def prefix_row(
     """Return a row's columns of a prefix.
 
     Args:
-        media_hashes: `measure.identity.hash_medium` of its media.
+        media_hashes: `hash_medium` of its media.
         media: a hash of all bytes of each of its media where they were at hand, otherwise of its
             place (`hash_place`). The other hashes cover some bytes only: samples share a prefix
             where these are equal, too, or where the files are found to be.
@@ -171,6 +174,14 @@ def prefix_row(
 def join_hashes(hashes: Sequence[int]) -> int:
     """One hash of several, in order."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(hashes)}Q", *hashes))
+
+
+def hash_medium(num_bytes: int, beginning: bytes) -> int:
+    """xxh3_64 of a medium's size and its first HASHED_BYTES bytes, so that equal files have one
+    hash wherever they lie: in remote storage any other place would be a request."""
+    digest = xxhash.xxh3_64(num_bytes.to_bytes(8, "little"))
+    digest.update(beginning[:HASHED_BYTES])
+    return digest.intdigest()
 
 
 def hash_place(source_id: int, medium: Locator) -> int:

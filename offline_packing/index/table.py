@@ -34,6 +34,8 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
+from task_encoders.field_types import NonNegative
+from task_encoders.packs.manifest import FileName
 from task_encoders.storage.paths import REMEDY, path_of
 
 INDEX_VERSION: Final = 3
@@ -53,14 +55,14 @@ _COMMON: Final = MappingProxyType(
 class IndexInfo:
     """Content of index.json."""
 
-    fingerprint: dict[str, str | int]
+    fingerprint: dict[str, str | int | bool]
     versions: dict[str, str]
     #: rows of each part, in order
-    part_rows: list[int]
+    part_rows: list[NonNegative]
     #: samples set aside while measuring, by reason
-    set_aside: dict[str, int]
+    set_aside: dict[str, NonNegative]
     #: image files that no sample uses
-    num_unused_images: int = 0
+    num_unused_images: NonNegative = 0
     #: unused parts of samples, such as a field with media -> the estimated number of samples
     #: (measure/diagnosis.py), and an example with its content
     lost: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -68,22 +70,22 @@ class IndexInfo:
     #: with the most frequent image or video (`media`), an estimate for the most frequent answer
     common: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: sum of num_tokens
-    num_tokens: int = 0
+    num_tokens: NonNegative = 0
     #: conversations that were cut, and the samples they became
-    split: dict[str, int] = field(default_factory=dict)
+    split: dict[str, NonNegative] = field(default_factory=dict)
     #: samples left out by source.skip; neither in the index nor set aside
-    num_skipped: int = 0
+    num_skipped: NonNegative = 0
     #: samples with loss weights other than 0 and 1
-    num_weighted: int = 0
+    num_weighted: NonNegative = 0
     #: images and videos of samples that are longer than the bytes in their hash
-    num_part_hashed: int = 0
+    num_part_hashed: NonNegative = 0
     #: warnings of the sources' listings
     source_warnings: list[str] = field(default_factory=list)
     #: xxh3_128 of the files in the folders index, set_aside and files
-    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    hashes: dict[FileName, dict[FileName, str]] = field(default_factory=dict)
     #: options of each source, without the ones that change no row; and its number of parts
     sources: list[dict[str, Any]] = field(default_factory=list)
-    source_parts: list[int] = field(default_factory=list)
+    source_parts: list[NonNegative] = field(default_factory=list)
     version: int = INDEX_VERSION
 
     @property
@@ -146,19 +148,12 @@ class IndexInfo:
         """Read index.json; None if the index is not complete. Raises StageError if it is damaged,
         or of another format version."""
         content = read_json(path)
-        if content is None:
-            return None
-        if content.get("version") != INDEX_VERSION:
+        if content is not None and content.get("version") != INDEX_VERSION:
             raise StageError(
                 f"{path} has format version {content.get('version')}, this version reads "
                 f"{INDEX_VERSION}; measure again with another output.path"
             )
-        try:
-            info = cls(**content)
-        except TypeError as error:
-            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
-        if not isinstance(info.hashes, dict) or not isinstance(info.part_rows, list):
-            raise DamagedError(f"{path} is damaged; {REMEDY}")
+        info: IndexInfo | None = read_json(path, form=cls)
         return info
 
 

@@ -270,7 +270,7 @@ class JoinedLayout(Layout):
             size = path.stat().st_size if is_own else task.span[1]
             for block in _blocks(path, begin, size):
                 digest.update(block)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return [(path.name, "is missing")]
         if digest.hexdigest() == expected_hash:
             return []

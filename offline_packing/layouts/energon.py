@@ -24,13 +24,7 @@ from offline_packing.storage.files import (
     remove_folder,
     write_atomically,
 )
-from offline_packing.storage.tars import (
-    PackEntry,
-    TarShardWriter,
-    index_bytes,
-    read_pack,
-    scan_tar,
-)
+from offline_packing.storage.tars import PackEntry, TarShardWriter, index_bytes, read_pack, scan_tar
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
 
@@ -90,7 +84,7 @@ class EnergonLayout(Layout):
         try:
             if path.with_suffix(".tar.idx").read_bytes() == index_bytes(list(scan_tar(path))):
                 return []
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return [(f"{name}.idx", "is missing")]
         return [(f"{name}.idx", "does not match the tar")]
 

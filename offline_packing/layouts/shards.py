@@ -8,7 +8,7 @@ With output.shards_per_folder the name of a shard, and so of its files, is train
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.engines.local import advance
-from offline_packing.errors import DamagedError, StageError
-from offline_packing.index.measured import MODIFICATION_TIME, sample_stamp
+from offline_packing.errors import ChangedError, StageError
+from offline_packing.index.measured import MODIFICATION_TIME, hash_medium, sample_stamp
 from offline_packing.index.rows import LEADING, is_leading
-from offline_packing.index.table import Index
+from offline_packing.index.table import INDEX_SCHEMA, Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.base import ConversationPart
@@ -33,11 +33,12 @@ from offline_packing.sources.reading.locators import read_ahead
 from offline_packing.sources.reading.rows import WantedRows, record_columns, rows_at_hand
 from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
-from offline_packing.storage.tars import PackEntry, Part, member_size, tar_size
+from offline_packing.storage.tars import PackEntry, member_size, tar_size
 from task_encoders.families import ModelOptions
+from task_encoders.field_types import NonNegative
+from task_encoders.packs.manifest import FileName, SplitName
 from task_encoders.packs.pack_format import Tree, is_video_name, pack_key
 from task_encoders.samples import SourceSample
-from task_encoders.storage.paths import REMEDY
 
 _Item = TypeVar("_Item")
 
@@ -147,11 +148,11 @@ class ShardFragment:
     """One finished shard."""
 
     #: as in the manifest
-    name: str
-    split: str
-    num_samples: int
-    num_tokens: int
-    num_bytes: int
+    name: FileName
+    split: SplitName
+    num_samples: NonNegative
+    num_tokens: NonNegative
+    num_bytes: NonNegative
     xxh3_128: str
     packs: Sequence[PackEntry]
 
@@ -172,17 +173,10 @@ class ShardFragment:
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
         """Read a fragment. Raises StageError where there is none, or it is damaged."""
-        content = read_json(path)
-        if content is None:
+        found: ShardFragment | None = read_json(path, form=cls)
+        if found is None:
             raise StageError(f"{path} is missing; run write again")
-        try:
-            packs = [
-                PackEntry(**{**pack, "parts": tuple(Part(**part) for part in pack["parts"])})
-                for pack in content["packs"]
-            ]
-            return cls(**{**content, "packs": packs})
-        except (KeyError, TypeError) as error:
-            raise DamagedError(f"{path} is damaged: {error}; {REMEDY}") from error
+        return found
 
     @classmethod
     def is_whole(cls, path: Path, content_hash: str) -> bool:
@@ -194,7 +188,7 @@ class ShardFragment:
 
 
 #: Columns of the index that a task carries.
-COLUMNS: Final = ("key", "source_id", "num_tokens", "stamp", "grid_thw", "json", "media", "part")
+COLUMNS: Final = tuple("key source_id num_tokens stamp grid_thw json media media_hash part".split())
 #: Further ones of a plan with trees.
 PREFIX_COLUMNS: Final = ("prefix_tokens", "prefix_images", "prefix_videos")
 _ROW_PLACE: Final = ("kind", "container", "column", "offset")
@@ -215,6 +209,8 @@ class PlannedSample:
     grid_thw: list[int]
     json: Locator
     media: tuple[Locator, ...]
+    #: of each medium, see `hash_medium`
+    media_hash: list[int]
     extensions: tuple[str, ...]
     #: None: the whole record at `json`
     part: ConversationPart | None = None
@@ -269,27 +265,27 @@ def trees_of(samples: Sequence[PlannedSample]) -> list[Tree]:
 PlannedPack = tuple[str, list[PlannedSample]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardTask:
     """One shard: its samples in the order of the packs, as rows of the index, and the number of
-    samples of each pack."""
+    samples of each pack. A task that only finds damage has no samples."""
 
     shard: PlannedShard
     folder: Path
     fragment_path: Path
     #: folder for copies of files without random access
     unpack_folder: Path
-    samples: pa.Table
+    samples: pa.Table = field(default_factory=INDEX_SCHEMA.empty_table)
     #: (num_packs,)
-    pack_sizes: npt.NDArray[np.int64]
-    sources: tuple[Source, ...]
+    pack_sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    sources: tuple[Source, ...] = ()
     task: str
-    key_prefix: str
+    key_prefix: str = ""
     seq_length: int
     #: a name in LAYOUTS
     layout: str
     #: see runs.artifacts.generation_of
-    generation: str
+    generation: str = ""
     #: whose token ids the packs hold, if any
     tokenizes: ModelOptions | None = None
     #: whether a file of another modification time is refused
@@ -356,9 +352,15 @@ class ShardTask:
 
     def read_media(self, sample: PlannedSample, media: Iterable[Locator]) -> list[bytes]:
         """The bytes of a sample's media, or of some, as they are now. Raises StageError if one
-        changed."""
-        source = self.sources[sample.source_id]
-        return [source.read_media(locator) for locator in media]
+        changed, by its size and its first bytes (`hash_medium`)."""
+        source, found = self.sources[sample.source_id], []
+        hashes = dict(zip(sample.media, sample.media_hash, strict=True))
+        for at in media:
+            data = source.read_media(at)
+            if hash_medium(len(data), data) != hashes[at]:
+                raise ChangedError(at.container, "it begins with other bytes")
+            found.append(data)
+        return found
 
     def changed_files(self, sample: PlannedSample) -> list[str]:
         """The files of a sample, if any has another modification time than when it was measured."""

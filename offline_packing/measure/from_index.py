@@ -14,8 +14,8 @@ from offline_packing.engines.local import advance
 from offline_packing.errors import DamagedError
 from offline_packing.index import table as index
 from offline_packing.measure.identity import repeated_key
-from offline_packing.runs.artifacts import Fingerprint, check_fingerprint, config_fingerprint
-from offline_packing.runs.run import Workspace
+from offline_packing.runs.artifacts import check_fingerprint, config_fingerprint
+from offline_packing.runs.run import Fingerprint, Workspace
 from offline_packing.sources import Scan, Source, SourcePart
 from offline_packing.storage.files import hash_file, kept_copy
 from task_encoders.settings import explain_hash

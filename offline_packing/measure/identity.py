@@ -26,7 +26,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -48,11 +48,7 @@ from offline_packing.index.table import (
 )
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.runs.set_aside import (
-    DELIBERATE,
-    aside_while_measuring,
-    aside_while_planning,
-)
+from offline_packing.runs.set_aside import DELIBERATE, aside_while_measuring, aside_while_planning
 from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart, SourceRecord
 from offline_packing.sources.options import APART, place_of
 from offline_packing.storage.files import hash_bytes, hash_file
@@ -276,10 +272,6 @@ def _prefixes(
     return {i: own for i, own in same.items() if not named or options[i] in named}
 
 
-#: Bytes of a medium that are hashed: the first request to remote storage brings them.
-HASHED_BYTES: Final = 1 << 14
-
-
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
     """xxh3_64 of a sample's trained content: its texts, and its media by their names, or by their
     bytes if these are in the record itself."""
@@ -309,14 +301,6 @@ def digest_sample(sample: SourceSample, media: Iterable[bytes]) -> bytes:
 def _texts(sample: SourceSample) -> list[Any]:
     turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
     return [turns, sample.system, sample.tools]
-
-
-def hash_medium(num_bytes: int, file: BinaryIO) -> int:
-    """xxh3_64 of a medium's size and its first HASHED_BYTES bytes, so that equal files have one
-    hash wherever they lie: in remote storage any other place would be a request."""
-    digest = xxhash.xxh3_64(num_bytes.to_bytes(8, "little"))
-    digest.update(file.read(HASHED_BYTES))
-    return digest.intdigest()
 
 
 def hash_group(source: Source, content: Mapping[str, Any]) -> int:

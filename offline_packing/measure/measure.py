@@ -46,7 +46,6 @@ from offline_packing.measure.measure_part import (
 )
 from offline_packing.measure.source_files import count_unused_media, explain_listing, save_files
 from offline_packing.runs.artifacts import (
-    Fingerprint,
     changed_fields,
     check_fingerprint,
     check_index,
@@ -56,7 +55,7 @@ from offline_packing.runs.artifacts import (
 )
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
-from offline_packing.runs.run import Run, Workspace, open_encoder, open_sources
+from offline_packing.runs.run import Fingerprint, Run, Workspace, open_encoder, open_sources
 from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinished
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
@@ -163,7 +162,7 @@ def _restore(run: Run, info: IndexInfo | None, lost: Sequence[Path]) -> Index:
         _measure_again(run, lost, keeps=True)
         accept(workspace, {path: hashes[path] for path in lost}, partial(_describe_change, run))
         return Index(workspace.index, info)
-    recorded = (read_json(workspace.plan_info) or {}).get("fingerprint", {}).get("index")
+    recorded = (workspace.read_plan() or {"fingerprint": {}})["fingerprint"].get("index")
     manifest = read_manifest(workspace.root)
     # Nothing says any more which parts are whole: all are measured, if theirs are not.
     for keeps in (True, False) if recorded else (False,):
@@ -355,7 +354,7 @@ def _existing_index(
             )
             warn_of_versions(info.versions, "the index")
             return info
-        found = read_json(workspace.index_started)
+        found = read_json(workspace.index_started, form=Fingerprint)
         if found is not None:
             # Parts made with different settings must not be mixed: nothing can be accepted here.
             check_fingerprint(
@@ -429,7 +428,7 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     known = [task.part.num_records for task in tasks]
     total = None if None in known else sum(filter(None, known))
     whole = run.workspace.measure_total
-    write_atomically(whole, to_json({"parts": len(tasks), "records": total}))
+    write_atomically(whole, to_json(seal({"parts": len(tasks), "records": total})))
     with run.bar("measure", total, "record") as bar:
         before = (_TABLES(task) for task in tasks if task.number not in numbers)
         results = read_each(run.workspace.index, read_result, before)

@@ -31,6 +31,8 @@ from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index import table as index
 from offline_packing.index.measured import (
+    HASHED_BYTES,
+    hash_medium,
     hash_place,
     modification_time,
     prefix_row,
@@ -41,14 +43,7 @@ from offline_packing.index.table import escape
 from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.diagnosis import NUM_FIRST, Diagnosis
 from offline_packing.measure.from_index import IndexPart, copy_part
-from offline_packing.measure.identity import (
-    HASHED_BYTES,
-    NewRecords,
-    hash_content,
-    hash_group,
-    hash_medium,
-    hash_sample,
-)
+from offline_packing.measure.identity import NewRecords, hash_content, hash_group, hash_sample
 from offline_packing.runs.run import open_encoder
 from offline_packing.sources import Locator, Source, SourcePart, SourceRecord
 from offline_packing.sources.base import ConversationPart
@@ -494,7 +489,7 @@ class Measuring:
         is_at_hand = is_inline(name) if embedded is None else embedded.data is not None
         try:
             with file:
-                media_hash = hash_medium(locator.size, file)
+                media_hash = hash_medium(locator.size, file.read(HASHED_BYTES))
                 file.seek(0)
                 if is_at_hand:
                     same = xxhash.xxh3_64_intdigest(file.read())

@@ -40,7 +40,6 @@ from offline_packing.plan.uses import Trees, Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.passes import PlanOptions
 from offline_packing.runs.artifacts import (
-    Fingerprint,
     StoredPlan,
     changed_fields,
     check_fingerprint,
@@ -52,16 +51,9 @@ from offline_packing.runs.artifacts import (
 from offline_packing.runs.figures import run_figures
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
-from offline_packing.runs.run import Run, listed
+from offline_packing.runs.run import Fingerprint, Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
-from offline_packing.storage.files import (
-    hash_file,
-    read_json,
-    remove_folder,
-    seal,
-    to_json,
-    write_atomically,
-)
+from offline_packing.storage.files import hash_file, remove_folder, seal, to_json, write_atomically
 from task_encoders.families import model_cost
 
 logger = logging.getLogger(__name__)
@@ -83,7 +75,7 @@ def plan(run: Run, samples: Index) -> StoredPlan:
     """Make the plan, or find it complete. Raises StageError where there is nothing to pack, an
     over-long sample under on_overlong: error, or shards that were written with another plan."""
     workspace = run.workspace
-    found = read_json(workspace.plan_info)
+    found = workspace.read_plan()
     fingerprint = plan_fingerprint(run)
     try:
         found = _restore_lost(run, samples, found)
@@ -91,7 +83,7 @@ def plan(run: Run, samples: Index) -> StoredPlan:
         if not run.config.output.overwrite:
             raise
     if found is not None and not changed_fields(found["fingerprint"], fingerprint):
-        stored = load_plan(run, found)
+        stored = load_plan(workspace, found)
         logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
         return stored
     _discard_previous(run, found, fingerprint)
@@ -151,7 +143,7 @@ def _restore_lost(
     its stage.json, which is accepted if the shards have its plan. Raises StageError if the plan
     comes out differently."""
     workspace, manifest = run.workspace, read_manifest(run.workspace.root)
-    expected = (read_json(workspace.started) or {}).get("plan")
+    expected = (workspace.read_started() or {}).get("plan")
     if manifest is not None:
         expected = manifest.plan
     files = (
@@ -183,9 +175,10 @@ def _restore_lost(
 
 def preview_plan(run: Run, samples: Index) -> str:
     """The summary of the plan that `plan` would make, if there is not one; nothing is written."""
-    found = read_json(run.workspace.plan_info)
+    found = run.workspace.read_plan()
     if found is not None and not changed_fields(found["fingerprint"], plan_fingerprint(run)):
-        return f"plan: complete ({load_plan(run, found).packs.num_packs:,} packs), nothing to do\n"
+        packs = load_plan(run.workspace, found).packs
+        return f"plan: complete ({packs.num_packs:,} packs), nothing to do\n"
     planned = make_plan(run, samples)
     return summary_text(run, samples, planned.packs, planned.set_aside.reasons)
 

@@ -277,9 +277,9 @@ class PackPlan:
                 f"plan {folder} has format_version {document.get('format_version')}, "
                 f"this version reads {FORMAT_VERSION}; plan again"
             )
-        shapes = document["shapes"]
         arrays = {}
-        for name, shape in shapes.items():
+        for name in document["shapes"].keys() & cls.__dataclass_fields__.keys():
+            shape = document["shapes"][name]
             path = folder / f"{name}.npy"
             try:
                 arrays[name] = load_array(path)

@@ -57,11 +57,11 @@ def report(run: Run) -> str:
 
 def report_status(workspace: Workspace) -> str | None:
     """Path of the report, and whether it is up to date with the stages; None without one."""
-    document = read_json(workspace.report / "report.json")
+    document = read_json(workspace.report / "report.json", "run report again")
     if document is None:
         return None
     current = _made_from(workspace, read_manifest(workspace.root))
-    old = "" if document["made_from"] == current else ", out of date: run report again"
+    old = "" if document.get("made_from") == current else ", out of date: run report again"
     return f"{workspace.report / 'report.html'}{old}"
 
 
@@ -127,7 +127,7 @@ def _verdict(document: Figures) -> str:
 
 def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
     """Identity of the stages that a report describes."""
-    index, plan = workspace.index_info, read_json(workspace.plan_info) or {}
+    index, plan = workspace.index_info, workspace.read_plan() or {}
     return {
         "index": hash_file(index) if index.exists() else None,
         "plan": plan.get("hash"),

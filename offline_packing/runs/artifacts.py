@@ -20,15 +20,13 @@ from offline_packing.index.measured import Trait
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.run import Run, open_encoder
-from offline_packing.storage.files import hash_bytes, hash_file, read_json, to_json
+from offline_packing.runs.run import Fingerprint, Run, Workspace, open_encoder
+from offline_packing.storage.files import hash_bytes, hash_file, to_json
 from task_encoders.settings import explain_hash
 from task_encoders.storage.paths import REMEDY
 from task_encoders.versions import VERSION
 
 logger = logging.getLogger(__name__)
-
-Fingerprint = Mapping[str, str | int]
 
 #: Packages whose version may change tokens, sizes or bytes.
 _LIBRARIES = ("numpy", "orjson", "pillow", "pyarrow", "tiktoken")
@@ -90,11 +88,11 @@ def check_index(run: Run, info: IndexInfo) -> None:
 def open_plan(run: Run) -> StoredPlan:
     """The complete plan of an output, made with these settings of its index. Raises StageError if
     there is none, it is damaged, or it was made with other settings."""
-    info = read_json(run.workspace.plan_info)
+    info = run.workspace.read_plan()
     if info is None:
         raise StageError(f"no complete plan in {run.workspace.root}; run plan first")
     check_plan(run, info)
-    return load_plan(run, info)
+    return load_plan(run.workspace, info)
 
 
 def check_plan(run: Run, info: Mapping[str, Any]) -> None:
@@ -118,23 +116,19 @@ def plan_files(config: PackingConfig) -> tuple[str, ...]:
     return (*_PLAN_FILES, *(name for name, option in own.items() if option is not None))
 
 
-def load_plan(run: Run, info: Mapping[str, Any]) -> StoredPlan:
+def load_plan(workspace: Workspace, info: Mapping[str, Any]) -> StoredPlan:
     """The plan of a stage.json. Raises StageError if its files do not hold the planned packs."""
-    folder = run.workspace.plan
+    folder, files = workspace.plan, info["files"]
     try:
-        packs = PackPlan.load(folder)
-        names = [name for name in _PACKS if name in info["files"]]
-        found = plan_identity({name: hash_file(folder / name) for name in names})
-    except (FileNotFoundError, ValueError, StageError) as error:
+        names = [name for name in files if name.endswith((".npy", "json"))]
+        differ = [str(folder / name) for name in names if hash_file(folder / name) != files[name]]
+        if differ or plan_identity(files) != info["hash"]:
+            raise StageError(f"{' or '.join(differ) or folder} differs from what was planned")
+        return StoredPlan(PackPlan.load(folder), info)
+    except OSError as error:
+        raise DamagedError(f"{error.filename or error} is missing or no file; {REMEDY}") from error
+    except (ValueError, StageError) as error:
         raise DamagedError(f"{str(error).removesuffix('; plan again')}; {REMEDY}") from error
-    if found != info["hash"]:
-        differ = " or ".join(
-            str(folder / name)
-            for name, one in zip(names, found.split("-"), strict=True)
-            if one not in info["hash"].split("-")
-        )
-        raise DamagedError(f"{differ} differs from what was planned; {REMEDY}")
-    return StoredPlan(packs, info)
 
 
 def plan_fingerprint(run: Run) -> Fingerprint:
@@ -185,8 +179,8 @@ def key_prefix(run: Run, plan_hash: str) -> str:
     the source and the same plan."""
     if run.config.output.key_prefix is not None:
         return run.config.output.key_prefix
-    started = read_json(run.workspace.started) or {}
-    if started.get("plan") == plan_hash:
+    started = run.workspace.read_started() or {}
+    if started.get("plan") == plan_hash and "output.key_prefix" in started:
         return str(started["output.key_prefix"])
     info = IndexInfo.load(run.workspace.index_info)
     made_with = info.fingerprint if info is not None else {}
@@ -227,7 +221,7 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
 def check_layout(run: Run, plan_hash: str, found: Fingerprint | None = None) -> None:
     """Raise StageError if the shards are of another plan or layout."""
     check_fingerprint(
-        found or read_json(run.workspace.started) or {},
+        found or run.workspace.read_started() or {},
         shards_fingerprint(run, plan_hash),
         artifact=f"the shards in {run.workspace.root}",
         remedy="give the settings that they were written with, write again with "

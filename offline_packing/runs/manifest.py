@@ -24,7 +24,6 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import (
-    Fingerprint,
     StoredPlan,
     generation_of,
     key_prefix,
@@ -32,23 +31,12 @@ from offline_packing.runs.artifacts import (
     shards_fingerprint,
 )
 from offline_packing.runs.repair import accept, refused
-from offline_packing.runs.run import Run
-from offline_packing.storage.files import (
-    hash_bytes,
-    read_each,
-    seal,
-    to_json,
-    write_atomically,
-)
+from offline_packing.runs.run import Fingerprint, Run
+from offline_packing.storage.files import hash_bytes, read_each, seal, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
-from task_encoders.packs.manifest import (
-    Counts,
-    Manifest,
-    ManifestError,
-    PackColumns,
-    ShardLine,
-)
+from task_encoders.packs.manifest import Counts, Manifest, ManifestError, PackColumns, ShardLine
+from task_encoders.samples import TASKS
 from task_encoders.storage.paths import REMEDY
 
 logger = logging.getLogger(__name__)
@@ -68,9 +56,16 @@ def read_manifest(root: Path) -> Manifest | None:
         manifest = stored.read_manifest(root)
         if manifest is None:
             return None
-        if path.read_bytes() != _to_bytes(manifest) or manifest.content_hash != _hash(manifest):
+        if not (
+            manifest.layout in LAYOUTS
+            and manifest.task in TASKS
+            and OutputConfig(**manifest.config["output"], path=".").key_prefix is not None
+            and all(isinstance(one["path"], str) for one in manifest.config["source"])
+            and manifest.content_hash == _hash(manifest)
+            and path.read_bytes() == _to_bytes(manifest)
+        ):
             raise ManifestError(f"{path} is damaged")
-    except ManifestError as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise DamagedError(f"{path} is not what was written; {REMEDY}") from error
     return manifest
 
@@ -231,7 +226,7 @@ def build_manifest(
 def recorded_layout(run: Run, manifest: Manifest, plan_hash: str) -> Fingerprint:
     """Content of write/started.json, from the configuration in the manifest."""
     output = {**manifest.config["output"], "path": run.config.output.path}
-    if output["split"] == run.config.output.split:  # in this order; a manifest's is sorted
+    if output.get("split") == run.config.output.split:  # in this order; a manifest's is sorted
         output["split"] = run.config.output.split
     return layout_fingerprint(OutputConfig(**output), plan_hash)
 

@@ -14,7 +14,14 @@ from typing import Final
 from offline_packing.errors import StageError
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.run import Workspace
-from offline_packing.storage.files import move_file, remove_folder, to_json, write_atomically
+from offline_packing.storage.files import (
+    is_remote,
+    move_file,
+    remove_folder,
+    remove_path,
+    to_json,
+    write_atomically,
+)
 
 _FOUND: Final = "found.json"
 
@@ -41,11 +48,17 @@ def end_repair(workspace: Workspace) -> None:
 
 
 def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
-    """Move files away, if they are there."""
+    """Move files away, and folders in their places, if they are there. Raises StageError where a
+    link leads out of the output: what it leads to is not the output's."""
+    is_local, own = not is_remote(workspace.root), (workspace.root, workspace.packing)
     for path in paths:
         if path.exists():
+            at = path.parent.resolve() if is_local else path.parent
+            if is_local and not {*map(Path.resolve, own)} & {at, *at.parents}:
+                raise StageError(f"{path.parent} is a link out of the output, to {at}; remove it")
             target = workspace.damaged / str(path.relative_to(workspace.root))
             target.parent.mkdir(parents=True, exist_ok=True)
+            remove_path(target)
             path.replace(target)
 
 

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from pydantic import BaseModel
 from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig
@@ -34,15 +35,21 @@ from offline_packing.storage.files import (
     hold_lock,
     read_json,
     remove_folder,
+    remove_path,
     remove_temporaries,
     scratch_folder,
 )
 from task_encoders.families import ModelOptions, build_sample_encoder
+from task_encoders.field_types import NonNegative
+from task_encoders.packs.manifest import FileName
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import as_remote, path_of
 from task_encoders.storage.remote_requests import RemoteError, count_repeats
 
 logger = logging.getLogger(__name__)
+
+#: Settings by name, which tie the artifacts of an output together.
+Fingerprint = Mapping[str, str | int | bool]
 
 _SECONDS_BETWEEN_LINES: Final = 60
 #: measure: 120,000 of 600,000 samples, 20%, 03:10 left
@@ -57,6 +64,18 @@ class _Lines(io.TextIOBase):
     def write(self, text: str) -> int:
         line = text.strip()
         return sys.stderr.write(f"{line}\n") if line else 0
+
+
+class PlanRecord(BaseModel):
+    """Content of a plan's stage.json."""
+
+    fingerprint: dict[str, str | int | bool]
+    hash: str
+    set_aside: dict[str, NonNegative]
+    copies: NonNegative = 0
+    files: dict[FileName, str]
+    epochs: dict[str, list[NonNegative]] = {}
+    trained: dict[str, list[dict[str, Any]]] = {}
 
 
 class Workspace:
@@ -101,6 +120,15 @@ class Workspace:
         #: folder of copies of files without random access: compressed files, and large row groups.
         #: Present while packs are written or compared with their source
         self.unpacked = self.scratch / "unpacked"
+
+    def read_plan(self) -> Any:
+        """Content of the plan's stage.json, or None. Raises DamagedError as `read_json`."""
+        found = read_json(self.plan_info, form=PlanRecord)
+        return found and found.model_dump(exclude_unset=True)
+
+    def read_started(self) -> Any:
+        """Content of write's started.json, or None. Raises DamagedError as `read_json`."""
+        return read_json(self.started, form=Fingerprint)
 
     def fragment(self, shard_name: str) -> Path:
         """The fragment of a shard, by its name with or without the file's ending."""
@@ -172,7 +200,7 @@ class Run:
     def trained(self) -> Mapping[str, Trained]:
         """What the training runs of source.skip trained: as the plan recorded it, so that it stays
         the plan of its shards; without a plan, or under output.overwrite, up to now."""
-        stored = {} if self.config.output.overwrite else read_json(self.workspace.plan_info) or {}
+        stored = {} if self.config.output.overwrite else self.workspace.read_plan() or {}
         paths = sorted({path for source in self.config.source for path in source.trained_by})
         recorded = stored.get("trained", {})
         return {path: recorded.get(path) or read_trained(path) for path in paths}
@@ -196,7 +224,7 @@ class Run:
         """Remove the index and all that was made from it."""
         self.discard_plan()
         folder = self.workspace
-        folder.index_info.unlink(missing_ok=True)
+        remove_path(folder.index_info)
         # Unpacked copies go too: perhaps its files were replaced.
         for path in (folder.index, folder.set_aside, folder.files, folder.unpacked):
             remove_folder(path)
@@ -208,15 +236,15 @@ class Run:
 
     def discard_shards(self) -> None:
         """Remove the shards; the manifest, which says that they are complete, goes first."""
-        self.workspace.manifest.unlink(missing_ok=True)
-        self.workspace.verdict.unlink(missing_ok=True)
+        remove_path(self.workspace.manifest)
+        remove_path(self.workspace.verdict)
         remove_folder(self.workspace.damaged)
         if self.workspace.write.exists():
             # Not of other layouts: a file whose name it would use is the user's own.
-            started = read_json(self.workspace.started)
-            names = LAYOUTS if started is None else [started["output.layout"]]
-            for name in names:
-                LAYOUTS[name].remove(self.workspace.root)
+            started = self.workspace.read_started()
+            for name, layout in LAYOUTS.items():
+                if started is None or name == started.get("output.layout"):
+                    layout.remove(self.workspace.root)
             remove_folder(self.workspace.write)
 
     def bar(self, name: str, total: int | None, unit: str) -> AbstractContextManager["tqdm[None]"]:

@@ -33,7 +33,6 @@ from offline_packing.layouts.shards import (
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import generation_of
 from offline_packing.runs.run import Run, open_sources
-from offline_packing.storage.files import read_json
 from task_encoders.storage.remote_requests import add_repeats, count_repeats
 
 logger = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ def iterate_tasks(
     copies = plan.copy_numbers()
     output = config.output
     tokenizes = output.holds_token_ids
-    started = read_json(workspace.started)
+    started = workspace.read_started() or {}
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         yield ShardTask(
             shard=shard,
@@ -153,7 +152,7 @@ def iterate_tasks(
             pack_sizes=np.diff(offsets),
             sources=sources,
             task=config.task,
-            key_prefix=started["output.key_prefix"],
+            key_prefix=str(started.get("output.key_prefix", "")),
             seq_length=config.pack.seq_length,
             layout=config.output.layout,
             generation=generation_of(started),

@@ -19,8 +19,10 @@ from typing import Any, BinaryIO, Final, TypeVar
 import numpy as np
 import orjson
 import xxhash
+from pydantic import TypeAdapter, ValidationError
 
 from offline_packing.errors import ChangedError, DamagedError, DiskFullError, StageError
+from task_encoders.field_types import first_problem
 from task_encoders.storage.paths import REMEDY, as_remote
 from task_encoders.threads import in_threads
 
@@ -162,11 +164,17 @@ def remove_folder(folder: Path) -> None:
         remote.remove_tree()
 
 
+def remove_path(path: Path) -> None:
+    """Remove a file, or the folder in its place, if it exists."""
+    remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 #: A JSON's hash of everything else in it.
 _SEAL: Final = "xxh3_128_of_this"
+_adapter: Final = functools.lru_cache(TypeAdapter)
 #: Bytes that are read at a time.
 _HASHED_BLOCK: Final = 8 << 20
 #: no space, quota used up, file larger than allowed
@@ -189,6 +197,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+                if path.is_dir():  # in the place of the file; what it holds is the user's
+                    path.replace(temporary.with_suffix(".damaged"))
                 os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -251,21 +261,24 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, _SEAL: hash_bytes(to_json(content))}
 
 
-def read_json(path: Path, remedy: str = REMEDY) -> Any:
-    """Content of one of our JSON files, without its seal; None: it is not there. Raises
-    DamagedError, with the remedy: not a JSON object, or not as it was written."""
+def read_json(path: Path, remedy: str = REMEDY, *, form: Any = None) -> Any:
+    """Content of one of our JSON files, without its seal; None: it is not there. With a `form`, a
+    type that pydantic knows, it must have a seal and that form. Raises DamagedError, with the
+    remedy: not a JSON object, or not as it was written."""
     try:
         content = orjson.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, no object")
         sealed = content.pop(_SEAL, None)
-        if sealed is not None and sealed != hash_bytes(to_json(content)):
+        if (form or sealed is not None) and sealed != hash_bytes(to_json(content)):
             raise ValueError("it is not what was written")
+        return content if form is None else _adapter(form).validate_python(content)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:  # TypeError: nested too deeply to be hashed
-        raise DamagedError(f"{path} is damaged: {error}; {remedy}") from error
-    return content
+    except (IsADirectoryError, TypeError, ValueError) as error:  # TypeError: nested too deeply
+        why = getattr(error, "strerror", None) or error
+        why = first_problem(error) if isinstance(error, ValidationError) else why
+        raise DamagedError(f"{path} is damaged: {why}; {remedy}") from error
 
 
 def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> bytes:
@@ -353,6 +366,8 @@ def hold_lock(
 def _open_lock(path: Path) -> BinaryIO:
     try:
         return open(path, "ab")
+    except IsADirectoryError as error:
+        raise StageError(f"{path} is a folder; remove it") from error
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not path.exists():
             raise

@@ -105,10 +105,7 @@ class _UnpackedStream(io.RawIOBase):
 
 def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> None:
     """Write the content of a compressed file; of a damaged one, as far as it was measured."""
-    with (
-        open_unpacked(file, name, packed_size) as content,
-        contextlib.suppress(DamagedStreamError),
-    ):
+    with open_unpacked(file, name, packed_size) as content, contextlib.suppress(DamagedStreamError):
         shutil.copyfileobj(content, target, _BLOCK)
 
 

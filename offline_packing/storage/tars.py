@@ -24,7 +24,7 @@ from offline_packing.errors import StageError
 from offline_packing.storage.files import start_writeback
 from offline_packing.storage.streams import DamagedStreamError
 from task_encoders.packs.pack_format import index_of_key
-from task_encoders.storage.paths import REMEDY, read_indexed, read_range
+from task_encoders.storage.paths import REMEDY, plain_name, read_indexed, read_range
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _REGULAR: Final = frozenset((b"0", b"\0", b"7"))
@@ -301,6 +301,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 def _scan(path: Path, file: BinaryIO) -> Iterator[PackEntry]:
     key, start, end, parts = "", 0, 0, list[Part]()
     for member in TarReader(file):
+        plain_name(member.name.removeprefix("./"))
         match = _MEMBER.fullmatch(member.name)
         if not member.is_file or match is None:
             raise StageError(f"{path}: member {member.name!r} is no file KEY.PART")

@@ -21,13 +21,10 @@ from typing import Final
 import numpy as np
 import yaml
 
-from offline_packing.errors import StageError
-from offline_packing.index.table import Index, IndexInfo
-from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.errors import DamagedError, StageError
+from offline_packing.online.ranks.pack_costs import artifacts_of
 from offline_packing.runs.figures import Hashes, count_shared, hashes_of
-from offline_packing.runs.manifest import hash_plan, require_manifest
-from offline_packing.runs.run import Workspace
-from offline_packing.storage.files import read_json
+from offline_packing.runs.manifest import require_manifest
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import METADATASET
 from task_encoders.settings import describe_change
@@ -119,15 +116,18 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
 
 def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
     """Per split, a function that reads a column of hashes of its samples, part by part."""
-    workspace = Workspace(root)
-    info, stage = IndexInfo.load(workspace.index_info), read_json(workspace.plan_info)
-    if info is None or stage is None or hash_plan(stage) != manifest.plan:
+    try:
+        samples, plan = artifacts_of(root, manifest)
+    except DamagedError:
+        raise
+    except StageError:  # it was copied without them
         return {}
-    found: dict[str, _Hashes] = {}
-    samples, plan, first = Index(workspace.index, info), PackPlan.load(workspace.plan), 0
+    found, first = dict[str, _Hashes](), 0
+    if plan.num_packs != sum(manifest.counts.packs.values()):
+        return {}
     for split, count in manifest.counts.packs.items():
         bounds = plan.pack_offsets[[first, first := first + count]]
-        chosen = np.zeros(info.num_samples, bool)
+        chosen = np.zeros(samples.info.num_samples, bool)
         chosen[plan.sample_ids[slice(*bounds)]] = True
         found[split] = partial(hashes_of, samples, chosen=chosen)
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import IndexInfo
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.measure.measure_part import read_result
@@ -12,7 +12,9 @@ from offline_packing.runs.artifacts import check_index, check_layout, check_plan
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run, Workspace, listed
-from offline_packing.storage.files import read_each, read_json
+from offline_packing.storage.files import hash_file, read_each, read_json
+from task_encoders.field_types import NonNegative
+from task_encoders.storage.paths import REMEDY
 
 
 def status(run: Run) -> str:
@@ -42,7 +44,7 @@ def _made_otherwise(run: Run) -> Iterator[str]:
     """Settings that differ from a stage's artifacts, so that it would refuse them."""
     workspace = run.workspace
     info = IndexInfo.load(workspace.index_info)
-    planned = info and read_json(workspace.plan_info)
+    planned = info and workspace.read_plan()
     written = planned and workspace.started.exists() and planned["hash"]
     checks: Any = ((check_index, info), (check_plan, planned), (check_layout, written))
     for check, made in checks:
@@ -55,12 +57,14 @@ def _made_otherwise(run: Run) -> Iterator[str]:
 
 def _status_of(workspace: Workspace) -> list[str]:
     info = IndexInfo.load(workspace.index_info)
-    planned = read_json(workspace.plan_info)
-    plan_document = read_json(workspace.plan / "plan.json")
+    planned = workspace.read_plan()
     lines = [f"measure   {_measure_status(workspace, info)}"]
-    if planned is None or plan_document is None:
+    path = workspace.plan / "plan.json"
+    if planned is None or not path.exists():
         return [*lines, "plan      not done"]
-    packs = plan_document["statistics"]["num_packs"]
+    if not path.is_file() or hash_file(path) != planned["files"].get(path.name):
+        raise DamagedError(f"{path} differs from what was planned; {REMEDY}")
+    packs = read_json(path)["statistics"]["num_packs"]
     lines.append(f"plan      done: {packs:,} packs")
     failed = sorted(workspace.write.rglob("*.failed"))
     lines.append(f"write     {_write_status(workspace, packs)}, {len(failed):,} shards failed")
@@ -84,10 +88,12 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     if info is not None:
         aside = listed(info.set_aside.items())
         return f"done: {info.num_samples:,} samples, {info.num_tokens:,} tokens; set aside: {aside}"
-    total = read_json(workspace.measure_total)
+    form = dict[str, NonNegative | None]
+    total = read_json(workspace.measure_total, "run measure again", form=form)
     if total is None:
         return "not begun"
     finished = list(workspace.index.glob("part-*.parquet"))
     tables = [(path, workspace.set_aside / path.name) for path in finished]
     records = sum(one.num_records for one in read_each(workspace.packing, read_result, tables))
-    return f"{_of(records, total['records'])} records, {_of(len(finished), total['parts'])} parts"
+    of = total.get
+    return f"{_of(records, of('records'))} records, {_of(len(finished), of('parts'))} parts"

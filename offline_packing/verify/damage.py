@@ -9,6 +9,7 @@ A bit that flips in a recorded hash shows as well: a problem names the file and 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.artifacts import plan_files
 from offline_packing.runs.manifest import hash_plan, recorded_layout
-from offline_packing.runs.run import Run
+from offline_packing.runs.run import Fingerprint, Run, Workspace
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
 from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import REMEDY
@@ -65,7 +66,7 @@ def check_file(task: FileCheck) -> Damage | None:
     except FileNotFoundError:
         text = "is missing"
     except (OSError, StageError) as error:
-        text = f"cannot be read: {error}"
+        text = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     return Damage(str(task.path.relative_to(task.root)), text, task.is_aside)
 
 
@@ -97,20 +98,28 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
             is_aside = name in _FOR_PEOPLE
             checks.append(FileCheck(at.root, at.plan / name, expected, at.plan_info, is_aside))
     started_damage = _started_damage(run, manifest, None if plan is None else plan["hash"])
-    infos = (
-        (at.plan_info, plan_damage),
-        (at.index_info, index_damage),
-        (at.started, started_damage),
-    )
-    found = [Damage(str(path.relative_to(at.root)), text) for path, text in infos if text]
+    infos = {at.plan_info: plan_damage, at.index_info: index_damage, at.started: started_damage}
+    found = [Damage(str(path.relative_to(at.root)), text) for path, text in infos.items() if text]
+    if index is None and not index_damage:
+        found += _unfinished_damage(at)
     return found + _run(run, checks)
+
+
+def _unfinished_damage(at: Workspace) -> list[Damage]:
+    """The parts of an unfinished index, if nothing says what they were made with."""
+    paths = [*at.index.glob("*.parquet"), *at.set_aside.glob("*.parquet"), at.index_started]
+    with suppress(StageError):
+        if read_json(at.index_started, form=Fingerprint) or len(paths) == 1:
+            return []
+    text = f"cannot be used, since {at.index_started.name} is not what was written"
+    return [Damage(str(path.relative_to(at.root)), text) for path in paths]
 
 
 def _started_damage(run: Run, manifest: Manifest | None, plan_hash: str | None) -> str:
     """The fault of write/started.json. Without shards, it may be missing."""
     path = run.workspace.started
     try:
-        found = read_json(path)
+        found = run.workspace.read_started()
     except StageError:
         return "is not what was written"
     if found is None:
@@ -131,16 +140,14 @@ def _run(run: Run, checks: Sequence[FileCheck]) -> list[Damage]:
 def _read_plan_info(run: Run, manifest: Manifest | None) -> tuple[Mapping[str, Any] | None, str]:
     """The plan's stage.json, or its fault. It may be missing if nothing was made from it."""
     path = run.workspace.plan_info
-    try:
-        info = read_json(path)
+    with suppress(StageError):
+        info = run.workspace.read_plan()
         if info is None:
             return None, "is missing" if manifest or run.workspace.write.exists() else ""
         is_whole = sorted(info["files"]) == sorted(plan_files(run.config))
         is_whole = is_whole and path.read_bytes() == to_json(seal(info))
         if is_whole and (manifest is None or hash_plan(info) == manifest.plan):
             return info, ""
-    except (StageError, LookupError, TypeError):
-        pass  # a damaged file can have any form
     return None, "is not what was written"
 
 
@@ -152,13 +159,9 @@ def _read_index_info(run: Run, plan: Mapping[str, Any] | None) -> tuple[IndexInf
     except StageError as error:
         return None, f"cannot be used: {error}"
     if info is None:
-        return (
-            None,
-            "is missing"
-            if run.workspace.plan_info.exists() or run.workspace.started.exists()
-            else "",
-        )
-    if plan is not None and hash_file(path) != plan["fingerprint"]["index"]:
+        is_used = run.workspace.plan_info.exists() or run.workspace.started.exists()
+        return None, "is missing" if is_used else ""
+    if plan is not None and hash_file(path) != plan["fingerprint"].get("index"):
         recorded_in = run.workspace.plan_info.relative_to(run.workspace.root)
         return None, f"differs from what was written: {recorded_in} records another hash"
     return info, ""

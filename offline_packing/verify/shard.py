@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from pydantic import InstanceOf
 
 from offline_packing.config.sections import PackConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
-from offline_packing.index.table import INDEX_SCHEMA, Index, key_hash
+from offline_packing.index.table import Index, key_hash
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import (
     PlannedSample,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 #: Problems kept; all are counted.
 _KEPT: Final = 20
+_Hashes = InstanceOf[npt.NDArray[np.uint64]]
 
 
 @dataclass
@@ -69,9 +71,7 @@ class VerifyResult:
     num_videos: int = 0
     num_tokens: int = 0
     #: split of a shard, and hash of the bytes of each of its media; only if deep
-    media_hashes: list[tuple[str, npt.NDArray[np.uint64]]] = field(
-        default_factory=list, compare=False
-    )
+    media_hashes: list[tuple[str, _Hashes]] = field(default_factory=list, compare=False)
     #: a line on media or samples that stand in one split only
     apart: str = ""
     #: of all shards: read, packed and set aside, if samples were made of several
@@ -84,7 +84,7 @@ class VerifyResult:
     #: the first problems
     problems: list[str] = field(default_factory=list)
     #: key_hash of every sample found: one array per pack
-    key_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list, compare=False)
+    key_hashes: list[_Hashes] = field(default_factory=list, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -161,14 +161,9 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
             folder=workspace.root,
             fragment_path=workspace.fragment(name),
             unpack_folder=workspace.unpacked,
-            samples=INDEX_SCHEMA.empty_table(),
-            pack_sizes=np.zeros(line.packs, np.int64),
-            sources=(),
             task=config.task,
-            key_prefix="",
             seq_length=config.pack.seq_length,
             layout=layout,
-            generation="",
             span=span,
         )
         yield VerifyTask(task, line, config.pack, config.model, deep=False)

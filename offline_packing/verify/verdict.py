@@ -17,7 +17,7 @@ the earlier verdict, with its own stamps.
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -37,12 +37,13 @@ from offline_packing.storage.files import (
     file_stamps,
     hash_bytes,
     read_json,
+    remove_path,
     seal,
     to_json,
     write_atomically,
 )
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import Drawn, verify
+from offline_packing.verify.verify import Drawn, Verdict, verify
 from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.remote_requests import RemoteError
 
@@ -55,35 +56,18 @@ _DESCRIPTIONS: Final = ("", "/dataset_info.json", "/.nv-meta/dataset.yaml", "/.n
 _Stamps = Iterator[tuple[str, Stamp | None]]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A check of the whole output that found no problem."""
-
-    time: datetime
-    deep: bool
-    result: VerifyResult
-
-    def __str__(self) -> str:
-        return (
-            f"verify: complete on {self.time:%Y-%m-%d %H:%M} UTC{' (deep)' if self.deep else ''}, "
-            "nothing changed since; `offline-packing verify` reads all again"
-        )
-
-
 def known_verdict(run: Run, *, deep: bool) -> Verdict | None:
     """The recorded verdict, if it is as deep as asked for and still holds; reads no shard."""
     try:
-        stored = read_json(run.workspace.verdict)
+        stored: Verdict | None = read_json(run.workspace.verdict, form=Verdict)
     except DamagedError:
         return None
-    if stored is None or (deep and not stored["deep"]):
+    if stored is None or (deep and not stored.deep):
         return None
     for name, value in _depends_on(run, deep).items():
-        if value is None or value != stored["depends_on"].get(name):
+        if value is None or value != stored.depends_on.get(name):
             return None
-    result = VerifyResult(**stored["result"])
-    result.records = tuple(result.records)
-    return Verdict(datetime.fromisoformat(stored["time"]), stored["deep"], result)
+    return stored
 
 
 def check(
@@ -113,7 +97,7 @@ def _keep(run: Run, content: Mapping[str, Any] | None) -> None:
     path = run.workspace.verdict
     try:
         if content is None:
-            path.unlink(missing_ok=True)
+            remove_path(path)
         else:
             write_atomically(path, to_json(seal(content)))
     except (DiskFullError, OSError, RemoteError) as error:

@@ -14,7 +14,9 @@ deep        same turns and media bytes as the source; the measured number of tok
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,7 @@ from offline_packing.runs.manifest import read_manifest, require_manifest, shard
 from offline_packing.runs.repair import start_repair
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
+from offline_packing.storage.files import read_json, remove_path
 from offline_packing.verify.damage import Damage, find_metadata_damage, find_stage_damage
 from offline_packing.verify.shard import (
     VerifyResult,
@@ -79,6 +82,23 @@ class Drawn:
             )
             for number, (owner, pack) in enumerate(pairs)
         ]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A check of the whole output that found no problem."""
+
+    time: datetime
+    deep: bool
+    result: VerifyResult
+    #: see verdict.py
+    depends_on: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return (
+            f"verify: complete on {self.time:%Y-%m-%d %H:%M} UTC{' (deep)' if self.deep else ''}, "
+            "nothing changed since; `offline-packing verify` reads all again"
+        )
 
 
 def check_deep(config: PackingConfig) -> None:
@@ -359,9 +379,9 @@ def discard(run: Run, *, dry_run: bool = False) -> str:
     if not found:
         return "nothing is damaged"
     if not dry_run:
-        run.workspace.verdict.unlink(missing_ok=True)
         run.workspace.remove_temporaries()
         start_repair(run.workspace, {one.name: one.text for one in found})
+        remove_path(run.workspace.verdict)
     lines = [f"  {one.name} {one.text}" for one in found]
     where = run.workspace.damaged
     did = f"would move to {where}" if dry_run else f"moved to {where}; run makes them again"
@@ -376,6 +396,10 @@ def find_all_damage(run: Run) -> list[Damage]:
     except DamagedError:
         manifest, name = None, run.workspace.manifest.name
         found.append(Damage(name, "is not what was written"))
+    try:
+        read_json(run.workspace.verdict, form=Verdict)
+    except DamagedError:
+        found.append(Damage(f"_packing/{run.workspace.verdict.name}", "is not what was written"))
     found += find_stage_damage(run, manifest)
     if manifest is None:
         lines, layout = _read_fragments(run, found), run.config.output.layout

@@ -52,7 +52,6 @@ from offline_packing.storage.files import (
     hash_file,
     is_remote,
     move_file,
-    read_json,
     remove_folder,
     seal,
     to_json,
@@ -123,7 +122,7 @@ def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
     """Describe what `write` would write; writes nothing."""
     plan, manifest = stored.packs, read_manifest(run.workspace.root)
     if manifest is not None:
-        written_as = read_json(run.workspace.started) or {}
+        written_as = run.workspace.read_started() or {}
         if not changed_fields(written_as, shards_fingerprint(run, stored.hash)):
             return f"write: complete ({len(manifest.shards):,} shards), nothing to do"
         if not run.config.output.overwrite:
@@ -173,7 +172,7 @@ def _start(run: Run, plan: StoredPlan) -> Manifest | None:
     """Refuse shards of another plan or layout, or remove them; returns the manifest of the shards
     that stay, if they are complete."""
     started, manifest = run.workspace.started, read_manifest(run.workspace.root)
-    found = read_json(started)
+    found = run.workspace.read_started()
     if found is None and manifest is not None:
         found = recorded_layout(run, manifest, plan.hash)
     elif found is None:  # nothing says how shards were written

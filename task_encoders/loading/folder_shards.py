@@ -19,7 +19,7 @@ from task_encoders.packs.manifest import PackColumns, read_manifest
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.packs.pack_format import METADATASET, PREFIX
 from task_encoders.storage.energon_paths import energon_url, explain
-from task_encoders.storage.paths import REMEDY, check_exists, path_of
+from task_encoders.storage.paths import REMEDY, check_exists, path_of, plain_name
 from task_encoders.storage.remote_requests import in_a_line
 from task_encoders.versions import require_supported
 
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 #: Twenty times as fast, where PyYAML was built with it.
 _YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_MOST_NESTED: Final = 100
+#: Errors of reading damaged metadata.
+_DAMAGED: Final = (AttributeError, OSError, ValueError, LookupError, TypeError, RecursionError)
 
 _REMEDY: Final = f"{REMEDY}; or index, if others wrote the packs"
 
@@ -135,21 +139,33 @@ def _shards_of_token_ids(
     return [shard], np.arange(len(tokens))
 
 
+def _read_yaml(path: Path) -> Any:
+    """Parse a file of metadata. Raises ValueError for nesting that would overflow the C stack."""
+    data, depth = path.read_bytes(), 0
+    for event in yaml.parse(data, _YAML_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_NESTED:
+            raise ValueError(f"{path.name} is nested more than {_MOST_NESTED} levels deep")
+    return yaml.load(data, _YAML_LOADER)  # safe loaders, both
+
+
 def _shards_of_folder(path: Path, split: str) -> tuple[list[ShardRange], Numbers]:
     meta = path / ".nv-meta"
     try:
-        splits = yaml.load((meta / "split.yaml").read_bytes(), _YAML_LOADER)  # safe loaders, both
-        dataset = yaml.load((meta / "dataset.yaml").read_bytes(), _YAML_LOADER)
-        counts = json.loads((meta / ".info.json").read_bytes())["shard_counts"]
-        names, exclude = splits["split_parts"], splits.get("exclude")
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        splits, dataset = _read_yaml(meta / "split.yaml"), _read_yaml(meta / "dataset.yaml")
+        info = json.loads((meta / ".info.json").read_bytes())
+        counts = {plain_name(name): int(count) for name, count in info["shard_counts"].items()}
+        parts, exclude = dict(splits["split_parts"]), splits.get("exclude")
+        names = [plain_name(name) for name in parts.get(split, ())]
+        flavors = dict(dataset.get("subflavors") or {})
+    except (*_DAMAGED, yaml.YAMLError) as error:
         raise PackedFolderError(f"{meta} cannot be read ({in_a_line(error)}); {_REMEDY}") from error
-    if split not in names:
-        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(names)}")
-    if exclude or not counts.keys() >= set(names[split]):  # a name with braces is several
+    if split not in parts:
+        raise PackedFolderError(f"{path} has no split {split!r}, only {', '.join(map(str, parts))}")
+    if exclude or not counts.keys() >= set(names):  # a name with braces is several
         return _shards_of_metadataset(path, split)
-    flavors = dataset.get("subflavors") or {}
-    shards = [ShardRange(path / name, path, flavors, 0, counts[name]) for name in names[split]]
+    shards = [ShardRange(path / name, path, flavors, 0, counts[name]) for name in names]
     return shards, np.arange(sum(shard.num_packs for shard in shards))
 
 

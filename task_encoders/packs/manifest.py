@@ -6,18 +6,21 @@ import base64
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from task_encoders.field_types import first_problem
+from task_encoders.field_types import Count, NonNegative, first_problem
 from task_encoders.packs.slots import ContextParallel, Slots
-from task_encoders.storage.paths import REMEDY
+from task_encoders.storage.paths import REMEDY, plain_name
 
 NAME: Final = "manifest.json"
 
+#: Name of a file in the folder of the file that names it; and of a split, which is part of others.
+FileName = Annotated[str, AfterValidator(plain_name)]
+SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")]
 
 #: Error for packs of another generation than the reader opened: what was found, its generation, and
 #: the one opened.
@@ -55,14 +58,14 @@ class PackColumns(NamedTuple):
 class ShardLine(_Model):
     """A shard, and how much is in it."""
 
-    name: str
-    split: str
-    packs: int
-    samples: int
+    name: FileName
+    split: SplitName
+    packs: NonNegative
+    samples: NonNegative
     #: of its rows without padding: a prefix that samples share counts once
-    tokens: int
+    tokens: NonNegative
     #: with a hash of them, and one of the shard's fragment in `_packing/write/`
-    bytes: int
+    bytes: NonNegative
     xxh3_128: str
     fragment_xxh3_128: str
     #: a digit per pack: 1 with images, 2 with videos, 3 with both, 0 with neither
@@ -85,18 +88,18 @@ class ShardLine(_Model):
 class Counts(_Model):
     """Totals over all epochs."""
 
-    samples: int
-    packed: int
-    set_aside: dict[str, int]
+    samples: NonNegative
+    packed: NonNegative
+    set_aside: dict[str, NonNegative]
     #: of all rows without padding: a prefix that samples share counts once
-    tokens: int
+    tokens: NonNegative
     #: by split
-    packs: dict[str, int]
+    packs: dict[SplitName, NonNegative]
     #: records read, packed and set aside, if samples were made of several
-    records: dict[str, int] = {}
+    records: dict[str, NonNegative] = {}
     #: images and videos that splits know by size and first bytes only, since these were not all
     #: read; each as often as samples show it
-    media_hashed_in_part: int = 0
+    media_hashed_in_part: NonNegative = 0
 
 
 class Manifest(_Model):
@@ -106,12 +109,12 @@ class Manifest(_Model):
     version: Literal[1, 2]
     task: str
     layout: str
-    seq_length: int
-    pad_multiple: int
+    seq_length: Count
+    pad_multiple: Count
     counts: Counts
     shards: tuple[ShardLine, ...]
     #: by split, the packs of each epoch, where each has packs of its own
-    epochs: dict[str, tuple[int, ...]] = {}
+    epochs: dict[str, tuple[NonNegative, ...]] = {}
     #: ranks of a slot of packs, if packs go over 1, 2, 4 … of them, and the tokens of each rank
     context_parallel: ContextParallel | None = None
     #: 16 hexadecimal digits, also in each pack; others where packs of another plan, or other shards
@@ -128,7 +131,7 @@ class Manifest(_Model):
     content_hash: str
     library_versions: dict[str, str]
     #: hashes of the layout's own files, by name
-    metadata: dict[str, str]
+    metadata: dict[FileName, str]
 
     def _repr_html_(self) -> str:
         """The manifest in a notebook."""
@@ -188,13 +191,15 @@ def read_manifest(folder: Any) -> Manifest | None:
     """The manifest in a folder, a Path or Energon's EPath; None: there is none. Raises
     ManifestError."""
     path = (Path(folder) if isinstance(folder, str) else folder) / NAME
-    if not path.is_file():
+    if not path.is_file() and not (isinstance(path, Path) and path.is_dir()):
         return None
     try:
-        return Manifest.model_validate_json(path.read_text())
+        manifest = Manifest.model_validate_json(path.read_text())
+        _ = manifest.uniform_ranks  # readers look into `config`
+        return manifest
     except ValidationError as error:
         why = first_problem(error)
-    except (OSError, ValueError) as error:
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         why = str(error)
     raise ManifestError(f"{path} is damaged ({why}); {REMEDY}")
 

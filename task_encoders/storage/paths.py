@@ -89,6 +89,16 @@ def unreachable(path: object, error: Exception) -> StorageError:
     return StorageError(f"{path} cannot be reached: {in_a_line(error)}; {remedy}")
 
 
+def plain_name(name: str) -> str:
+    """Return a file's name as a manifest, an index or a tar gives it. Raises ValueError if it does
+    not name a file in the same folder: it is absolute, leads up, or is too long."""
+    parts = name.split("/")
+    is_fit = "\0" not in name and all(len(os.fsencode(part)) < 256 for part in parts)
+    if not is_fit or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(f"{name[:60]!r} is not the name of a file in its folder")
+    return name
+
+
 def as_remote(path: Path) -> "RemotePath | None":
     """The path, if it is one of an object storage."""
     return None if isinstance(path, Path) else path

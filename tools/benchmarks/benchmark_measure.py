@@ -49,8 +49,8 @@ from PIL import Image, PngImagePlugin
 
 from offline_packing.config.packing import parse_config
 from offline_packing.engines.local import LocalEngine
+from offline_packing.index.measured import HASHED_BYTES
 from offline_packing.measure import measure as stage
-from offline_packing.measure.identity import HASHED_BYTES
 from offline_packing.measure.measure_part import MeasureTask, measure_part
 from offline_packing.runs.run import Run, open_encoder, open_sources
 from task_encoders.families import build_sample_encoder, model_options

@@ -14,9 +14,10 @@ from offline_packing.index.rows import of_uses, pack_table
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.online.ranks.rank_schedule import RankSchedule
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import load_plan
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.run import Workspace
-from offline_packing.storage.files import hash_file, read_json
+from offline_packing.storage.files import hash_file
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.folder_shards import whole_files
@@ -160,13 +161,13 @@ def longest_pack(root: Path, multiple: int) -> int:
 def artifacts_of(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
     """The index and the plan that an output's packs were written from."""
     workspace = Workspace(path_of(root))
-    stage, info = read_json(workspace.plan_info), IndexInfo.load(workspace.index_info)
+    stage, info = workspace.read_plan(), IndexInfo.load(workspace.index_info)
     if manifest is None or stage is None or info is None:
         raise StageError(
             f"{root} has no index and plan (_packing/) that say what its packs cost; copy them "
             "from where it was packed, or give RankSchedule lengths and costs of your own"
         )
-    index = stage["fingerprint"]["index"]
+    index = stage["fingerprint"].get("index")
     if hash_plan(stage) != manifest.plan or index != hash_file(workspace.index_info):
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
-    return Index(workspace.index, info), PackPlan.load(workspace.plan)
+    return Index(workspace.index, info), load_plan(workspace, stage).packs

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,31 @@ def test_killed_at_any_moment_and_run_again(tmp_path: Path) -> None:
         assert files_of(folder) == expected
         assert not folder.with_name(f"{folder.name}.partial").exists()
     assert after > len(expected)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, cut_short, make_folder])
+@pytest.mark.parametrize("name", ["*ps_00000000.json", "*ps_00000001.img*", "_export/train-*.json"])
+def test_changed_files_of_finished_shards_are_written_again(
+    tmp_path: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    root, folder = packed(tmp_path, "captioning").workspace.root, tmp_path / "raw"
+    export(root, folder)
+    expected = files_of(folder)
+    (folder / "_export/manifest.json").unlink()
+    partial = folder.rename(tmp_path / "raw.partial")
+    change(min(partial.glob(name)))
+    export(root, folder)
+    assert files_of(folder) == expected
+    assert export(root, folder).was_complete
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

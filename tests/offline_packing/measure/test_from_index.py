@@ -1,5 +1,6 @@
 """Stages from one index: samples that another output measured are taken without measuring."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.set_aside import check_media
 from offline_packing.verify.verify import discard, verify
 from tests.helpers.datasets import (
+    captioning_pairs,
     dialogue,
     index_rows,
     make_config,
@@ -39,7 +41,7 @@ from tests.helpers.formats import (
     write_file,
 )
 from tests.helpers.long_conversations import conversations, run_of
-from tests.helpers.outputs import files_of, packs_of, shard_files
+from tests.helpers.outputs import files_of, flip_byte, packs_of, shard_files
 from tests.helpers.shared_media import MODEL, shared_media
 
 Options = dict[str, Any]
@@ -439,3 +441,24 @@ def test_pictures_of_two_indexes_are_apart(tmp_path: Path) -> None:
     media = {(row["source_id"], row["prefix_media"]) for row in index_rows(made)}
     assert len(media) == len({own for _, own in media}) == 2
     assert verify(made, deep=True).ok
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_a_medium_of_other_bytes_is_not_copied(tmp_path: Path, suffix: str) -> None:
+    """Replaced by one of the same size and time after it was measured."""
+    data = captioning_pairs(tmp_path / "data", 6)
+    measured = make_run(data, tmp_path / "all")
+    measure(measured)
+    path = next(data.rglob(f"*.{suffix}"))
+    times = path.stat()
+    flip_byte(path, -20)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    made = make_run({"format": "index", "path": str(tmp_path / "all")}, tmp_path / "stage")
+    with pytest.raises(StageError, match=rf"{path.name} changed since it was measured: it begins"):
+        pack_all(made)
+    flip_byte(path, -20)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    pack_all(made)
+    assert verify(made, deep=True).ok
+    flip_byte(path, -20)
+    assert f"{path.name} changed since" in str(verify(made, deep=True).problems)

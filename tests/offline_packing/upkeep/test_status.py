@@ -13,6 +13,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
+from offline_packing.storage.files import seal, to_json
 from offline_packing.upkeep.status import status
 from tests.helpers.datasets import captioning_pairs, make_run, pack_all, packed_run
 
@@ -35,7 +36,7 @@ def test_stopped_in_the_middle(captions: Path, tmp_path: Path) -> None:
     run.workspace.index_info.unlink()
     (run.workspace.index / "part-00002.parquet").unlink()
     (run.workspace.index / "part-00001.parquet").unlink()
-    run.workspace.measure_total.write_text('{"parts": 3, "records": 40}')
+    run.workspace.measure_total.write_bytes(to_json(seal({"parts": 3, "records": 40})))
     assert "measure   16 of 40 (40%) records, 1 of 3 (33%) parts" in status(run)
     pack_all(run)
     assert not run.workspace.measure_total.exists()

@@ -14,14 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from offline_packing.cli.commands import cli
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.layouts.energon_metadata import hash_metadata
+from offline_packing.measure.measure import measure
 from offline_packing.report.report import report
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_file
+from offline_packing.verify.verdict import check
 from offline_packing.verify.verify import discard, find_all_damage, verify
 from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import invoke
@@ -444,6 +448,57 @@ def test_shard_of_a_source_that_changed(tmp_path: Path) -> None:
         repair(run)
     assert tar.read_bytes() == damaged
     assert is_repairing(run.workspace)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["energon", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in LAYOUTS[1:])],
+)
+def test_a_folder_in_place_of_a_file(layout: str, tmp_path: Path) -> None:
+    """Moved like damage, and the file is made again, whichever verb comes first."""
+    run = pack(tmp_path, layout)
+    report(run)
+    check(run)
+    config = config_file(tmp_path / "pack.yaml", run.config)
+    expected = content(run.workspace.root)
+    expected.pop("_packing/verdict.json")  # holds times
+    for number, path in enumerate(files_of(run)):
+        if path.name in ("lock", "_started.json"):
+            continue
+        path.unlink()
+        path.mkdir()
+        if number % 2:
+            (path / "inner").write_text("of somebody")
+        for verb in ("run", "verify"):
+            result = CliRunner().invoke(cli, [verb, str(config)])
+            error = result.exception
+            assert error is None or isinstance(error, StageError), (path, result.exc_info)
+            assert error is None or REMEDY in f"{error}{result.output}", (path, error)
+        discard(run)
+        invoke("run", config)
+        assert verify(run).ok, path
+        found = content(run.workspace.root)
+        found.pop("_packing/verdict.json")
+        found = {name: one for name, one in found.items() if "damaged/" not in name}
+        assert found == expected, path
+
+
+def test_an_index_that_was_only_started(tmp_path: Path) -> None:
+    run = make_run(captioning_pairs(tmp_path / "data", 4), tmp_path / "out")
+    run.workspace.index.mkdir(parents=True)
+    run.workspace.index_started.write_text("{}")
+    with pytest.raises(DamagedError, match=r"_started\.json is damaged"):
+        measure(run)
+    assert "_packing/index/_started.json" in discard(run)
+    assert measure(run).info.num_samples == 4
+
+
+def test_a_folder_in_place_of_the_lock(packed: Run) -> None:
+    path = packed.workspace.packing / "lock"
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    with pytest.raises(StageError, match=r"lock is a folder; remove it"), packed.workspace.lock():
+        pass
 
 
 def test_verify_discard_goes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A recorded verdict is taken exactly where nothing that it depends on has changed."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from offline_packing.engines.slurm_array import SlurmEngine
 from offline_packing.errors import StageError
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run
+from offline_packing.storage.files import seal, to_json
 from offline_packing.upkeep.status import status
 from offline_packing.verify import verdict
 from offline_packing.verify.verdict import check, known_verdict
@@ -119,6 +121,50 @@ def test_what_else_it_depends_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert holds(run)
     flip_byte(run.workspace.verdict, 50)
     assert not holds(run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        None,
+        lambda _: {},
+        lambda _: {"deep": True},
+        lambda found: {**found, "deep": "maybe"},
+        lambda found: {**found, "time": "yesterday"},
+        lambda found: {**found, "depends_on": []},
+        lambda found: {**found, "result": {"num_packs": "many"}},
+        lambda found: {**found, "result": {"records": -1}},
+    ],
+)
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_what_is_no_verdict_is_damage(
+    run: Run, tmp_path: Path, change: Callable[[Any], Any] | None, is_sealed: bool
+) -> None:
+    """It is moved, or written again by the check that does not take it."""
+    config, path = config_file(tmp_path / "pack.yaml", run.config), run.workspace.verdict
+    assert "problems        0" in invoke("run", config).stdout
+
+    def spoil() -> None:
+        if change is None:
+            path.unlink()
+            path.mkdir()
+            return
+        found = json.loads(path.read_bytes())
+        del found["xxh3_128_of_this"]
+        path.write_bytes(to_json(seal(change(found)) if is_sealed else change(found)))
+
+    spoil()
+    assert not holds(run)
+    assert "problems        0" in invoke("run", config).stdout
+    assert holds(run)
+    spoil()
+    assert "verdict.json is not what was written" in invoke("verify", config, "--discard").stdout
+    assert not path.exists()
+    assert "problems        0" in invoke("run", config).stdout
+    assert holds(run)
+    spoil()
+    assert "problems        0" in invoke("verify", config).stdout
+    assert holds(run)
 
 
 def test_deep_and_shallow(run: Run) -> None:
