@@ -91,7 +91,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
         ("state.json", Path.unlink, "state.json is missing"),
         ("state.json", cut, "state.json is damaged: "),
         ("state.json", flip_bit, "state.json is damaged: "),
-        ("state.json", into_folder, "state.json cannot be read: Is a directory"),
+        ("state.json", into_folder, "state.json is damaged: [Errno 21] Is a directory"),
         ("state.json", holding("{}"), "state.json is damaged: version: Field required"),
         ("state.json", holding('{"version": 7}'), "state.json is damaged: run: Field required"),
         ("state.json", without("run"), "state.json is damaged: run: Field required"),
