@@ -193,7 +193,7 @@ class ParallelConfig(_Config):
 
     #: ranks that share a layer
     tensor: Count = 1
-    #: ranks that share a row; packs need pack.context_parallel.size
+    #: ranks that share a row; packs need pack.context_parallel
     context: Count = 1
 
 

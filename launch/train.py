@@ -70,14 +70,9 @@ def order_kernels(config: "LaunchConfig") -> None:
     rows: otherwise work would delay the communication that is to overlap with it. Megatron-LM's
     `validate_args` asks for the same variable on GPUs before Blackwell, and forbids it under FSDP.
     Call it before anything starts CUDA; a value that is set stays.
-
-    Raises:
-        ManifestError: the packs' manifest cannot be read.
     """
-    from task_encoders.loading.slots import slot_ranks_of
-
-    sizes = config.parallel.tensor, config.parallel.context, slot_ranks_of(config.data.paths[0])
-    if max(sizes) > 1 and _compute_capability() < _BLACKWELL:
+    is_shared = max(config.parallel.tensor, config.parallel.context) > 1
+    if is_shared and _compute_capability() < _BLACKWELL:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

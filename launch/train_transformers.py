@@ -17,8 +17,6 @@ from launch.config import LaunchConfig
 from launch.model.config import TransformersModelConfig
 from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, failing_in_one_line, start_logging
 from offline_packing.storage.yaml_file import read_config
-from task_encoders.settings import refuse_slots
-from task_encoders.storage.paths import path_of
 
 
 class TransformersConfig(LaunchConfig):
@@ -59,8 +57,6 @@ def main(
     start_logging()
     with failing_in_one_line(debug=debug):
         loaded = load_config(config, (*(["model.lora={}"] if lora else []), *overrides))
-        for path in loaded.data.paths:
-            refuse_slots(path_of(path), "only launch.train trains packs on several ranks")
         from launch.loop.setup import run
 
         sys.exit(run(loaded, accept_mismatch))

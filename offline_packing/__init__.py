@@ -10,14 +10,12 @@ if TYPE_CHECKING:
     from offline_packing.planner.plan_packs import plan_packs
     from offline_packing.planner.windows import WindowOptions, WindowPlanner
     from offline_packing.upkeep.pack import Packed, pack
-    from task_encoders.packs.slots import ContextParallel
 
 # Arrow's own allocator keeps freed memory: for a compressed page of 300 MiB, another 300 MiB. It
 # reads this when pyarrow is first imported.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 __all__ = [
-    "ContextParallel",
     "PackPlan",
     "Packed",
     "WindowOptions",
@@ -27,7 +25,6 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "ContextParallel": "planner.pack_plan",
     "PackPlan": "planner.pack_plan",
     "Packed": "upkeep.pack",
     "WindowOptions": "planner.windows",

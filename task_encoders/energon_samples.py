@@ -108,26 +108,16 @@ class PackedRowSample(Sample):
     sub_sample_keys: list[str]
     #: "key: reason: detail" of each sub-sample that had to be left out.
     dropped: list[str]
-    #: Ranks that it goes over, if packs differ in that.
-    local_cp_size: int | None = None
 
 
 def merge_row_samples(samples: Sequence[PackedRowSample]) -> PackedRowSample:
-    """Encoded packs as one, under the key of the first. Raises ValueError if they go over different
-    numbers of ranks."""
-    sizes = {sample.local_cp_size for sample in samples}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"packs {samples[0].__key__!r} to {samples[-1].__key__!r} go over different numbers of "
-            "ranks and cannot be one row; take a micro batch of one pack"
-        )
+    """Encoded packs as one, under the key of the first."""
     return PackedRowSample.derive_from(
         samples[0],
         __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
         row=merge_rows([sample.row for sample in samples]),
         sub_sample_keys=[key for sample in samples for key in sample.sub_sample_keys],
         dropped=[line for sample in samples for line in sample.dropped],
-        local_cp_size=sizes.pop(),
     )
 
 
@@ -188,8 +178,6 @@ class PackedBatch(Batch):
     sub_sample_keys: list[str]
     #: "key: reason: detail" of each sub-sample left out of this batch
     dropped: list[str]
-    #: context-parallel ranks that the row goes over, if packs differ in that
-    local_cp_size: int | None = None
     #: how transformers' model takes imgs: a name in model_inputs.IMAGE_LAYOUTS
     image_layout: str = "patches"
 
@@ -247,7 +235,6 @@ def batch_rows(samples: Sequence[PackedRowSample]) -> PackedBatch:
         num_tiles=torch.ones(num_images, dtype=torch.int32),
         sub_sample_keys=merged.sub_sample_keys,
         dropped=merged.dropped,
-        local_cp_size=merged.local_cp_size,
     )
 
 

@@ -87,10 +87,10 @@ def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: b
 
     `cu_seqlens_*` count real tokens. Where padding was asked for, `cu_seqlens_*_padded` hold the
     boundaries in the row, even if it happened to need none: under context parallelism
-    models read them in any case. Otherwise they are None. `local_cp_size` is the number of ranks
-    that the row goes over, where packs differ in that; `cp_group`: the process group of these.
+    models read them in any case. Otherwise they are None.
 
     Args:
+        cp_group: the ranks that share the row, if several do.
         trees: the caller hands `batch.parents` to an attention that knows them.
 
     Raises:
@@ -113,7 +113,6 @@ def to_packed_seq_params(batch: "PackedBatch", cp_group: Any = None, *, trees: b
         cu_seqlens_kv_padded=padded if is_padded else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        local_cp_size=getattr(batch, "local_cp_size", None),
         cp_group=cp_group,
     )
 

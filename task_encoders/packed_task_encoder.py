@@ -60,7 +60,6 @@ from task_encoders.settings import (
     PackingSettingsError,
     check_manifest,
     check_trainer,
-    refuse_slots,
 )
 
 logger = logging.getLogger(__name__)
@@ -195,16 +194,14 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
     def encode_row(self, sample: Sample, sub_samples: Sequence[SubSample]) -> PackedRowSample:
         """One row of all sub-samples that can be used; `sample` is the pack, for key and source.
         Raises SampleError: there is none; FatalSampleError: see encode_sample."""
-        meta = (sample.record.get("meta") or {}) if isinstance(sample, PackedSample) else {}
-        num_ranks = meta.get("cp_size")
-        row, keys, dropped = self._rows.encode(sub_samples, num_ranks)
+        row, keys, dropped = self._rows.encode(sub_samples)
         if self._trainer and ((row.loss_weights > 0) & (row.loss_weights != 1)).any():
             raise FatalSampleError(FRACTIONS.format(sample.__key__, self._trainer))
         key = sample.__key__
         if self.is_blend and sample.__sources__:  # folders of a blend may have equal keys
             key = f"{sample.__sources__[0].dataset_path}/{key}"
         encoded = {"row": row, "sub_sample_keys": keys, "dropped": dropped}
-        return PackedRowSample.derive_from(sample, __key__=key, local_cp_size=num_ranks, **encoded)
+        return PackedRowSample.derive_from(sample, __key__=key, **encoded)
 
     #: Energon's hook: k packs to one row with merged cu_lengths; nothing is padded.
     batch = staticmethod(stateless(batch_rows))
@@ -299,7 +296,6 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 raise PackingSettingsError(NO_PACKS.format(factory.paths[0]))
             for path in factory.paths:
                 self.check_manifest(path)
-                refuse_slots(path, "Energon deals packs one by one to its ranks")
                 self._opened.append((folder_of(path), subflavors.get("generation", "")))
 
     def check_manifest(self, folder: EPath | Path) -> None:
@@ -330,8 +326,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             self.__dict__.pop("digest", None)
 
     def check_trainer(self, trainer: str) -> None:
-        """Refuse packs that this trainer cannot train: in slots, or with loss weights other than 0
-        and 1, also in rows. Raises PackingSettingsError if a folder checked so far has them."""
+        """Refuse packs with loss weights other than 0 and 1, also in rows, which this trainer
+        cannot train. Raises PackingSettingsError if a folder checked so far has them."""
         self._trainer = trainer
         for folder in self._folders:
             check_trainer(folder, trainer)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from task_encoders.packs.manifest import ManifestError, folder_of, read_manifest
+from task_encoders.packs.manifest import ManifestError, read_manifest
 
 PACKED: Final = "OFFLINE_PACKED_DATA"
 VQA: Final = "OFFLINE_PACKING_VQA"
@@ -195,25 +195,11 @@ def check_manifest(
 
 
 def check_trainer(folder: Any, trainer: str) -> None:
-    """Raise PackingSettingsError if a folder holds packs for several ranks each, in slots, or loss
-    weights other than 0 and 1: this trainer knows neither."""
-    refuse_slots(folder, f"{trainer} trains each pack on one rank")
+    """Raise PackingSettingsError if a folder holds loss weights other than 0 and 1, which this
+    trainer does not know."""
     manifest = read_manifest(folder)
     if manifest is not None and manifest.loss_weights:
         raise PackingSettingsError(FRACTIONS.format(folder, trainer))
-
-
-def refuse_slots(folder: Any, why: str) -> None:
-    """Raise PackingSettingsError if packs of a folder go over 1, 2, 4 … ranks in slots, which a
-    reader does not keep, and says `why`."""
-    folder = folder_of(folder)
-    manifest = read_manifest(folder)
-    if manifest is not None and manifest.context_parallel is not None:
-        raise PackingSettingsError(
-            f"{folder}: packs go over 1, 2, 4 … of {manifest.context_parallel.ranks} ranks, in "
-            f"slots, and {why}; train them with launch.train, read them with SlotRows "
-            "(task_encoders.loading.slots), or pack again without pack.context_parallel"
-        )
 
 
 def packs_of_epochs(path: Any) -> list[int]:

@@ -13,14 +13,12 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("offline_packing", "task_encoders", "launch")
 IDEAS = (
-    "cp_size",
     "epochs",
     "uniform",
     "split_turns",
     "split_by",
     "pretokenize",
     "pad_multiple",
-    "cp_sizes",
     "share_prefixes",
 )
 

@@ -4,7 +4,6 @@ from dataclasses import fields
 from typing import Any, Final
 
 import torch
-from megatron.core import parallel_state
 from torch import distributed
 
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
@@ -18,37 +17,23 @@ _OTHERS: Final = [
 ]
 
 
-def group_of_size(size: int) -> distributed.ProcessGroup | None:
-    """The group of `size` ranks that share this rank's packs; None: it has its own packs."""
-    if size == 1:
-        return None
-    group: distributed.ProcessGroup = parallel_state.get_hybrid_data_context_parallel_groups(
-        group_size=size
-    )
-    return group
-
-
 def broadcast_batch(
-    batch: PackedBatch | None,
-    device: torch.device,
-    group: distributed.ProcessGroup,
-    reader: int = 0,
+    batch: PackedBatch | None, device: torch.device, group: distributed.ProcessGroup
 ) -> PackedBatch | None:
-    """The batch of one rank of a group, on this rank's device, pixels as values; None for None.
+    """The batch of a group's first rank, on this rank's device, pixels as values; None for None.
 
     Two messages: shapes and everything that is not a tensor, then one buffer with all tensors.
     Pixels may travel as bytes. (Megatron-LM's own `broadcast_data` sends one dtype at a time, and
     only on CUDA devices.)
 
     Args:
-        batch: None on the other ranks, and on the reader when there are no more batches.
-        reader: the rank in the group that has the batch.
+        batch: None on the other ranks, and on the first when there are no more batches.
     """
     if batch is not None:
         batch = batch.to(device, non_blocking=True)
     if distributed.get_world_size(group) == 1:
         return None if batch is None else normalise_pixels(batch)
-    source = distributed.get_global_rank(group, reader)
+    source = distributed.get_global_rank(group, 0)
     header: list[Any] = [None if batch is None else _header(batch)]
     distributed.broadcast_object_list(header, source, group=group, device=device)
     if header[0] is None:

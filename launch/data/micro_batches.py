@@ -10,7 +10,6 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -22,7 +21,6 @@ from launch.config import DataConfig, OnlineConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData
-from launch.data.slots import Share
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.online.ranks.pack_costs import schedule_of
@@ -31,10 +29,8 @@ from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import ScheduledLoader
-from task_encoders.loading.slots import SlotRows, slot_ranks_of
 from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.pack_format import cut_multiple
 from task_encoders.samples import SampleError
 
 logger = logging.getLogger(__name__)
@@ -174,8 +170,7 @@ class LoaderBatches:
 
     def _read(self) -> Iterator[PackedBatch]:
         while True:
-            for row in self._loader:
-                yield row.received(self._device) if isinstance(row, Share) else row
+            yield from self._loader
             if not self._repeats:
                 return
 
@@ -221,16 +216,11 @@ def build_loader(
         repeat=config.repeat and split == "train",
         warns=rank == 0,
     )
-    dataset: Any = folder
-    read: Callable[[list[Any]], Any] = partial(_collate, folder)
-    if slot_ranks_of(folder.shards[0].root) > 1:
-        rows = SlotRows(folder)
-        dataset, read = range(len(rows)), partial(_share, folder, rows)
     return ScheduledLoader(
-        dataset,
+        folder,
         schedule,
         rank,
-        read,
+        partial(_collate, folder),
         limit=limit,
         num_workers=config.num_workers,
         timeout=FIRST_ROW_TIMEOUT if config.num_workers else 0,
@@ -240,43 +230,19 @@ def build_loader(
 
 
 def _collate(folder: PackedFolder, packs: Sequence[RawPack]) -> PackedBatch:
-    """A row; one of padding if its packs have no usable sub-sample."""
+    """A row; where its packs have no usable sub-sample, one of padding, so that ranks keep in
+    step."""
     try:
         return folder.collate(packs)
     except SampleError as error:
-        return _padding(folder, packs, error)
-
-
-def _share(folder: PackedFolder, rows: SlotRows, numbers: Sequence[int]) -> Share:
-    """A rank's share of a slot, by the number of its row; of a pack without a usable sub-sample, a
-    row of padding."""
-    (number,) = numbers
-    pack, slot = rows.pack_of(number), number // rows.slots.over.ranks
-    num_ranks = int(rows.slots.cp_sizes[pack])
-    reader = slot % num_ranks
-    if number - rows.slots.begins[pack] != reader:
-        return Share(num_ranks, reader, None)
-    try:
-        return Share(num_ranks, reader, rows[number])
-    except SampleError as error:
-        return Share(num_ranks, reader, _padding(folder, [folder[pack]], error, num_ranks))
-
-
-def _padding(
-    folder: PackedFolder, packs: Sequence[RawPack], error: SampleError, num_ranks: int | None = None
-) -> PackedBatch:
-    """Return a row of padding in place of packs without a usable sub-sample, so that ranks keep in
-    step; over `num_ranks` if packs differ in that."""
-    encoder, keys = folder.task_encoder, [pack.key for pack in packs]
-    assert encoder is not None
-    multiple = encoder.pad_multiple
-    row = empty_batch(
-        FAMILIES[encoder.model.family].build.POSITION_ROWS,
-        multiple if num_ranks is None else cut_multiple(num_ranks, multiple),
-        keys=keys,
-        dropped=[f"{', '.join(keys)}: {error}"],
-    )
-    return replace(row, local_cp_size=num_ranks)
+        encoder, keys = folder.task_encoder, [pack.key for pack in packs]
+        assert encoder is not None
+        return empty_batch(
+            FAMILIES[encoder.model.family].build.POSITION_ROWS,
+            encoder.pad_multiple,
+            keys=keys,
+            dropped=[f"{', '.join(keys)}: {error}"],
+        )
 
 
 class OnlineLoader:

@@ -20,7 +20,6 @@ from task_encoders.families import ModelOptions, model_options
 from task_encoders.loading.folder_shards import PackedFolderError, load_datasets
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.packs.pack_format import METADATASET
-from task_encoders.packs.slots import Slots
 from task_encoders.storage.paths import check_exists, is_url, path_of
 
 logger = logging.getLogger(__name__)
@@ -51,8 +50,6 @@ class PackedData:
     has_media: bool = True
     #: number of ranks that a folder's packs are ordered for (pack.order)
     ordered_for: int | None = None
-    #: where packs go over 1, 2, 4 … ranks; otherwise each pack is a slot of one rank
-    slots: Slots | None = None
     #: whether samples share prefixes (pack.share_prefixes)
     has_trees: bool = False
     #: most forward operations of the vision tower for a pack; None: a manifest does not tell
@@ -62,28 +59,12 @@ class PackedData:
     #: whether shares of sources change over the packs of any dataset (pack.mixture)
     has_mixture: bool = False
 
-    @property
-    def num_slots(self) -> int:
-        """Slots of packs in the train split."""
-        return self.num_packs if self.slots is None else len(self.slots)
-
-    @property
-    def slot_ranks(self) -> int:
-        """Ranks that train a slot together."""
-        return 1 if self.slots is None else self.slots.over.ranks
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """Room for a pack on each rank that it goes over."""
-        return self.seq_length if self.slots is None else self.slots.over.tokens_per_rank
-
 
 def read_packed_data(path: str | Path) -> PackedData:
     """Read the manifest of a folder, or the manifests of a metadataset YAML, here or at a URL.
 
     Raises:
-        StageError: a folder has no manifest, or datasets of a blend were measured differently or
-            have packs in slots.
+        StageError: a folder has no manifest, or datasets of a blend were measured differently.
     """
     folders = _folders(path)
     resolved = (folder.resolve() if isinstance(folder, Path) else folder for folder, _ in folders)
@@ -101,12 +82,6 @@ def read_packed_data(path: str | Path) -> PackedData:
     drawn = sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True))
     hashes = [manifest.content_hash for manifest in manifests]
     weighted = [*zip(hashes, shares, strict=True)]
-    slots = [own for manifest in manifests if (own := manifest.slots()) is not None]
-    if slots and not path_of(path).is_dir():
-        raise StageError(
-            f"{path} blends packs that go over 1, 2, 4 … ranks, in slots of one output; pack all "
-            "sources in one output and give data.path its folder"
-        )
     pack_options = [manifest.config.get("pack", {}) for manifest in manifests]
     order = pack_options[0].get("order")
     shards = [shard for manifest in manifests for shard in manifest.shards]
@@ -129,7 +104,6 @@ def read_packed_data(path: str | Path) -> PackedData:
             not shard.media or shard.media.strip("0") for shard in shards if shard.split == "train"
         ),
         ordered_for=int(order["num_ranks"]) if order and len(manifests) == 1 else None,
-        slots=slots[0] if slots else None,
         has_trees=any(manifest.version == 2 for manifest in manifests),
         tower_flops=max(tower) if all(shard.flops for shard in shards) else None,
         datasets={absolute(f): found for (f, _), found in zip(folders, hashes, strict=True)},
@@ -146,16 +120,11 @@ def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
     """The packs of all stages of a run as the model meets them, the largest of each measure.
 
     Raises:
-        StageError: stages were measured differently, or one of several has packs in slots.
+        StageError: stages were measured differently.
     """
     if len(data) == 1:
         return data[0]
     _require_one_model("data.path", paths, [one.model for one in data])
-    if slots := [path for path, one in zip(paths, data, strict=True) if one.slots is not None]:
-        raise StageError(
-            f"data.path: packs of {slots[0]} go over 1, 2, 4 … ranks, in slots, which are no stage "
-            "of several; give one path"
-        )
     flops = [one.tower_flops for one in data if one.tower_flops is not None]
     return replace(
         data[0],
@@ -196,7 +165,7 @@ def check_room(path: str | Path, context_parallel: int) -> None:
         if manifest.is_padded_to(multiple):
             continue
         head = f"parallel.context={context_parallel} pads samples to multiples of {multiple}"
-        remedy = f"pack it with pack.context_parallel.size={context_parallel}"
+        remedy = f"pack it with pack.context_parallel={context_parallel}"
         try:
             longest = longest_pack(folder, multiple)
         except StageError as error:

@@ -264,7 +264,7 @@ def longest_row(config: LaunchConfig, data: PackedData) -> tuple[int, float]:
     if data.tower_flops is not None:
         patches = packs * data.tower_flops / model_cost(data.model).tower_flops(1)
     context = config.parallel.context
-    return packs * data.tokens_per_rank // context, patches / context
+    return packs * data.seq_length // context, patches / context
 
 
 def probe_sample(encoder: SampleEncoder, *, has_media: bool) -> EncodedSample:

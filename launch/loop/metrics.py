@@ -33,7 +33,7 @@ class StepCounts:
     Losses stay on the device until `reduce`, so that no micro batch waits for the previous one.
 
     Args:
-        context_parallel: ranks that share a row, at most.
+        context_parallel: ranks that share a row.
         micro_batches: of a step, on each rank, at most; of validation it does not matter.
     """
 
@@ -42,7 +42,7 @@ class StepCounts:
     ) -> None:
         #: loss, denominator, labelled tokens, and `row_flops`
         self._losses = torch.zeros(6, dtype=torch.float64, device=device)
-        self._tokens = self._samples = self._packs = self._parts = 0
+        self._tokens = self._samples = self._packs = 0
         #: operations of the tower on each context parallel rank; and, summed over rows, of the
         #: row's busiest rank times the number of ranks
         self._tower = np.zeros(context_parallel + 1)
@@ -84,8 +84,7 @@ class StepCounts:
         self._tokens += row.num_tokens
         self._samples += len(row.sub_sample_keys)
         self._packs += len(row.__key__)
-        self._parts += len(row.__key__) * (row.local_cp_size or 1)
-        if group is not None and row.local_cp_size is None:
+        if group is not None:
             frames = frames_of(torch.cat([row.image_grid_thw, row.video_grid_thw]))
             work = cost.tower_flops(frames[:, 0])
             tower = np.diff(np.append(0.0, work.cumsum())[share_frames(work, group.size())])
@@ -107,7 +106,7 @@ class StepCounts:
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
         compute = self.computing.seconds()
-        own = [1, self._tokens, self._samples, self._packs, self._parts, *self._tower]
+        own = [1, self._tokens, self._samples, self._packs, *self._tower]
         sums = torch.cat([self._losses, self._losses.new_tensor(own)]) * counts
         sums = torch.cat([sums, sums.new_tensor([compute])])
         worst = sums.new_tensor([compute, self._data_seconds, float(stop)])
@@ -116,7 +115,7 @@ class StepCounts:
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
         loss, denominator, loss_tokens, *flops = sums[:6].tolist()
         *rest, total_compute = sums[6:].tolist()
-        ranks, tokens, samples, packs, parts = map(round, rest[:5])
+        ranks, tokens, samples, packs = map(round, rest[:4])
         slowest, data_seconds, stopped = worst[:3].tolist()
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = denominator or 1.0
@@ -130,8 +129,7 @@ class StepCounts:
             tower_flops=flops[0],
             language_flops=flops[1],
             planned_language_flops=flops[2],
-            parts=parts,
-            tower_shares=tuple(rest[5:-1]),
+            tower_shares=tuple(rest[4:-1]),
             tower_rounds=rest[-1],
             ranks=ranks,
             slowest_flops=worst[3:].view(-1, 3).sum(dim=0).tolist(),
@@ -151,8 +149,6 @@ class StepTotals:
     tokens: int
     samples: int
     packs: int
-    #: ranks that these go over, if they differ in that; else packs
-    parts: int
     #: operations of the forward pass
     tower_flops: float
     language_flops: float
@@ -173,7 +169,7 @@ class StepTotals:
     #: the signal that asked any rank to stop, or 0
     stop: int
 
-    def metrics(self, seconds: float, tokens_per_rank: int) -> dict[str, float]:
+    def metrics(self, seconds: float, seq_length: int) -> dict[str, float]:
         """The step's line. `fill`: real tokens as a share of the room in the packs.
 
         Under context parallelism `tower_0`, …: each rank's share of the vision tower's operations,
@@ -203,7 +199,7 @@ class StepTotals:
             "loss": self.loss,
             "tokens_per_second": self.tokens / seconds,
             "samples_per_second": self.samples / seconds,
-            "fill": self.tokens / (self.parts * tokens_per_rank),
+            "fill": self.tokens / (self.packs * seq_length),
             "packs": self.packs,
             "sub_samples": self.samples,
             "tokens": self.tokens,

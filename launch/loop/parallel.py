@@ -5,8 +5,6 @@ world of 8, tensor 2, context 2:   ranks 0 1 | 2 3 | …   share one model (tens
                                    ranks 0 2 | 1 3 | …   share rows (context parallel group)
                                    ranks 0 4 | 1 5 | …   see different packs (data parallel group)
 
-Packs in slots go over 1, 2, 4 … data parallel ranks, neighbours in groups that are made once.
-
 Weights and optimizer treat context parallel ranks as data parallel ones: gradients are sums.
 """
 
@@ -18,9 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch.data.broadcast import group_of_size
-from task_encoders.energon_samples import PackedBatch
-
 #: After which a collective counts as hung, as in megatron-core's own groups. NCCL's ten minutes are
 #: no longer than a rank may wait for its loader's first row.
 _TIMEOUT: Final = timedelta(minutes=30)
@@ -31,7 +26,7 @@ class ParallelError(RuntimeError):
 
 
 def initialize_parallel(
-    tensor_parallel: int = 1, context_parallel: int = 1, *, slot_ranks: int = 1, seed: int = 0
+    tensor_parallel: int = 1, context_parallel: int = 1, *, seed: int = 0
 ) -> torch.device:
     """Join the process group, lay out megatron-core's groups, and seed torch.
 
@@ -42,7 +37,6 @@ def initialize_parallel(
         tensor_parallel: ranks that share one model.
         context_parallel: ranks that share a row; times tensor_parallel it must divide the world
             size.
-        slot_ranks: ranks that a slot of packs takes, a power of two; the same holds for it.
         seed: of torch's generators, the same on all ranks.
 
     Returns:
@@ -62,18 +56,16 @@ def initialize_parallel(
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size()
-    if world_size % (tensor_parallel * context_parallel * slot_ranks):
+    if world_size % (tensor_parallel * context_parallel):
         context = f" × context_parallel {context_parallel}" if context_parallel > 1 else ""
-        slots = f" × slots of packs for {slot_ranks} ranks" if slot_ranks > 1 else ""
         raise ParallelError(
-            f"tensor_parallel {tensor_parallel}{context}{slots} does not divide the {world_size} "
+            f"tensor_parallel {tensor_parallel}{context} does not divide the {world_size} "
             "processes; set NNODES × NPROC_PER_NODE to a multiple of it"
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_parallel,
             context_parallel_size=context_parallel,
-            hybrid_context_parallel=slot_ranks > 1,
             create_gloo_process_groups=False,  # a second set, which nothing uses
         )
     wanted = tensor_parallel, context_parallel
@@ -94,10 +86,8 @@ def initialize_parallel(
     return device
 
 
-def context_group(row: PackedBatch) -> dist.ProcessGroup | None:
-    """The ranks that share a row; None: this one has it alone."""
-    if row.local_cp_size is not None:
-        return group_of_size(row.local_cp_size)
+def context_group() -> dist.ProcessGroup | None:
+    """The ranks that share this rank's rows; None: it has them alone."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return None
     group: dist.ProcessGroup = parallel_state.get_context_parallel_group()

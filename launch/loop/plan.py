@@ -114,8 +114,7 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
     """Steps and batch of a stage.
 
     A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
-    divides evenly among the ranks. One given in packs must already be such a multiple. In
-    slots the packs of a step follow from their mean number.
+    divides evenly among the ranks. One given in packs must already be such a multiple.
 
     Raises:
         ValueError: `global_batch_packs` does not divide evenly, or nothing would be trained.
@@ -125,11 +124,19 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
             f"model.freeze={sorted(config.model.freeze)}: no pack of {config.data.path} has images "
             "or videos, so that nothing would be trained; train the language model"
         )
-    accumulation, per_step, packs = _step_of(config, data, data_parallel)
-    if data.slot_ranks > 1:
-        logger.info("packs fill %d slots; a step takes %d slots", data.num_slots, per_step)
-    slots = round(config.train.epochs * data.num_slots)
-    iterations = config.train.iterations or max(1, -(-slots // per_step))
+    size, packs = config.data.micro_batch_size, config.batch.global_batch_packs
+    multiple = data_parallel * size
+    if packs is not None and packs % multiple:
+        raise ValueError(
+            f"batch.global_batch_packs {packs} is not a multiple of {multiple} = {data_parallel} "
+            f"data parallel ranks × micro_batch_size {size}; set "
+            f"{-(-packs // multiple) * multiple}"
+        )
+    wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
+    accumulation = max(1, round(wanted / multiple))
+    packs = accumulation * multiple
+    in_epochs = round(config.train.epochs * data.num_packs)
+    iterations = config.train.iterations or max(1, -(-in_epochs // packs))
     logger.info(
         "%d packs of %.2f samples each; a step takes %d packs, about %.0f samples; %d steps, %.2f "
         "times all packs",
@@ -148,23 +155,6 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
     _warn_of_recipe(config, data, packs, iterations)
     _warn_of_data(config, data, packs, data_parallel)
     return StagePlan(iterations, packs, accumulation)
-
-
-def _step_of(config: LaunchConfig, data: PackedData, data_parallel: int) -> tuple[int, int, int]:
-    """Micro batches per rank, and slots and packs in all, that a step takes."""
-    size = config.data.micro_batch_size
-    packs = config.batch.global_batch_packs
-    multiple = data_parallel // data.slot_ranks * size  # slots that all ranks train at a time
-    if packs is not None and data.slot_ranks == 1 and packs % multiple:
-        raise ValueError(
-            f"batch.global_batch_packs {packs} is not a multiple of {multiple} = {data_parallel} "
-            f"data parallel ranks × micro_batch_size {size}; set "
-            f"{-(-packs // multiple) * multiple}"
-        )
-    wanted = packs or (config.batch.global_batch_size or 1) / data.samples_per_pack
-    per_round = multiple * data.num_packs / data.num_slots
-    accumulation = max(1, round(wanted / per_round))
-    return accumulation, accumulation * multiple, round(accumulation * per_round)
 
 
 def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:

@@ -19,7 +19,6 @@ from launch.data.even_rows import EvenRows
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of
-from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.memory import settle_recompute
 from launch.loop.optimizer import ShardedAdamW
@@ -34,7 +33,6 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.files import hold_lock, read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import has_builtin_processor
-from task_encoders.loading.slots import slot_ranks_of
 from task_encoders.model_inputs import required_pad_multiple
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA
@@ -73,12 +71,7 @@ def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
 
 def _run(config: LaunchConfig, accept_mismatch: Collection[str]) -> int:
     ranks = config.parallel
-    device = initialize_parallel(
-        ranks.tensor,
-        ranks.context,
-        slot_ranks=slot_ranks_of(config.data.paths[0]),
-        seed=config.train.seed,
-    )
+    device = initialize_parallel(ranks.tensor, ranks.context, seed=config.train.seed)
     check_alike(config, accept_mismatch)
     trainer, model = build_trainer(config, device, accept_mismatch)
     if config.checkpoint.resume:
@@ -97,7 +90,6 @@ def build_trainer(
     data = [read_data(stage.data) for stage in config.stages]
     largest = largest_of(config.data.paths, data)
     for stage, own in zip(config.stages, data, strict=True):
-        check_slots(stage, own)
         check_trees(stage, own)
     check_ends(config)
     plan = plan_training(config, data, parallel_state.get_data_parallel_world_size())
@@ -162,7 +154,7 @@ def build_stages(
             limit = config.validation.limit
             validation = LoaderBatches(stage.data, encoder, device, split="val", limit=limit)
         train = LoaderBatches(stage.data, encoder, device, seed=seed)
-        stages.append(Stage(packs, train, validation, own.tokens_per_rank))
+        stages.append(Stage(packs, train, validation, own.seq_length))
     return stages, encoder
 
 
@@ -173,7 +165,7 @@ def model_options_of(
     longer than the model has positions."""
     options = {"device": device, "seed": config.train.seed, "trees": data.has_trees}
     if not isinstance(config.model, TransformersModelConfig):
-        return {**options, "shares_rows": config.parallel.context > 1 or data.slot_ranks > 1}
+        return {**options, "shares_rows": config.parallel.context > 1}
     if config.model.checkpoint is not None:
         check_positions(config.model.build_transformers_config(), data.seq_length)
     return {

@@ -80,8 +80,8 @@ class Stage:
     train: MicroBatches
     #: of the val split
     validation: MicroBatches | None
-    #: room for a pack in tokens; on each rank, if packs differ in their ranks
-    tokens_per_rank: int
+    #: room for a pack in tokens
+    seq_length: int
 
     def close(self) -> None:
         """Stop reading."""
@@ -232,7 +232,7 @@ class Trainer:
                 self._forward_backward(row, counts)
             elif distributed.get_world_size() > 1:
                 # The others wait for this rank's gradients.
-                self._token_losses(self._blank, context_group(self._blank)).sum().backward()
+                self._token_losses(self._blank, context_group()).sum().backward()
         totals = counts.reduce(counts=self._reports, stop=stop.received)
         if not totals.packs:
             return None
@@ -250,7 +250,7 @@ class Trainer:
             )
         self.iteration += 1
         seconds = time.perf_counter() - started
-        metrics = totals.metrics(seconds, stage.tokens_per_rank)
+        metrics = totals.metrics(seconds, stage.seq_length)
         metrics |= {"learning_rate": rate, "grad_norm": norm}
         metrics["memory_gib"] = memory_gib(self._device)
         if self._peak_flops is not None:
@@ -275,7 +275,7 @@ class Trainer:
     def _count_loss(self, row: PackedBatch, counts: StepCounts) -> torch.Tensor:
         """The sum of one row's weighted losses, or of this rank's part of it, entered into the
         counts."""
-        group = context_group(row)
+        group = context_group()
         terms = loss_terms(row.loss_mask, row.cu_lengths, self._config.train.normalization)
         loss = weighted_sum(self._token_losses(row, group), terms)
         cost = self._model.cost

@@ -130,7 +130,7 @@ def forward_step(
     """Per-token losses of the next batch, and the function that reduces them. Context parallel
     ranks count the tokens that they hold, each its own."""
     batch = get_batch(data_iterator, next(model.parameters()).device)
-    params = to_packed_seq_params(batch, context_group(batch))
+    params = to_packed_seq_params(batch, context_group())
     loss_mask = batch.loss_mask
     if (part := cut_row(params)) is not None:
         loss_mask = torch.zeros_like(loss_mask).index_copy(1, part.own, loss_mask[:, part.own])

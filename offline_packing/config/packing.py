@@ -96,11 +96,6 @@ class PackingConfig(Section):
                 f"output.layout={self.output.layout!r} would copy all data for each; choose "
                 "output.layout=references, or pack.epochs=1"
             )
-        if self.pack.slots is not None and not LAYOUTS[self.output.layout].OWN_JSON:
-            raise ValueError(
-                f"output.layout={self.output.layout!r} does not store over how many ranks a pack "
-                "goes; choose energon or references, or leave out pack.context_parallel"
-            )
         if self.pack.share_prefixes is not None:
             self._check_prefixes()
         if self.pack.mixture is not None:

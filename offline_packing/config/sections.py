@@ -1,8 +1,8 @@
 """The sections of a configuration that are the same for every source and model."""
 
+import math
 import os
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -27,8 +27,6 @@ from task_encoders.field_types import (
     Share,
     one_of,
 )
-from task_encoders.packs.pack_format import cut_multiple
-from task_encoders.packs.slots import ContextParallel
 
 
 class Section(BaseModel):
@@ -49,36 +47,6 @@ class OrderConfig(Section):
     #: packs of a step are of one kind: all have images, or videos, or none has, as FSDP and ZeRO-3
     #: need; holds for every divisor of num_ranks, too
     uniform: bool = False
-
-
-class ContextParallelConfig(Section):
-    """Ranks that a pack goes over: `size` for every pack, or 1, 2, 4 … by its tokens and cost."""
-
-    #: ranks that every pack goes over: samples are padded to what they cut, and stand so that a
-    #: split of the pictures by their number gives even tower work
-    size: Count | None = None
-    #: ranks that share out each slot of packs, a power of two; leave out size
-    ranks: Count | None = None
-    #: tokens of a pack on each of its ranks; pack.seq_length is the longest pack
-    tokens_per_rank: Count | None = None
-
-    @model_validator(mode="after")
-    def _check_form(self) -> "ContextParallelConfig":
-        given = [name for name, value in self if value]
-        if given not in (["size"], ["ranks", "tokens_per_rank"]):
-            raise ValueError(
-                "write {size: 4} for packs that all go over 4 ranks, or {ranks: 32, "
-                "tokens_per_rank: 8192} for packs that go over as many of 32 as they need"
-            )
-        self.per_pack  # noqa: B018 - checks the numbers
-        return self
-
-    @property
-    def per_pack(self) -> ContextParallel | None:
-        """The ranks, if each pack has a size of its own."""
-        if self.ranks is None or self.tokens_per_rank is None:
-            return None
-        return ContextParallel(self.ranks, self.tokens_per_rank)
 
 
 class SplitTurnsConfig(Section):
@@ -125,6 +93,13 @@ def _as_section(value: Any) -> Any:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
+def _a_number(ranks: Any) -> Any:
+    """Refuse a mapping of ranks by the number to write."""
+    if isinstance(ranks, dict):
+        raise ValueError(f"write a number, the ranks of each pack, in place of {ranks}")
+    return ranks
+
+
 class PackConfig(PlanOptions, Section):
     """Options of packing: options of a plan, and further ones of the configuration."""
 
@@ -135,9 +110,8 @@ class PackConfig(PlanOptions, Section):
     split_turns: SplitTurnsConfig = SplitTurnsConfig()
     #: write the packs so that the ranks of this loader get packs of similar cost at each step
     order: OrderConfig | None = None
-    #: context parallelism: {size: 4} for packs over 4 ranks each, or {ranks: 32, tokens_per_rank:
-    #: 8192} for packs over 1, 2, 4 … of 32 ranks
-    context_parallel: ContextParallelConfig | None = None
+    #: context-parallel ranks over which every pack is split: samples are padded to what they cut
+    context_parallel: Annotated[Count, BeforeValidator(_a_number)] = 1
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
     budgets: dict[BudgetName, Count] = {}
     #: plans this many epochs, each with other packs of the train split; layout references only
@@ -155,47 +129,18 @@ class PackConfig(PlanOptions, Section):
     #: nothing is written if a larger share of the samples is set aside
     max_set_aside: Share = 0.05
 
-    @model_validator(mode="before")
-    @classmethod
-    def _longest_pack(cls, content: Any) -> Any:
-        """All that the ranks hold, unless seq_length is given."""
-        ranks = content.get("context_parallel") if isinstance(content, Mapping) else None
-        match ranks:
-            case {"ranks": int(count), "tokens_per_rank": int(room)} if "seq_length" not in content:
-                return {**content, "seq_length": count * room}
-        return content
-
     @property
     def layout(self) -> RankLayout | None:
         """The loader that the packs are put in order for."""
         return None if self.order is None else RankLayout(**self.order.model_dump())
 
     @property
-    def slots(self) -> ContextParallel | None:
-        """Ranks of a slot, if packs go over 1, 2, 4 … of them."""
-        return None if self.context_parallel is None else self.context_parallel.per_pack
-
-    @property
-    def cp_size(self) -> int:
-        """Ranks that every pack goes over."""
-        return (self.context_parallel and self.context_parallel.size) or 1
-
-    @property
     def padding(self) -> int:
-        """Multiple that every sample is padded to, if all packs are alike."""
-        return (
-            self.pad_multiple
-            if self.cp_size == 1
-            else cut_multiple(self.cp_size, self.pad_multiple)
-        )
-
-    def of_pack(self, cp_size: int | None) -> tuple[int, int]:
-        """Multiple to which samples are padded in a pack over `cp_size` ranks, and tokens that it
-        may hold; None: packs are alike."""
-        if cp_size is None or self.slots is None:
-            return self.padding, self.seq_length
-        multiple = cut_multiple(cp_size, self.pad_multiple)
-        return multiple, int(self.slots.room(cp_size, self.seq_length))
+        """Multiple that every sample is padded to. Ranks that share a pack cut each sample into
+        twice as many chunks; a rank's own are a multiple of `pad_multiple` (tensor ranks under
+        sequence parallelism; 16 for FP8)."""
+        ranks = self.context_parallel
+        return self.pad_multiple if ranks == 1 else ranks * math.lcm(2, self.pad_multiple)
 
     @property
     def longest_sample(self) -> int:
@@ -209,7 +154,7 @@ class PackConfig(PlanOptions, Section):
                 f"split_turns changes nothing under on_overlong {self.on_overlong}; set it to "
                 "split_turns, or leave out the options"
             )
-        if self.share_prefixes and self.context_parallel:
+        if self.share_prefixes and self.context_parallel > 1:
             raise ValueError(
                 "share_prefixes cannot go with context_parallel, whose ranks would each need the "
                 "trunk of a tree; leave out one of them"
@@ -223,14 +168,13 @@ class PackConfig(PlanOptions, Section):
             self,
             self.budgets,
             self.layout,
-            self.slots,
             mixed=self.epochs > 1,
             has_mixture=self.mixture is not None,
         ).passes()
         if self.padding > self.seq_length:
             raise ValueError(
-                f"context_parallel.size {self.cp_size} pads samples to multiples of {self.padding} "
-                f"> seq_length {self.seq_length}; no sample would fit a pack"
+                f"context_parallel {self.context_parallel} pads samples to multiples of "
+                f"{self.padding} > seq_length {self.seq_length}; no sample would fit a pack"
             )
         return self
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,6 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.storage.files import is_remote
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.packs.manifest import PackColumns
-
-if TYPE_CHECKING:
-    from offline_packing.planner.ranks.picture_split import SplitFigures
-
 
 #: Samples held in memory at a time: some 50 MB of index.
 SAMPLES_IN_MEMORY: Final = 1 << 17
@@ -314,21 +310,3 @@ def pack_table(samples: Index, packs: PackPlan, cost: ModelCost) -> PackColumns:
 def media_of_samples(column: Callable[[str], npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
     """(num_samples,) as `PackColumns.media`; `column` gives a column of the index."""
     return (column("num_images") > 0).astype(np.uint8) + 2 * (column("num_videos") > 0)
-
-
-def units_of_samples(samples: Index) -> npt.NDArray[np.integer]:
-    """(num_samples,) images, and steps of the grids of videos."""
-    return sum_over_grids(samples, lambda grids: grids[:, 0])
-
-
-def split_of_packs(samples: Index, packs: PackPlan, cost: ModelCost) -> "SplitFigures | None":
-    """Figures of the split of pictures that a plan was made for; None: it was made for none."""
-    size = packs.info.settings.get("picture_ranks")
-    if size is None or packs.num_packs == 0:
-        return None
-    from offline_packing.planner.ranks.picture_split import split_figures  # compiled
-    from offline_packing.planner.strategies.strategy import Packs
-
-    tower, units = sample_flops(samples, cost).tower, units_of_samples(samples)
-    own = Packs(np.asarray(packs.sample_ids), np.asarray(packs.pack_offsets))
-    return split_figures(own, units, tower, size)

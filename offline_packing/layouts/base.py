@@ -192,7 +192,6 @@ class Layout(ABC):
             subs,
             task.task,
             tokenized,
-            samples[0].cp_size,
             trees=[tree for tree in trees_of(samples) if tree.num_samples > 1],
             generation=task.generation,
             media=media,

@@ -214,8 +214,6 @@ class PlannedSample:
     extensions: tuple[str, ...]
     #: None: the whole record at `json`
     part: ConversationPart | None = None
-    #: context-parallel ranks of its pack, if packs differ in that
-    cp_size: int | None = None
     #: 1: it shares its prefix with the sample before it in its pack; set, as are the tokens and
     #: media of the prefix, in a plan with trees
     branches: int = 0

@@ -125,9 +125,8 @@ def plan_lengths(
 
 def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
     """A Parquet file with a row per use of a sample, in the order of the packs: the columns of
-    `samples`, among them key and at the end num_tokens, and before the last pack, position in the
-    pack, and cp_size (the pack's ranks) if packs differ in that. Rows at the end, without a pack,
-    are samples set aside."""
+    `samples`, among them key and at the end num_tokens, and before the last pack and position in
+    the pack. Rows at the end, without a pack, are samples set aside."""
     samples = samples.combine_chunks()
     is_aside = np.ones(len(samples), bool)
     is_aside[plan.sample_ids] = False
@@ -137,7 +136,6 @@ def write_assignment(samples: pa.Table, plan: PackPlan, path: Path) -> None:
         "pack": np.repeat(np.arange(plan.num_packs), sizes),
         "position": np.arange(len(plan.sample_ids)) - np.repeat(plan.pack_offsets[:-1], sizes),
     }
-    places |= {name: np.repeat(values, sizes) for name, values in plan.columns.items()}
     rows = samples.take(pa.array(np.concatenate([plan.sample_ids, aside])))
     if (copies := plan.copy_numbers()) is not None:
         rows = name_copies(rows, np.append(copies, np.zeros(len(aside), copies.dtype)))

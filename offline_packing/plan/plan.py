@@ -29,7 +29,6 @@ from offline_packing.index.rows import (
     media_of_samples,
     name_samples,
     sample_flops,
-    units_of_samples,
 )
 from offline_packing.index.set_aside import AsideSamples, group_set_aside
 from offline_packing.index.table import Index
@@ -368,10 +367,6 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
         splits={name: sum(own) for name, own in sizes.items()} if len(sizes) > 1 else {},
         epochs=first if len(first) > 1 else [],
     )
-    columns = {
-        f"{name}s": np.concatenate([plan.columns[name] for plan in plans])
-        for name in plans[0].columns
-    }
     ids = np.concatenate([plan.set_aside_ids for plan in plans])
     aside, firsts = np.unique(ids, return_index=True)
     is_packed = np.zeros(max(some.max(initial=-1) for some in (ids, packs.sample_ids)) + 1, bool)
@@ -383,9 +378,10 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
         done = [plan.info.settings["uniform"] for plan in plans]
         settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
     info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
+    branches = None
     if plans[0].branches is not None:
-        columns["branches"] = np.concatenate([plan.branches for plan in plans])
-    return PackPlan(*packs, aside[lost], reasons, info, **columns)
+        branches = np.concatenate([plan.branches for plan in plans])
+    return PackPlan(*packs, aside[lost], reasons, info, branches)
 
 
 def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
@@ -413,13 +409,9 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         turns = np.random.default_rng(pack.seed).permutation(samples.info.num_samples)
         arguments["source_order"] = rounds * len(turns) + turns[kept]
         arguments["source"] = column("source_id")
-    if pack.cp_size > 1:
-        units = units_of_samples(samples)[kept]
-        arguments |= {"picture_ranks": pack.cp_size, "units": units}
-    if pack.context_parallel is not None or pack.order is not None:
+    if pack.order is not None:
         flops = sample_flops(samples, model_cost(config.model))
         arguments |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
-    if pack.order is not None:
         # Tokens with loss, and tokens per source (all but the last).
         tokens, sources = column("num_tokens"), column("source_id")
         count = min(int(sources.max(initial=0)), _MOST_SOURCES)
@@ -449,7 +441,7 @@ def pack_arguments(
         arguments["balance_by"] = column("num_vision_patches")
     if pack.layout is not None and pack.layout.uniform:
         arguments["media"] = media_of_samples(column)
-    arguments |= {"order": pack.layout, "context_parallel": pack.slots}
+    arguments["order"] = pack.layout
     return arguments
 
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 
 from offline_packing.runs.figures import Figures
-from task_encoders.packs.slots import slot_rows
 
 _BAR_WIDTH = 40
 
@@ -46,7 +45,6 @@ def _plan_rows(found: Figures) -> Iterator[tuple[str, str]]:
     yield "packed samples", f"{num_samples:,}"
     yield "tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"
     yield "packs", f"{plan['packs']:,} of {seq_length:,} tokens, strategy {plan['strategy']}"
-    yield from slot_rows(plan)
     yield "lower bound", f"{plan['lower_bound']:,} (gap {plan['gap']:.3%})"
     yield "fill", f"{plan['fill']:.2%}"
     yield "packing factor", f"{plan['packing_factor']:.2f} samples per pack"
@@ -101,9 +99,10 @@ def _sharing_rows(sharing: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _rank_rows(found: Figures) -> Iterator[tuple[str, str]]:
-    """Shares of time that ranks wait for others, where the packs were made for some."""
+    """Ranks that share a pack, and shares of time that ranks wait for others, where the packs were
+    made for some."""
     plan = found["plan"]
-    waiting, split = plan["waiting"], plan["picture_split"]
+    waiting = plan["waiting"]
     if waiting and waiting["ordered"] and waiting["share"] is None:
         fewer = "{packs:,} packs are not one for each of {num_ranks:,} ranks"
         yield "order", fewer.format_map(waiting)
@@ -114,13 +113,9 @@ def _rank_rows(found: Figures) -> Iterator[tuple[str, str]]:
         if done:
             mixed += "; {halved:,} packs halved, {repeated:,} repeated".format_map(done)
         yield "mixed steps", mixed
-    if split:
+    if plan["ranks_of_a_pack"] > 1:
         padded = f"samples padded to multiples of {found['pad_multiple']}"
         yield "ranks of a pack", f"{plan['ranks_of_a_pack']}, {padded}"
-        idle = f"{split['idle']:.2%} if ranks of a pack take equally many pictures each"
-        if split["num_unequal"]:
-            idle += f"; in {split['num_unequal']:,} packs one is larger than an even share"
-        yield "idle of the tower", idle
 
 
 def _source_table(found: Figures) -> list[str]:

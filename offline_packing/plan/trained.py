@@ -22,7 +22,6 @@ from offline_packing.storage.key_set import Hashes, hash_keys
 from task_encoders.field_types import first_problem
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import trained_items
-from task_encoders.loading.slots import SlotRows, slot_ranks_of
 from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import path_of
 
@@ -117,7 +116,6 @@ def _uses_of(
                 f"source.skip: {path} trained packs of {name}, which are gone or packed anew since"
             )
     folder = PackedFolder(stage.path)
-    rows = SlotRows(folder) if slot_ranks_of(folder.shards[0].root) > 1 else None
 
     @functools.cache
     def schedule(num_ranks: int) -> Any:
@@ -125,11 +123,9 @@ def _uses_of(
         size = stage.micro_batch_size
         return schedule_of(folder, num_ranks=num_ranks, packs_per_row=size, **options)
 
-    counts = np.zeros(len(folder if rows is None else rows), np.int64)
+    counts = np.zeros(len(folder), np.int64)
     for items in trained_items(stage.loader, schedule):
         np.add.at(counts, items, 1)
-    if rows is not None:
-        counts = counts[rows.slots.begins]  # each rank of a pack has a row of it
     for root, numbers, planned in numbers_in_plans(folder):
         manifest = read_manifest(root)
         samples, plan = artifacts_of(root, manifest)

@@ -4,7 +4,6 @@ plan/sample_ids.npy          int32 or int64 (num_packed,)
 plan/pack_offsets.npy        int64 (num_packs + 1,)
 plan/set_aside_ids.npy       int32 or int64 (num_set_aside,)
 plan/set_aside_reasons.npy   uint8 (num_set_aside,): index into reason_names
-plan/cp_sizes.npy            int32 (num_packs,), if packs go over 1, 2, 4 … ranks
 plan/branches.npy            uint8 (num_packed,), if samples share prefixes
 plan/plan.json               everything else; written last, so its presence means complete
 """
@@ -27,7 +26,6 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from task_encoders.packs.manifest import html_table
-from task_encoders.packs.slots import ContextParallel, Slots
 from task_encoders.storage.paths import path_of
 
 FORMAT_VERSION = 1
@@ -43,10 +41,10 @@ class PlanInfo:
     strategy: str
     seed: int
     pad_multiple: int
-    #: tokens in all packs, each sample padded to pad_multiple, or to what its pack's ranks cut; a
-    #: shared prefix counts once, and its samples are padded together
+    #: tokens in all packs, each sample padded to pad_multiple; a shared prefix counts once, and its
+    #: samples are padded together
     num_tokens: int
-    #: no plan for these samples has fewer packs (of the same groups and budgets); or fewer slots
+    #: no plan for these samples has fewer packs (of the same groups and budgets)
     lower_bound: int
     #: names of the reasons that ``set_aside_reasons`` indexes
     reason_names: tuple[str, ...] = ()
@@ -58,8 +56,6 @@ class PlanInfo:
     epochs: list[int] = field(default_factory=list)
     #: further settings in words, for the report: budgets, assignment, order
     settings: dict[str, Any] = field(default_factory=dict)
-    #: ranks of a slot, if packs go over 1, 2, 4 … of them
-    context_parallel: ContextParallel | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,8 +75,6 @@ class PackPlan:
     #: uint8 (num_set_aside,): index into ``info.reason_names``
     set_aside_reasons: np.ndarray
     info: PlanInfo
-    #: int32 (num_packs,): ranks that each pack goes over; None: all packs are alike
-    cp_sizes: np.ndarray | None = None
     #: uint8 (num_packed,): 1 for a sample that shares its prefix with the one before it in its
     #: pack; None: samples are stored whole
     branches: np.ndarray | None = None
@@ -91,18 +85,6 @@ class PackPlan:
         return len(self.pack_offsets) - 1
 
     @property
-    def slots(self) -> Slots | None:
-        """The slots that packs over 1, 2, 4 … ranks fill."""
-        over = self.info.context_parallel
-        return None if over is None or self.cp_sizes is None else Slots(over, self.cp_sizes)
-
-    @property
-    def slot_offsets(self) -> np.ndarray:
-        """int64 (num_slots + 1,): slot i holds the packs slot_offsets[i]:slot_offsets[i + 1], whose
-        ``cp_sizes`` add up to the ranks. Without these, each pack is a slot."""
-        return np.arange(self.num_packs + 1) if self.slots is None else self.slots.offsets
-
-    @property
     def order(self) -> RankLayout | None:
         """The loader whose ranks get packs of similar cost at each step, if any."""
         layout = self.info.settings.get("order")
@@ -111,27 +93,13 @@ class PackPlan:
     @property
     def room(self) -> int:
         """Tokens that all packs could hold."""
-        if self.slots is None:
-            return self.num_packs * self.info.seq_length
-        return len(self.slots) * self.slots.over.ranks * self.slots.over.tokens_per_rank
-
-    @property
-    def rooms(self) -> np.ndarray:
-        """Tokens that each pack may hold, (num_packs,)."""
-        if self.slots is None:
-            return np.full(self.num_packs, self.info.seq_length)
-        return np.asarray(self.slots.over.room(self.slots.cp_sizes, self.info.seq_length))
-
-    @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """Values of each pack that the rows of its samples repeat, (num_packs,) each, by name."""
-        return {} if self.cp_sizes is None else {"cp_size": self.cp_sizes}
+        return self.num_packs * self.info.seq_length
 
     @property
     def gap(self) -> float:
-        """Packs, or slots, above the lower bound, as a share of it: 0.0 is proven optimal."""
+        """Packs above the lower bound, as a share of it: 0.0 is proven optimal."""
         bound = self.info.lower_bound
-        return (len(self.slot_offsets) - 1) / bound - 1 if bound else 0.0
+        return self.num_packs / bound - 1 if bound else 0.0
 
     @property
     def fill(self) -> float:
@@ -216,17 +184,12 @@ class PackPlan:
 
     def statistics(self) -> dict[str, Any]:
         """Figures for the report and the log."""
-        slots: dict[str, Any] = {}
-        if self.slots is not None:
-            by_size = self.slots.packs_by_size
-            slots = {"num_slots": len(self.slots), "packs_by_cp_size": by_size}
         return {
             "num_packs": self.num_packs,
             "lower_bound": self.info.lower_bound,
             "gap": self.gap,
             "fill": self.fill,
             "packing_factor": self.packing_factor,
-            **slots,
             "num_packed_samples": len(self.sample_ids),
             "num_set_aside": len(self.set_aside_ids),
             "set_aside_counts": self.set_aside_counts(),
@@ -243,7 +206,6 @@ class PackPlan:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").unlink(missing_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        arrays |= {f"{name}s": values for name, values in self.columns.items()}
         arrays |= {} if self.branches is None else {"branches": self.branches}
         for name, array in arrays.items():
             kind = np.dtype(id_type if id_type and name.endswith("_ids") else array.dtype)
@@ -291,8 +253,6 @@ class PackPlan:
                     "again"
                 )
         try:
-            if document["context_parallel"] is not None:
-                document["context_parallel"] = ContextParallel(**document["context_parallel"])
             document["reason_names"] = tuple(document["reason_names"])
             info = PlanInfo(**{name: document[name] for name in PlanInfo.__dataclass_fields__})
         except (KeyError, TypeError) as error:

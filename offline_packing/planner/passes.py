@@ -1,7 +1,7 @@
 """Passes over a draft of a plan: which ones are asked for, in the order in which they run.
 
-compose: by strategy | in windows | by mixture | over ranks   ->   balance   ->   uniform kinds   ->
-equal cost | slots | shuffle   ->   sample order   ->   picture split
+compose: by strategy | in windows | by mixture   ->   balance   ->   uniform kinds   ->
+equal cost | shuffle   ->   sample order
 
 A pass keeps what earlier ones promise, or is refused beside them, here and nowhere else.
 Configurations are checked with it, so it imports nothing that compiles.
@@ -16,7 +16,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.storage.yaml_file import explain_value_error
 from task_encoders.field_types import Count, NonNegative, one_of
-from task_encoders.packs.slots import ContextParallel
 
 
 def _listed(value: Any) -> Any:
@@ -103,8 +102,6 @@ class PlanRequest:
     #: names of the further limits of a pack
     limits: Collection[str] = ()
     order: RankLayout | None = None
-    slots: ContextParallel | None = None
-    picture_ranks: int | None = None
     window_packs: int = 1000
     mixed: bool = False
     has_mixture: bool = False
@@ -120,8 +117,6 @@ class PlanRequest:
                         "leave out one of them"
                     )
             found.append(new)
-        if self.slots is not None:
-            self.slots.check(self.options.seq_length, self.options.pad_multiple)
         return found
 
     def _asked(self) -> Iterator[Pass]:
@@ -156,31 +151,16 @@ class PlanRequest:
                 **others,
             }
             yield Pass("mixture", "mixture", ("source", "source_order"), breaks)
-        if self.slots is not None:
-            breaks = {
-                "limits": "packs hold as much as their ranks",
-                "epochs": "packs over several ranks are the same for every seed",
-                "windows": "slots are filled by cost",
-                "mixture": "slots are filled by cost",
-                **others,
-            }
-            yield Pass("over_ranks", "context_parallel", (), breaks)
         if "balance" in options.assignment:
-            breaks = {"limits": exchanges, "over_ranks": "slots are filled by cost"}
-            yield Pass("balance", "assignment balance", ("balance_by",), breaks)
+            yield Pass("balance", "assignment balance", ("balance_by",), {"limits": exchanges})
         if self.order is not None:
             if self.order.uniform:
                 yield Pass("uniform", "order.uniform", ("media",))
             breaks = {
                 "windows": "it puts packs of similar cost side by side",
                 "mixture": "it puts packs of similar cost side by side",
-                "over_ranks": "the ranks of a slot have equal cost already",
             }
             yield Pass("equal_cost", "order", (), breaks)
-        elif self.slots is not None:
-            yield Pass("slots")
         elif "shuffle" in options.assignment and not (options.has_locality or self.has_mixture):
             yield Pass("shuffle")
         yield Pass("sample_order")
-        if self.picture_ranks is not None:
-            yield Pass("picture_split", "picture_ranks", ("units", "tower_cost"))

@@ -17,8 +17,6 @@ from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.passes import PlanOptions, PlanRequest
 from offline_packing.planner.ranks.deal import PackCosts, cost_grouped_order
 from offline_packing.planner.ranks.layout import RankLayout
-from offline_packing.planner.ranks.picture_split import even_samples
-from offline_packing.planner.ranks.slots import fill_slots, pack_over_ranks
 from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
 from offline_packing.planner.samples import Budgets, Samples, admit_samples
 from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
@@ -34,8 +32,6 @@ from offline_packing.planner.strategies.kernels import kernels_for, random_state
 from offline_packing.planner.strategies.strategy import Packs, join_packs, reorder_packs
 from offline_packing.planner.windows import pack_in_order
 from task_encoders.field_types import Count, Integer, checked, checked_model
-from task_encoders.packs.pack_format import cut_multiple
-from task_encoders.packs.slots import ContextParallel
 
 _SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
 _PART_PACKS = 200  # packs that a part has at least when copies are dealt out
@@ -49,10 +45,8 @@ class Draft(NamedTuple):
     """A plan so far."""
 
     packs: Packs
-    #: no plan for these samples has fewer packs (of the same groups and budgets), or slots
+    #: no plan for these samples has fewer packs (of the same groups and budgets)
     bound: int
-    #: int32 (num_packs,): ranks of each pack, if they differ
-    cp_sizes: np.ndarray | None = None
     #: what passes say of their work, for `PlanInfo.settings`
     notes: Mapping[str, Any] = {}
 
@@ -74,9 +68,6 @@ def plan_packs(
     balance_by: np.ndarray | None = None,
     copy_of: np.ndarray | None = None,
     order: RankLayout | None = None,
-    context_parallel: ContextParallel | None = None,
-    picture_ranks: Count | None = None,
-    units: np.ndarray | None = None,
     window_packs: Count = 1000,
     mixed: bool = False,
     **options: Any,
@@ -94,9 +85,8 @@ def plan_packs(
         groups: integer array, for example the kind of media of each sample: with ``homogeneous``,
             packs hold samples of one group only.
         cost: of training on each sample (``families.model_cost``); default: its length squared.
-            Used by ``order`` and ``context_parallel``.
-        tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases, and
-            ``picture_ranks`` evens it out.
+            Used by ``order``.
+        tower_cost: the vision tower's part of ``cost``; ``order`` then balances both phases.
         media: 1 for samples with images, 2 with videos, 3 with both, 0 with neither; see
             ``order.uniform``.
         features: further quantities, such as tokens with loss, to be balanced over optimizer steps
@@ -112,13 +102,6 @@ def plan_packs(
             two, and locality takes first copies first, then all second ones, and so on.
         order: write the packs so that the ranks of this layout get similar cost at each step; with
             ``uniform`` packs of one kind, for which some may be halved or repeated.
-        context_parallel: packs go over 1, 2, 4 … ranks, in slots of all ranks with nearly equal
-            cost; ``seq_length`` is the longest pack. Each sample counts as its length rounded up to
-            ``cut_multiple`` of its pack's ranks. The lower bound is one of slots.
-        picture_ranks: context-parallel ranks that each pack goes over; its samples are ordered so
-            that a split of its pictures by number gives the ranks even tower work. Needs ``units``
-            and ``tower_cost``.
-        units: images, and steps of videos' grids, of each sample.
         window_packs: packs that locality composes at a time; best the packs of a shard.
         mixed: compose random lengths, so that hardly two samples of a pack share one again under
             another seed: for several epochs. Needs strategy auto.
@@ -132,8 +115,6 @@ def plan_packs(
         chosen,
         budgets or (),
         order,
-        context_parallel,
-        picture_ranks,
         window_packs,
         mixed,
         mixture is not None,
@@ -150,11 +131,9 @@ def plan_packs(
         "source": source,
         "balance_by": balance_by,
         "copy_of": copy_of,
-        "units": units,
         **{f"features[{i}]": array for i, array in enumerate(features)},
     }
-    unit = cut_multiple(1, chosen.pad_multiple) if context_parallel else chosen.pad_multiple
-    admission = admit_samples(num_tokens, seq_length, unit, limits, columns)
+    admission = admit_samples(num_tokens, seq_length, chosen.pad_multiple, limits, columns)
     samples, passes = admission.samples, request.passes()
     for one in passes:
         if missing := [name for name in one.needs if name not in samples.columns]:
@@ -164,17 +143,13 @@ def plan_packs(
         for one in passes:
             if one.name in _AFTER:
                 draft = _AFTER[one.name](samples, draft, request)
-    packs, bound, cp_sizes, notes = draft
-    kept = samples.lengths[packs.sample_ids]
-    if cp_sizes is not None:  # each sample is padded to what the ranks of its pack cut
-        each = np.repeat(cp_sizes, np.diff(packs.pack_offsets)) * unit
-        kept = -(-kept // each) * each.astype(np.int64)
+    packs, bound, notes = draft
     info = PlanInfo(
         seq_length=seq_length,
         strategy=chosen.strategy,
         seed=chosen.seed,
         pad_multiple=chosen.pad_multiple,
-        num_tokens=int(kept.sum(dtype=np.int64)),
+        num_tokens=int(samples.lengths[packs.sample_ids].sum(dtype=np.int64)),
         lower_bound=bound,
         reason_names=admission.reason_names,
         num_copies=len(packs.sample_ids) - len(samples.lengths),
@@ -183,14 +158,12 @@ def plan_packs(
             "assignment": sorted(set(chosen.assignment)),
             "budgets": {name: int(limit) for name, (_, limit) in limits.items()},
             "order": None if order is None else asdict(order),
-            **({"picture_ranks": picture_ranks} if picture_ranks else {}),
             **notes,
         },
-        context_parallel=context_parallel,
     )
     if admission.sample_ids is not None:
         packs = packs.of(admission.sample_ids)
-    return PackPlan(*packs, admission.set_aside_ids, admission.set_aside_reasons, info, cp_sizes)
+    return PackPlan(*packs, admission.set_aside_ids, admission.set_aside_reasons, info)
 
 
 def _compose(samples: Samples, request: PlanRequest) -> Draft:
@@ -209,8 +182,6 @@ def _compose(samples: Samples, request: PlanRequest) -> Draft:
 def _compose_group(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
     """Packs of all samples, no two copies of one in a pack, and a lower bound of their number."""
     options, copy_of = request.options, samples.columns.get("copy_of")
-    if request.slots is not None:
-        return _compose_over_ranks(samples, request), 0
     if copy_of is None:
         return _compose_part(samples, request)
     most_copies = int(np.bincount(copy_of).max(initial=0))  # of one sample
@@ -219,27 +190,6 @@ def _compose_group(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
     packs = _compose_apart(samples, request, copy_of, num_parts)
     reach = request.window_packs if options.has_locality else None
     return separate_copies(packs, *samples.limited(), copy_of, reach, options.seed), bound
-
-
-def _compose_over_ranks(samples: Samples, request: PlanRequest) -> Packs:
-    """Packs over 1, 2, 4 … ranks; all first uses of samples, then all second ones, and so on."""
-    assert request.slots is not None
-    options, copy_of, parts = request.options, samples.columns.get("copy_of"), []
-    lengths, capacities = _in_units(samples.lengths, request)
-    rounds = np.zeros(len(lengths), int) if copy_of is None else rounds_of_copies(copy_of)
-    for number in range(int(rounds.max(initial=-1)) + 1):
-        ids = np.flatnonzero(rounds == number)
-        seed = options.seed + number if "shuffle" in options.assignment else None
-        own = lengths[ids].astype(np.int32)
-        parts.append(pack_over_ranks(own, capacities, ranks=request.slots.ranks, seed=seed).of(ids))
-    return join_packs(parts)
-
-
-def _in_units(lengths: np.ndarray, request: PlanRequest) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths, and capacities of packs over 1, 2, 4 … ranks, in units of the least padding."""
-    assert request.slots is not None
-    unit = cut_multiple(1, request.options.pad_multiple)
-    return lengths // unit, request.slots.capacities(request.options.seq_length) // unit
 
 
 def _compose_apart(
@@ -345,8 +295,8 @@ def _order_by_cost(samples: Samples, draft: Draft, request: PlanRequest) -> Draf
     assert layout is not None
 
     def sums(values: np.ndarray) -> np.ndarray:
-        of_slots = values[packs.sample_ids]
-        return np.bincount(packs.pack_of_slot(), of_slots, minlength=packs.num_packs)
+        of_uses = values[packs.sample_ids]
+        return np.bincount(packs.pack_of_slot(), of_uses, minlength=packs.num_packs)
 
     features = [array for name, array in columns.items() if name.startswith("features[")]
     costs = PackCosts.of(
@@ -357,17 +307,6 @@ def _order_by_cost(samples: Samples, draft: Draft, request: PlanRequest) -> Draf
     )
     places = cost_grouped_order(costs, layout, request.options.seed)
     return draft._replace(packs=reorder_packs(packs, places))
-
-
-def _fill_slots(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
-    """The packs in slots of ``request.slots``, the ranks of each, and a lower bound of slots."""
-    assert request.slots is not None
-    num_tokens = int(samples.lengths[draft.packs.sample_ids].sum(dtype=np.int64))
-    bound = -(-num_tokens // (request.slots.ranks * request.slots.tokens_per_rank))
-    seed = request.options.seed if "shuffle" in request.options.assignment else None
-    lengths, capacities = _in_units(samples.lengths, request)
-    packs, cp_sizes = fill_slots(draft.packs, lengths, samples.cost, capacities, seed)
-    return draft._replace(packs=packs, bound=bound, cp_sizes=cp_sizes)
 
 
 def _shuffle(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
@@ -385,20 +324,10 @@ def _order_samples(samples: Samples, draft: Draft, request: PlanRequest) -> Draf
     return draft._replace(packs=Packs(ids, offsets))
 
 
-def _split_pictures(samples: Samples, draft: Draft, request: PlanRequest) -> Draft:
-    """The samples of each pack so that its ranks have even tower work."""
-    if request.picture_ranks is None or not draft.packs.num_packs:
-        return draft
-    units, tower = samples.columns["units"], samples.columns["tower_cost"]
-    return draft._replace(packs=even_samples(draft.packs, units, tower, request.picture_ranks))
-
-
 #: passes after the composition, by name
 _AFTER: dict[str, Callable[[Samples, Draft, PlanRequest], Draft]] = {
     "uniform": _make_uniform,
     "equal_cost": _order_by_cost,
-    "slots": _fill_slots,
     "shuffle": _shuffle,
     "sample_order": _order_samples,
-    "picture_split": _split_pictures,
 }

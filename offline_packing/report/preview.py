@@ -66,8 +66,6 @@ class PackPreview:
     split: str
     #: room for tokens
     seq_length: int
-    #: ' over 4 ranks', if it goes over several
-    over: str
     cu_lengths: tuple[int, ...]
     sub_samples: tuple[SubSamplePreview, ...]
     #: "key: reason: detail" of sub-samples that the task encoder leaves out
@@ -153,8 +151,7 @@ def _preview_pack(
         key=key,
         shard=shard.name,
         split=shard.split,
-        seq_length=manifest.room_of(row.local_cp_size),
-        over=f" over {row.local_cp_size} ranks" if (row.local_cp_size or 1) > 1 else "",
+        seq_length=manifest.seq_length,
         cu_lengths=tuple(row.row.cu_lengths.tolist()),
         sub_samples=tuple(_sub_samples(run, task_encoder, row, pack)),
         dropped=tuple(row.dropped),

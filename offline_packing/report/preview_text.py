@@ -23,8 +23,8 @@ def render_pack(pack: PackPreview, *, full: bool = False, max_characters: int = 
     tokens = pack.cu_lengths[-1]
     loss = sum(sub.num_loss_tokens for sub in pack.sub_samples)
     head = (
-        f"{pack.key}  {pack.shard} ({pack.split})  {tokens:,} of {pack.seq_length:,} tokens"
-        f"{pack.over}, {pack.fill:.1%} full, {loss:,} with loss"
+        f"{pack.key}  {pack.shard} ({pack.split})  {tokens:,} of {pack.seq_length:,} tokens, "
+        f"{pack.fill:.1%} full, {loss:,} with loss"
     )
     lines = [click.style(head, bold=True), _bar(pack), "", *_table(pack), ""]
     lines.append(f"cu_lengths {list(pack.cu_lengths)}")

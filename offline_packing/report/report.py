@@ -111,14 +111,13 @@ def _verdict(document: Figures) -> str:
             f"{samples['found']:,} samples = {usable:,} measured + {samples['set_aside']:,} set "
             "aside; no packs yet: run plan"
         )
-    above = (plan["slots"] or plan["packs"]) - plan["lower_bound"]
+    above = plan["packs"] - plan["lower_bound"]
     used = samples["found"] - samples["set_aside"]
     # of several epochs, or of a source that repeats
     uses = "" if plan["samples"] == used else f", {plan['samples']:,} times in all"
-    slots = f" in {plan['slots']:,} slots" if plan["slots"] else ""
     line = (
         f"{samples['found']:,} samples = {used:,} packed{uses} + "
-        f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs{slots}, "
+        f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs, "
         f"{above:,} above the lower bound; {plan['fill']:.2%} full"
     )
     line += f"; {document['split_turns']}" if document["split_turns"] else ""
@@ -281,7 +280,7 @@ def pack_figures(
         return np.add.reduceat(each, plan.pack_offsets[:-1], dtype=kind)
 
     num_samples, tokens = np.diff(plan.pack_offsets), sums("num_tokens")
-    at_least = [int((tokens >= np.ceil(share * plan.rooms)).sum()) for share in _FILL_BANDS]
+    at_least = [int((tokens >= share * plan.info.seq_length).sum()) for share in _FILL_BANDS]
     bands = zip(_FILL_BANDS, np.diff(at_least, prepend=0).tolist(), strict=True)
     values = {
         "tokens": tokens,

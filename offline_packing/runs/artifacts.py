@@ -111,9 +111,8 @@ def check_plan(run: Run, info: Mapping[str, Any]) -> None:
 
 def plan_files(config: PackingConfig) -> tuple[str, ...]:
     """Files of a plan, whose hashes stage.json holds."""
-    pack = config.pack
-    own = {"cp_sizes.npy": pack.slots, "branches.npy": pack.share_prefixes}
-    return (*_PLAN_FILES, *(name for name, option in own.items() if option is not None))
+    trees = () if config.pack.share_prefixes is None else ("branches.npy",)
+    return (*_PLAN_FILES, *trees)
 
 
 def load_plan(workspace: Workspace, info: Mapping[str, Any]) -> StoredPlan:

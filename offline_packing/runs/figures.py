@@ -22,7 +22,6 @@ from offline_packing.index.rows import (
     media_of_samples,
     of_uses,
     pack_table,
-    split_of_packs,
     sums_by_source,
 )
 from offline_packing.index.table import Index
@@ -32,7 +31,6 @@ from offline_packing.planner.ranks.layout import RankLayout
 from task_encoders.families import ModelOptions, model_cost
 from task_encoders.families.base.cost import most_positions
 from task_encoders.packs.manifest import PackColumns
-from task_encoders.packs.slots import slot_figures
 
 #: The ranks whose waiting is computed if pack.order names none.
 _NUM_RANKS: Final = 8
@@ -80,22 +78,19 @@ def run_figures(
     }
     if plan is None:
         return {**found, "seq_length": config.pack.seq_length, "plan": None, "saving": None}
-    cost, lengths = model_cost(config.model), np.repeat(samples.array("num_tokens"), uses)
-    if table is None and (plan.order is not None or plan.slots is not None):
-        table = pack_table(samples, plan, cost)
+    lengths = np.repeat(samples.array("num_tokens"), uses)
+    if table is None and plan.order is not None:
+        table = pack_table(samples, plan, model_cost(config.model))
     sharing = None
     if plan.branches is not None:
         sharing = _sharing(config, samples, plan, total, lengths)
     shared = sharing["tokens"][0] - sharing["tokens"][1] if sharing else 0
-    own_cost = None if table is None else table.cost
-    found |= plan_figures(config.report, lengths, plan, own_cost, shared)
-    picture_split = split_of_packs(samples, plan, cost)
+    found |= plan_figures(config.report, lengths, plan, shared)
     found["plan"] |= {
         "splits": _split_figures(config, plan),
         "sharing": sharing,
         "mixture": _mixture_figures(config, samples, plan),
-        "ranks_of_a_pack": config.pack.cp_size,
-        "picture_split": None if picture_split is None else picture_split._asdict(),
+        "ranks_of_a_pack": config.pack.context_parallel,
         "waiting": None if table is None else _waiting(config, plan, table),
     }
     return found
@@ -115,13 +110,12 @@ def plan_figures(
     compared: ReportConfig,
     lengths: npt.NDArray[np.integer],
     plan: PackPlan,
-    cost: npt.NDArray[np.float64] | None = None,
     shared: int = 0,
 ) -> Figures:
     """Figures of a plan that need only the tokens (num_packed,) of each use of a sample, at least
-    one, if it is known the cost of its packs, and how many of the tokens packs do not hold because
-    an earlier sample has them (`shared`). `saving` is that of packing, against batches of
-    samples padded to their longest: tokens, shares of padding, and steps of an epoch."""
+    one, and how many of the tokens packs do not hold because an earlier sample has them (`shared`).
+    `saving` is that of packing, against batches of samples padded to their longest: tokens, shares
+    of padding, and steps of an epoch."""
     info, seq_length, num_samples = plan.info, plan.info.seq_length, len(lengths)
     edges = np.linspace(0, seq_length, min(_BINS, seq_length) + 1)
     of_length = np.zeros(int(lengths.max()) + 1, np.int64)
@@ -143,7 +137,6 @@ def plan_figures(
             "packing_factor": plan.packing_factor,
             "epochs": max(1, len(info.epochs)),
             "pairs_again": plan.pairs_again() if info.epochs else None,
-            **slot_figures(plan.slots, cost),
         },
         "saving": {
             "tokens": tokens,

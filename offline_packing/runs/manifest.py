@@ -188,7 +188,8 @@ def build_manifest(
 ) -> Manifest:
     """The manifest without `metadata`, which `finish_layout` adds."""
     index, plan = samples.info, stored.info
-    shards = _describe_shards(run, stored, fragments)
+    loaded = read_each(run.workspace.root, ShardFragment.load, fragments)
+    shards = tuple(map(shard_line, loaded))
     packs = {
         split: sum(shard.packs for shard in shards if shard.split == split)
         for split in run.config.output.split
@@ -209,7 +210,6 @@ def build_manifest(
             media_hashed_in_part=index.num_part_hashed,
         ),
         epochs=plan.get("epochs", {}),
-        context_parallel=run.config.pack.slots,
         generation=generation_of(shards_fingerprint(run, plan["hash"])),
         loss_weights="fractional" if index.num_weighted else None,
         shards=shards,
@@ -238,21 +238,8 @@ def hash_plan(info: Mapping[str, Any]) -> str:
     return hash_bytes(to_json(named))
 
 
-def _describe_shards(
-    run: Run, stored: StoredPlan, fragments: Sequence[Path]
-) -> tuple[ShardLine, ...]:
-    """The shards' lines, with the planned columns of their packs."""
-    lines, first = [], 0
-    for fragment in read_each(run.workspace.root, ShardFragment.load, fragments):
-        own = slice(first, first := first + fragment.num_packs)
-        columns = stored.packs.columns.items()
-        planned = {f"{name}s": tuple(values[own].tolist()) for name, values in columns}
-        lines.append(shard_line(fragment, **planned))
-    return tuple(lines)
-
-
-def shard_line(fragment: ShardFragment, **columns: tuple[int, ...]) -> ShardLine:
-    """A shard's line, with columns of its packs."""
+def shard_line(fragment: ShardFragment) -> ShardLine:
+    """A shard's line, without columns of its packs."""
     return ShardLine(
         name=fragment.name,
         split=fragment.split,
@@ -262,7 +249,6 @@ def shard_line(fragment: ShardFragment, **columns: tuple[int, ...]) -> ShardLine
         bytes=fragment.num_bytes,
         xxh3_128=fragment.xxh3_128,
         fragment_xxh3_128=fragment.content_hash,
-        **columns,  # type: ignore[arg-type]
     )
 
 

@@ -164,15 +164,13 @@ def iterate_tasks(
 def _as_planned(
     table: pa.Table, plan: PackPlan, shard: PlannedShard, copies: SampleIds | None
 ) -> pa.Table:
-    """A shard's samples with the keys of copies, and the columns of the plan."""
+    """A shard's samples with the keys of copies, and the plan's branches."""
     if not len(table):
         return table
     packs = slice(shard.first_pack, shard.first_pack + shard.num_packs)
     offsets = plan.pack_offsets[packs.start : packs.stop + 1]
     if copies is not None:
         table = name_copies(table, copies[offsets[0] : offsets[-1]])
-    for name, values in plan.columns.items():
-        table = table.append_column(name, pa.array(np.repeat(values[packs], np.diff(offsets))))
     if plan.branches is not None:
         table = table.append_column("branches", pa.array(plan.branches[offsets[0] : offsets[-1]]))
     return table

@@ -136,11 +136,6 @@ def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
 def _check(outputs: Mapping[Path, Manifest]) -> None:
     settings = {}
     for root, manifest in outputs.items():
-        if manifest.context_parallel:
-            raise StageError(
-                f"{root}: packs go over 1, 2, 4 … ranks, in slots that a blend would tear apart; "
-                "give one configuration all sources, and pack them in one output"
-            )
         fields = manifest.fingerprint.items()
         model = {name: value for name, value in fields if name.startswith("model.")}
         settings[root] = {name: getattr(manifest, name) for name in _COMMON} | model

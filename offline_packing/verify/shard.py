@@ -270,21 +270,18 @@ def _pack_problems(
     lengths = [sample.num_tokens for sample in samples]
     if list(pack.num_tokens or ()) != lengths:
         yield "meta.num_tokens is not what was measured"
-    cp_size = samples[0].cp_size
-    if pack.cp_size != cp_size:
-        yield f"goes over {pack.cp_size} ranks, not the planned {cp_size}"
     trees = trees_of(samples)
     if list(pack.trees) != [tree for tree in trees if tree.num_samples > 1]:
         yield "meta.trees is not what was planned"
         return
-    multiple, room = task.pack.of_pack(cp_size)
+    multiple, room = task.pack.padding, task.pack.seq_length
     in_row = [
         sum(lengths[tree.first : tree.end]) - (tree.num_samples - 1) * tree.num_tokens
         for tree in trees
     ]
     padded = sum(-(-length // multiple) * multiple for length in in_row)
     if padded > room:
-        yield f"{padded} tokens > {'seq_length' if cp_size is None else 'its room'} {room}"
+        yield f"{padded} tokens > seq_length {room}"
     hashes = [key_hash(sample.source_id, sample.key) for sample in samples]
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(samples)

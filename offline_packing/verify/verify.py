@@ -176,8 +176,6 @@ def _verify_shards(
     planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
     if is_whole and planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
-    if is_whole:
-        _check_slots(manifest, stored.packs, total)
     if hash_only and drawn is None:
         names, check = {shard.name for shard in own}, verify_hashes
         every = damage_tasks(run, manifest.shards, manifest.layout)
@@ -259,21 +257,6 @@ def _check_records(samples: Index, manifest: Manifest, plan: PackPlan, total: Ve
     found, twice = count_packed(samples, plan.sample_ids)
     if twice or found != counts["packed"]:
         total.problem(f"{twice:,} records, or turns of one, are in more than one sample")
-
-
-def _check_slots(manifest: Manifest, plan: PackPlan, total: VerifyResult) -> None:
-    """Check that packs have their planned ranks, and that these add up to slots in each split."""
-    by_split = {line.split: manifest.slots(line.split) for line in manifest.shards}
-    found = {split: slots for split, slots in by_split.items() if slots is not None}
-    if not found or plan.cp_sizes is None:
-        return
-    if not np.array_equal(np.concatenate([one.cp_sizes for one in found.values()]), plan.cp_sizes):
-        total.problem("manifest.json does not list the planned ranks of each pack")
-    for split, slots in found.items():
-        try:
-            len(slots)  # finds where each ends
-        except ValueError as error:
-            total.problem(f"manifest.json, split {split}: {error}")
 
 
 def preview_verify(run: Run) -> str:

@@ -42,7 +42,6 @@ from task_encoders.packs.manifest import (
 from task_encoders.packs.pack import MovedMediumError, Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.samples import SampleError
-from task_encoders.settings import refuse_slots
 from task_encoders.storage.paths import REMEDY, path_of, read_range
 from task_encoders.threads import in_threads
 
@@ -178,7 +177,6 @@ class PackedFolder:
 
         Raises:
             SampleError: no pack has a usable sub-sample.
-            PackingSettingsError: the packs go over several ranks in slots, see `SlotRows`.
         """
         rows, dropped = [], []
         for number, pack in enumerate(packs, 1):
@@ -188,8 +186,6 @@ class PackedFolder:
                 if number == len(packs) and not rows:
                     raise
                 dropped.append(f"{pack.key}: {error}")
-        if any(row.local_cp_size is not None for row in rows):
-            refuse_slots(self.shards[0].root, "a batch of a PackedFolder is for one rank")
         batch = self._task_encoder.batch(rows)
         batch.dropped[:0] = dropped
         return batch

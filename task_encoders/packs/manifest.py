@@ -13,7 +13,6 @@ import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from task_encoders.field_types import Count, NonNegative, first_problem
-from task_encoders.packs.slots import ContextParallel, Slots
 from task_encoders.storage.paths import REMEDY, plain_name
 
 NAME: Final = "manifest.json"
@@ -73,8 +72,6 @@ class ShardLine(_Model):
     #: forward operations of the vision tower and of the language model of each pack: base64 of
     #: little-endian float32 (packs, 2)
     flops: str = ""
-    #: context-parallel ranks that each pack goes over, if packs differ in that
-    cp_sizes: tuple[int, ...] = ()
 
     def media_of_packs(self) -> npt.NDArray[np.uint8]:
         """(packs,) digits of `media`."""
@@ -115,8 +112,6 @@ class Manifest(_Model):
     shards: tuple[ShardLine, ...]
     #: by split, the packs of each epoch, where each has packs of its own
     epochs: dict[str, tuple[NonNegative, ...]] = {}
-    #: ranks of a slot of packs, if packs go over 1, 2, 4 … of them, and the tokens of each rank
-    context_parallel: ContextParallel | None = None
     #: 16 hexadecimal digits, also in each pack; others where packs of another plan, or other shards
     #: of the same, are written in their place
     generation: str
@@ -157,20 +152,6 @@ class Manifest(_Model):
         """Ranks for which every step has packs of one kind (`pack.order.uniform`); 0: none."""
         order = self.config.get("pack", {}).get("order") or {}
         return int(order["num_ranks"]) if order.get("uniform") else 0
-
-    def room_of(self, num_ranks: int | None) -> int:
-        """Tokens that a pack over `num_ranks` (if packs differ in that) may hold."""
-        if num_ranks is None or self.context_parallel is None:
-            return self.seq_length
-        return int(self.context_parallel.room(num_ranks, self.seq_length))
-
-    def slots(self, split: str = "train") -> Slots | None:
-        """The slots of a split; None: each pack is trained on one rank."""
-        if self.context_parallel is None:
-            return None
-        lines = [line for line in self.shards if line.split == split]
-        sizes = np.array([size for line in lines for size in line.cp_sizes], np.int64)
-        return Slots(self.context_parallel, sizes)
 
     def is_padded_to(self, multiple: int) -> bool:
         """Whether packs have room for samples that are padded to a multiple."""

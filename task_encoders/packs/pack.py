@@ -128,8 +128,6 @@ class RestoredPack:
     task: str | None
     num_tokens: tuple[int, ...] | None
     tokenized: TokenizedPack | None = None
-    #: context-parallel ranks that it goes over, if packs differ in that
-    cp_size: int | None = None
     #: of the bytes of its media, by member name; {}: they lie elsewhere, or others wrote it
     checksums: Mapping[str, str] = field(default_factory=dict)
     #: in the order of their sub-samples
@@ -213,7 +211,7 @@ def restore_pack(
         meta = {"loss_weights": [[]] * count, **meta}
         texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
         tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
-    described = meta.get("task"), num_tokens, tokenized, meta.get("cp_size"), checksums
+    described = meta.get("task"), num_tokens, tokenized, checksums
     return RestoredPack(subs, tuple(keys), *described, _trees(meta.get("trees", []), count, key))
 
 

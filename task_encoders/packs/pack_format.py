@@ -22,10 +22,10 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default); if any has them, also `tools` (JSON; "": none) and `turns`, the fields of turns besides
 prompt and answer (`Turn.details`; null: none). Tokenized packs have `token_ids`, `loss` and
-`loss_weights` (see `TokenizedText`) with `tokenized_with`; packs over 1, 2, 4 … context-parallel
-ranks have `cp_size`, that number. `trees` lists sub-samples that begin with the same media, each
-entry a `Tree`; their media are named by all of them, and are members once. `generation` is the
-output's (see `Manifest`); `checksums` are of the media in the pack, by member name.
+`loss_weights` (see `TokenizedText`) with `tokenized_with`. `trees` lists sub-samples that begin
+with the same media, each entry a `Tree`; their media are named by all of them, and are members
+once. `generation` is the output's (see `Manifest`); `checksums` are of the media in the pack, by
+member name.
 
 Packs written by others may have `prompts` for `prompt`, or neither; `img0` for `img000`; empty or
 null names for missing media; `videos` without `images`; no `meta`; and names of images that differ
@@ -33,7 +33,6 @@ from the members' (see `pack.match_images`).
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -81,15 +80,6 @@ class PackedSubSample:
     sample: SourceSample
     extensions: tuple[str, ...]
     num_tokens: int
-
-
-def cut_multiple(cp_size: int, multiple: int = 1) -> int:
-    """Divisor of every sub-sample's padded length in a pack over `cp_size` ranks.
-
-    Each is cut into 2 * cp_size chunks, and what a rank gets is itself a multiple of
-    `multiple` (tensor ranks under sequence parallelism; 16 for FP8).
-    """
-    return cp_size * math.lcm(2, multiple)
 
 
 def pack_key(index: int, prefix: str = "") -> str:
@@ -141,7 +131,6 @@ def pack_json(
     sub_samples: Sequence[PackedSubSample],
     task: str,
     tokenized: TokenizedPack | None = None,
-    cp_size: int | None = None,
     *,
     trees: Sequence[Tree] = (),
     generation: str = "",
@@ -186,8 +175,6 @@ def pack_json(
         record["meta"]["turns"] = [found if any(found) else None for found in details]
     if tokenized is not None:
         record["meta"] |= tokenized.meta()
-    if cp_size is not None:
-        record["meta"]["cp_size"] = cp_size
     if trees:
         record["meta"]["trees"] = [list(tree) for tree in trees]
     if generation:

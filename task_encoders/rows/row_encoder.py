@@ -20,7 +20,7 @@ from task_encoders.concatenate import PackedRow, concatenate
 from task_encoders.media.patches import PixelTransport
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
-from task_encoders.packs.pack_format import Tree, cut_multiple
+from task_encoders.packs.pack_format import Tree
 from task_encoders.rows.trees import as_tree
 from task_encoders.sample_encoder import (
     EncodedMedium,
@@ -68,21 +68,17 @@ class RowEncoder:
                 f"{self.seq_length // self.multiple * self.multiple}"
             )
 
-    def encode(
-        self, sub_samples: Sequence[SubSample], num_ranks: int | None = None
-    ) -> tuple[PackedRow, list[str], list[str]]:
+    def encode(self, sub_samples: Sequence[SubSample]) -> tuple[PackedRow, list[str], list[str]]:
         """The row of all sub-samples that can be used, their keys, and "key: reason: detail" of
-        each unusable one. `num_ranks`: ranks that the pack goes over, if packs differ in that.
+        each unusable one.
 
         Raises:
             SampleError: none can be used.
-            FatalSampleError: see `_encode_one`; sub-samples of a tree do not begin alike; or a pack
-                over ranks would be padded like others.
+            FatalSampleError: see `_encode_one`; or sub-samples of a tree do not begin alike.
         """
         groups = [list(group) for _, group in itertools.groupby(sub_samples, key=_group_of)]
         pool = _threads(self.encode_threads) if self.encode_threads > 1 else None
         each = self._in_threads(groups, pool) if pool else map(self._encode_group, groups)
-        multiple = self.multiple if num_ranks is None else self._cut_multiple(num_ranks)
         encoded: list[EncodedSample] = []
         parents: list[int] = []
         keys: list[str] = []
@@ -96,7 +92,7 @@ class RowEncoder:
                     segments = as_tree(usable, tree.num_tokens, *self._media_of(tree, usable[0]))
                 except ValueError as differs:
                     raise FatalSampleError(f"{differs}; {_AS_MEASURED}") from differs
-            padded = -(-sum(len(one.tokens) for one in segments) // multiple) * multiple
+            padded = -(-sum(len(one.tokens) for one in segments) // self.multiple) * self.multiple
             fits = padded <= room
             if fits and segments:
                 parents += [-1] + [len(encoded)] * (len(segments) - 1)
@@ -118,7 +114,7 @@ class RowEncoder:
             encoded,
             parents=parents if max(parents) >= 0 else None,
             pad_token_id=self.encoder.pad_token_id,
-            multiple=multiple,
+            multiple=self.multiple,
             pad_to_length=self.seq_length if self.pad_to_seq_length else None,
             cross_sample_attention=self.cross_sample_attention,
             pixel_transport=self.pixel_transport,
@@ -133,15 +129,6 @@ class RowEncoder:
             return tree.num_images, tree.num_videos
         shared = sample.tokens[: tree.num_tokens] == self.encoder.media_token_ids["image_token_id"]
         return int(np.count_nonzero(np.diff(shared.astype(np.int8), prepend=0) > 0)), 0
-
-    def _cut_multiple(self, num_ranks: int) -> int:
-        """Divisor of sub-samples' padded lengths in a pack over `num_ranks`."""
-        if self.pad_to_seq_length:
-            raise FatalSampleError(
-                "pad_to_seq_length would pad packs over 1, 2, 4 … ranks to the longest of them; "
-                "leave it out"
-            )
-        return cut_multiple(num_ranks, self.multiple)
 
     def _in_threads(
         self, groups: Sequence[Sequence[SubSample]], pool: ThreadPoolExecutor

@@ -27,7 +27,7 @@ WHOLE = {**GPU_MODEL, "text": {**GPU_MODEL["text"], "vocab_size": 151_936}, "dty
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packs whose samples can be cut for two ranks."""
     root = tmp_path_factory.mktemp("gpus")
-    return bmr_folder(root, context_parallel={"size": 2})
+    return bmr_folder(root, context_parallel=2)
 
 
 def train(

@@ -67,7 +67,7 @@ def packs_for_ranks(root: Path, size: int) -> Any:
     source = [{"format": "pairs", "path": str(folder), "task": "bmr"} for folder in folders]
     limits = {"min_pixels": 4096, "max_pixels": 65_536, "video_max_pixels": 65_536}
     model = {"family": "qwen3_vl", "video_min_pixels": 4096, "video_max_frames": 8, **limits}
-    pack = {"seq_length": 256, "context_parallel": {"size": size}}
+    pack = {"seq_length": 256, "context_parallel": size}
     pack_all(make_run(source, root / "packed", model=model, pack=pack))
     packs = open_packs(root / "packed", pad_multiple=2 * size)
     media = packs.columns().media

@@ -21,11 +21,9 @@ from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.datasets import (
     captioning_pairs,
-    image_bytes,
     make_run,
     mixed_pairs,
     pack_all,
-    write_json,
 )
 
 SEQ_LENGTH = 256
@@ -94,26 +92,6 @@ def _pack(source: dict[str, Any], folder: Path, **pack: Any) -> Path:
     )
     pack_all(run)
     return folder
-
-
-def slots_folder(root: Path, ranks: int, **output: Any) -> Path:
-    """Captions of a few words to as many as all ranks hold, in slots; a fifth for validation."""
-    source, length = root / "source", 512
-    source.mkdir(parents=True)
-    for i, words in enumerate([130, 100, 75, 40, 30, *range(4, 24)] * 2):
-        write_json(source / f"{i:02d}.json", {"caption": "a red hat " * words})
-        (source / f"{i:02d}.jpg").write_bytes(image_bytes(56 + 28 * (i % 3), 84, shade=i))
-    run = make_run(
-        source,
-        root / "packed",
-        pack={
-            "context_parallel": {"ranks": ranks, "tokens_per_rank": length // ranks},
-            "seq_length": length,
-        },
-        output={"packs_per_shard": 8, "split": {"train": 0.8, "val": 0.2}, **output},
-    )
-    pack_all(run)
-    return run.workspace.root
 
 
 def make_config(folder: Path, output: Path, /, **sections: dict[str, Any]) -> LaunchConfig:

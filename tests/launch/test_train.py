@@ -15,7 +15,6 @@ from launch.loop import setup
 from launch.train import cli, failing_in_one_line, start_logging
 from launch.train_transformers import main
 from offline_packing.errors import DiskFullError, StageError
-from tests.helpers.packed_runs import slots_folder
 
 
 class Moved(Dataset[int]):
@@ -83,7 +82,6 @@ ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
     [
         (cli, "9.0", ["parallel.tensor=2"], None, "1"),
         (cli, "8.0", ["parallel.context=2"], None, "1"),
-        (cli, "9.0", ["data.path=slots"], None, "1"),
         (cli, "9.0", [], None, None),
         (cli, "10.0", ["parallel.tensor=2"], None, None),
         (cli, "12.0", ["parallel.context=2"], None, None),
@@ -111,8 +109,6 @@ def test_kernels_start_in_order_where_ranks_share_layers_or_rows(
     monkeypatch.delenv(ORDER)
     if given is not None:
         monkeypatch.setenv(ORDER, given)
-    if "data.path=slots" in overrides:
-        slots_folder(tmp_path, 2).rename("slots")
     seen = []
     monkeypatch.setattr(setup, "run", lambda *_: seen.append(os.environ.get(ORDER)) or 0)
     Path("run.yaml").write_text(

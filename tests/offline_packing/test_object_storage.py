@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},
     "epochs": {"pack": {"epochs": 3}, "output": REFERENCES},
     "repeat": {"source": {"repeat": 1.5}},
-    "slots": {"pack": {"context_parallel": {"ranks": 4, "tokens_per_rank": 1024}}},
+    "context_parallel": {"pack": {"context_parallel": 4}},
     "order": {"pack": {"homogeneous": True, "order": {"num_ranks": 2, "uniform": True}}},
 }
 

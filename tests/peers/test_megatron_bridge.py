@@ -563,7 +563,7 @@ def test_steps_under_context_parallelism(family: str, tmp_path: Path, say: Say) 
     exchange tokens for heads, as on a GPU."""
     checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
     dialogues = short_dialogues(tmp_path / "source", 48, videos=True)
-    options: Any = {"context_parallel": {"size": 2}}
+    options: Any = {"context_parallel": 2}
     packed = pack_dialogues(dialogues, family, checkpoint, tmp_path, **options)
     losses, others = run_ranks(2, tmp_path / "ranks", steps_of_two_ranks, checkpoint, packed)
     assert losses == others

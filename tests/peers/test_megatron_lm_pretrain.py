@@ -172,7 +172,7 @@ def listed() -> set[str]:
 def test_context_parallel_ranks_have_the_losses_of_launch(
     case: tuple[Path, Path], family: str, tmp_path: Path, say: Callable[[str], None]
 ) -> None:
-    pairs, room = short_dialogues(tmp_path / "source", 48), {"context_parallel": {"size": 2}}
+    pairs, room = short_dialogues(tmp_path / "source", 48), {"context_parallel": 2}
     padded = case[0], pack_dialogues(pairs, family, case[0], tmp_path, **room)
     steps = pretrain(padded, tmp_path / "calls", 2, "--context-parallel-size", "2")
     assert_close(steps, launch(padded, family, tmp_path / "out"))

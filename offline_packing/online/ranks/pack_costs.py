@@ -23,7 +23,6 @@ from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.folder_shards import whole_files
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import InTurn, Schedule
-from task_encoders.loading.slots import SlotRows, slot_ranks_of
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.storage.paths import path_of
 
@@ -66,15 +65,12 @@ def schedule_of(
     repeat: bool,
     warns: bool = False,
 ) -> Schedule:
-    """The schedule by which `launch` trains a folder's packs. Its items are numbers of packs; of
-    packs in slots, of rows (`SlotRows`).
+    """The schedule by which `launch` trains a folder's packs. Its items are numbers of packs.
 
     `balanced`: at each step all ranks train rows of similar cost, in a new order in every epoch.
     Packed with `pack.order.uniform`, all rows of a step have images, or videos, or none has. Raises
-    StageError as `pack_costs`, and PackedFolderError if slots are for another number of ranks.
+    StageError as `pack_costs`.
     """
-    if slot_ranks_of(folder.shards[0].root) > 1:
-        return SlotRows(folder).in_turn(num_ranks, repeat=repeat)
     if order == "written":
         return InTurn.of(folder, num_ranks, packs_per_row, repeat=repeat)
     if warns and (count := len(folder.epoch_sizes)) > 1:

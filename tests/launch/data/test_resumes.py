@@ -17,12 +17,11 @@ import pytest
 from launch.config import DataConfig
 from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
-from launch.data.slots import Share
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.object_store import ObjectStore
-from tests.helpers.packed_runs import SEQ_LENGTH, slots_folder
+from tests.helpers.packed_runs import SEQ_LENGTH
 
 #: How packs were written: options of packing and of the output.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -44,11 +43,7 @@ def packed(
     root: Path,
     folder: Path,
     request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    if kind == "slots":
-        monkeypatch.delenv("OFFLINE_PACKING_BMR")
-        return str(slots_folder(root / kind, 2))
     if kind == "remote":
         store: ObjectStore = request.getfixturevalue("object_store")
         bucket: str = request.getfixturevalue("bucket")
@@ -75,8 +70,7 @@ def running(
     def steps() -> Iterator[list[str]]:
         endless = [itertools.chain.from_iterable(itertools.repeat(one)) for one in loaders]
         for rows in zip(*endless, strict=True):
-            batches = [row.row if isinstance(row, Share) else row for row in rows]
-            yield [key for batch in batches if batch is not None for key in batch.__key__]
+            yield [key for row in rows for key in row.__key__]
 
     for loader in loaders:
         if state is not None:
@@ -89,7 +83,7 @@ def running(
 @pytest.mark.parametrize(
     ("kind", "order"),
     [
-        *((kind, "written") for kind in ["tars", *KINDS, "remote", "slots"]),
+        *((kind, "written") for kind in ["tars", *KINDS, "remote"]),
         *((kind, "balanced") for kind in ("tars", "equal_cost")),
     ],
 )
@@ -99,7 +93,7 @@ def test_each_pack_comes_once_per_epoch(kind: str, order: str, packed: str) -> N
     encoder = build_task_encoder(DataConfig(path=packed), read_packed_data(packed))
     total, state, seen = len(folder), None, list[str]()
     for leg in range(4):
-        ranks = int(rng.choice([2, 4] if kind == "slots" else [1, 2, 4]))
+        ranks = int(rng.choice([1, 2, 4]))
         count = int(rng.integers(1, 2 + total // ranks))
         config = DataConfig(path=packed, order=order, num_workers=2 * (leg == 2))
         with running(config, encoder, ranks, state) as (loaders, steps):
@@ -115,7 +109,7 @@ def test_each_pack_comes_once_per_epoch(kind: str, order: str, packed: str) -> N
         assert len(set(keys)) == total
         assert len(keys) - total == -total % 3
         return
-    with running(config, encoder, 2 if kind == "slots" else 1, state) as (_, steps):
+    with running(config, encoder, 1, state) as (_, steps):
         for step in itertools.islice(steps, 3 * total):  # to the end of an epoch
             seen += step
             counts = collections.Counter(seen)

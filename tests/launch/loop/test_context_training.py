@@ -86,7 +86,7 @@ pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bmr_folder(tmp_path_factory.mktemp("bmr"), 62, context_parallel={"size": 4})
+    return bmr_folder(tmp_path_factory.mktemp("bmr"), 62, context_parallel=4)
 
 
 def packs_of_steps(*keys_of_ranks: list[str]) -> list[list[str]]:
@@ -191,7 +191,7 @@ def test_packs_without_room_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StageError, match=message):
         check_room(planned, 4)
     shutil.rmtree(planned / "_packing")
-    with pytest.raises(StageError, match=r"of 8; .* no index and plan .*_parallel.size=4"):
+    with pytest.raises(StageError, match=r"of 8; .* no index and plan .*_parallel=4"):
         check_room(planned, 4)
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import distributed
 from transformers import Qwen2VLConfig
@@ -20,7 +19,6 @@ from launch.model.config import ModelConfig
 from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
 from task_encoders.families import build_sample_encoder
-from task_encoders.packs.slots import ContextParallel, Slots
 from tests.helpers.datasets import make_run, pack_all, vqa_pairs
 from tests.helpers.packed_runs import SEQ_LENGTH
 from tests.helpers.rank_processes import run_ranks
@@ -50,16 +48,6 @@ def plan_of(packed: PackedData, data_parallel: int = 1, /, **sections: Any) -> A
 def data_of(num_packs: int, num_samples: int) -> PackedData:
     per_pack = num_samples / num_packs
     return PackedData(num_packs, num_samples, per_pack, 8192, {}, "0")
-
-
-def test_steps_are_counted_in_slots() -> None:
-    """100 slots of 3 packs for 4 ranks: on 8 ranks two at a time."""
-    slots = Slots(ContextParallel(4, 2048), np.tile([2, 1, 1], 100))
-    data = replace(data_of(300, 600), slots=slots)
-    for batch in ({"global_batch_packs": 12}, {"global_batch_size": 24}):
-        plan = plan_of(data, 8, batch=batch)
-        assert plan.stages == (StagePlan(iterations=25, packs_per_step=12, accumulation=2),)
-    assert plan_of(data, 8, batch=batch, train={"epochs": 1.1}).iterations == 28
 
 
 def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:

@@ -30,7 +30,6 @@ from tests.helpers.packed_runs import (
     losses,
     make_config,
     make_trainer,
-    slots_folder,
     step_lines,
 )
 from tests.helpers.rank_processes import run_ranks
@@ -413,25 +412,18 @@ def test_a_list_on_the_command_line(tmp_path: Path) -> None:
         assert LaunchConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_stages_measured_differently_and_slots_are_refused(
-    stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_measured_differently_are_refused(stages: list[str]) -> None:
     data = [read_packed_data(path) for path in stages]
     other = replace(data[1], model=data[1].model.model_copy(update={"max_pixels": 12_544}))
     with pytest.raises(StageError, match=r"data.path: .*192.* with max_pixels 50176, .* 12544"):
         largest_of(stages, [data[0], other, data[2]])
-    monkeypatch.delenv("OFFLINE_PACKING_BMR")
-    slots = str(slots_folder(tmp_path / "slots", 2))
-    paths = [stages[0], slots]
-    with pytest.raises(StageError, match=r"packs of .*slots.* in slots, which are no stage"):
-        largest_of(paths, [data[0], read_packed_data(slots)])
 
 
 def test_the_largest_of_each_measure(stages: list[str]) -> None:
     """By which the model is built, and its memory counted."""
     data = [read_packed_data(path) for path in stages]
     found = largest_of(stages, data)
-    assert found.seq_length == found.tokens_per_rank == max(SEQ_LENGTHS)
+    assert found.seq_length == max(SEQ_LENGTHS)
     assert found.tower_flops == max(one.tower_flops or 0 for one in data) > 0
     bare = replace(data[0], has_media=False, tower_flops=None)
     assert largest_of(stages[:2], [bare, data[1]]).has_media

@@ -410,7 +410,7 @@ def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
     "pack",
     [
         {"pad_multiple": 48, "assignment": ["locality"]},
-        {"context_parallel": {"ranks": 4, "tokens_per_rank": 64}},
+        {"context_parallel": 2},
         {"order": {"num_ranks": 2}},
     ],
 )

@@ -95,24 +95,6 @@ def test_an_assignment_names_the_uses_of_repeated_samples(tmp_path: Path) -> Non
     assert set(found["source_id"].to_pylist()) == {0}
 
 
-def test_ranks_of_packs_are_a_column(tmp_path: Path) -> None:
-    config, lengths, output = (tmp_path / name for name in ("p.yaml", "l.tsv", "o.parquet"))
-    config.write_text("pack: {seq_length: 400, context_parallel: {ranks: 4, tokens_per_rank: 100}}")
-    lengths.write_text("".join(f"{i}\t{n}\n" for i, n in enumerate([390, 180, 90, 80, 40, 500])))
-    plan_lengths(config, (), lengths, output)
-    table = pq.read_table(output)
-    assert table.column_names == ["key", "pack", "position", "cp_size", "num_tokens"]
-    rows = table.to_pylist()
-    assert {row["key"]: row["cp_size"] for row in rows}["0"] == 4
-    assert rows[-1]["key"] == "5"
-    assert rows[-1]["cp_size"] is None
-    packs = {row["pack"]: row["cp_size"] for row in rows[:-1]}
-    assert sum(packs.values()) % 4 == 0
-    for pack, size in packs.items():
-        taken = [row["num_tokens"] for row in rows if row["pack"] == pack]
-        assert sum(-(-n // (2 * size)) * 2 * size for n in taken) <= 100 * size
-
-
 def test_budgets_and_set_asides(tmp_path: Path) -> None:
     lines = ["id,tokens,num_images", "long,999,1", "twice,20,1", "twice,30,1"]
     lines += [f"s{i},{20 + i},1" for i in range(20)]

@@ -20,7 +20,6 @@ from offline_packing.runs.figures import run_figures
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.slots import ContextParallel
 from task_encoders.settings import PACKED
 from tests.helpers.datasets import captioning_pairs, pack_all, packed_run, plan_summary
 
@@ -98,7 +97,6 @@ def test_a_source_can_begin_or_end_without_a_share() -> None:
     ("other", "named"),
     [
         ({"order": RankLayout(2)}, "order"),
-        ({"context_parallel": ContextParallel(4, 1024)}, "context_parallel"),
         ({"mixed": True}, "epochs"),
         ({"max_samples": 9}, "samples"),
         ({"assignment": "locality"}, "locality"),
@@ -175,14 +173,8 @@ def test_what_it_cannot_mean_is_refused(
         parse_config(config)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"order": {"num_ranks": 2}}, {"context_parallel": {"ranks": 2, "tokens_per_rank": 256}}],
-)
-def test_an_order_for_ranks_is_refused_before_anything_is_read(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
-    pack = {"seq_length": 512, "mixture": MIXTURE, **other}
+def test_an_order_for_ranks_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    pack = {"seq_length": 512, "mixture": MIXTURE, "order": {"num_ranks": 2}}
     with pytest.raises(ConfigError, match="cannot keep mixture"):
         parse_config(
             {"source": sources(tmp_path), "pack": pack, "output": {"path": str(tmp_path / "out")}}

@@ -658,7 +658,7 @@ def test_a_table_of_lengths_names_no_prefixes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"pack": {"context_parallel": {"size": 2}}}, r"share_prefixes cannot go with context_par"),
+        ({"pack": {"context_parallel": 2}}, r"share_prefixes cannot go with context_par"),
         ({"output": {"layout": "indexed"}}, r"layout='indexed' .*choose energon or references"),
         ({"output": {"layout": "llava_onevision"}}, r"layout='llava_onevision' .*choose energon"),
         ({"pack": {"strategy": "sequential"}}, r"strategy sequential counts samples"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offline_packing import ContextParallel, PackPlan, plan_packs
+from offline_packing import PackPlan, plan_packs
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.strategies import STRATEGIES, kernels
 
@@ -72,14 +72,8 @@ OPTIONS: dict[str, Options] = {
         "strategy": "knapsack",
         "budgets": {"images": (of_images(rng, lengths), 18)},
     },
-    "slots": lambda rng, lengths: {"context_parallel": ContextParallel(4, 2048)},
     "order": by_cost(RankLayout(4)),
     "uniform": by_cost(RankLayout(2, 2, uniform=True)),
-    "pictures": lambda rng, lengths: {
-        "picture_ranks": 12,
-        "units": of_images(rng, lengths),
-        "tower_cost": rng.random(len(lengths)),
-    },
 }
 
 

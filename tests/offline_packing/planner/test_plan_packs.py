@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_packing import ContextParallel, plan_packs
+from offline_packing import plan_packs
 from offline_packing.config.sections import PackConfig
 from offline_packing.planner.pack_plan import PackPlan, PlanInfo
 from offline_packing.planner.passes import PlanOptions, PlanRequest
@@ -252,17 +252,15 @@ def test_bad_arguments_are_named(arguments, message) -> None:
         admit_samples(**{**valid, **arguments})
 
 
-SLOTS = {"context_parallel": ContextParallel(8, 64)}
 LOCALITY = {"assignment": "locality", "source_order": np.arange(9)}
 IMAGES = {"budgets": {"images": (np.ones(9, int), 4)}}
-PICTURES = {"picture_ranks": 2, "units": np.ones(9, int), "tower_cost": np.ones(9)}
 
 
 def test_passes_stand_in_the_order_in_which_they_run() -> None:
     layout = RankLayout(2, uniform=True)
-    request = PlanRequest(PlanOptions(assignment=("balance",)), order=layout, picture_ranks=2)
+    request = PlanRequest(PlanOptions(assignment=("balance",)), order=layout)
     assert [one.name for one in request.passes()] == (
-        "compose balance uniform equal_cost sample_order picture_split".split()
+        "compose balance uniform equal_cost sample_order".split()
     )
     shuffled = PlanRequest(PlanOptions(max_samples=4), mixed=True).passes()
     assert [one.name for one in shuffled] == "limits epochs compose shuffle sample_order".split()
@@ -276,13 +274,10 @@ def test_passes_stand_in_the_order_in_which_they_run() -> None:
         ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
         ({"pad_multiple": 0}, "pad_multiple is 0; it must be at least 1"),
         ({"pad_multiple": 640}, "pad_multiple 640 > seq_length 512; no sample would fit a pack"),
-        (PICTURES | {"picture_ranks": 0}, "picture_ranks is 0; it must be at least 1"),
         ({"assignment": "locality"}, "assignment locality needs source_order, an array with one "),
         ({"assignment": "balance"}, "assignment balance needs balance_by"),
         ({"homogeneous": True}, "homogeneous needs groups"),
         ({"order": RankLayout(2, uniform=True)}, "order.uniform needs media"),
-        (PICTURES | {"units": None}, "picture_ranks needs units"),
-        (PICTURES | {"tower_cost": None}, "picture_ranks needs tower_cost"),
         ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 9 samples"),
         ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot keep a limit of samples"),
         (IMAGES | {"strategy": "hash_bucket"}, "keep a limit of images: .*; choose one of auto, "),
@@ -292,13 +287,6 @@ def test_passes_stand_in_the_order_in_which_they_run() -> None:
         (LOCALITY | {"strategy": "knapsack"}, "locality cannot keep strategy 'knapsack'"),
         (LOCALITY | {"mixed": True}, "assignment locality cannot keep several epochs"),
         ({"mixed": True, "strategy": "sequential"}, "'sequential' cannot keep several epochs"),
-        (SLOTS | {"strategy": "sequential"}, "context_parallel cannot keep strategy 'sequential'"),
-        (SLOTS | LOCALITY, "context_parallel cannot keep assignment locality"),
-        (SLOTS | {"assignment": "balance"}, "assignment balance cannot keep context_parallel"),
-        (SLOTS | {"max_samples": 4}, "context_parallel cannot keep a limit of samples"),
-        (SLOTS | IMAGES, "context_parallel cannot keep a limit of images"),
-        (SLOTS | {"order": RankLayout(8)}, "order cannot keep context_parallel"),
-        (SLOTS | {"mixed": True}, "context_parallel cannot keep several epochs"),
     ],
 )
 def test_what_is_missing_or_cannot_be_kept_is_named(
