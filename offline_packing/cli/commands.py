@@ -86,28 +86,6 @@ def index(folder: Path, task: str | None) -> None:
     echo(f"indexed {index_pack_folder(folder, task):,} packs in {folder}")
 
 
-@cli.command("plan-lengths")
-@click.argument("config")
-@click.argument("lengths", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
-@click.option(
-    "--output",
-    type=FileOrUrl(),
-    help="Write which sample stands where in which pack to this Parquet file.",
-)
-def plan_lengths(
-    config: str, lengths: Path, overrides: tuple[str, ...], output: Path | None
-) -> None:
-    """Plan samples that were measured elsewhere, for a pipeline of your own.
-
-    LENGTHS holds name<TAB>tokens or name:tokens in lines, or is a .csv or .parquet with columns key
-    and num_tokens. Of CONFIG the section pack is read, and report.
-    """
-    from offline_packing.plan.lengths import plan_lengths as plan
-
-    echo(plan(config, overrides, lengths, output), nl=False)
-
-
 @cli.command()
 @click.argument("folders", nargs=-1, required=True, type=FileOrUrl(dir_okay=True, file_okay=False))
 @click.option(

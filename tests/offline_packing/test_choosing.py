@@ -22,7 +22,6 @@ from offline_packing.index.chosen import left_out
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure import measure as stage
 from offline_packing.measure.measure import measure
-from offline_packing.plan.lengths import plan_lengths
 from offline_packing.plan.plan import make_plan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
@@ -568,9 +567,3 @@ def test_bad_places(options: dict[str, Any], message: str, tmp_path: Path) -> No
     source = {"format": "jsonl", "path": "a", "task": "captioning", **options}
     with pytest.raises(ConfigError, match=message):
         make_config(source, tmp_path / "out")
-
-
-def test_lengths_alone_have_nothing_to_choose_by(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("pack: {where: [[score, '>', 3]]}")
-    with pytest.raises(StageError, match=r"pack\.where needs samples that were measured"):
-        plan_lengths(tmp_path / "c.yaml", (), tmp_path / "none.csv", None)

@@ -134,15 +134,6 @@ def test_ms_swift_carries_its_last_pack_over() -> None:
     assert len(packs) == 667  # windows by themselves make 668
 
 
-def test_lengths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["scale_test.py", "--lengths", "3000", "--folder", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", arguments)
-    benchmark("scale_test").main()
-    assert "plan-lengths" in capsys.readouterr().out
-
-
 ROOT = Path(__file__).parents[2]
 
 

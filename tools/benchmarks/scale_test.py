@@ -1,12 +1,10 @@
-"""Many generated records through all stages, or many lengths through `plan-lengths`.
+"""Many generated records through all stages.
 
     python tools/benchmarks/scale_test.py [--records 1_000_000] [--workers 2] [--folder FOLDER]
-    python tools/benchmarks/scale_test.py --lengths 100_000_000
 
 Records are dialogues, half of them about one of 1,000 black pictures. Prints wall and processor
 seconds, peak memory of the driver and of a worker, and files; then the same for another seq_length,
-another mixture, and a tenth of new data beside the old (source.skip). With --lengths, a Parquet
-file of names and lengths.
+another mixture, and a tenth of new data beside the old (source.skip).
 """
 
 import argparse
@@ -22,12 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from PIL import Image
 
-_LENGTHS_AT_ONCE = 1 << 20
 PICTURES = 1000
 
 
@@ -35,21 +29,6 @@ def peak_mib(pid: int | str = "self") -> float:
     """Peak memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
-def make_lengths(path: Path, count: int) -> None:
-    """A Parquet file of names and lengths."""
-    rng = np.random.default_rng(0)
-    schema = pa.schema([("key", pa.large_string()), ("num_tokens", pa.int32())])
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for first in range(0, count, _LENGTHS_AT_ONCE):
-            own = min(_LENGTHS_AT_ONCE, count - first)
-            names = pa.array(np.arange(first, first + own)).cast(pa.large_string())
-            keys = pc.binary_join_element_wise(
-                pa.scalar("sample", names.type), names, pa.scalar("/", names.type)
-            )
-            lengths = np.clip(rng.lognormal(6.2, 0.7, own), 20, 8192).astype(np.int32)
-            writer.write_table(pa.table([keys, pa.array(lengths)], schema=schema))
 
 
 def black_pictures(rng: np.random.Generator) -> Iterator[bytes]:
@@ -156,19 +135,11 @@ def main() -> None:
     """Print one line per stage."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--lengths", type=int, help="of plan-lengths instead")
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        if arguments.lengths is None:
-            run_records(Path(name), arguments.records, arguments.workers)
-            return
-        lengths, config_file = Path(name, "lengths.parquet"), Path(name, "pack.yaml")
-        make_lengths(lengths, arguments.lengths)
-        config_file.write_text("pack: {seq_length: 8192}")
-        output = f"--output={name}/assignment.parquet"
-        run_stage("plan-lengths", "plan-lengths", str(config_file), str(lengths), output)
+        run_records(Path(name), arguments.records, arguments.workers)
 
 
 if __name__ == "__main__":

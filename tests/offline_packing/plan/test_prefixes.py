@@ -22,7 +22,6 @@ from offline_packing.index.rows import Prefixes, of_uses, pack_table, sample_flo
 from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
-from offline_packing.plan.lengths import plan_lengths
 from offline_packing.plan.plan import make_plan, plan
 from offline_packing.plan.prefixes import Items, form_items, group_samples
 from offline_packing.planner.pack_plan import PackPlan
@@ -646,13 +645,6 @@ def test_off_leaves_no_trace(tmp_path: Path) -> None:
     assert not [name for name in made.info["fingerprint"] if "share_prefixes" in name]
     assert "share_prefixes" not in stored_config(run.config)["pack"]
     assert "shared prefixes" not in plan_summary(run)
-
-
-def test_a_table_of_lengths_names_no_prefixes(tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").write_text("pack: {share_prefixes: true}")
-    (tmp_path / "l.tsv").write_text("a\t10\n")
-    with pytest.raises(StageError, match=r"pack\.share_prefixes needs samples that were measured"):
-        plan_lengths(tmp_path / "p.yaml", (), tmp_path / "l.tsv", None)
 
 
 @pytest.mark.parametrize(
