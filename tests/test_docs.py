@@ -70,7 +70,7 @@ def test_from_python_runs_as_written(
     """All its blocks are one program."""
     page = (ROOT / "docs/from_python.md").read_text()
     program = [block.text for block in blocks(page) if block.language == "python"]
-    assert len(program) == 8
+    assert len(program) == 9
     (tmp_path / "program.py").write_text("\n".join(program))
     monkeypatch.chdir(tmp_path)
     runpy.run_path("program.py", run_name="__main__")
