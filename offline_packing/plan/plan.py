@@ -374,8 +374,8 @@ def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
     lost = ~is_packed[aside]
     reasons = np.concatenate([plan.set_aside_reasons for plan in plans])[firsts[lost]]
     settings = dict(info.settings)
-    if "uniform" in settings:  # notes of the passes, over all plans
-        done = [plan.info.settings["uniform"] for plan in plans]
+    # notes of the passes, over all plans that have packs
+    if done := [plan.info.settings["uniform"] for plan in plans if "uniform" in plan.info.settings]:
         settings["uniform"] = {name: sum(one[name] for one in done) for name in done[0]}
     info = replace(info, num_copies=len(packs.sample_ids) - int(is_packed.sum()), settings=settings)
     branches = None

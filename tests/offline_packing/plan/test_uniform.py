@@ -64,6 +64,20 @@ def test_fewer_packs_than_ranks(source: dict[str, str], tmp_path: Path) -> None:
     assert "idle of" not in summary
 
 
+@pytest.mark.parametrize(
+    "split", [{"train": 0.9999, "val": 0.0001}, {"val": 0.0001, "train": 0.9999}]
+)
+def test_a_split_without_packs(
+    split: dict[str, float], source: dict[str, str], tmp_path: Path
+) -> None:
+    pack = {"seq_length": 200, "order": ORDER}
+    run = packed_run(source, tmp_path / "packed", pack=pack, output={"split": split})
+    assert verify(run).ok
+    info = open_plan(run).packs.info
+    assert (info.splits["train"] > 0, info.splits["val"]) == (True, 0)
+    assert set(info.settings["uniform"]) == {"halved", "repeated"}
+
+
 def has_images(row: object) -> bool:
     return len(row.image_grid_thw) > 0  # type: ignore[attr-defined]
 
