@@ -152,8 +152,9 @@ def concatenate(
         map_: how to go over the samples' pixels, here or in threads.
 
     Raises:
-        ValueError: no samples, or a row longer than `pad_to_length`.
+        ValueError: no samples, a row longer than `pad_to_length`, or see `check_parents`.
     """
+    check_parents(parents or (), len(samples))
     if parents is not None and cross_sample_attention:
         raise ValueError("cross_sample_attention: branches would see each other")
     lengths = _padded_lengths([len(sample.tokens) for sample in samples], parents, multiple)
@@ -166,6 +167,19 @@ def concatenate(
         parents=_as_parents(parents, len(ends) - 1),
         is_padded=multiple > 1 or pad_to_length is not None,
     )
+
+
+def check_parents(parents: Sequence[int], num_segments: int) -> None:
+    """Check that each parent of a row's segments is -1 or an earlier segment without one; a row
+    without trees has none. Raises ValueError."""
+    if parents and not (
+        len(parents) == num_segments
+        and all(-1 <= one < i and (one < 0 or parents[one] < 0) for i, one in enumerate(parents))
+    ):
+        raise ValueError(
+            f"parents {[*parents]} are not trunks that stand before branches, or -1, one for each "
+            f"of {num_segments} segments"
+        )
 
 
 def _padded_lengths(
@@ -285,6 +299,7 @@ def merge_rows(rows: Sequence[PackedRow]) -> PackedRow:
     for row in rows:
         ends.append(row.cu_lengths[1:] + length)
         own, count = row.parents.tolist(), len(row.cu_lengths) - 1
+        check_parents(own, count)
         parents += [one + len(parents) if one >= 0 else -1 for one in own] or [-1] * count
         length += len(row.tokens)
     return PackedRow(
@@ -316,6 +331,7 @@ def split_row(row: PackedRow) -> list[PackedRow]:
     joins them again, but for trees, whose trunks then stand once per branch."""
     segments = _segments(row)
     parents = row.parents.tolist() or [-1] * len(segments)
+    check_parents(parents, len(segments))
     found = []
     for number, (own, parent) in enumerate(zip(segments, parents, strict=True)):
         if own.attn_mask.all() or number in parents:

@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.autograd.graph import saved_tensors_hooks
 
 from launch.model.context_parallel import boundaries_of, ranges
+from task_encoders.concatenate import check_parents
 from task_encoders.model_inputs import to_packed_seq_params
 
 if TYPE_CHECKING:
@@ -131,10 +132,8 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
     padded = params.cu_seqlens_q_padded
     layout = (params.cu_seqlens_q if padded is None else padded).long()
     parents = parents.flatten().long()
+    check_parents(parents.tolist(), len(layout) - 1)
     has_trunk, trunks = parents >= 0, parents.clamp(min=0)
-    places = torch.arange(len(parents), device=parents.device)
-    if (has_trunk & (has_trunk[trunks] | (trunks >= places))).any():
-        raise ValueError(f"parents {parents.tolist()} are not trunks that stand before branches")
     real = torch.nn.functional.pad((~attn_mask.flatten()).long().cumsum(0), (1, 0))
     shared = (real[layout[1:]] - real[layout[:-1]])[trunks] * has_trunk
     own = layout.diff()

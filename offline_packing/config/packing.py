@@ -122,6 +122,16 @@ class PackingConfig(Section):
             )
         return self
 
+    @property
+    def may_share_prefixes(self) -> bool:
+        """Whether pack.share_prefixes is off, and would be accepted."""
+        try:
+            self._check_prefixes()
+            PackConfig(**self.pack.model_dump(exclude={"share_prefixes"}), share_prefixes=True)
+        except ValueError:
+            return False
+        return self.pack.share_prefixes is None
+
     def _check_prefixes(self) -> None:
         """Refuse pack.share_prefixes where packs cannot hold trees, or the model cannot branch."""
         output, model = self.output, self.model

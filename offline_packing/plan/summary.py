@@ -69,6 +69,8 @@ def _content_rows(found: Figures) -> Iterator[tuple[str, str]]:
         f"{media['images']:,} images, {media['videos']:,} videos in {media['samples']:,} of "
         f"{plan['samples']:,} packed samples; {each:,.0f} patches each",
     )
+    if plan["repeated"]:
+        yield "repeated media", plan["repeated"]
     if plan["sharing"]:
         yield from _sharing_rows(plan["sharing"])
     if plan["mixture"]:

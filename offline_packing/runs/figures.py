@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.config.sections import ReportConfig
-from offline_packing.index.records import places_of_equal
+from offline_packing.config.sections import ReportConfig, SharePrefixesConfig
+from offline_packing.index.records import places_of_equal, record_numbers
 from offline_packing.index.rows import (
     Prefixes,
     media_of_samples,
@@ -40,6 +40,8 @@ _BINS: Final = 16
 #: Stretches of a plan whose shares are shown, where these change.
 _STRETCHES: Final = 20
 _VALUES_AT_ONCE: Final = 1 << 20
+#: Packs that shared prefixes must leave, at most, to be recommended.
+_WORTH_SHARING: Final = 0.8
 
 Figures = dict[str, Any]
 
@@ -89,6 +91,7 @@ def run_figures(
     found["plan"] |= {
         "splits": _split_figures(config, plan),
         "sharing": sharing,
+        "repeated": _repeated_media(config, samples, plan, uses) if len(lengths) else None,
         "mixture": _mixture_figures(config, samples, plan),
         "ranks_of_a_pack": config.pack.context_parallel,
         "waiting": None if table is None else _waiting(config, plan, table),
@@ -294,6 +297,37 @@ def _sharing(
         "samples_per_pack": [len(lengths) / count for count in packs],
         "iterations": [math.ceil(count / batch) for count in packs],
     }
+
+
+def _repeated_media(
+    config: PackingConfig, samples: Index, plan: PackPlan, uses: npt.NDArray[np.integer]
+) -> str | None:
+    """Say how many packs pack.share_prefixes would need, by tokens; None: hardly fewer, or it would
+    be refused. Prefixes of one hash count as equal, and only a record's first part as sharing."""
+    if not config.may_share_prefixes:
+        return None
+    table = samples.table("prefix_hash", "prefix_tokens", "num_tokens", "num_videos")
+    hashes, prefixes, tokens, videos = (column.to_numpy() for column in table.columns)
+    used = np.flatnonzero(uses)
+    some = used[np.unique(record_numbers(samples)[used], return_index=True)[1]]
+    some = some[hashes[some] != 0]
+    _, first, groups, counts = np.unique(hashes[some], True, True, True)
+    shared = prefixes[some[first]].astype(np.int64)
+    own = np.bincount(groups, (tokens - prefixes)[some], len(first))
+    trees = np.maximum(
+        np.ceil(counts / SharePrefixesConfig().max_branches),
+        np.ceil(own / (config.pack.longest_sample - shared)),
+    )
+    saved = ((counts - trees) * shared).sum() / tokens[used].sum(dtype=np.int64)
+    most = config.pack.max_samples or plan.info.seq_length
+    packs = max(math.ceil(plan.num_packs * (1 - saved)), -(-len(plan.sample_ids) // most))
+    if packs > _WORTH_SHARING * plan.num_packs:
+        return None
+    media = "pictures and videos" if videos[some].any() else "pictures"
+    return (
+        f"{len(first):,} distinct {media} in {len(some):,} samples; pack.share_prefixes would need "
+        f"about {packs:,} packs"
+    )
 
 
 def _waiting(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Figures:

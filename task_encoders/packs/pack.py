@@ -223,7 +223,8 @@ def _trees(stored: Any, count: int, key: str) -> list[Tree]:
         raise PackFormatError(f"pack {key!r}: meta.trees is {stored!r}"[:200]) from error
     ends = [0, *(tree.end for tree in trees)]
     firsts = [*(tree.first for tree in trees), count]
-    if min([0, *itertools.chain(*trees)]) < 0 or any(map(operator.gt, ends, firsts)):
+    lowest = min([0, *itertools.chain(*trees), *(tree.num_tokens - 1 for tree in trees)])
+    if lowest < 0 or any(map(operator.gt, ends, firsts)):
         raise PackFormatError(f"pack {key!r}: meta.trees {stored} are not of {count} sub-samples")
     return trees
 

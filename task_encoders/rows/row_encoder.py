@@ -88,8 +88,10 @@ class RowEncoder:
             usable = [one for one in results if not isinstance(one, SampleError)]
             segments, tree = usable, group[0].tree
             if tree is not None and usable:
+                media = self._media_of(tree, usable[0])
                 try:
-                    segments = as_tree(usable, tree.num_tokens, *self._media_of(tree, usable[0]))
+                    ids = self.encoder.media_token_ids
+                    segments = as_tree(usable, tree.num_tokens, *media, ids)
                 except ValueError as differs:
                     raise FatalSampleError(f"{differs}; {_AS_MEASURED}") from differs
             padded = -(-sum(len(one.tokens) for one in segments) // self.multiple) * self.multiple

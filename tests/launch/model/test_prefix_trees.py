@@ -68,7 +68,7 @@ def test_keys_leave_out_a_trunks_padding() -> None:
     assert trees.keys.tolist() == [0, 1, 2, 0, 1, 3, 4]
 
 
-@pytest.mark.parametrize("parents", [[0, -1], [-1, 0, 1], [1, -1]])
+@pytest.mark.parametrize("parents", [[0, -1], [-1, 0, 1], [1, -1], [-1, 0, 3], [-1, -2]])
 def test_branches_follow_their_trunk(parents: list[int]) -> None:
     lengths = [2] * len(parents)
     with pytest.raises(ValueError, match="are not trunks that stand before"):
@@ -198,7 +198,7 @@ def test_branches_equal_their_samples_alone(family: str, multiple: int, tmp_path
     losses.sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    segments = [*as_tree(samples, length, 1, 0), *other]
+    segments = [*as_tree(samples, length, 1, 0, {}), *other]
     parents = [-1, *[0] * len(samples), *[-1] * len(other)]
     batch = packed_batch(segments, parents=parents, multiple=multiple)
     found = tree_forward(model, batch)
@@ -250,7 +250,7 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     expected.sum().backward()
     gradients = {n: p.grad.clone() for n, p in packed.named_parameters() if p.grad is not None}
     packed.zero_grad()
-    segments = [*others, *as_tree(samples, shared, 1, 0)]
+    segments = [*others, *as_tree(samples, shared, 1, 0, {})]
     parents = [-1] * len(others) + [-1] + [len(others)] * len(samples)
     batch = packed_batch(segments, parents=parents)
     with pytest.raises(ValueError, match="needs `use_tree_attention"):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from offline_packing.runs.run import Run
 from task_encoders.families import model_cost
 from tests.helpers.datasets import dialogue, make_run, plan_index, plan_summary
 from tests.helpers.formats import lines, write_file
+from tests.helpers.shared_media import MODEL, shared_media
 from tools.benchmarks.length_distributions import PER_MEDIUM, draw_trees
 
 SEQ_LENGTH = 100
@@ -411,6 +413,42 @@ def test_options_in_pairs_with_trees(names: tuple[str, str], tmp_path: Path) -> 
     plan_with(tmp_path, *names)
 
 
+def test_repeated_pictures_are_told(tmp_path: Path) -> None:
+    """2,000 questions on 300 pictures: about as many packs as sharing prefixes then gives."""
+    pattern = r"repeated media +(.*) distinct pictures in (.*) samples; .* need about (.*) packs\n"
+    sections: Any = {"model": MODEL, "output": {"layout": "references"}}
+    sections["engine"] = {"name": "local", "workers": 1, "samples_per_part": 1000}
+
+    def told(pictures: int, questions: int, **pack: Any) -> tuple[list[int], int]:
+        """Return the numbers of the line, if there is one, and the packs of the plan."""
+        folder = tmp_path / str(pictures)
+        source = {"format": "jsonl", "path": f"{folder}/questions.jsonl", "task": "vqa"}
+        if not folder.exists():
+            source = shared_media(folder, (questions, 0, 20), (pictures, 0), sides=(168, 224))
+        pack = {"seq_length": 2048, **pack}
+        run = make_run(source, tmp_path / f"out{pictures}", pack=pack, **sections)
+        packs = plan(run, measure(run)).packs
+        if pictures == 4:
+            report(run)
+        match = re.search(pattern, plan_summary(run))
+        found = match.groups() if match else ()
+        return [int(one.replace(",", "")) for one in found], packs.num_packs
+
+    for pack in ({}, {"max_samples": 60, "epochs": 2, "pad_multiple": 16}):
+        found, packs = told(300, 2000, **pack)
+        again, needed = told(300, 2000, share_prefixes=True, **pack)
+        assert again == []
+        assert found[:2] == [300, 2000]
+        assert found[2] == pytest.approx(needed, rel=0.1)
+        assert needed < 0.8 * packs
+    for pack in ({"max_samples": 12}, {"strategy": "sequential"}):
+        assert told(300, 2000, **pack)[0] == []
+    assert told(40, 40)[0] == []
+    assert told(4, 100)[0][:2] == [4, 100]
+    page = (tmp_path / "out4/_packing/report/report.html").read_text()
+    assert "<p>4 distinct pictures in 100 samples; pack.share_prefixes would need" in page
+
+
 def test_operations_of_prefixes(tmp_path: Path) -> None:
     """A prefix that is the whole sample costs what the sample costs."""
     samples = make_index(tmp_path, False)
@@ -669,3 +707,6 @@ def test_refused_by_name(sections: dict[str, Any], message: str, tmp_path: Path)
     (tmp_path / "source").mkdir()
     with pytest.raises(ConfigError, match=message):
         make_run(tmp_path / "source", tmp_path / "out", **{**sections, "pack": pack})
+    del pack["share_prefixes"]
+    plain = make_run(tmp_path / "source", tmp_path / "out", **{**sections, "pack": pack})
+    assert plain.config.may_share_prefixes == (message == "max_branches")

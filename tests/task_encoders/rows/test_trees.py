@@ -54,7 +54,7 @@ ALONE = replace(sample(7, 5 + SHARED), key="alone")
 
 
 def row(multiple: int = 1, pad_to_length: int | None = None) -> PackedRow:
-    segments = [ALONE, *as_tree(SAMPLES, SHARED, 1, 0), ALONE]
+    segments = [ALONE, *as_tree(SAMPLES, SHARED, 1, 0, {}), ALONE]
     parents = [-1, -1, 1, 1, 1, -1]
     return concatenate(
         segments, pad_token_id=0, parents=parents, multiple=multiple, pad_to_length=pad_to_length
@@ -122,7 +122,31 @@ def test_what_is_not_shared_is_refused(
     change: Callable[[EncodedSample], EncodedSample], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        as_tree([SAMPLES[0], change(SAMPLES[1])], SHARED, 1, 0)
+        as_tree([SAMPLES[0], change(SAMPLES[1])], SHARED, 1, 0, {})
+    with pytest.raises(ValueError, match="a trunk of 0 tokens"):
+        as_tree(SAMPLES, 0, 0, 0, {})
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [
+        [-1, -1, 1, 1, 1, 9],
+        [-1, -1, 1, 1, 1, -2],
+        [0, -1, 1, 1, 1, -1],
+        [-1, 2, -1, -1, -1, -1],
+        [-1, 0, 1, -1, -1, -1],
+        [-1, -1, 1, 1, 1],
+        [-1, -1, 1, 1, 1, -1, -1],
+    ],
+)
+def test_parents_that_are_no_trunks_are_refused(parents: list[int]) -> None:
+    segments, message = [ALONE, *as_tree(SAMPLES, SHARED, 1, 0, {}), ALONE], "are not trunks that"
+    with pytest.raises(ValueError, match=message):
+        concatenate(segments, pad_token_id=0, parents=parents)
+    bad = replace(row(), parents=torch.tensor(parents, dtype=torch.int32))
+    for read in (split_row, lambda one: merge_rows([row(), one])):
+        with pytest.raises(ValueError, match=message):
+            read(bad)
 
 
 def test_whoever_knows_no_trees_refuses_them() -> None:
@@ -228,7 +252,8 @@ def test_a_task_encoder_reads_trees_only_if_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    "trees", [[[0, 3, 5, 1, 0]], [[1, 1]], "x", [[1, 1, 5, 1, 0], [0, 2, 5, 1, 0]]]
+    "trees",
+    [[[0, 3, 5, 1, 0]], [[1, 1]], "x", [[1, 1, 5, 1, 0], [0, 2, 5, 1, 0]], [[0, 2, 0, 0, 0]]],
 )
 def test_trees_that_are_not_of_the_pack(trees: Any) -> None:
     given = pack(2)
@@ -241,4 +266,14 @@ def test_samples_that_do_not_begin_alike_end_the_run() -> None:
     given = pack(2)
     given.record["meta"]["trees"][0][2] += 6  # their questions differ
     with pytest.raises(FatalSampleError, match=r"'s1' does not begin as 's0' does; give the task"):
+        task_encoder(trees=True).encode_pack(given)
+
+
+@pytest.mark.parametrize(("tokens", "images"), [(-3, 1), (-2, 1), (0, 0), (None, 1), (0, 2)])
+def test_a_tree_cut_inside_its_picture_ends_the_run(tokens: int | None, images: int) -> None:
+    """Its trunk has other tokens of pictures than its grids say; None: it ends before any."""
+    given = pack(2)
+    tree = given.record["meta"]["trees"][0]
+    tree[2:4] = 3 if tokens is None else tree[2] + tokens, images
+    with pytest.raises(FatalSampleError, match=r"of sample 's0' do not end after .* [012] images"):
         task_encoder(trees=True).encode_pack(given)
