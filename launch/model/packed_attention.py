@@ -394,7 +394,8 @@ def _as_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     are float32. Values narrower than keys (multi-head latent attention) are padded, as kernels take
     one width; their own is returned, too."""
     device, width = query.device.type, value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - width))
+    if width < query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
     tensors = [t[0].transpose(0, 1) for t in (query, key, value)]
     if torch.is_autocast_enabled(device):
         tensors = [t.to(torch.get_autocast_dtype(device)) for t in tensors]

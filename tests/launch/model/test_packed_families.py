@@ -136,9 +136,10 @@ def test_packed_equals_alone(case: Case, varlen: CpuVarlen) -> None:
             # That of a key's bias is 0 but for rounding: softmax does not see it.
             limit = 1e-4 * gradient.norm() + 1e-8
             assert (gradients[name] - gradient).norm() < limit, (attention, name)
-    text = case.model.config.get_text_config() if has_varlen else None
-    layers = getattr(text, "layer_types", None) or ["attention"] * (text.num_hidden_layers if text else 0)
-    assert sum(causal for *_, (_, causal), _ in varlen.calls) == 0
+    text = case.model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full"] * text.num_hidden_layers
+    num_layers = has_varlen * sum("linear" not in kind for kind in kinds)
+    assert sum(later == 0 for *_, (_, later), _ in varlen.calls) == num_layers
 
 
 @pytest.mark.parametrize("family", ["glm4v", "glm46v"])
