@@ -1,54 +1,125 @@
 #!/usr/bin/env bash
-# GPU tests and the training benchmarks, in under 15 minutes on one GPU.
-# Needs torch >= 2.11, megatron-core, megatron-energon and transformers; neither TransformerEngine nor
-# flash-attn. Results go to $OUT: tests.log, benchmark/ and neva/ with results.json, table.md.
-set -euo pipefail
+# Proves and measures on one GPU, in parts that fit a call of five minutes:
+#   bash tools/gpu_suite.sh smoke tests fla
+#   bash tools/gpu_suite.sh train bench vqa
+#
+# smoke  versions; torch's varlen attention with grouped keys; NCCL; compiled fusions
+# tests  tests/gpu, three processes beside each other
+# fla    the stand-in of Qwen3.5's recurrent kernels against flash-linear-attention's
+# train  launch.train, fused and unfused, and launch.train_transformers
+# bench  padded, packed online, packed offline
+# vqa    five questions a picture, with and without pack.share_prefixes
+#
+# Each part gets what is left of DEADLINE seconds; none ends another. Needs torch >= 2.11 and
+# transformers, and on Python 3.12 the wheels that tools/gpu_wheels.sh downloads into $WHEELS. Neither
+# TransformerEngine nor flash-attn is needed. Figures are printed as they come; log.txt and JSON lie
+# under $OUT, eight files at most a call. Without a GPU a part ends where it would need one, or runs
+# at sizes for a CPU, and says so.
+set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-out/gpu_suite}
-SHAPES=${SHAPES:-2b}
-SEQ_LENGTH=${SEQ_LENGTH:-8192}
-NUM_SAMPLES=${NUM_SAMPLES:-4000}
-STEPS=${STEPS:-40}
+WORK=${WORK:-$OUT.work}
+WHEELS=${WHEELS:-.whl}
+DEADLINE=${DEADLINE:-280}
+mkdir -p "$OUT" "$WORK"
+exec > >(tee -a "$OUT/log.txt") 2>&1
 
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-export HF_HUB_OFFLINE=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-mkdir -p "$OUT"
+say() { echo "== ${SECONDS} s: $*"; }
+# run AT_MOST NAME COMMAND...: with what is left of the time, and its status said.
+run() {
+    local left=$((DEADLINE - SECONDS)) limit=$1 name=$2 status=0
+    shift 2
+    if ((left < 5)); then say "$name skipped: $left s left of $DEADLINE"; return 1; fi
+    timeout -k 5 $((left < limit ? left : limit)) "$@" || status=$?
+    if ((status == 124 || status == 137)); then say "$name stopped: out of time"
+    elif ((status)); then say "$name failed: status $status"
+    else say "$name done"; fi
+    return $status
+}
 
-timeout 240 "$PYTHON" -m pytest tests/gpu -m gpu -q -rs -p no:cacheprovider 2>&1 | tee "$OUT/tests.log"
+export PYTHONPATH=$PWD OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1
+if compgen -G "$WHEELS/*.whl" > /dev/null; then
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --target "$WORK/site" "$WHEELS"/*.whl && PYTHONPATH+=:$WORK/site
+fi
+if [[ $("$PYTHON" -c 'import torch; print(torch.cuda.is_available())') == True ]]; then
+    SHAPES=${SHAPES:-2b} PRESET=2b SEQ_LENGTH=${SEQ_LENGTH:-8192} STEPS=${STEPS:-20} WORKERS=4
+else
+    say "no CUDA device: sizes for a CPU, whose figures say nothing about a GPU"
+    SHAPES=${SHAPES:-cpu} PRESET=tiny SEQ_LENGTH=${SEQ_LENGTH:-1024} STEPS=${STEPS:-2} WORKERS=0
+fi
+# A pack of 8,192 tokens takes some 80 of the demo's samples, of which a quarter are dialogues, and
+# 33 questions about pictures of 256 tokens, or 130 of them as branches.
+NUM_SAMPLES=${NUM_SAMPLES:-$((100 + 90 * (STEPS + 4) * SEQ_LENGTH / 8192))}
+NUM_QUESTIONS=${NUM_QUESTIONS:-$((100 + 140 * (STEPS + 4) * SEQ_LENGTH / 8192))}
 
-# Packs to train on: the demo's dialogues, at the length of a real run.
-DATA=$OUT/data
-"$PYTHON" -c "
+# pack NAME SOURCE MORE: once.
+pack() {
+    [[ -e $WORK/$1/_packing/report ]] && return
+    printf 'source: {%s}\nmodel: {max_pixels: 1003520}\npack: {seq_length: %s%s}\noutput: {path: %s}\n' \
+        "$2" "$SEQ_LENGTH" "$3" "$WORK/$1" > "$WORK/$1.yaml"
+    run 200 "packs $1" "$PYTHON" -m offline_packing run "$WORK/$1.yaml" --quiet
+}
+dialogues() {
+    [[ -e $WORK/source ]] || run 100 "demo data" "$PYTHON" -c "
 import sys
 from pathlib import Path
 from offline_packing.demo.generate import generate_demo_dataset
 generate_demo_dataset(Path(sys.argv[1]), seed=0, num_samples=int(sys.argv[2]), progress=False)
-" "$DATA/source" "$NUM_SAMPLES"
-cat > "$DATA/bmr.yaml" <<YAML
-source: {format: pairs, path: $DATA/source/bmr, task: bmr}
-model: {max_pixels: 1003520}
-pack: {seq_length: $SEQ_LENGTH}
-output: {path: $DATA/packed}
-YAML
-"$PYTHON" -m offline_packing run "$DATA/bmr.yaml" --quiet
+" "$WORK/source" "$NUM_SAMPLES"
+    pack packed "format: pairs, path: $WORK/source/bmr, task: bmr" ""
+}
+questions() {
+    [[ -e $WORK/vqa/llava.json ]] || run 60 "questions" "$PYTHON" tools/benchmarks/llava_like.py \
+        "$WORK/vqa" --samples "$NUM_QUESTIONS" --questions 5 --side 448
+    local source="format: json, path: $WORK/vqa/llava.json, task: vqa, image_root: $WORK/vqa/images"
+    pack whole "$source" ""
+    pack shared "$source" ", share_prefixes: {}"
+}
+# launch NAME MODULE MODEL
+launch() {
+    printf 'model: {%s}\ndata: {path: %s, num_workers: %s}\nbatch: {global_batch_packs: 1}\ntrain: {iterations: 12}\nschedule: {learning_rate: 1.0e-5, warmup: 0.25}\ncheckpoint: {every: 0, export: false}\noutput: {path: %s}\n' \
+        "$3" "$WORK/packed" "$WORKERS" "$WORK/$1" > "$WORK/$1.yaml"
+    run 100 "$1" "$PYTHON" -m launch.start --nproc-per-node 1 -m "$2" "$WORK/$1.yaml" > "$WORK/$1.log" 2>&1
+    grep -E 'needs|attention|step (2|6|12)/|^==' "$WORK/$1.log" || tail -n 5 "$WORK/$1.log"
+    cp "$WORK/$1/metrics.jsonl" "$OUT/$1.jsonl" 2> /dev/null
+}
+bench() { # NAME PACKS OPTION...
+    local name=$1 packs=$2
+    shift 2
+    run 230 "$name" "$PYTHON" tools/benchmarks/benchmark_training.py "$WORK/$packs" --shapes "$SHAPES" \
+        --steps "$STEPS" --workers "$WORKERS" --output "$WORK/$name" "$@"
+    cp "$WORK/$name/results.json" "$OUT/$name.json" 2> /dev/null
+    cp "$WORK/$name/table.md" "$OUT/$name.md" 2> /dev/null
+}
 
-timeout 240 "$PYTHON" tools/benchmarks/benchmark_training.py "$DATA/packed" \
-    --shapes "$SHAPES" --steps "$STEPS" --workers 4 --output "$OUT/benchmark"
-
-# The same on samples as LLaVA's, with 576 tokens an image, beside what NeVA's packing gained; and
-# the same packs as token ids.
-"$PYTHON" tools/benchmarks/llava_like.py "$DATA/llava" --samples "${LLAVA_SAMPLES:-1000}" --side 672
-for LAYOUT in energon indexed; do
-    cat > "$DATA/$LAYOUT.yaml" <<YAML
-source: {format: json, path: $DATA/llava/llava.json, task: bmr, image_root: $DATA/llava/images}
-model: {max_pixels: 1003520}
-pack: {seq_length: $SEQ_LENGTH, strategy: first_fit_shuffle}
-output: {path: $DATA/llava_$LAYOUT, layout: $LAYOUT}
-YAML
-    "$PYTHON" -m offline_packing run "$DATA/$LAYOUT.yaml" --quiet
+for part in "$@"; do
+    say "part $part"
+    case $part in
+        smoke) run 90 smoke "$PYTHON" -m tools.gpu_smoke ;;
+        tests) # beside each other on one GPU
+            for name in attention training parallel; do
+                run 170 "tests of $name" "$PYTHON" -m pytest -m gpu -q -rs -p no:cacheprovider --tb=short \
+                    --durations=3 "tests/gpu/test_$name.py" > "$WORK/$name.txt" 2>&1 &
+            done
+            wait $(jobs -p)
+            for name in attention training parallel; do
+                cat "$WORK/$name.txt" >> "$OUT/tests.txt"
+                tail -n 25 "$WORK/$name.txt"
+            done ;;
+        fla) run 100 fla "$PYTHON" -m tools.gpu_fla ;;
+        train)
+            dialogues
+            launch own launch.train "preset: $PRESET"
+            launch own_unfused launch.train "preset: $PRESET, fusions: false"
+            launch transformers launch.train_transformers "preset: $PRESET" ;;
+        bench) dialogues; bench bench packed ;;
+        vqa) questions; bench vqa whole --modes offline --shared "$WORK/shared" ;;
+        *) say "unknown part; choose from: smoke tests fla train bench vqa" ;;
+    esac
 done
-timeout 300 "$PYTHON" tools/benchmarks/benchmark_training.py "$DATA/llava_energon" \
-    --indexed "$DATA/llava_indexed/packed_seq_dataset" --at-least 0.9 \
-    --shapes "$SHAPES" --steps "$STEPS" --workers 4 --output "$OUT/neva"
+say end

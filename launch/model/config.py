@@ -221,9 +221,16 @@ class TransformersModelConfig(ModelConfig):
 
     #: one that transformers has
     family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
-    #: auto: flash_attention_2 where flash-attn is installed, on CUDA in 16 bits; else sdpa
+    #: auto: on CUDA in 16 bits flash_attention_2, or torch_varlen where flash-attn is missing; else
+    #: sdpa
     attention: Literal[
-        "auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"
+        "auto",
+        "sdpa",
+        "torch_varlen",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flex_attention",
+        "eager",
     ] = "auto"  # type: ignore[assignment]
     #: train adapters of this kind, and nothing else
     lora: LoraOptions | None = None

@@ -63,13 +63,9 @@ def _torch_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:  # torch before 2.13
-            repeats = query.shape[1] // key.shape[1]
-            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    # The kernel takes grouped keys; from 2.13 torch refuses them unless they are announced.
+    has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options = {"enable_gqa": query.shape[1] != key.shape[1]} if has_option else {}
     out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, **options)
     assert isinstance(out, Tensor)  # a pair only where return_aux asks for it
     return out
@@ -178,7 +174,7 @@ def select_backend(
 def kernel_name(backend: str) -> str:
     """A backend, here or in transformers, with the package that computes it and its version, for
     logs: "flash_attn 2.8.3"."""
-    if backend == "torch_varlen":
+    if backend.startswith("torch_varlen"):
         from torch.nn.attention import current_flash_attention_impl
 
         return f"torch_varlen {torch.__version__} ({current_flash_attention_impl() or 'FA2'})"
@@ -243,7 +239,7 @@ _BOUNDARIES: Final = (
 )
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
 #: the whole row with its boundaries instead of calling once per image.
-VISION_ATTENTION: Final = "packed_flash"
+PACKED_ATTENTION: Final = "packed_flash"
 #: Another, for language models on rows with prefix trees.
 TREE_ATTENTION: Final = "prefix_trees"
 
@@ -357,7 +353,7 @@ def vision_backend(device: torch.device, dtype: torch.dtype) -> str:
     return "torch_varlen" if found == "transformer_engine" else found
 
 
-def vision_attention(
+def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -367,26 +363,43 @@ def vision_attention(
     scaling: float,
     cu_seq_lens_q: torch.Tensor,
     max_length_q: int,
-    is_causal: bool,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    backend: str | None = None,
     **_: Any,  # transformers passes the key's lengths too, and its own bookkeeping
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function of the vision tower: segments are images or windows.
+    """Attend inside segments, for transformers: of a tower these are images or windows.
 
     Args:
-        query, key, value: (1, H, T, D).
+        query: (1, H, T, D).
+        key, value: (1, G, T, D).
+        is_causal: without it the module's.
+        backend: a name in KERNELS; without it the best for these tensors.
 
     Returns:
         (1, T, H, D), and no attention weights.
     """
-    out = varlen_attention(
-        *(t[0].transpose(0, 1) for t in (query, key, value)),
-        cu_seqlens=cu_seq_lens_q.to(torch.int32),
-        max_seqlen=max_length_q,
-        scale=scaling,
-        causal=is_causal,
-        backend=vision_backend(query.device, query.dtype),
-    )
-    return out[None], None
+    query, key, value, width = _as_rows(query, key, value)
+    kernel = KERNELS[backend or vision_backend(query.device, query.dtype)]
+    window = CAUSAL if (module.is_causal if is_causal is None else is_causal) else (-1, -1)
+    if sliding_window is not None:
+        window = sliding_window - 1, window[1]
+    lengths = (cu_seq_lens_q.to(torch.int32),) * 2 + (max_length_q,) * 2
+    out = kernel(query, key, value, lengths, scaling, window)
+    return out[None, ..., :width], None
+
+
+def _as_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Change (1, H, S, D) to (S, H, D), in the dtype of autocast, in which rotated queries and keys
+    are float32. Values narrower than keys (multi-head latent attention) are padded, as kernels take
+    one width; their own is returned, too."""
+    device, width = query.device.type, value.shape[-1]
+    if width < query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
+    tensors = [t[0].transpose(0, 1) for t in (query, key, value)]
+    if torch.is_autocast_enabled(device):
+        tensors = [t.to(torch.get_autocast_dtype(device)) for t in tensors]
+    return *tensors, width  # type: ignore[return-value]
 
 
 def tree_attention(
@@ -412,28 +425,27 @@ def tree_attention(
     Returns:
         (1, S, H, D), and no attention weights.
     """
-    if torch.is_autocast_enabled(query.device.type):  # rotated queries and keys are float32 in it
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t.to(dtype) for t in (query, key, value))
+    query, key, value, width = _as_rows(query, key, value)
     kernel = KERNELS[select_backend(query.device, query.dtype, trees=True)]
     trees, window = row_trees, CAUSAL
     if sliding_window is not None:
         window = sliding_window - 1, 0
         if trees.blocks is not None:
             kernel = functools.partial(_sdpa, blocks=(trees.blocks, trees.blocks[trees.keys]))
-    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     lengths = trees.cu_seqlens_q, trees.cu_seqlens_kv, trees.max_seqlen_q, trees.max_seqlen_kv
     with trees.gather_keys(key, value) as (key, value):
         out = kernel(query, key, value, lengths, scaling, window)
-    return out[None], None
+    return out[None, ..., :width], None
 
 
-def register_vision_attention() -> str:
-    """Make `vision_attention` known to transformers, and return the name to ask for."""
+def register_attention(backend: str | None = None) -> str:
+    """Make `packed_attention`, on a backend or the best, known to transformers, and return the name
+    to ask for."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(VISION_ATTENTION, vision_attention)
-    return VISION_ATTENTION
+    name = PACKED_ATTENTION if backend is None else f"{backend}_{PACKED_ATTENTION}"
+    AttentionInterface.register(name, functools.partial(packed_attention, backend=backend))
+    return name
 
 
 def check_layers(config: Any) -> None:
@@ -445,6 +457,13 @@ def check_layers(config: Any) -> None:
             f"a {config.model_type} model has layers of type {unknown[0]!r}, whose state cannot "
             "branch: pack without pack.share_prefixes"
         )
+
+
+def use_varlen_attention(model: Any) -> None:
+    """Give the language model of one of transformers torch's varlen attention, and its tower too,
+    if that takes whole rows: others have pictures of one size, or masks."""
+    parts = ("text_config", "vision_config")[: 1 + hasattr(model.model, "visual")]
+    model.set_attn_implementation(dict.fromkeys(parts, register_attention("torch_varlen")))
 
 
 def use_tree_attention(model: Any) -> None:

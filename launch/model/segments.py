@@ -89,7 +89,8 @@ def isolate_segments(model: nn.Module) -> int:
 
 def check_attention(config: Any, attention: str) -> None:
     """Raise ValueError where a kernel of transformers cannot compute a model's attention."""
-    reason = why_no_flash(config) if attention.startswith("flash_attention") else ""
+    is_flash = attention.startswith(("flash_attention", "torch_varlen"))
+    reason = why_no_flash(config) if is_flash else ""
     if reason:
         raise ValueError(f"attention {attention!r} {reason}; set sdpa, flex_attention or eager")
 

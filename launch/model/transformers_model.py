@@ -8,7 +8,6 @@ are kept in `model.dtype`.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,14 @@ from torch.nn import functional as F
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
 from launch.model.megatron_model import layer_stacks, token_losses
-from launch.model.packed_attention import has_tree_attention, kernel_name, use_tree_attention
+from launch.model.packed_attention import (
+    has_tree_attention,
+    is_importable,
+    kernel_name,
+    select_backend,
+    use_tree_attention,
+    use_varlen_attention,
+)
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
     check_attention,
@@ -218,13 +224,16 @@ def make_model(
     sizes = config.random_config(**packs) if is_random else config.build_transformers_config()
     attention = config.attention
     if attention == "auto":  # the fastest kernel that can compute the model's attention
-        is_possible = device.type == "cuda" and dtype != torch.float32 and find_spec("flash_attn")
-        attention = "flash_attention_2" if is_possible and not why_no_flash(sizes) else "sdpa"
-    else:
-        check_attention(sizes, attention)
+        is_possible = device.type == "cuda" and dtype != torch.float32 and not why_no_flash(sizes)
+        flash = "flash_attention_2" if is_importable("flash_attn") else "torch_varlen"
+        attention = flash if is_possible else "sdpa"
+    check_attention(sizes, attention)
+    is_varlen = attention == "torch_varlen"
+    if is_varlen:
+        select_backend(device, dtype, attention)
     options = {
         "dtype": torch.float32 if config.lora is None or config.fsdp else dtype,
-        "attn_implementation": attention,
+        "attn_implementation": "sdpa" if is_varlen else attention,
     }
     torch.manual_seed(seed)
     if is_random or outline:
@@ -235,6 +244,8 @@ def make_model(
 
         model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
     isolate_segments(model)
+    if is_varlen:
+        use_varlen_attention(model)
     if trees:
         use_tree_attention(model)
     for name, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ from torch import distributed
 
 from launch.model.config import ModelConfig
 from launch.model.context_parallel import RowPart, hand_over
-from launch.model.packed_attention import register_vision_attention
+from launch.model.packed_attention import register_attention
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.model_inputs import IMAGE_LAYOUTS
 
@@ -50,7 +50,7 @@ def build_visual(
     if hasattr(outline, "visual"):
         visual = _build_tower(outline.visual, config, hf_config, dtype, device)
         # Set afterwards: at construction transformers would look for "flash" kernels on the hub.
-        visual.config._attn_implementation = register_vision_attention()
+        visual.config._attn_implementation = register_attention()
         return visual
     del outline.language_model
     outline.vision_tower = _build_tower(outline.vision_tower, config, hf_config, dtype, device)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
-from launch.model.packed_attention import vision_attention
+from launch.model.packed_attention import packed_attention
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs
 from tests.helpers.peers import open_packs, pack_dialogues, small_checkpoint
@@ -108,4 +108,4 @@ def _segment_attention(module: Any, *args: Any, is_causal: Any = None, **kwargs:
         positions = kwargs["position_ids"].flatten()
         starts = (positions == 0).nonzero()[:, 0]
         kwargs |= flash_attention_kwargs(F.pad(starts, (0, 1), value=len(positions)))
-    return vision_attention(module, *args, is_causal=causal, **kwargs)
+    return packed_attention(module, *args, is_causal=causal, **kwargs)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.model import transformers_model
 from tests.helpers.packed_runs import bmr_folder, captioning_folder
 from tests.helpers.transformers_runs import Case, command, make_case, train
+from tests.helpers.varlen import CpuVarlen
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +50,12 @@ def undisturbed(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         return output
 
     return trained
+
+
+@pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> CpuVarlen:
+    """torch's varlen attention, computed on the CPU, where models may then use it."""
+    kernel = CpuVarlen()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel.varlen_attn)
+    monkeypatch.setattr(transformers_model, "select_backend", lambda *_: "torch_varlen")
+    return kernel

@@ -40,6 +40,7 @@ from tests.helpers.transformers_runs import (
     train,
     weights,
 )
+from tests.helpers.varlen import CpuVarlen
 
 EXAMPLE = Path(__file__).parents[2] / "examples/transformers_trainer.py"
 
@@ -86,13 +87,18 @@ def test_random_weights_are_the_same_for_one_seed(case: Case, tmp_path: Path) ->
     assert len(AutoTokenizer.from_pretrained(tmp_path / "first" / "hf")) > 600
 
 
-def test_steps_are_those_of_the_samples_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["auto", "torch_varlen"])
+def test_steps_are_those_of_the_samples_alone(
+    attention: str, varlen: CpuVarlen, tmp_path: Path
+) -> None:
     """And those of `launch.train`: packs of several samples, with images and videos."""
     checkpoint, packed = several_packs("qwen3_vl", tmp_path)
     options = [f"model.checkpoint={checkpoint}", "train.iterations=2", "data.order=written"]
     options += ["schedule.decay=constant", "schedule.warmup=0", "optimizer.weight_decay=0"]
     options += ["batch.global_batch_packs=1", "checkpoint={every: 0, export: false}"]
+    options += [f"model.attention={attention}"]
     train(command(tmp_path, tmp_path / "run", *options, family="qwen3_vl"))
+    assert bool(varlen.calls) == (attention == "torch_varlen")
     check_losses(packed, checkpoint, losses(tmp_path / "run"), tmp_path / "megatron")
 
 
@@ -234,7 +240,11 @@ def test_the_example_chooses_attention_for_the_dtype_that_is_computed_with(
         (["model.family=llava_onevision_1_5"], "llava_onevision_1_5 has no model in transformers"),
         (["model.family=qwen3_vl"], "set model.family=qwen2_vl"),
         (["parallel.tensor=2"], "only launch.train has it"),
-        (["model.attention=torch_varlen"], "model.attention"),
+        (
+            ["model.attention=torch_varlen"],
+            "'torch_varlen' cannot be used for",
+        ),
+        (["model.attention=flash_attn"], "model.attention"),
         (["model.lora={}", "model.freeze=[vision]"], "lora freezes all weights but its own"),
         (["model.lora.targets=[nothing]"], "name no matrix of the language model"),
         (["model.lora.targets=[q_proj, vproj]"], "['vproj'] name no matrix of the language model;"),

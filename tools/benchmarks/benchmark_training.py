@@ -2,23 +2,27 @@
 
     python tools/benchmarks/benchmark_training.py demo_output/vqa --shapes cpu
     python tools/benchmarks/benchmark_training.py out/packed_8k --shapes 2b --steps 60
-    python tools/benchmarks/benchmark_training.py out/shared --shapes cpu_7b
+    python tools/benchmarks/benchmark_training.py out/vqa --modes offline --shared out/shared
 
-Writes results.json and table.md to --output. Each mode runs in a process of its own: one
-warm-up, then steps of one row each, forward, backward and optimizer. The vocabulary of the model
+Writes results.json and table.md to --output after each mode; one that fails is named, and ends no
+other. Each mode runs in a process of its own: warm-up, then steps of one row each, forward,
+backward and optimizer. On a GPU, where fused kernels are compiled at the first row and again at
+other lengths, the rows that are measured warm up, too. The vocabulary of the model
 "cpu" is folded to 1,024: after so small a decoder, an output layer for 151,936 tokens would take
 nearly all the time, and it never sees padding. In "cpu_7b" a picture's tokens take the tower as
-much of the decoder's time as in a model of 7B. Of packs that share prefixes, "offline" computes
-each once; "predicted" is then the ratio of tokens. On a CPU, seconds are processor seconds of one
-thread, so that a busy neighbour does not count.
+much of the decoder's time as in a model of 7B. Packs that share prefixes, "shared", compute each
+once; samples are branches, and "predicted" is then the ratio of tokens. On a CPU, seconds are
+processor seconds of one thread, so that a busy neighbour does not count.
 """
 
+import itertools
 import json
 import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -30,11 +34,12 @@ from training_loaders import MODES, build_loader, write_unpacked
 
 from launch.config import OptimizerConfig
 from launch.loop.loss import shift_labels
+from launch.loop.memory import device_bytes
 from launch.loop.metrics import peak_flops, row_flops
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import build_model
+from launch.model.megatron_model import build_model, model_outline
 from launch.model.prefix_trees import segment_params
 from offline_packing.runs.manifest import require_manifest
 from task_encoders.energon_samples import PackedBatch
@@ -73,6 +78,9 @@ SHAPES["cpu_7b"] = SHAPES["cpu"] | {
     "vision": {"hidden_size": 256, "depth": 1, "embed_dim": 112, "num_heads": 2}
 }
 
+#: Bytes of a weight on one device: in 16 bits with its gradient, and four numbers of AdamW's.
+BYTES_PER_WEIGHT: Final = 2 + 4 * 4
+
 #: Figures of NeMo's documentation for NeVA: Vicuna-1.5 13B, 8 GPUs, samples/s padded and packed.
 NEVA = {"NeVA, TP 8": (63.745, 89.155), "NeVA, TP 4, PP 2": (63.745, 93.840)}
 
@@ -90,6 +98,17 @@ NEVA = {"NeVA, TP 8": (63.745, 89.155), "NeVA, TP 4, PP 2": (63.745, 93.840)}
     help="Prefix of the same packs as token ids: one more mode.",
 )
 @click.option(
+    "--shared",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The same samples packed with pack.share_prefixes: one more mode.",
+)
+@click.option(
+    "--modes",
+    default=",".join(MODES),
+    show_default=True,
+    help="Which are run, with commas; others are compared with the first.",
+)
+@click.option(
     "--at-least",
     default=0.0,
     help="Fail if packs gain less than this share of what the padding that they save predicts.",
@@ -103,13 +122,21 @@ def main(
     padded_batch: int | None,
     buffer: int,
     indexed: Path | None,
+    shared: Path | None,
+    modes: str,
     at_least: float,
     output: Path,
 ) -> None:
     """Train on the samples of PACKED, a folder written by offline-packing, in each mode."""
     output.mkdir(parents=True, exist_ok=True)
-    train = [s for s in require_manifest(packed).shards if s.split == "train"]
-    samples, packs = (sum(getattr(shard, name) for shard in train) for name in ("samples", "packs"))
+    check_fit(shapes)
+    samples, packs = count_train(packed)
+    fewest = min(packs, count_train(shared or packed)[1])
+    if steps is not None and fewest <= steps:
+        raise click.ClickException(
+            f"{steps} steps and a warm-up take {steps + 1} packs > the {fewest} that there are; "
+            "pack more samples, or set --steps"
+        )
     with tempfile.TemporaryDirectory() as folder:
         write_unpacked(packed, Path(folder))
         loader_options = {
@@ -120,20 +147,54 @@ def main(
             "buffer_size": buffer,
             "indexed": indexed,
         }
-        results = {}
-        for mode in [*MODES, *(["indexed"] if indexed else [])]:
+        results, failed = dict[str, Any](), list[str]()
+        more = {"indexed": indexed, "shared": shared}
+        for mode in [*modes.split(","), *(name for name, folder in more.items() if folder)]:
+            options = loader_options
+            if mode == "shared":
+                options = loader_options | {"packed": shared}
             # Unlike a Pool's, its processes may have children: the loader's.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                results[mode] = pool.submit(run_mode, mode, shapes, steps, loader_options).result()
+                future = pool.submit(run_mode, mode, shapes, steps, options)
+                if error := future.exception():  # other modes are measured all the same
+                    click.echo(f"{mode}: {type(error).__name__}: {error}", err=True)
+                    failed.append(mode)
+                    continue
+                results[mode] = future.result()
             click.echo(f"{mode}: {results[mode]['summary']['samples_per_second']:.2f} samples/s")
-    (output / "results.json").write_text(json.dumps(results))
-    summaries = {mode: result["summary"] for mode, result in results.items()}
-    table = render_table(summaries)
-    (output / "table.md").write_text(table)
-    click.echo(f"\n{table}\nwritten to {output}")
-    gain, predicted = gains(summaries)["offline"]
-    if gain < at_least * predicted:
-        raise click.ClickException(f"packs gain {gain:.2f}, {predicted:.2f} were predicted")
+            (output / "results.json").write_text(json.dumps(results))
+            summaries = {mode: result["summary"] for mode, result in results.items()}
+            (output / "table.md").write_text(render_table(summaries))
+    if failed:
+        raise click.ClickException(f"{', '.join(failed)} failed")
+    click.echo(f"\n{render_table(summaries)}\nwritten to {output}")
+    for mode in {"offline"} & summaries.keys():
+        gain, predicted = gains(summaries)[mode]
+        if gain < at_least * predicted:
+            raise click.ClickException(f"packs gain {gain:.2f}, {predicted:.2f} were predicted")
+
+
+def count_train(packed: Path) -> tuple[int, int]:
+    """Samples and packs of a folder's train split."""
+    train = [shard for shard in require_manifest(packed).shards if shard.split == "train"]
+    return sum(shard.samples for shard in train), sum(shard.packs for shard in train)
+
+
+def check_fit(shapes: str) -> None:
+    """Raise ClickException, before weights are made, where a model and its optimizer do not fit."""
+    if shapes.startswith("cpu"):
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException(f"shapes {shapes!r} need a CUDA device; here are none: take cpu")
+    needed = BYTES_PER_WEIGHT * sum(
+        weight.numel() for weight in model_outline(ModelConfig(**SHAPES[shapes])).parameters()
+    )
+    available = device_bytes(torch.device("cuda"))
+    if available is not None and needed > available:
+        raise click.ClickException(
+            f"shapes {shapes!r} need {needed / 2**30:.1f} GiB for weights and optimizer > "
+            f"{available / 2**30:.1f} GiB of {torch.cuda.get_device_name()}; take smaller ones"
+        )
 
 
 def run_mode(
@@ -143,7 +204,8 @@ def run_mode(
     device = initialize_parallel()
     torch.set_num_threads(1)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
-    model = build_model(ModelConfig(**SHAPES[shapes]), device=device).train()
+    trees = mode == "shared" or require_manifest(loader_options["packed"]).version == 2
+    model = build_model(ModelConfig(**SHAPES[shapes]), device=device, trees=trees).train()
     sizes = model.hf_config.text_config, model.hf_config.vision_config
     cost = cost_of_sizes(shapes, *(part.to_dict() for part in sizes))
     is_folded = shapes.startswith("cpu")
@@ -158,14 +220,21 @@ def run_mode(
         group=torch.distributed.group.WORLD,
     )
     is_cuda = device.type == "cuda"
+    train = partial(train_row, model, optimizer, device=device, folded=is_folded)
+    lengths = set[int]()
+    warm_up = build_loader(mode, **loader_options) if is_cuda else ()  # a CPU compiles nothing
+    for batch in itertools.islice(warm_up, max_steps and max_steps + 1):
+        if batch.tokens.shape[1] not in lengths:
+            lengths.add(batch.tokens.shape[1])
+            train(batch)
     batches = iter(build_loader(mode, **loader_options))
-    train_row(model, optimizer, next(batches), device, folded=is_folded)  # warm-up
+    train(next(batches))
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     steps = []
     for wait, batch in timed(batches, clock):
         counted, started = count_step(batch, cost), clock()
-        train_row(model, optimizer, batch, device, folded=is_folded)
+        train(batch)
         steps.append(counted | {"wait": wait, "seconds": wait + clock() - started})
         if len(steps) == max_steps:
             break
@@ -187,7 +256,7 @@ def timed(
 
 
 def train_row(
-    model: Any, optimizer: ShardedAdamW, batch: PackedBatch, device: torch.device, *, folded: bool
+    model: Any, optimizer: ShardedAdamW, batch: PackedBatch, *, device: torch.device, folded: bool
 ) -> None:
     """One step on one row."""
     tokens, labels = batch.tokens, shift_labels(batch.labels)
@@ -254,9 +323,9 @@ def summarize(steps: Sequence[Mapping[str, float]], peak_flops: float | None) ->
 
 
 def gains(summaries: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-    """Samples per second of each mode as a multiple of the padded run's, and the multiple that the
-    saved padding alone would give."""
-    base = summaries["padded"]
+    """Samples per second of each mode as a multiple of the first's, and the multiple that the saved
+    positions alone would give."""
+    base = next(iter(summaries.values()))
     return {
         mode: (
             figures["samples_per_second"] / base["samples_per_second"],
@@ -267,11 +336,12 @@ def gains(summaries: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float
 
 
 def render_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
-    """A Markdown table, one row per mode; speeds also as a multiple of the padded run's. Last,
-    what NeVA's documentation reports."""
+    """A Markdown table, one row per mode; speeds also as a multiple of the first's. Last, after a
+    padded one, what NeVA's documentation reports."""
     found = gains(summaries)
+    first = next(iter(summaries))
     lines = [
-        "| run | samples/s | × padded | predicted | tokens/s | padding | step p50 | p95/p50 | "
+        f"| run | samples/s | × {first} | predicted | tokens/s | padding | step p50 | p95/p50 | "
         "data wait | memory | MFU |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -284,7 +354,7 @@ def render_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
             f"{figures['step_p50']:.3f} s | {figures['step_spread']:.2f} | "
             f"{figures['data_wait']:.1%} | {figures['memory_gib']:.2f} GiB | {mfu} |"
         )
-    for name, (padded, packed) in NEVA.items():
+    for name, (padded, packed) in NEVA.items() if first == "padded" else ():
         lines.append(f"| {name} | {packed:.2f} | {packed / padded:.2f} |{' – |' * 8}")
     return "\n".join(lines) + "\n"
 

@@ -2,9 +2,11 @@
 
     python tools/benchmarks/llava_like.py out/llava --samples 400
     python examples/neva/preprocess_dataset.py --data_path=out/llava/llava.json …
+    python tools/benchmarks/llava_like.py out/vqa --samples 400 --questions 5 --side 448
 
 One to four rounds of words; texts are log-normal, with some 200 tokens in the middle and 900 in one
-of a hundred. Images are squares of noise: only their size decides the tokens.
+of a hundred. Images are squares of noise: only their size decides the tokens. With --questions,
+samples are single questions with answers of a few words, that many on each image.
 """
 
 import io
@@ -23,21 +25,31 @@ _WORDS: Final = "red green blue circle square above below left right of the a pi
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--samples", default=400, show_default=True)
 @click.option("--side", default=336, show_default=True, help="Of the images, in pixels.")
+@click.option("--questions", default=0, help="Samples per image, each one short question.")
 @click.option("--seed", default=0, show_default=True)
-def main(folder: Path, samples: int, side: int, seed: int) -> None:
+def main(folder: Path, samples: int, side: int, questions: int, seed: int) -> None:
     """Write FOLDER/llava.json and FOLDER/images."""
     rng = np.random.default_rng(seed)
     images = folder / "images"
     images.mkdir(parents=True)
     records = []
     for i in range(samples):
-        coarse = rng.integers(0, 256, (side // 16, side // 16, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(coarse).resize((side, side)).save(buffer, "JPEG", quality=90)
-        (images / f"{i:06d}.jpg").write_bytes(buffer.getvalue())
-        records.append({"id": str(i), "image": f"{i:06d}.jpg", "conversations": _rounds(rng)})
+        name = f"{i // max(questions, 1):06d}.jpg"
+        if not (images / name).exists():
+            coarse = rng.integers(0, 256, (side // 16, side // 16, 3), dtype=np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(coarse).resize((side, side)).save(buffer, "JPEG", quality=90)
+            (images / name).write_bytes(buffer.getvalue())
+        turns = _question(rng) if questions else _rounds(rng)
+        records.append({"id": str(i), "image": name, "conversations": turns})
     (folder / "llava.json").write_text(json.dumps(records))
     click.echo(f"wrote {samples:,} samples to {folder}")
+
+
+def _question(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Messages of a question of 5 to 11 words about an image, answered in 1 to 3."""
+    question, answer = (" ".join(rng.choice(_WORDS, rng.integers(*n))) for n in ((5, 12), (1, 4)))
+    return [{"from": "human", "value": f"<image>\n{question}?"}, {"from": "gpt", "value": answer}]
 
 
 def _rounds(rng: np.random.Generator) -> list[dict[str, Any]]:

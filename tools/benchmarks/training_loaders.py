@@ -155,7 +155,8 @@ def build_loader(
     buffer_size: int,
     indexed: Path | None = None,
 ) -> Iterable[PackedBatch]:
-    """One pass over the samples in a mode of MODES, or over packs as token ids (`indexed`)."""
+    """One pass over the samples in a mode of MODES, over packs that share prefixes ("shared"), or
+    over packs as token ids ("indexed")."""
     manifest = require_manifest(packed)
     model = model_options(**manifest.config["model"])
     options: dict[str, Any] = {"model": model}
@@ -167,7 +168,7 @@ def build_loader(
         packs = PackedFolder(indexed, PackedTaskEncoder(**options))
         return ScheduledLoader(packs, InTurn.of(packs, repeat=False), 0, num_workers=num_workers)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
-    if mode == "offline":
+    if mode in ("offline", "shared"):
         reader = PackedTaskEncoder(**options, trees=manifest.version == 2)
         dataset = get_packed_train_dataset(
             packed, reader, worker_config=worker_config, repeat=False

@@ -17,7 +17,7 @@ from launch.model.packed_attention import (
     PackedCoreAttention,
     _sdpa,
     is_importable,
-    register_vision_attention,
+    register_attention,
     select_backend,
     varlen_attention,
 )
@@ -235,7 +235,7 @@ def test_the_vision_tower_gets_the_whole_row_with_its_boundaries(
 
     sdpa = KERNELS["sdpa"]
     monkeypatch.setattr("launch.model.packed_attention.KERNELS", {"sdpa": counted})
-    tower.config._attn_implementation = register_vision_attention()
+    tower.config._attn_implementation = register_attention()
     found = tower(patches, grid_thw=grids).pooler_output
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert calls == [[0, 24, 28, 60]] * config.depth

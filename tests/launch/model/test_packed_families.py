@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from launch.model.segments import isolate_segments
+from launch.model.packed_attention import use_varlen_attention
+from launch.model.segments import isolate_segments, why_no_flash
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
@@ -25,6 +27,7 @@ from tests.helpers.tiny_families import (
     save_tokenizer,
     tiny_model,
 )
+from tests.helpers.varlen import CpuVarlen
 
 CASES = [(family, "") for family in (*QWEN, "llava_1_5", "glm4v", "glm46v", "gemma4", "mistral3")]
 CASES += [("qwen3_5", "experts"), ("llava_1_5", "plain"), ("glm4v", "experts")]
@@ -105,7 +108,7 @@ def test_every_family_is_compared() -> None:
     assert {family for family, _ in CASES} == FAMILIES.keys()
 
 
-def test_packed_equals_alone(case: Case) -> None:
+def test_packed_equals_alone(case: Case, varlen: CpuVarlen) -> None:
     name = case.model.config.model_type
     is_recurrent, sees_images = name.startswith("qwen3_5"), name.startswith("gemma4")
     if is_recurrent or sees_images:
@@ -120,15 +123,23 @@ def test_packed_equals_alone(case: Case) -> None:
     if is_recurrent or sees_images:
         assert (leaking - expected).abs().max() > 0.1
 
-    loss, gradients = case.gradients(case.packed())
     expected_loss, expected_gradients = case.gradients(*alone)
-    assert loss == pytest.approx(expected_loss, abs=1e-5)
-    assert gradients.keys() == expected_gradients.keys()
-    assert len(gradients) > 40
-    for name, gradient in expected_gradients.items():
-        # That of a key's bias is 0 but for rounding: softmax does not see it.
-        limit = 1e-4 * gradient.norm() + 1e-8
-        assert (gradients[name] - gradient).norm() < limit, name
+    assert len(expected_gradients) > 40
+    has_varlen = isinstance(case.model, PreTrainedModel) and not why_no_flash(case.model.config)
+    for attention in ("sdpa", "torch_varlen")[: 1 + has_varlen]:
+        if attention == "torch_varlen":
+            use_varlen_attention(case.model)
+        loss, gradients = case.gradients(case.packed())
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in expected_gradients.items():
+            # That of a key's bias is 0 but for rounding: softmax does not see it.
+            limit = 1e-4 * gradient.norm() + 1e-8
+            assert (gradients[name] - gradient).norm() < limit, (attention, name)
+    text = case.model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full"] * text.num_hidden_layers
+    num_layers = has_varlen * sum("linear" not in kind for kind in kinds)
+    assert sum(later == 0 for *_, (_, later), _ in varlen.calls) == num_layers
 
 
 @pytest.mark.parametrize("family", ["glm4v", "glm46v"])

@@ -35,6 +35,7 @@ from tests.helpers.tiny_checkpoints import (
     transformers_model,
 )
 from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
+from tests.helpers.varlen import CpuVarlen
 
 
 def boundaries(lengths: Sequence[int]) -> torch.Tensor:
@@ -77,9 +78,11 @@ def test_branches_follow_their_trunk(parents: list[int]) -> None:
         )
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-def test_gathered_keys_are_gathered_again(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not kept for the backward pass, but for copies that a kernel makes of fewer groups."""
+@pytest.mark.parametrize(("backend", "groups"), [("sdpa", 4), ("sdpa", 2), ("torch_varlen", 2)])
+def test_gathered_keys_are_gathered_again(
+    backend: str, groups: int, varlen: CpuVarlen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not kept for the backward pass, but for copies that torch's own makes of fewer groups."""
     lengths, parents = [64, *[4] * 32], torch.tensor([-1, *[0] * 32])
     padding = torch.zeros(sum(lengths), dtype=torch.bool)
     trees = row_trees(params_of(lengths), parents, padding)
@@ -98,7 +101,7 @@ def test_gathered_keys_are_gathered_again(groups: int, monkeypatch: pytest.Monke
             max_seqlen_kv=trees.max_seqlen_kv,
             scale=0.3,
             causal=True,
-            backend="sdpa",
+            backend=backend,
         )
 
     kept = list[Any]()
@@ -117,7 +120,10 @@ def test_gathered_keys_are_gathered_again(groups: int, monkeypatch: pytest.Monke
         copies = {one.untyped_storage().data_ptr() for one in gathered}
     tensors = [one for one in kept if isinstance(one, torch.Tensor)]
     assert not copies & {one.untyped_storage().data_ptr() for one in tensors}
-    assert len(tensors) < len(kept) or groups < 4
+    assert len(tensors) < len(kept) or (backend == "sdpa" and groups < 4)
+    assert [call[:3] for call in varlen.calls] == [(4, 2, (-1, 0))] * len(varlen.calls)
+    if backend == "torch_varlen":
+        assert {one.untyped_storage().nbytes() for one in tensors} == {leaves[0].nbytes}
     kept.clear()
     around = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     with around, trees.gather_keys(*leaves[1:]) as gathered:
