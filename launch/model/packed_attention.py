@@ -65,7 +65,7 @@ def _torch_varlen(
 
     # The kernel takes grouped keys; from 2.13 torch refuses them unless they are announced.
     has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options = {"enable_gqa": query.shape[1] != key.shape[1]} if has_option else {}
+    options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if has_option else {}
     out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, **options)
     assert isinstance(out, Tensor)  # a pair only where return_aux asks for it
     return out

@@ -222,7 +222,7 @@ def make_model(
     """transformers' model, on the CPU, or peft's around it; as an outline, without memory."""
     is_random = config.checkpoint is None
     sizes = config.random_config(**packs) if is_random else config.build_transformers_config()
-    attention = config.attention
+    attention: str = config.attention
     if attention == "auto":  # the fastest kernel that can compute the model's attention
         is_possible = device.type == "cuda" and dtype != torch.float32 and not why_no_flash(sizes)
         flash = "flash_attention_2" if is_importable("flash_attn") else "torch_varlen"
