@@ -129,7 +129,7 @@ class BatchConfig(_Config):
         if samples is not None and packs is not None:
             raise ValueError(
                 f"global_batch_size {samples} (samples) and global_batch_packs {packs} are both "
-                "set; add batch.global_batch_size=null to count packs, or leave out the other"
+                "set; leave out one of them"
             )
         if samples is None and packs is None:
             raise ValueError("set one of global_batch_size (samples) and global_batch_packs")
@@ -292,4 +292,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig
     Raises:
         ConfigError: the file cannot be read or parsed, or a field is unknown or has a bad value.
     """
-    return read_config(LaunchConfig, path, overrides)
+    return read_config(LaunchConfig, path, with_one_batch_size(overrides))
+
+
+def with_one_batch_size(overrides: Sequence[str]) -> list[str]:
+    """Have a batch size among the overrides replace the file's, in samples or in packs."""
+    given = {name: text for name, _, text in (one.partition("=") for one in overrides)}
+    sizes = [f"batch.{name}" for name in BatchConfig.model_fields]
+    is_given = any(given.get(name, "null") != "null" for name in sizes)
+    return [*(f"{name}=null" for name in sizes if is_given and name not in given), *overrides]

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     if remark := lonely_nodes(options):
         logging.getLogger("launch").warning(remark)
     with failing_in_one_line(debug=parsed["debug"]):
-        _check(load(parsed["config"], parsed["overrides"]))
+        rest = [*rest, *_check(load(parsed["config"], parsed["overrides"]), parsed["overrides"])]
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -89,14 +89,20 @@ _SCRIPTS: Final = {
 }
 
 
-def _check(config: LaunchConfig) -> None:
-    """Check the run's settings before any rank starts."""
-    from launch.data.packed_data import check_room, check_validation, largest_of, read_packed_data
+def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
+    """Check the run's settings before any rank starts. Returns further overrides for the ranks."""
+    from launch.data.packed_data import (
+        check_room,
+        check_validation,
+        largest_of,
+        read_packed_data,
+        settle_validation,
+    )
     from task_encoders.settings import PackingSettings, PackingSettingsError
 
     settings = PackingSettings.from_env()
     if config.data.online is not None:
-        return
+        return []
     paths = config.data.paths
     tasks = largest_of(paths, [read_packed_data(path) for path in paths]).tasks
     for task in tasks:
@@ -108,8 +114,10 @@ def _check(config: LaunchConfig) -> None:
             raise PackingSettingsError(f"{error}{remedy}") from error
     for path in paths:
         check_room(path, config.parallel.context)
-        if config.validation.every:
-            check_validation(path)
+    settled = settle_validation(config, overrides)
+    for path in paths if settled.validation.every else ():
+        check_validation(path)
+    return [] if settled is config else ["validation={}"]
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ def cli(
     start_logging()
     with failing_in_one_line(debug=debug):
         from launch.config import load_config
+        from launch.data.packed_data import settle_validation
 
-        loaded = load_config(config, overrides)
+        loaded = settle_validation(load_config(config, overrides), overrides)
         order_kernels(loaded)
         from launch.loop.setup import run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from pydantic import model_validator
 
-from launch.config import LaunchConfig
+from launch.config import LaunchConfig, with_one_batch_size
 from launch.model.config import TransformersModelConfig
 from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, failing_in_one_line, start_logging
 from offline_packing.storage.yaml_file import read_config
@@ -37,7 +37,7 @@ class TransformersConfig(LaunchConfig):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TransformersConfig:
     """Same as `launch.config.load_config`."""
-    return read_config(TransformersConfig, path, overrides)
+    return read_config(TransformersConfig, path, with_one_batch_size(overrides))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,7 +56,10 @@ def main(
     """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
     start_logging()
     with failing_in_one_line(debug=debug):
+        from launch.data.packed_data import settle_validation
+
         loaded = load_config(config, (*(["model.lora={}"] if lora else []), *overrides))
+        loaded = settle_validation(loaded, overrides)
         from launch.loop.setup import run
 
         sys.exit(run(loaded, accept_mismatch))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launch.config import LaunchConfig, ValidationConfig
 from offline_packing.errors import StageError
 from offline_packing.online.ranks.pack_costs import longest_pack
 from offline_packing.storage.files import hash_bytes
@@ -177,22 +178,38 @@ def check_room(path: str | Path, context_parallel: int) -> None:
             )
 
 
+def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchConfig:
+    """Turn off validation that a file asks for, and no override does, where packs have no val
+    split."""
+    if not config.validation.every or any(one.startswith("validation") for one in overrides):
+        return config
+    for path in config.data.paths:
+        if not _has_validation(path):
+            logger.warning(
+                "validation is off: %s has no packs in its val split (output.split)", path
+            )
+            return config.model_copy(update={"validation": ValidationConfig()})
+    return config
+
+
+def _has_validation(path: str | Path) -> bool:
+    """Whether there are packs in the val split."""
+    folder = path_of(path)
+    if folder.is_dir():
+        return any(shard.split == "val" for shard in _read_manifest(folder).shards)
+    return bool(_shards_of_blend(path, "val"))
+
+
 def check_validation(path: str | Path) -> None:
     """Check that there are packs to validate on, and warn if they are also trained on.
 
     Raises:
         StageError: there are no packs in the val split.
     """
-    folder = path_of(path)
-    if folder.is_dir():
-        manifest = _read_manifest(folder)
-        found = any(shard.split == "val" for shard in manifest.shards)
-        shared: set[tuple[str, str]] = set()
-    else:
-        val = _shards_of_blend(path, "val")
-        shared = val & _shards_of_blend(path, "train")
-        found = bool(val)
-    if not found:
+    shared = set[tuple[str, str]]()
+    if not path_of(path).is_dir():
+        shared = _shards_of_blend(path, "val") & _shards_of_blend(path, "train")
+    if not _has_validation(path):
         raise StageError(
             f"{path} has no packs in its val split; set validation.every=0, or pack with "
             "output.split={train: 0.99, val: 0.01}"

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launch import train_transformers
 from launch.config import load_config
 from offline_packing.errors import ConfigError
 
@@ -56,7 +58,6 @@ def test_overrides_are_yaml(file: Path) -> None:
         ),
         ("optimizer.eps=1", "eps=1: input should be less than or equal to 0.001"),
         ("output.path=out/../out/packed", "is data.path, the folder of the packs; give the run"),
-        ("batch.global_batch_packs=8", "packs 8 are both set; add batch.global_batch_size=null"),
         ("model.preset=13b", "choose one of: tiny, 2b, 7b"),
         ("model.family=qwen3_5", "use python -m launch.train_transformers"),
         ("model.family=llava_onevision_1_5", "; train it with its own code, on batches as"),
@@ -70,6 +71,32 @@ def test_a_bad_value_is_named_with_its_remedy(override: str, message: str, file:
         load_config(file, [override])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stored", "overrides", "samples", "packs"),
+    [
+        ("size", ["packs=8"], None, 8),
+        ("packs", ["size=8"], 8, None),
+        ("size", ["size=8"], 8, None),
+        ("size", ["size=null", "packs=8"], None, 8),
+        ("size", ["packs=null"], 64, None),
+        ("size", ["packs=8", "size=8"], "both set; leave out one", None),
+        ("packs", ["packs=null"], "set one of", None),
+    ],
+)
+@pytest.mark.parametrize("load", [load_config, train_transformers.load_config])
+def test_a_batch_size_of_the_command_replaces_the_files(
+    load: Any, stored: str, overrides: list[str], samples: Any, packs: Any, file: Path
+) -> None:
+    file.write_text(MINIMAL.replace("batch_size", f"batch_{stored}"))
+    given = [f"batch.global_batch_{one}" for one in overrides]
+    if isinstance(samples, str):
+        with pytest.raises(ConfigError, match=samples):
+            load(file, given)
+        return
+    batch = load(file, given).batch
+    assert (batch.global_batch_size, batch.global_batch_packs) == (samples, packs)
 
 
 def test_samples_without_boundaries_cannot_weigh_the_same(file: Path) -> None:

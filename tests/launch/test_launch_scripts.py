@@ -305,9 +305,14 @@ def test_from_init_to_a_trained_model(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "hf_1").is_dir()
 
 
-def test_packs_without_a_val_split_are_refused_before_a_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_packs_without_a_val_split(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Validation that the file asks for is off; what the command asks for is refused before a rank
+    starts."""
     monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
     source = {"format": "pairs", "path": str(captioning_pairs(tmp_path / "data", 8))}
     pack_all(make_run({**source, "task": "captioning"}, tmp_path / "packed"))
@@ -318,9 +323,21 @@ def test_packs_without_a_val_split_are_refused_before_a_rank_starts(
         f"data.path={tmp_path / 'packed'}",
     ]
     with pytest.raises(SystemExit) as end:
-        main(arguments)
+        main([*arguments, "validation.every=500"])
     assert end.value.code == 1
     assert "has no packs in its val split; set validation.every=0" in capsys.readouterr().err
+    started: list[str] = []
+    monkeypatch.setattr(torchrun, "main", started.extend)
+    assert main(arguments) == 0
+    given = started[started.index("launch.train") + 1 :]
+    assert f"validation is off: {tmp_path / 'packed'} has no packs in its val" in caplog.text
+    caplog.clear()
+    result = CliRunner().invoke(cli, [*given, f"output.path={tmp_path / 'out'}", *SMALL[:-1]])
+    assert result.exit_code == 0, result.output
+    assert "validation" not in caplog.text
+    again = CliRunner().invoke(cli, [*arguments[2:], f"output.path={tmp_path / 'b'}", *SMALL[:-1]])
+    assert again.exit_code == 0, again.output
+    assert caplog.text.count("validation is off") == 1
 
 
 def test_a_family_without_a_built_in_processor_is_trained_and_exported(
