@@ -58,7 +58,9 @@ def main(
     with failing_in_one_line(debug=debug):
         from launch.data.packed_data import settle_validation
 
-        loaded = load_config(config, (*(["model.lora={}"] if lora else []), *overrides))
+        loaded: LaunchConfig = load_config(
+            config, (*(["model.lora={}"] if lora else []), *overrides)
+        )
         loaded = settle_validation(loaded, overrides)
         from launch.loop.setup import run
 
