@@ -1,7 +1,6 @@
 """`init`: a first configuration for data that were recognised, with comments, and the proof that it
 runs: some records measured with it."""
 
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -9,7 +8,7 @@ from typing import Any, Final
 import yaml
 
 from offline_packing.config.packing import PackingConfig
-from offline_packing.measure.measure_part import MeasureTask, Measuring
+from offline_packing.measure.measure import measure_first
 from offline_packing.report.preview_text import first_words
 from offline_packing.sources import open_source
 from offline_packing.sources.recognise import MANY, Example, Recognised
@@ -69,11 +68,7 @@ def measure_some(config: PackingConfig) -> tuple[int, dict[str, tuple[int, str]]
     """Measure the first records of a configuration's source, and write nothing: the number of those
     that can be packed; and by reason the number of others, and a detail. Raises StageError as
     `measure`."""
-    source = open_source(config.source[0])
-    parts = source.unread_parts()
-    records = itertools.chain.from_iterable(map(source.records, parts))
-    task = MeasureTask(0, source, 0, parts[0], config.model, Path(), Path())
-    rows = [*Measuring(task).rows(enumerate(itertools.islice(records, _MEASURED)))]
+    rows = measure_first(open_source(config.source[0]), config.model, _MEASURED)
     refused = [(row["reason"], row["detail"]) for row in rows if "reason" in row]
     counts, details = Counter(reason for reason, _ in refused), dict(reversed(refused))
     found = {reason: (count, details[reason]) for reason, count in counts.items()}

@@ -265,6 +265,7 @@ def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> Non
 @verb("run", params=[_DEEP])
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
+    from offline_packing.measure.measure import estimate_run
     from offline_packing.verify.verify import check_deep
 
     if deep:
@@ -279,6 +280,8 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     )
     for step, needed, options in steps:
         if dry_run and needed is not None and not needed.exists():
+            if step is plan_verb:
+                echo(estimate_run(run))
             echo(f"the later stages depend on {needed}, which does not exist yet")
             return
         _do(step, run, dry_run, options)

@@ -4,16 +4,18 @@ A task is a part of a source, see measure_part.py; a killed run resumes after it
 finished part.
 """
 
+import itertools
 import logging
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -40,6 +42,7 @@ from offline_packing.measure.identity import (
 from offline_packing.measure.measure_part import (
     Cutting,
     MeasureTask,
+    Measuring,
     find_unreadable,
     measure_part,
     read_result,
@@ -57,7 +60,7 @@ from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import accept, is_repairing, refused, set_apart
 from offline_packing.runs.run import Fingerprint, Run, Workspace, open_encoder, open_sources
 from offline_packing.runs.tasks import check_all_done, done, run_tasks, unfinished
-from offline_packing.sources import Scan, Source
+from offline_packing.sources import Locator, Scan, Source
 from offline_packing.sources.reading.contents import nothing_found
 from offline_packing.storage.files import (
     hash_file,
@@ -71,12 +74,16 @@ from offline_packing.storage.files import (
     to_json,
     write_atomically,
 )
+from offline_packing.storage.tars import member_size
+from task_encoders.families import ModelOptions
 from task_encoders.settings import explain_hash
 
 logger = logging.getLogger(__name__)
 
 #: Parts beyond this are slow on shared file systems.
 MANY_PARTS: Final = 50_000
+#: Records that a dry run measures.
+_PREVIEWED: Final = 200
 _MARKER: Final = attrgetter("index_path")
 _TABLES: Final = attrgetter("index_path", "set_aside_path")
 
@@ -278,6 +285,41 @@ def _count_copies(samples: Index) -> tuple[int, str]:
     firsts = first_of_equal(hashes[several])
     copies = others[several[firsts != np.arange(len(several))]]
     return len(copies), name_samples(samples, copies[:1])["key"][0].as_py() if len(copies) else ""
+
+
+def measure_first(source: Source, model: ModelOptions, count: int) -> list[Any]:
+    """Measure a source's first records, and write nothing: rows of the index or of the set-aside
+    table. Raises StageError as `measure`."""
+    parts = source.unread_parts()
+    records = itertools.chain.from_iterable(map(source.records, parts))
+    task = MeasureTask(0, source, 0, parts[0], model, Path(), Path())
+    return [*Measuring(task).rows(enumerate(itertools.islice(records, count)))]
+
+
+def estimate_run(run: Run) -> str:
+    """Estimate time and disk of a run from the first records of each source: they are measured, and
+    their media read, as writing and verifying read them once each. Writes nothing."""
+    lines, copies = [], LAYOUTS[run.config.output.layout].COPIES_MEDIA
+    open_encoder(run.config.model)  # takes seconds, once
+    for source in open_sources(run.config):
+        if source.options.index is not None or not (parts := source.unread_parts()):
+            continue
+        start = time.monotonic()
+        rows = measure_first(source, run.config.model, _PREVIEWED)
+        measured, held = time.monotonic(), 0
+        for row in rows:
+            media = [source.read_media(Locator(*one[:-1])) for one in row.get("media", ())]
+            held += row["json"].size if "json" in row else 0
+            held += sum(member_size(len(one)) for one in media) * copies
+        took = measured - start + 2 * (time.monotonic() - measured)
+        counts = [None if source.options.outputs_skipped else part.num_records for part in parts]
+        total = 1000 if None in counts else sum(filter(None, counts))
+        share, workers = total / max(len(rows), 1), max(run.engine.workers, 1)
+        lines.append(
+            f"{source.path}: {total:,} records take about {took * share / workers:,.0f} s with "
+            f"{workers} workers, and {held * share:,.0f} bytes of disk, as the first {len(rows)} do"
+        )
+    return "\n".join(lines)
 
 
 def preview_measure(run: Run) -> str:

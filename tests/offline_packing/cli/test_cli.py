@@ -66,6 +66,8 @@ def test_verbs_that_only_look_offer_nothing_that_writes(name: str) -> None:
 def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
     result = invoke("run", config, "--dry-run")
     assert "would measure 20 records" in result.stdout
+    told = r"20 records take about \d+ s with 1 workers, and ([\d,]+) bytes .*the first 20 do"
+    estimated = int(re.findall(told, result.stdout)[0].replace(",", ""))
     assert not (tmp_path / "out").exists()
     invoke("measure", config)
     assert "packing factor" in invoke("plan", config, "--dry-run").stdout
@@ -75,6 +77,8 @@ def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.tar"))
     invoke("write", config)
     assert "would check 20 samples" in invoke("verify", config, "--dry-run").stdout
+    shards = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
+    assert estimated == pytest.approx(shards, rel=0.5)
 
 
 def test_a_complete_output_of_two_epochs(config: Path, tmp_path: Path) -> None:
