@@ -1,11 +1,15 @@
 """The three forms in which benchmark_training.py gives the same samples to a model."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from task_encoders.energon_samples import PackedBatch
-from tests.helpers.tools import benchmark
+from tests.helpers.datasets import make_run, pack_all
+from tests.helpers.prefix_packs import questions
+from tests.helpers.tools import benchmark, run_benchmark
 
 
 def test_all_forms_hold_the_same_samples(folder: Path, tmp_path: Path) -> None:
@@ -40,3 +44,46 @@ def test_the_table_compares_with_padding() -> None:
     assert "| offline | 4.00 | 2.00 | 2.00 |" in table
     assert "| NeVA, TP 8 | 89.16 | 1.40 |" in table
     assert "| NeVA, TP 4, PP 2 | 93.84 | 1.47 |" in table
+
+
+def test_what_cannot_be_measured_is_refused_before_weights_are_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*options: str) -> str:
+        result = run_benchmark("benchmark_training", folder, *options)
+        assert result.exit_code == 1
+        return result.output
+
+    assert "1000 steps and a warm-up take 1001 packs >" in refused("--steps", "1000")
+    assert "shapes '7b' need a CUDA device" in refused("--shapes", "7b")
+    report = benchmark("benchmark_training")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(report, "device_bytes", lambda _: 80 * 2**30)
+    assert "139.0 GiB for weights and optimizer > 80.0 GiB" in refused("--shapes", "7b")
+    report.check_fit("2b")
+
+
+def test_branches_are_samples(tmp_path: Path) -> None:
+    source = {"format": "pairs", "path": str(questions(tmp_path / "source")), "task": "bmr"}
+    for name, more in (("plain", {}), ("shared", {"share_prefixes": {}})):
+        pack_all(make_run(source, tmp_path / name, pack={"seq_length": 1024} | more))
+    options = [
+        "--modes",
+        "offline",
+        "--shared",
+        tmp_path / "shared",
+        "--steps",
+        "1",
+        "--output",
+        tmp_path,
+    ]
+    result = run_benchmark("benchmark_training", tmp_path / "plain", *options)
+    assert result.exit_code == 0, result.output
+    found = {
+        mode: one["steps"]
+        for mode, one in json.loads((tmp_path / "results.json").read_text()).items()
+    }
+    assert found.keys() == {"offline", "shared"}
+    assert found["shared"][0]["samples"] > 1
+    assert "| run | samples/s | × offline |" in result.output
