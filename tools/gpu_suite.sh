@@ -23,13 +23,14 @@ OUT=${OUT:-out/gpu_suite}
 WORK=${WORK:-$OUT.work}
 WHEELS=${WHEELS:-.whl}
 DEADLINE=${DEADLINE:-280}
+PATIENCE=1 # times a part's own limit
 mkdir -p "$OUT" "$WORK"
 exec > >(tee -a "$OUT/log.txt") 2>&1
 
 say() { echo "== ${SECONDS} s: $*"; }
 # run AT_MOST NAME COMMAND...: with what is left of the time, and its status said.
 run() {
-    local left=$((DEADLINE - SECONDS)) limit=$1 name=$2 status=0
+    local left=$((DEADLINE - SECONDS)) limit=$((PATIENCE * $1)) name=$2 status=0
     shift 2
     if ((left < 5)); then say "$name skipped: $left s left of $DEADLINE"; return 1; fi
     timeout -k 5 $((left < limit ? left : limit)) "$@" || status=$?
@@ -50,7 +51,7 @@ if [[ $("$PYTHON" -c 'import torch; print(torch.cuda.is_available())') == True ]
     SHAPES=${SHAPES:-2b} PRESET=2b SEQ_LENGTH=${SEQ_LENGTH:-8192} STEPS=${STEPS:-20} WORKERS=4
 else
     say "no CUDA device: sizes for a CPU, whose figures say nothing about a GPU"
-    SHAPES=${SHAPES:-cpu} PRESET=tiny SEQ_LENGTH=${SEQ_LENGTH:-1024} STEPS=${STEPS:-2} WORKERS=0
+    PATIENCE=6 SHAPES=${SHAPES:-cpu} PRESET=tiny SEQ_LENGTH=${SEQ_LENGTH:-1024} STEPS=${STEPS:-2} WORKERS=0
 fi
 # A pack of 8,192 tokens takes some 80 of the demo's samples, of which a quarter are dialogues; and
 # 30 questions about pictures of 256 tokens, or 110 of them as branches.
