@@ -49,7 +49,7 @@ def run_blocked(blocked: tuple[str, ...], *commands: list[str]) -> subprocess.Co
 def run_program(blocked: tuple[str, ...], statements: str) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(blocked=blocked, statements=statements)
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False
     )
 
 
