@@ -91,13 +91,7 @@ _SCRIPTS: Final = {
 
 def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
     """Check the run's settings before any rank starts. Returns further overrides for the ranks."""
-    from launch.data.packed_data import (
-        check_room,
-        check_validation,
-        largest_of,
-        read_packed_data,
-        settle_validation,
-    )
+    from launch.data.packed_data import check_room, largest_of, read_packed_data, settle_validation
     from task_encoders.settings import PackingSettings, PackingSettingsError
 
     settings = PackingSettings.from_env()
@@ -114,10 +108,7 @@ def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
             raise PackingSettingsError(f"{error}{remedy}") from error
     for path in paths:
         check_room(path, config.parallel.context)
-    settled = settle_validation(config, overrides)
-    for path in paths if settled.validation.every else ():
-        check_validation(path)
-    return [] if settled is config else ["validation={}"]
+    return [] if settle_validation(config, overrides) is config else ["validation={}"]
 
 
 if __name__ == "__main__":

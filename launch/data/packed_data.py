@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.config import LaunchConfig, ValidationConfig
 from offline_packing.errors import StageError
@@ -25,6 +25,8 @@ from task_encoders.packs.slots import Slots
 from task_encoders.storage.paths import check_exists, is_url, path_of
 
 logger = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=LaunchConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,26 +211,18 @@ def check_room(path: str | Path, context_parallel: int) -> None:
             )
 
 
-def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchConfig:
-    """Turn off validation that a file asks for, and no override does, where packs have no val
-    split."""
-    if not config.validation.every or any(one.startswith("validation") for one in overrides):
-        return config
-    for path in config.data.paths:
-        if not _has_validation(path):
-            logger.warning(
-                "validation is off: %s has no packs in its val split (output.split)", path
-            )
+def settle_validation(config: ConfigT, overrides: Sequence[str]) -> ConfigT:
+    """Check that there are packs to validate on. Without, validation is off, unless an override
+    asks for it: raises StageError."""
+    for path in config.data.paths if config.validation.every else ():
+        try:
+            check_validation(path)
+        except StageError as error:
+            if any(one.startswith("validation") for one in overrides):
+                raise
+            logger.warning("validation is off: %s", error)
             return config.model_copy(update={"validation": ValidationConfig()})
     return config
-
-
-def _has_validation(path: str | Path) -> bool:
-    """Whether there are packs in the val split."""
-    folder = path_of(path)
-    if folder.is_dir():
-        return any(shard.split == "val" for shard in _read_manifest(folder).shards)
-    return bool(_shards_of_blend(path, "val"))
 
 
 def check_validation(path: str | Path) -> None:
@@ -237,10 +231,16 @@ def check_validation(path: str | Path) -> None:
     Raises:
         StageError: there are no packs in the val split.
     """
-    shared = set[tuple[str, str]]()
-    if not path_of(path).is_dir():
-        shared = _shards_of_blend(path, "val") & _shards_of_blend(path, "train")
-    if not _has_validation(path):
+    folder = path_of(path)
+    if folder.is_dir():
+        manifest = _read_manifest(folder)
+        found = any(shard.split == "val" for shard in manifest.shards)
+        shared: set[tuple[str, str]] = set()
+    else:
+        val = _shards_of_blend(path, "val")
+        shared = val & _shards_of_blend(path, "train")
+        found = bool(val)
+    if not found:
         raise StageError(
             f"{path} has no packs in its val split; set validation.every=0, or pack with "
             "output.split={train: 0.99, val: 0.01}"

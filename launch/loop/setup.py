@@ -18,7 +18,7 @@ from launch.config import LaunchConfig
 from launch.data.even_rows import EvenRows
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of
+from launch.data.packed_data import PackedData, absolute, check_room, largest_of
 from launch.data.slots import check_slots
 from launch.loop.checkpoint import CheckpointFolder
 from launch.loop.memory import settle_recompute
@@ -214,11 +214,8 @@ def check_trees(config: LaunchConfig, data: PackedData) -> None:
 
 
 def check_ends(config: LaunchConfig) -> None:
-    """Check that validation and export have their packs and files. Raises StageError if not."""
-    if config.validation.every:
-        for path in config.data.paths:
-            check_validation(path)
-    elif config.validation.limit is not None:
+    """Warn of settings without effect, and of an export without files."""
+    if not config.validation.every and config.validation.limit is not None:
         logger.warning(
             "validation.limit=%d without validation.every has no effect; set both",
             config.validation.limit,

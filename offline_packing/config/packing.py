@@ -132,7 +132,7 @@ class PackingConfig(Section):
         """Whether pack.share_prefixes is off, and would be accepted."""
         try:
             self._check_prefixes()
-            PackConfig(**self.pack.model_dump(exclude={"share_prefixes"}), share_prefixes=True)
+            PackConfig(**self.pack.model_dump() | {"share_prefixes": True})
         except ValueError:
             return False
         return self.pack.share_prefixes is None

@@ -61,14 +61,13 @@ def as_tree(
             raise ValueError(
                 f"sample {own.key!r} has loss in the {shared} tokens that it shares, or the next"
             )
-
-    def size(one: EncodedSample) -> tuple[int, int]:
-        """Return the tokens of media, and their patches."""
-        grids = np.concatenate([one.image_grid_thw, one.video_grid_thw])
-        kinds = token_types(torch.from_numpy(one.tokens), media_token_ids)
-        return int(kinds.count_nonzero()), int(grids.prod(1).sum())
-
-    (tokens, patches), (own_tokens, own_patches) = size(samples[0]), size(alike[0])
+    (tokens, patches), (own_tokens, own_patches) = (
+        (
+            int(token_types(torch.from_numpy(one.tokens), media_token_ids).count_nonzero()),
+            int(one.image_grid_thw.prod(1).sum() + one.video_grid_thw.prod(1).sum()),
+        )
+        for one in (samples[0], alike[0])
+    )
     counts = len(alike[0].image_grid_thw), len(alike[0].video_grid_thw)
     if own_tokens * patches != tokens * own_patches or counts != (num_images, num_videos):
         raise ValueError(
