@@ -1,7 +1,7 @@
 """The tests of cases_of_ray_cluster.py, in a process of their own, and again where Ray gave up.
 
 On a busy machine a raylet may not answer for 30 s after its start, and `ray.init` fails, or for the
-20 s of a gRPC connection of the driver (SIGSTOP shows it), and Ray ends the driver's process with no
+20 s of a gRPC connection of the driver (SIGSTOP shows it), and Ray ends its process with no
 error to catch: a worker of pytest would die with it. No setting of Ray gives more time.
 """
 
