@@ -193,7 +193,7 @@ def settle_validation(config: LaunchConfig, overrides: Sequence[str]) -> LaunchC
 
 
 def _has_validation(path: str | Path) -> bool:
-    """Whether there are packs in the val split."""
+    """Return True if the val split holds packs."""
     folder = path_of(path)
     if folder.is_dir():
         return any(shard.split == "val" for shard in _read_manifest(folder).shards)

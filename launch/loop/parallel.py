@@ -87,7 +87,7 @@ def initialize_parallel(
 
 
 def context_group() -> dist.ProcessGroup | None:
-    """The ranks that share this rank's rows; None: it has them alone."""
+    """Return the group of ranks that share this rank's rows; None: it has them alone."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return None
     group: dist.ProcessGroup = parallel_state.get_context_parallel_group()

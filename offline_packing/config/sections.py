@@ -136,9 +136,9 @@ class PackConfig(PlanOptions, Section):
 
     @property
     def padding(self) -> int:
-        """Multiple that every sample is padded to. Ranks that share a pack cut each sample into
-        twice as many chunks; a rank's own are a multiple of `pad_multiple` (tensor ranks under
-        sequence parallelism; 16 for FP8)."""
+        """Multiple that every sample is padded to. With `context_parallel` ranks each sample is cut
+        into 2 × ranks chunks, two per rank, whose sum is a multiple of `pad_multiple` (tensor ranks
+        under sequence parallelism; 16 for FP8)."""
         ranks = self.context_parallel
         return self.pad_multiple if ranks == 1 else ranks * math.lcm(2, self.pad_multiple)
 

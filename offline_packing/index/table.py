@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,7 @@ class IndexInfo:
     #: options of each source, without the ones that change no row; and its number of parts
     sources: list[dict[str, Any]] = field(default_factory=list)
     source_parts: list[NonNegative] = field(default_factory=list)
-    version: int = INDEX_VERSION
+    version: Literal[3] = INDEX_VERSION
 
     @property
     def num_samples(self) -> int:
@@ -147,14 +147,17 @@ class IndexInfo:
     def load(cls, path: Path) -> "IndexInfo | None":
         """Read index.json; None if the index is not complete. Raises StageError if it is damaged,
         or of another format version."""
-        content = read_json(path)
-        if content is not None and content.get("version") != INDEX_VERSION:
-            raise StageError(
-                f"{path} has format version {content.get('version')}, this version reads "
-                f"{INDEX_VERSION}; measure again with another output.path"
-            )
-        info: IndexInfo | None = read_json(path, form=cls)
-        return info
+        try:
+            info: IndexInfo | None = read_json(path, form=cls)
+            return info
+        except DamagedError:
+            version = read_json(path).get("version")
+            if version == INDEX_VERSION:
+                raise
+        raise StageError(
+            f"{path} has format version {version}, this version reads {INDEX_VERSION}; measure "
+            "again with another output.path"
+        )
 
 
 LOCATOR_FIELDS: Final = [

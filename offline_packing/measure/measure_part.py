@@ -351,7 +351,7 @@ def measure_part(task: MeasureTask) -> None:
         measuring.num_skipped = new.num_skipped
         for name in _NOTES:
             if value := getattr(measuring, name):
-                notes[name] = orjson.dumps(value).decode()
+                notes[name] = orjson.dumps(value, default=sorted).decode()
 
 
 @contextmanager
@@ -398,7 +398,7 @@ class Measuring:
         # See PartResult.
         self.num_skipped = self.num_weighted = self.num_part_hashed = 0
         self.split: Counter[str] = Counter()
-        self.rated: list[str] = []
+        self.rated = set[str]()
         # Before its records are read: an edit meanwhile gives the file another time.
         self._time_of = lru_cache(maxsize=32)(modification_time)
 
@@ -451,7 +451,7 @@ class Measuring:
 
     def _read_sample(self, found: _Found) -> None:
         if isinstance(found.record.content, Mapping):
-            self.rated = sorted({*self.rated, *found.record.content.get(RATED, ())})
+            self.rated.update(found.record.content.get(RATED, ()))
         found.sample = self.source.sample(found.record, found.key)
 
     def _read_headers(self, found: _Found) -> None:

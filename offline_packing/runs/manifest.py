@@ -239,7 +239,7 @@ def hash_plan(info: Mapping[str, Any]) -> str:
 
 
 def shard_line(fragment: ShardFragment) -> ShardLine:
-    """A shard's line, without columns of its packs."""
+    """Return the manifest's line of a shard, without columns of its packs."""
     return ShardLine(
         name=fragment.name,
         split=fragment.split,

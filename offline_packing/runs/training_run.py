@@ -15,6 +15,7 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.storage.files import read_json
 from task_encoders.field_types import IF_ON, Count, NonNegative, first_problem
 from task_encoders.loading.schedule import LoaderState, Ranks
+from task_encoders.packs.manifest import FileName
 from task_encoders.storage.paths import path_of
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class TrainingState(_Model):
     begins: tuple[NonNegative, ...] = Field(min_length=1)
     trained: Annotated[tuple[TrainedStage, ...], IF_ON] = ()
     #: the hash of each other file of the checkpoint
-    files: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], str] = Field(min_length=1)
+    files: dict[FileName, str] = Field(min_length=1)
     #: among whom the packs are dealt
     data_parallel: Ranks
     #: ranks that share each pack
@@ -126,14 +127,14 @@ def read_trained(path: str) -> Trained:
         if state.trained:
             trained: Trained = state.model_dump(mode="json")["trained"]
             return trained
-        damaged = {}
         break
-    listed = ", ".join(f"{newer.name} ({why})" for newer, why in damaged.items())
-    if damaged:
-        raise StageError(
-            f"source.skip: {path} holds no whole checkpoint: {listed}; restore these files, or "
-            "name another run"
-        )
+    else:
+        if damaged:
+            listed = ", ".join(f"{newer.name} ({why})" for newer, why in damaged.items())
+            raise StageError(
+                f"source.skip: {path} holds no whole checkpoint: {listed}; restore these files, or "
+                "name another run"
+            )
     raise StageError(
         f"source.skip: {path} has no checkpoint that names packs: only launch.train and "
         "launch.train_transformers write such, and not where they pack while training"

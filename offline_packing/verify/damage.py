@@ -106,7 +106,7 @@ def find_stage_damage(run: Run, manifest: Manifest | None) -> list[Damage]:
 
 
 def _unfinished_damage(at: Workspace) -> list[Damage]:
-    """The parts of an unfinished index, if nothing says what they were made with."""
+    """Return the parts of an unfinished index as damage, if nothing says what made them."""
     paths = [*at.index.glob("*.parquet"), *at.set_aside.glob("*.parquet"), at.index_started]
     with suppress(StageError):
         if read_json(at.index_started, form=Fingerprint) or len(paths) == 1:

@@ -243,7 +243,7 @@ def _yaml(content: object) -> bytes:
 
 
 def test_a_link_out_of_the_output(packed: Run, tmp_path: Path) -> None:
-    """What lies behind it is somebody else's: it is not moved."""
+    """The folder that the link leads to belongs to somebody else, and is not moved."""
     with kept(packed):
         index = packed.workspace.index
         (tmp_path / "mine").mkdir()

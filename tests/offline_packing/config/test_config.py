@@ -248,7 +248,7 @@ def test_a_slip_in_repeat_is_refused(tmp_path: Path) -> None:
 
 
 def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
-    """Of aliases as people use them, nothing is said."""
+    """Aliases that repeat a few values are read."""
     rows = ["source: &a0 [x, x, x, x, x, x, x, x, x]"]
     rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
     (tmp_path / "a.yaml").write_text("\n".join(rows))

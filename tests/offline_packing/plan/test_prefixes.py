@@ -414,7 +414,7 @@ def test_options_in_pairs_with_trees(names: tuple[str, str], tmp_path: Path) -> 
 
 
 def test_repeated_pictures_are_told(tmp_path: Path) -> None:
-    """2,000 questions on 300 pictures: about as many packs as sharing prefixes then gives."""
+    """The estimate for 2,000 questions on 300 pictures is near the plan with shared prefixes."""
     pattern = r"repeated media +(.*) distinct pictures in (.*) samples; .* need about (.*) packs\n"
     sections: Any = {"model": MODEL, "output": {"layout": "references"}}
     sections["engine"] = {"name": "local", "workers": 1, "samples_per_part": 1000}

@@ -197,7 +197,7 @@ def test_joined_tars_are_read_to_their_end(kind: type[io.BytesIO]) -> None:
 
 
 def test_zeros_after_a_tar_are_read_in_large_pieces() -> None:
-    """What is joined after them is found."""
+    """A tar that is joined after the zeros is found."""
     content = _tar("a") + bytes(20 << 20) + _tar("b") + bytes(5 << 20)
     file = CountingReads(content)
     assert [member.name for member in TarReader(file)] == ["a", "b"]

@@ -110,7 +110,7 @@ def members_of(form: str) -> list[tuple[str, bytes]]:
 
 
 def found_in(path: Path, members: list[tuple[str, bytes]]) -> tuple[dict[str, str], list[str]]:
-    """What `FORMS` says, and the answers of all samples, as read from their locators."""
+    """Samples, media and set-asides are those of `FORMS`; locators give every answer again."""
     names = {content: name.removeprefix("./") for name, content in members}
     data = tar_bytes(members)
     write_file(path, gzip.compress(data) if path.suffix == ".gz" else data)
