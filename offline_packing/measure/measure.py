@@ -315,8 +315,9 @@ def estimate_run(run: Run) -> str:
         counts = [None if source.options.outputs_skipped else part.num_records for part in parts]
         each, total = ("every ", 1000) if None in counts else ("", sum(filter(None, counts)))
         share, workers = total / max(len(rows), 1), max(run.engine.workers, 1)
+        seconds = took * share / workers
         lines.append(
-            f"{source.path}: {each}{total:,} records take about {took * share / workers:,.0f} s with "
+            f"{source.path}: {each}{total:,} records take about {seconds:,.0f} s with "
             f"{workers} workers, and {held * share:,.0f} bytes of disk, as the first {len(rows)} do"
         )
     return "\n".join(lines)
