@@ -6,11 +6,14 @@ import os
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.helpers.object_store import ObjectStore, serve_objects
+
+if TYPE_CHECKING:
+    from tests.world import World
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,6 +60,18 @@ def _freeze_what_is_there(_frozen_objects_stay_frozen: None) -> None:
     in a fork, collecting copies every page that it looks at."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator["World"]:
+    """Sources, outputs and checkpoints that all tests read; see tests/world.py."""
+    from tests.world import World
+
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # one for all processes
+    made = World(base / "world")
+    yield made
+    assert made.changed() == [], "tests changed what others read; let them copy it"
 
 
 @pytest.fixture(scope="module")

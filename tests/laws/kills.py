@@ -1,0 +1,95 @@
+"""Kills of a run in this process, at an advance of a task or in front of a file."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from offline_packing.engines.local import Advance, LocalEngine
+from offline_packing.runs.run import Run
+from offline_packing.verify.verdict import check
+from task_encoders.storage.remote_paths import RemotePath
+from tests.helpers.datasets import pack_all
+
+#: A stage's function, its task, and the advance of that task.
+Moment = tuple[str, str, int]
+#: The functions of the stages that advance, each with the file that is written when the stage is
+#: complete. Planning has no tasks.
+STAGES = {
+    "measure_part": "/_packing/index.json",
+    "": "/_packing/plan/stage.json",
+    "write_shard": "/manifest.json",
+    "verify_shard": "/_packing/verdict.json",
+}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it, nothing is saved."""
+
+
+class Mortal(LocalEngine):
+    """Runs tasks in this process, notes every advance, and is killed at the one given."""
+
+    def __init__(self, fatal: Moment | None = None) -> None:
+        super().__init__(0)
+        self.fatal = fatal
+        self.moments: list[Moment] = []
+
+    def run(
+        self,
+        function: Callable[[Any], Any],
+        tasks: Iterable[Any],
+        listener: Advance | None = None,
+    ) -> Iterator[Any]:
+        for task in tasks:
+            count = 0
+
+            def advance(more: int, task: str = _name_of(task)) -> None:
+                nonlocal count
+                count += 1
+                self.moments.append((function.__name__, task, count))
+                if self.moments[-1] == self.fatal:
+                    raise Killed
+
+            yield from super().run(function, [task], advance)
+
+
+def _name_of(task: Any) -> str:
+    shard = getattr(task, "shard", task)  # of write, or of verify, whose task holds that of write
+    return str(getattr(getattr(shard, "shard", shard), "name", getattr(task, "number", "")))
+
+
+def make(run: Run) -> None:
+    """Pack and verify, as the command does."""
+    with run.workspace.lock():
+        pack_all(run)
+        assert check(run).ok
+
+
+def fatal_moments(moments: Iterable[Moment], function: str) -> list[Moment]:
+    """Return the first, the middle and the last advance of a stage, each once."""
+    own = [moment for moment in moments if moment[0] == function]
+    return list(dict.fromkeys(own[i] for i in (0, len(own) // 2, -1) if own))
+
+
+@contextmanager
+def killed_before(name: str) -> Iterator[None]:
+    """Kill the process where a file whose path ends in this name would appear."""
+    replace, upload = os.replace, RemotePath.upload
+
+    def replaced(path: Any, target: Any) -> None:
+        if str(target).endswith(name):
+            raise Killed
+        replace(path, target)
+
+    def uploaded(path: RemotePath, data: bytes) -> None:
+        if str(path).endswith(name):
+            raise Killed
+        upload(path, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", replaced)
+        patch.setattr(RemotePath, "upload", uploaded)
+        yield

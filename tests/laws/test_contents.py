@@ -1,0 +1,93 @@
+"""Every sample is packed once or set aside with a reason, as its source has it; and what is not as
+it was written is found, and made again."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from offline_packing.runs.manifest import require_manifest
+from offline_packing.runs.run import Run
+from offline_packing.verify.verify import discard, verify
+from task_encoders.storage.paths import as_remote
+from tests.helpers.datasets import index_rows, pack_all
+from tests.helpers.outputs import files_of
+from tests.scenarios import Scenario, packs_of
+from tests.world import copy_of
+
+
+def set_aside(run: Run) -> list[dict[str, Any]]:
+    """Return the samples set aside while measuring and while planning."""
+    tables = [*run.workspace.set_aside.glob("*.parquet"), run.workspace.plan / "set_aside.parquet"]
+    return [row for table in tables if table.exists() for row in pq.read_table(table).to_pylist()]
+
+
+def test_each_sample_is_packed_once_or_set_aside(scenario: Scenario, whole: Run) -> None:
+    keys = [key for _, pack in packs_of(whole) for key in pack.keys]
+    aside = set_aside(whole)
+    assert Counter(row["reason"] for row in aside) == scenario.expected.set_aside
+    assert len({*keys}) == len(keys) == scenario.expected.packed
+    counts = require_manifest(whole.workspace.root).counts
+    assert counts.samples == counts.packed + sum(counts.set_aside.values())
+    assert (counts.packed, counts.set_aside) == (len(keys), scenario.expected.set_aside)
+    # Copies of a sample have its key and a number.
+    measured = {row["key"] for row in index_rows(whole)}
+    assert {key.partition("#")[0] for key in keys} <= measured
+    assert measured <= {*(key.partition("#")[0] for key in keys), *(row["key"] for row in aside)}
+    scenario.expected.check(whole)
+
+
+def test_verify_finds_what_was_measured(scenario: Scenario, whole: Run, place: str) -> None:
+    found = verify(copy_of(whole, place), deep=True)
+    assert found.problems == []
+    assert found.num_samples == scenario.expected.packed
+    assert found.num_set_aside == sum(scenario.expected.set_aside.values())
+    assert found.num_tokens > 0
+
+
+def flip(path: Path) -> None:
+    """Turn all bits of a byte in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    replace_file(path, bytes(data))
+
+
+def cut(path: Path) -> None:
+    replace_file(path, path.read_bytes()[:-7])
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    if remote := as_remote(path):
+        remote.upload(data)
+    else:
+        path.write_bytes(data)
+
+
+EDITS: tuple[Callable[[Path], None], ...] = (flip, cut, lose)
+#: Read while an index is unfinished only; and a database, which is compared by its rows.
+UNRECORDED = ("_started.json", ".sqlite")
+
+
+def test_damage_is_found_and_repaired(name: str, whole: Run, place: str) -> None:
+    """Of one file, and of three at once, where the first may have recorded what the others were."""
+    run = copy_of(whole, place)
+    root, expected, dice = run.workspace.root, files_of(whole.workspace.root), random.Random(name)
+    names = sorted(one for one in expected if not one.endswith(UNRECORDED))
+    for count in (1, 3):
+        damaged = dict(zip(dice.sample(names, count), dice.sample(EDITS, count), strict=True))
+        for file, edit in damaged.items():
+            edit(root / file)
+        if damaged.get("manifest.json") is not lose:  # without it nothing was complete
+            assert not verify(run).ok, damaged
+            assert any(f" {file} " in discard(run, dry_run=True) for file in damaged), damaged
+        discard(run)
+        pack_all(run)
+        assert files_of(root) == expected, damaged
+    assert verify(run, deep=True).ok
