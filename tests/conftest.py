@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tests.world import World
 
 
+#: Ray gives its workers the lowest priority but four; beside other tests they would hardly run.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _frozen_objects_stay_frozen() -> Iterator[None]:
     """Energon's loaders collect garbage when they start, and thaw at their end what they froze. In

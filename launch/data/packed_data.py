@@ -53,8 +53,6 @@ class PackedData:
     ordered_for: int | None = None
     #: whether samples share prefixes (pack.share_prefixes)
     has_trees: bool = False
-    #: most forward operations of the vision tower for a pack; None: a manifest does not tell
-    tower_flops: float | None = None
     #: content_hash of each dataset, by its absolute path
     datasets: Mapping[str, str] = field(default_factory=dict)
     #: whether shares of sources change over the packs of any dataset (pack.mixture)
@@ -86,7 +84,6 @@ def read_packed_data(path: str | Path) -> PackedData:
     pack_options = [manifest.config.get("pack", {}) for manifest in manifests]
     order = pack_options[0].get("order")
     shards = [shard for manifest in manifests for shard in manifest.shards]
-    tower = [float(s.flops_of_packs()[:, 0].max()) for s in shards if s.flops]
     return PackedData(
         num_packs=sum(packs),
         num_samples=sum(samples),
@@ -106,7 +103,6 @@ def read_packed_data(path: str | Path) -> PackedData:
         ),
         ordered_for=int(order["num_ranks"]) if order and len(manifests) == 1 else None,
         has_trees=any(manifest.version == 2 for manifest in manifests),
-        tower_flops=max(tower) if all(shard.flops for shard in shards) else None,
         datasets={absolute(f): found for (f, _), found in zip(folders, hashes, strict=True)},
         has_mixture=any(manifest.has_mixture for manifest in manifests),
     )
@@ -118,7 +114,7 @@ def absolute(path: str | Path) -> str:
 
 
 def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
-    """The packs of all stages of a run as the model meets them, the largest of each measure.
+    """Return the packs of all stages of a run as one, with the largest of each measure.
 
     Raises:
         StageError: stages were measured differently.
@@ -126,14 +122,12 @@ def largest_of(paths: Sequence[str], data: Sequence[PackedData]) -> PackedData:
     if len(data) == 1:
         return data[0]
     _require_one_model("data.path", paths, [one.model for one in data])
-    flops = [one.tower_flops for one in data if one.tower_flops is not None]
     return replace(
         data[0],
         tasks=tuple(task for one in data for task in one.tasks),
         seq_length=max(one.seq_length for one in data),
         has_media=any(one.has_media for one in data),
         has_trees=any(one.has_trees for one in data),
-        tower_flops=max(flops) if len(flops) == len(data) else None,
     )
 
 

@@ -20,7 +20,6 @@ from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
 from launch.data.packed_data import PackedData, absolute, check_room, check_validation, largest_of
 from launch.loop.checkpoint import CheckpointFolder
-from launch.loop.memory import settle_recompute
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel, on_all_ranks, shutdown_parallel
 from launch.loop.plan import plan_training
@@ -105,7 +104,6 @@ def build_trainer(
     stages, encoder = build_stages(config, data, device)
     check_token_ids(config.model, encoder.encoder.media_token_ids)
     options = model_options_of(config, largest, encoder, device)
-    config = settle_recompute(config, largest, encoder.encoder, options)
     model = build_run_model(config.model, options)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     logger.info("on %s: %s", name, model.kernels())

@@ -112,8 +112,8 @@ class ModelConfig(BaseModel):
     ] = "auto"
     #: megatron-core's fused kernels, on CUDA
     fusions: bool = True
-    #: none; full: keep only each layer's input; auto: full if steps would not fit on the device
-    recompute: Literal["auto", "none", "full"] = "auto"
+    #: full: keep only each layer's input, and compute the layer again in the backward pass
+    recompute: Literal["none", "full"] = "none"
     #: any of vision, projector (the vision tower's merger), language: not trained
     freeze: frozenset[Literal["vision", "projector", "language"]] = frozenset()
 

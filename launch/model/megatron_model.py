@@ -582,7 +582,7 @@ def build_model(
     trees: bool = False,
     layers_config: LayersConfig | None = None,
 ) -> PackedMegatronModel:
-    """The model on this rank: its share of the language model, and the whole vision tower.
+    """Build the model of this rank: its share of the language model, and the whole vision tower.
 
     Needs `launch.loop.parallel.initialize_parallel`. Weights are the same on all data parallel
     ranks and do not depend on tensor parallelism.
@@ -597,51 +597,12 @@ def build_model(
     Raises:
         ValueError: the checkpoint or the sizes cannot be used.
     """
-    outline = model_outline(config)
-    hf_config = outline.config
-    model, shapes = build_parts(
-        config,
-        outline,
-        device=device,
-        shares_rows=shares_rows,
-        trees=trees,
-        layers_config=layers_config,
-    )
-    rules = model_rules(model, hf_config)
-    used = {part for name, _ in model.named_parameters() for part in rules[name].names}
-    if unused := sorted(set(shapes) - used):
-        raise ValueError(
-            f"a {hf_config.text_config.model_type} model is not built of megatron-core's layers "
-            f"here: it has {unused[0]}; use python -m launch.train_transformers"
-        )
-    if config.checkpoint is None:
-        load_weights(model, hf_config, RandomWeights(hf_config, shapes, seed=seed, device=device))
-    else:
-        with CheckpointReader(config.checkpoint, shapes) as reader:
-            load_weights(model, hf_config, reader)
-    model.checkpoint = config.checkpoint
-    return model
-
-
-def build_parts(
-    config: ModelConfig,
-    outline: Any,
-    *,
-    device: torch.device,
-    shares_rows: bool = False,
-    trees: bool = False,
-    layers_config: LayersConfig | None = None,
-) -> tuple[PackedMegatronModel, dict[str, tuple[int, ...]]]:
-    """The model of `build_model`, its weights not yet set, and the shapes of its published tensors.
-
-    Args:
-        outline: see `model_outline`; may be changed.
-    """
     if shares_rows and FAMILIES[config.family].build.IMAGE_LAYOUT != "patches":
         raise ValueError(
             f"rows of {config.family} cannot go over several ranks; set parallel.context=1, and "
             "pack for one rank each"
         )
+    outline = model_outline(config)
     hf_config, dtype = outline.config, config.resolve_dtype(device)
     shapes = published_shapes(outline)
     backend = select_backend(
@@ -657,8 +618,21 @@ def build_parts(
         fused=config.fusions and device.type == "cuda",
         layers_config=layers_config,
     )
-    visual = build_visual(outline.model, config, hf_config, dtype, device)
+    visual = build_visual(outline.model, config, hf_config, dtype, device)  # changes the outline
     model = PackedMegatronModel(config.family, hf_config, language_model, visual).to(device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part_of(name) not in config.freeze)
-    return model, shapes
+    rules = model_rules(model, hf_config)
+    used = {part for name, _ in model.named_parameters() for part in rules[name].names}
+    if unused := sorted(set(shapes) - used):
+        raise ValueError(
+            f"a {hf_config.text_config.model_type} model is not built of megatron-core's layers "
+            f"here: it has {unused[0]}; use python -m launch.train_transformers"
+        )
+    if config.checkpoint is None:
+        load_weights(model, hf_config, RandomWeights(hf_config, shapes, seed=seed, device=device))
+    else:
+        with CheckpointReader(config.checkpoint, shapes) as reader:
+            load_weights(model, hf_config, reader)
+    model.checkpoint = config.checkpoint
+    return model

@@ -6,7 +6,6 @@ are kept in `model.dtype`.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,10 +215,8 @@ def make_model(
     seed: int,
     trees: bool,
     packs: Mapping[str, Any],
-    *,
-    outline: bool = False,
 ) -> Any:
-    """transformers' model, on the CPU, or peft's around it; as an outline, without memory."""
+    """Build transformers' model on the CPU, or peft's around it."""
     is_random = config.checkpoint is None
     sizes = config.random_config(**packs) if is_random else config.build_transformers_config()
     attention: str = config.attention
@@ -236,9 +233,8 @@ def make_model(
         "attn_implementation": "sdpa" if is_varlen else attention,
     }
     torch.manual_seed(seed)
-    if is_random or outline:
-        with torch.device("meta") if outline else nullcontext():
-            model = transformers_classes(config.family).model._from_config(sizes, **options)
+    if is_random:
+        model = transformers_classes(config.family).model._from_config(sizes, **options)
     else:
         from transformers import AutoModelForImageTextToText
 

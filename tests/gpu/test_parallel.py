@@ -144,7 +144,7 @@ def test_a_step_needs_the_memory_that_was_estimated(
     """Of a model whose layers take most of it, the peak is what `launch` says it will be."""
     layers = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
-    model = {**WHOLE, "text": {**WHOLE["text"], **layers, **heads}, "recompute": "none"}
+    model = {**WHOLE, "text": {**WHOLE["text"], **layers, **heads}}
     model["vision"] = {**GPU_MODEL["vision"], "hidden_size": 1024}
     config = LaunchConfig.model_validate(
         {

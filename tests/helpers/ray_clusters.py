@@ -23,17 +23,6 @@ from offline_packing.engines.ray_cluster import RayEngine
 from offline_packing.errors import StageError
 
 
-#: A node that answers late, beside other tests, is neither given up nor are its workers killed: the
-#: tests say what dies. That nobody listens at a dead one's port is found as soon as before.
-_SETTINGS = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_health_check_timeout_ms": "120000",
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_register_timeout_seconds": "300",
-}
-
-
 def kill_processes(name: str) -> None:
     """Kill the processes that this one started, or their children, whose command has a name. Waits
     for one: Ray starts them when it can."""
@@ -62,7 +51,8 @@ def nodes_apart(folder: Path, count: int) -> Iterator[Any]:
     scratch folder of its own under `folder`, beside a head without any."""
     from ray.cluster_utils import Cluster
 
-    with patch.dict(os.environ, _SETTINGS):
+    settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    with patch.dict(os.environ, settings):
         head = {"num_cpus": 0, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:

@@ -59,7 +59,7 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_made(
     report = benchmark("benchmark_training")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    monkeypatch.setattr(report, "device_bytes", lambda _: 80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 0))
     assert "139.0 GiB for weights and optimizer > 80.0 GiB" in refused("--shapes", "7b")
     report.check_fit("2b")
 

@@ -34,7 +34,6 @@ from training_loaders import MODES, build_loader, write_unpacked
 
 from launch.config import OptimizerConfig
 from launch.loop.loss import shift_labels
-from launch.loop.memory import device_bytes
 from launch.loop.metrics import peak_flops, row_flops
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
@@ -189,8 +188,8 @@ def check_fit(shapes: str) -> None:
     needed = BYTES_PER_WEIGHT * sum(
         weight.numel() for weight in model_outline(ModelConfig(**SHAPES[shapes])).parameters()
     )
-    available = device_bytes(torch.device("cuda"))
-    if available is not None and needed > available:
+    available, _ = torch.cuda.mem_get_info()
+    if needed > available:
         raise click.ClickException(
             f"shapes {shapes!r} need {needed / 2**30:.1f} GiB for weights and optimizer > "
             f"{available / 2**30:.1f} GiB of {torch.cuda.get_device_name()}; take smaller ones"
