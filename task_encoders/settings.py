@@ -200,10 +200,3 @@ def check_trainer(folder: Any, trainer: str) -> None:
     manifest = read_manifest(folder)
     if manifest is not None and manifest.loss_weights:
         raise PackingSettingsError(FRACTIONS.format(folder, trainer))
-
-
-def packs_of_epochs(path: Any) -> list[int]:
-    """The packs of each epoch in a JSONL of packs, a Path or EPath; empty for others. Raises
-    ManifestError."""
-    manifest = read_manifest(path.parent) if path.name.endswith(".jsonl") else None
-    return list(manifest.epoch_sizes(path.name.removesuffix(".jsonl"))) if manifest else []

@@ -214,7 +214,6 @@ def build_loader(
         packs_per_row=config.micro_batch_size,
         seed=seed,
         repeat=config.repeat and split == "train",
-        warns=rank == 0,
     )
     return ScheduledLoader(
         folder,

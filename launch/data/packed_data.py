@@ -75,8 +75,8 @@ def read_packed_data(path: str | Path) -> PackedData:
     manifests = [_read_manifest(folder) for folder, _ in folders]
     models = [model_options(**manifest.config["model"]) for manifest in manifests]
     _require_one_model(path, [folder for folder, _ in folders], models)
-    packs = [manifest.of_an_epoch("packs") for manifest in manifests]
-    samples = [manifest.of_an_epoch("samples") for manifest in manifests]
+    packs = [manifest.total("packs") for manifest in manifests]
+    samples = [manifest.total("samples") for manifest in manifests]
     shares = [weight / sum(each for _, each in folders) for _, weight in folders]
     drawn = sum(w * s / p for w, s, p in zip(shares, samples, packs, strict=True))
     hashes = [manifest.content_hash for manifest in manifests]
@@ -91,7 +91,7 @@ def read_packed_data(path: str | Path) -> PackedData:
         seq_length=max(manifest.seq_length for manifest in manifests),
         model=models[0],
         content_hash=hashes[0] if len(hashes) == 1 else hash_bytes(repr(weighted).encode()),
-        num_val_packs=sum(manifest.of_an_epoch("packs", "val") for manifest in manifests),
+        num_val_packs=sum(manifest.total("packs", "val") for manifest in manifests),
         tasks=tuple(manifest.task for manifest in manifests),
         blended=tuple(
             (folder, own, share)
@@ -230,7 +230,7 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} has output.layout={manifest.layout}, which other trainers read; pack it "
             "with output.layout=energon"
         )
-    if not manifest.of_an_epoch("packs"):
+    if not manifest.total("packs"):
         raise StageError(f"{folder} has no packs in its train split; pack it with output.split")
     return manifest
 
@@ -255,7 +255,7 @@ def _folders(path: str | Path) -> list[tuple[Path, float]]:
     paths = [path_of(entry.dataset.path) for entry in entries]
     folders = [path.parent if path.name.endswith(".jsonl") else path for path in paths]
     if any(entry.weight is None for entry in entries):  # blend_epochized: by repetitions
-        sizes = [_read_manifest(folder).of_an_epoch("packs") for folder in folders]
+        sizes = [_read_manifest(folder).total("packs") for folder in folders]
         repetitions = [entry.repetitions or 1 for entry in entries]
         return [
             (f, size * times) for f, size, times in zip(folders, sizes, repetitions, strict=True)

@@ -90,12 +90,6 @@ class PackingConfig(Section):
                     f"output.path {self.output.path!r} lies inside source.path {source.path!r}; "
                     "choose a folder outside"
                 )
-        if self.pack.epochs > 1 and LAYOUTS[self.output.layout].COPIES_MEDIA:
-            raise ValueError(
-                f"pack.epochs={self.pack.epochs} plans other packs for each epoch, and "
-                f"output.layout={self.output.layout!r} would copy all data for each; choose "
-                "output.layout=references, or pack.epochs=1"
-            )
         if self.pack.share_prefixes is not None:
             self._check_prefixes()
         if self.pack.mixture is not None:

@@ -114,8 +114,6 @@ class PackConfig(PlanOptions, Section):
     context_parallel: Annotated[Count, BeforeValidator(_a_number)] = 1
     #: further limits per pack: {vision_patches: 22000, images: 16, videos: 2}
     budgets: dict[BudgetName, Count] = {}
-    #: plans this many epochs, each with other packs of the train split; layout references only
-    epochs: Count = 1
     #: store once what samples share at their beginning, media included: true, or {max_branches: 16}
     share_prefixes: Annotated[SharePrefixesConfig | None, BeforeValidator(_as_section), IF_ON] = (
         None
@@ -168,7 +166,6 @@ class PackConfig(PlanOptions, Section):
             self,
             self.budgets,
             self.layout,
-            mixed=self.epochs > 1,
             has_mixture=self.mixture is not None,
         ).passes()
         if self.padding > self.seq_length:

@@ -8,7 +8,7 @@ _packing/plan/stage.json            fingerprint, hashes of the files above; writ
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,13 +97,11 @@ def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
     if order is None:
         return
     for split, own in splits_of_plan(packs, config.output.split).items():
-        counts = packs.info.epochs if own.start == 0 else []
-        count = next((n for n in counts or [len(own)] if n % order.round), 0)
-        if count:
+        if len(own) % order.round:
             logger.warning(
                 "plan: %s packs of split %s do not divide evenly among %d ranks x %d workers; "
                 "the balance of pack.order holds for the first epoch only",
-                f"{count:,}",
+                f"{len(own):,}",
                 split,
                 order.num_ranks,
                 max(1, order.num_workers),
@@ -119,15 +117,11 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPla
     text = summary_text(run, samples, planned.packs, planned.set_aside.reasons)
     write_atomically(folder / "summary.txt", text.encode())
     files = {name: hash_file(folder / name) for name in plan_files(run.config)}
-    first_split = next(iter(run.config.output.split))
-    counts = planned.packs.info.epochs
-    epochs = {"epochs": {first_split: counts}} if counts else {}
     document = {
         "fingerprint": plan_fingerprint(run),
         "hash": plan_identity(files),
         "set_aside": dict(planned.set_aside.reasons),
         "copies": planned.packs.info.num_copies,
-        **epochs,
         **({"trained": run.trained} if run.trained else {}),
         "files": files,
     }
@@ -287,28 +281,29 @@ def _pack_uses(
 ) -> PackPlan:
     """The plan of all uses, split after split, over the ids of the index. `trees`: see Trees; None:
     samples share no prefixes."""
-    plans: dict[str, list[PackPlan]] = {}
+    # Its compiled parts take time to import.
+    from offline_packing.planner.plan_packs import plan_packs
+
+    plans: dict[str, PackPlan] = {}
     # Samples with one number share no pack: copies, and parts of a conversation.
     apart = record_numbers(samples) if samples.info.split or uses.repeated else None
     try:
         for name, ids in uses.ids.items():
-            epochs = 1 if plans else config.pack.epochs
             if trees is not None:
                 items = trees(ids, apart)
-                own = plan_epochs(epochs, **items.arguments)
-                plans[name] = [items.expand(plan).of(ids) for plan in own]
+                plans[name] = items.expand(plan_packs(**items.arguments)).of(ids)
                 continue
             is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
             arguments = plan_arguments(config, samples, ids)
             if apart is not None:
                 arguments["copy_of"] = apart[ids]
-            own = plan_epochs(epochs, num_tokens if is_all else num_tokens[ids], **arguments)
-            plans[name] = own if is_all else [plan.of(ids) for plan in own]
+            own = plan_packs(num_tokens if is_all else num_tokens[ids], **arguments)
+            plans[name] = own if is_all else own.of(ids)
     except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
-    if config.pack.epochs == 1 and len(plans) == 1 and not uses.repeated:
-        return next(iter(plans.values()))[0]
-    return join_plans(plans)
+    if len(plans) == 1 and not uses.repeated:
+        return next(iter(plans.values()))
+    return _join_plans(plans)
 
 
 def _form_trees(
@@ -337,35 +332,19 @@ def _form_trees(
         return form_items(ids, groups[ids], arguments, of_prefixes, most)
 
 
-def plan_epochs(
-    epochs: int, num_tokens: npt.NDArray[np.integer], **arguments: Any
-) -> list[PackPlan]:
-    """A plan for each epoch, all samples in each: several are mixed at random, with a seed each."""
-    # Its compiled parts take time to import.
-    from offline_packing.planner.plan_packs import plan_packs
-
-    seed = arguments.pop("seed")
-    return [
-        plan_packs(num_tokens, seed=seed + epoch, mixed=epochs > 1, **arguments)
-        for epoch in range(epochs)
-    ]
-
-
-def join_plans(planned: Mapping[str, Sequence[PackPlan]]) -> PackPlan:
-    """The plans of all splits and epochs, one after the other. Samples that none of them packs are
-    set aside, once each."""
+def _join_plans(planned: Mapping[str, PackPlan]) -> PackPlan:
+    """Join the plans of all splits, one after another. Samples that none of them packs are set
+    aside, once each."""
     from offline_packing.planner.strategies.strategy import Packs, join_packs
 
-    plans = [plan for own in planned.values() for plan in own]
-    sizes = {name: [plan.num_packs for plan in own] for name, own in planned.items()}
-    first = next(iter(sizes.values()))
+    plans = list(planned.values())
+    sizes = {name: plan.num_packs for name, plan in planned.items()}
     packs = join_packs([Packs(plan.sample_ids, plan.pack_offsets) for plan in plans])
     info = replace(
         plans[0].info,
         num_tokens=sum(plan.info.num_tokens for plan in plans),
         lower_bound=sum(plan.info.lower_bound for plan in plans),
-        splits={name: sum(own) for name, own in sizes.items()} if len(sizes) > 1 else {},
-        epochs=first if len(first) > 1 else [],
+        splits=sizes if len(sizes) > 1 else {},
     )
     ids = np.concatenate([plan.set_aside_ids for plan in plans])
     aside, firsts = np.unique(ids, return_index=True)
@@ -437,8 +416,6 @@ def pack_arguments(
         arguments |= {"homogeneous": True, "groups": with_media.astype(np.int32)}
     if pack.has_locality:
         arguments["source_order"] = source_order
-    if "balance" in pack.assignment:
-        arguments["balance_by"] = column("num_vision_patches")
     if pack.layout is not None and pack.layout.uniform:
         arguments["media"] = media_of_samples(column)
     arguments["order"] = pack.layout

@@ -34,13 +34,6 @@ def render_summary(found: Figures) -> str:
 
 def _plan_rows(found: Figures) -> Iterator[tuple[str, str]]:
     plan, saving, seq_length = found["plan"], found["saving"], found["seq_length"]
-    span = "per epoch"
-    if plan["epochs"] > 1:
-        span = "in all epochs"
-        again = (
-            f"{plan['pairs_again']:.2%} of the pairs of samples in a pack meet again in the next"
-        )
-        yield "epochs", f"{plan['epochs']}, all counted below; {again}"
     tokens, num_samples = saving["tokens"], plan["samples"]
     yield "packed samples", f"{num_samples:,}"
     yield "tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"
@@ -51,10 +44,10 @@ def _plan_rows(found: Figures) -> Iterator[tuple[str, str]]:
     padding = "{padding_before:.1%} -> {padding_after:.1%} of tokens in a batch (before: "
     padding += "{padded_batch_size} samples padded to the longest)"
     yield "padding", padding.format_map(saving)
-    steps = "{iterations_before:,} -> {iterations_after:,} {span} at global batch size "
+    steps = "{iterations_before:,} -> {iterations_after:,} per epoch at global batch size "
     steps += "{global_batch_size:,} (global batch size {equal_batch_size:,} keeps the samples per "
     steps += "step)"
-    yield "iterations", steps.format_map({**saving, "span": span})
+    yield "iterations", steps.format_map(saving)
 
 
 def _content_rows(found: Figures) -> Iterator[tuple[str, str]]:

@@ -1,14 +1,10 @@
-"""Exchange of samples between packs, which stay equally full.
+"""Exchange samples between packs, which stay equally full, so that no pack holds two copies of one.
 
-*Balance* evens out another quantity: samples, or twos and threes, of equal tokens change places.
-
-*Copies* of a sample that is used several times do not share a pack: packs are composed as if copies
-were samples of their own, then each copy that met another is exchanged for a sample of another
-pack, or together with a second sample for two. Exchanges are about as numerous as different
-lengths. A copy without one goes where there is room, or into a new pack.
+Packs are composed as if copies were samples of their own. Then each copy that met another is
+exchanged for a sample of another pack, or together with a second sample for two. Exchanges are as
+numerous as different lengths. A copy without one goes where there is room, or into a new pack.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,105 +13,9 @@ from numba import njit
 from offline_packing.planner.strategies.kernels import Kernel, random_below, random_state
 from offline_packing.planner.strategies.strategy import Packs, group_into_packs
 
-_SWEEPS = 40  # offers to swap per sample; later ones gain next to nothing
-_GROUP_ROUNDS = 6  # times that new groups are drawn, at most
-_GROUP_SWEEPS = 4  # offers per group, and per sample after them
-_WORTH = 0.99  # a round that leaves a larger share of the variation is the last
 _PARTNERS = 256  # packs that are tried for one copy
 _DRAWS = 512  # exchanges of two for two that are tried with each
 _ROOMS = 4096  # packs that are searched for room
-
-
-@partial(Kernel, weight=3)
-def _exchange_alike(
-    sample_ids: np.ndarray,
-    pack_of_slot: np.ndarray,
-    members: np.ndarray,
-    class_starts: np.ndarray,
-    lengths: np.ndarray,
-    quantity: np.ndarray,
-    totals: np.ndarray,
-    state: np.ndarray,
-) -> None:
-    """Offer every group of slots a random partner of its class; swap if that evens their packs out.
-    ``members`` int64 (num_groups, size) holds slots of one pack each, ``class_starts`` where the
-    groups of equal token sums start. A sum that an earlier swap changed is not a partner."""
-    for number in range(class_starts.shape[0] - 1):
-        start = class_starts[number]
-        size = class_starts[number + 1] - start
-        if size < 2:
-            continue
-        for place in range(start, start + size):
-            partner = start + random_below(state, size)
-            more = 0.0
-            longer = 0
-            for i in range(members.shape[1]):
-                mine, other = sample_ids[members[place, i]], sample_ids[members[partner, i]]
-                more += quantity[mine] - quantity[other]
-                longer += lengths[mine] - lengths[other]
-            pack = pack_of_slot[members[place, 0]]
-            other_pack = pack_of_slot[members[partner, 0]]
-            apart = totals[pack] - totals[other_pack]
-            # The sum of squares falls if the amount moved has the sign of the difference and is
-            # smaller.
-            if longer == 0 and more * (apart - more) > 0:
-                for i in range(members.shape[1]):
-                    slot, other = members[place, i], members[partner, i]
-                    sample_ids[slot], sample_ids[other] = sample_ids[other], sample_ids[slot]
-                totals[pack] -= more
-                totals[other_pack] += more
-
-
-def balance_packs(
-    packs: Packs,
-    lengths: np.ndarray,
-    quantity: np.ndarray,
-    window_packs: int | None = None,
-    seed: int = 0,
-) -> Packs:
-    """Even out ``quantity`` (one number per sample) over the packs, at the same tokens in each.
-
-    Random samples of equal length swap places, then random twos and threes of a pack with those of
-    equal sum of another, where that brings the sums of their packs closer. With ``window_packs``
-    only packs of the same run of that many packs exchange samples, which keeps locality.
-    """
-    if packs.num_packs < 2:
-        return packs
-    sample_ids = packs.sample_ids.copy()
-    pack_of_slot = packs.pack_of_slot()
-    window = pack_of_slot // window_packs if window_packs else np.zeros_like(pack_of_slot)
-    amounts = quantity.astype(np.float64)
-    totals = np.bincount(pack_of_slot, amounts[sample_ids], minlength=packs.num_packs)
-    state = random_state(seed)
-
-    def exchange(members: np.ndarray, sweeps: int) -> None:
-        # slots int64 (num_groups, size), by tokens and window, and where these change
-        tokens, own = lengths[sample_ids][members].sum(axis=1), window[members[:, 0]]
-        order = np.lexsort((own, tokens))
-        new = (np.diff(tokens[order]) != 0) | (np.diff(own[order]) != 0)
-        starts = np.concatenate([[0], np.flatnonzero(new) + 1, [len(order)]])
-        members = members[order]
-        arrays = (sample_ids, pack_of_slot, members, starts, lengths, amounts, totals, state)
-        for _ in range(sweeps):
-            _exchange_alike(*arrays)
-
-    slots = np.arange(len(sample_ids))[:, None]
-    exchange(slots, _SWEEPS)
-    rng = np.random.default_rng(seed)
-    pack_starts = packs.pack_offsets[pack_of_slot][:, None]
-    pack_sizes = np.diff(packs.pack_offsets)[pack_of_slot][:, None]
-    for _ in range(_GROUP_ROUNDS):
-        before = totals.std()
-        for size in (2, 3):
-            # each slot and random others of its pack, where all differ
-            drawn = (rng.random((len(slots), size - 1)) * pack_sizes).astype(np.int64)
-            groups = np.concatenate([slots, pack_starts + drawn], axis=1)
-            different = (np.diff(np.sort(groups, axis=1), axis=1) > 0).all(axis=1)
-            exchange(groups[different], _GROUP_SWEEPS)
-        exchange(slots, _GROUP_SWEEPS)
-        if totals.std() > _WORTH * before:
-            break
-    return Packs(sample_ids, packs.pack_offsets)
 
 
 @Kernel

@@ -8,7 +8,6 @@ plan/branches.npy            uint8 (num_packed,), if samples share prefixes
 plan/plan.json               everything else; written last, so its presence means complete
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -52,8 +51,6 @@ class PlanInfo:
     num_copies: int = 0
     #: packs of each split, in order, if there are several
     splits: dict[str, int] = field(default_factory=dict)
-    #: packs of each epoch, in order, where each has its own; of the first split only
-    epochs: list[int] = field(default_factory=list)
     #: further settings in words, for the report: budgets, assignment, order
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -146,35 +143,13 @@ class PackPlan:
         return replace(self, sample_ids=ids[self.sample_ids], set_aside_ids=ids[self.set_aside_ids])
 
     def copy_numbers(self) -> np.ndarray | None:
-        """Number of earlier uses of each of ``sample_ids`` in its epoch, int32 (num_packed,): 0 for
+        """Return the number of earlier uses of each of ``sample_ids``, int32 (num_packed,): 0 for
         the first use of a sample. None where none is used twice."""
         if self.info.num_copies == 0:
             return None
         from offline_packing.planner.exchange import rounds_of_copies  # compiled: takes time
 
-        ends = self.pack_offsets[np.cumsum(self.info.epochs, dtype=np.int64)]
-        numbers = [rounds_of_copies(some) for some in np.split(self.sample_ids, ends)]
-        return np.concatenate(numbers) if any(some.any() for some in numbers) else None
-
-    def pairs_again(self) -> float:
-        """Share of the pairs of samples in a pack that shared one in the epoch before; a pair that
-        met twice counts twice. 0.0 where there is one epoch."""
-        pack_of_slot = np.repeat(np.arange(self.num_packs), np.diff(self.pack_offsets))
-        ends = np.cumsum([0, *self.info.epochs])
-        slots = [slice(a, b) for a, b in itertools.pairwise(self.pack_offsets[ends])]
-        num_pairs, num_again = 0, 0
-        for before, now in itertools.pairwise(slots):
-            order = np.argsort(self.sample_ids[before], kind="stable")
-            known, packs = self.sample_ids[before][order], pack_of_slot[before][order]
-            first = np.searchsorted(known, self.sample_ids[now])
-            uses = np.searchsorted(known, self.sample_ids[now], "right") - first
-            places = np.arange(uses.sum()) + np.repeat(first - np.cumsum(uses) + uses, uses)
-            both = np.repeat(pack_of_slot[now], uses) * self.num_packs + packs[places]
-            together = np.unique(both, return_counts=True)[1]
-            alone = np.unique(pack_of_slot[now], return_counts=True)[1]
-            num_again += int((together * (together - 1)).sum())
-            num_pairs += int((alone * (alone - 1)).sum())
-        return num_again / max(num_pairs, 1)
+        return rounds_of_copies(self.sample_ids)
 
     def set_aside_counts(self) -> dict[str, int]:
         """Number of samples set aside for each reason."""

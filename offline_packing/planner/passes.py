@@ -1,7 +1,7 @@
 """Passes over a draft of a plan: which ones are asked for, in the order in which they run.
 
-compose: by strategy | in windows | by mixture   ->   balance   ->   uniform kinds   ->
-equal cost | shuffle   ->   sample order
+compose: by strategy | in windows | by mixture   ->   uniform kinds   ->   equal cost | shuffle   ->
+sample order
 
 A pass keeps what earlier ones promise, or is refused beside them, here and nowhere else.
 Configurations are checked with it, so it imports nothing that compiles.
@@ -11,17 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.storage.yaml_file import explain_value_error
 from task_encoders.field_types import Count, NonNegative, one_of
-
-
-def _listed(value: Any) -> Any:
-    """One name or a list of names as the tuple that strict checks need."""
-    value = [value] if isinstance(value, str) else value
-    return tuple(value) if isinstance(value, list | set | frozenset) else value
 
 
 class PlanOptions(BaseModel):
@@ -40,11 +34,8 @@ class PlanOptions(BaseModel):
     pad_multiple: Count = 1
     #: the strategy's options besides seq_length and seed, such as hash_bucket's phases
     strategy_options: dict[str, Any] = {}
-    #: which sample of a length goes where: shuffle, locality (packs follow the source), balance
-    #: (vision patches evened out); one, or a list
-    assignment: Annotated[
-        tuple[Literal["shuffle", "locality", "balance"], ...], BeforeValidator(_listed)
-    ] = ("shuffle",)
+    #: which sample of a length goes where: shuffle, or locality (packs follow the source)
+    assignment: Literal["shuffle", "locality"] = "shuffle"
     #: packs hold only samples with images or videos, or only samples without
     homogeneous: bool = False
     #: samples that a pack may hold
@@ -78,7 +69,7 @@ class PlanOptions(BaseModel):
     @property
     def has_locality(self) -> bool:
         """Whether packs follow the order of the samples in the source."""
-        return "locality" in self.assignment
+        return self.assignment == "locality"
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,6 @@ class PlanRequest:
     limits: Collection[str] = ()
     order: RankLayout | None = None
     window_packs: int = 1000
-    mixed: bool = False
     has_mixture: bool = False
 
     def passes(self) -> list[Pass]:
@@ -124,8 +114,6 @@ class PlanRequest:
         limits = [*self.limits, *(["samples"] if options.max_samples else [])]
         if limits:
             yield Pass("limits", f"a limit of {', '.join(dict.fromkeys(limits))}")
-        if self.mixed:
-            yield Pass("epochs", "several epochs")
         if options.homogeneous:
             yield Pass("groups", "homogeneous", ("groups",))
         if strategy == "auto":
@@ -133,26 +121,21 @@ class PlanRequest:
         else:
             from offline_packing.planner.strategies import lacks_limits
 
-            breaks = {"epochs": "only auto mixes them at random"}
-            if lacks := lacks_limits(strategy):
-                breaks["limits"] = lacks
+            lacks = lacks_limits(strategy)
+            breaks = {"limits": lacks} if lacks else {}
             yield Pass("compose", f"strategy {strategy!r}", (), breaks)
         others = {} if strategy == "auto" else {"compose": "it packs by auto"}
-        exchanges = "it exchanges samples of equal length, which may break a budget"
         if options.has_locality:
-            breaks = {"limits": exchanges, "epochs": "packs follow the source", **others}
+            breaks = {"limits": "its windows know tokens only", **others}
             yield Pass("windows", "assignment locality", ("source_order",), breaks)
         if self.has_mixture:
             breaks = {
                 "limits": "its windows know tokens only",
-                "epochs": "each would follow it by itself",
                 "groups": "packs of each kind would follow it by themselves",
                 "windows": "packs follow the source",
                 **others,
             }
             yield Pass("mixture", "mixture", ("source", "source_order"), breaks)
-        if "balance" in options.assignment:
-            yield Pass("balance", "assignment balance", ("balance_by",), {"limits": exchanges})
         if self.order is not None:
             if self.order.uniform:
                 yield Pass("uniform", "order.uniform", ("media",))
@@ -161,6 +144,6 @@ class PlanRequest:
                 "mixture": "it puts packs of similar cost side by side",
             }
             yield Pass("equal_cost", "order", (), breaks)
-        elif "shuffle" in options.assignment and not (options.has_locality or self.has_mixture):
+        elif not (options.has_locality or self.has_mixture):
             yield Pass("shuffle")
         yield Pass("sample_order")

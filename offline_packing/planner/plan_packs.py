@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offline_packing.planner.exchange import (
-    balance_packs,
     deal_out_copies,
     rounds_of_copies,
     separate_copies,
@@ -20,7 +19,6 @@ from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.ranks.uniform import kinds_of, make_uniform
 from offline_packing.planner.samples import Budgets, Samples, admit_samples
 from offline_packing.planner.strategies import COMPOSERS, STRATEGIES
-from offline_packing.planner.strategies.auto import mixed as mixed_composer
 from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import (
     count_lengths,
@@ -65,11 +63,9 @@ def plan_packs(
     source_order: np.ndarray | None = None,
     mixture: Mixture | None = None,
     source: np.ndarray | None = None,
-    balance_by: np.ndarray | None = None,
     copy_of: np.ndarray | None = None,
     order: RankLayout | None = None,
     window_packs: Count = 1000,
-    mixed: bool = False,
     **options: Any,
 ) -> PackPlan:
     """Pack samples into sequences of ``seq_length`` tokens. Samples that fit no pack are set aside,
@@ -97,14 +93,11 @@ def plan_packs(
             mean it has in all; needs ``source_order``, by which the samples of a source follow each
             other, copies far apart.
         source: number of each sample's source, for ``mixture``.
-        balance_by: the quantity that assignment balance evens out, for example vision patches.
         copy_of: integer array from 0; samples with the same number are copies of one. No pack holds
             two, and locality takes first copies first, then all second ones, and so on.
         order: write the packs so that the ranks of this layout get similar cost at each step; with
             ``uniform`` packs of one kind, for which some may be halved or repeated.
         window_packs: packs that locality composes at a time; best the packs of a shard.
-        mixed: compose random lengths, so that hardly two samples of a pack share one again under
-            another seed: for several epochs. Needs strategy auto.
         options: further fields of ``PlanOptions``: strategy, strategy_options, seed, pad_multiple,
             assignment, homogeneous, max_samples. The same input and seed give the same plan.
             Samples stand in random order in their packs, unless the strategy is another packer's.
@@ -116,7 +109,6 @@ def plan_packs(
         budgets or (),
         order,
         window_packs,
-        mixed,
         mixture is not None,
     )
     limits = dict(budgets or {})
@@ -129,7 +121,6 @@ def plan_packs(
         "media": media,
         "source_order": source_order,
         "source": source,
-        "balance_by": balance_by,
         "copy_of": copy_of,
         **{f"features[{i}]": array for i, array in enumerate(features)},
     }
@@ -155,7 +146,7 @@ def plan_packs(
         num_copies=len(packs.sample_ids) - len(samples.lengths),
         settings={
             "homogeneous": chosen.homogeneous,
-            "assignment": sorted(set(chosen.assignment)),
+            "assignment": chosen.assignment,
             "budgets": {name: int(limit) for name, (_, limit) in limits.items()},
             "order": None if order is None else asdict(order),
             **notes,
@@ -234,9 +225,6 @@ def _mix(samples: Samples, request: PlanRequest, mixture: Mixture) -> Draft:
     window_packs = min(_MIXED_PACKS, max(1, bound // _MIXED_WINDOWS))
     packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=options.seed)
     packs = _compose_poor_again(samples, request, packs)
-    if "balance" in options.assignment:
-        by = samples.columns["balance_by"]
-        packs = balance_packs(packs, lengths, by, window_packs, options.seed)
     if copy_of is not None:
         bound = max(bound, int(np.bincount(copy_of).max(initial=0)))
         packs = separate_copies(packs, *samples.limited(), copy_of, None, options.seed)
@@ -244,10 +232,9 @@ def _mix(samples: Samples, request: PlanRequest, mixture: Mixture) -> Draft:
 
 
 def _compose_part(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
-    """Compose, and balance, as if copies were different samples."""
+    """Compose packs as if copies were different samples."""
     lengths, seq_length, options = samples.lengths, samples.seq_length, request.options
-    seed, assignment = options.seed, options.assignment
-    strategy, own = STRATEGIES[options.strategy], options.strategy_options
+    strategy, seed, own = STRATEGIES[options.strategy], options.seed, options.strategy_options
     if samples.budgets:
         return strategy(*samples.limited(), seed=seed, **own), _lower_bound(samples)
     counts = count_lengths(lengths, room_of(lengths, seq_length))
@@ -260,16 +247,11 @@ def _compose_part(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
             order = order[np.argsort(rounds_of_copies(copy_of)[order], kind="stable")]
         packs = pack_in_order(lengths, seq_length, order, window_packs=window_packs, seed=seed)
     elif options.strategy in COMPOSERS:
-        at_random = request.mixed or (options.strategy == "auto" and "balance" in assignment)
-        composer = mixed_composer if at_random else COMPOSERS[options.strategy]
-        composition = composer(counts, seed=seed)
+        composition = COMPOSERS[options.strategy](counts, seed=seed)
         bound = max(bound, composition.lower_bound)
-        choice = seed if "shuffle" in assignment else None
-        packs = expand_composition(composition, lengths, counts, seed=choice)
+        packs = expand_composition(composition, lengths, counts, seed=seed)
     else:
         packs = strategy(*samples.limited(), seed=seed, **own)
-    if "balance" in assignment:
-        packs = balance_packs(packs, lengths, samples.columns["balance_by"], window_packs, seed)
     return packs, bound
 
 

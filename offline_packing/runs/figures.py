@@ -138,8 +138,6 @@ def plan_figures(
             "gap": plan.gap,
             "fill": (tokens - shared) / plan.room,
             "packing_factor": plan.packing_factor,
-            "epochs": max(1, len(info.epochs)),
-            "pairs_again": plan.pairs_again() if info.epochs else None,
         },
         "saving": {
             "tokens": tokens,
@@ -331,13 +329,12 @@ def _repeated_media(
 
 
 def _waiting(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Figures:
-    """Shares of time that data-parallel ranks wait for the slowest, in the order written, in the
-    first epoch of the first split; and where they wait after the vision tower as well. `shares` are
+    """Shares of time that data-parallel ranks wait for the slowest, in the order written, in
+    the first split that has packs; and where they wait after the vision tower as well. `shares` are
     None where there are fewer packs than ranks. What steps of one kind took is in `uniform`."""
     layout = plan.order or RankLayout(_NUM_RANKS)
     first = next(filter(len, splits_of_plan(plan, config.output.split).values()))
-    size = plan.info.epochs[0] if plan.info.epochs else len(first)
-    own = slice(first.start, first.start + size)
+    own, size = slice(first.start, first.stop), len(first)
     enough = size >= layout.num_ranks
     shares = layout.idle_shares(table.cost[own], table.tower[own]) if enough else (None, None)
     return {

@@ -209,7 +209,6 @@ def build_manifest(
             records=record_counts(samples, stored.packs.sample_ids),
             media_hashed_in_part=index.num_part_hashed,
         ),
-        epochs=plan.get("epochs", {}),
         generation=generation_of(shards_fingerprint(run, plan["hash"])),
         loss_weights="fractional" if index.num_weighted else None,
         shards=shards,

@@ -74,7 +74,6 @@ class PlanRecord(BaseModel):
     set_aside: dict[str, NonNegative]
     copies: NonNegative = 0
     files: dict[FileName, str]
-    epochs: dict[str, list[NonNegative]] = {}
     trained: dict[str, list[dict[str, Any]]] = {}
 
 

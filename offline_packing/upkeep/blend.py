@@ -66,7 +66,7 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
     }
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
-        weights = {root: one.of_an_epoch("packs", split) for root, one in outputs.items()}
+        weights = {root: one.total("packs", split) for root, one in outputs.items()}
         blended = [
             {"path": places[root], **({"repetitions": 1} if each_once else {"weight": n})}
             for root, n in weights.items()

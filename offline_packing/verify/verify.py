@@ -200,16 +200,15 @@ def _check_steps(layout: RankLayout | None, manifest: Manifest, total: VerifyRes
         return
     media = np.concatenate([shard.media_of_packs() for shard in manifest.shards])
     first = 0
-    for split in manifest.counts.packs:
-        for size in manifest.epoch_sizes(split):
-            mixed = layout.mixed_steps(media[first : first + size])
-            first += size
-            total.num_steps += size // layout.num_ranks
-            if mixed:
-                total.problem(
-                    f"{mixed:,} steps of split {split} mix packs with and without images, or lack "
-                    "some, for the ranks of pack.order"
-                )
+    for split, size in manifest.counts.packs.items():
+        mixed = layout.mixed_steps(media[first : first + size])
+        first += size
+        total.num_steps += size // layout.num_ranks
+        if mixed:
+            total.problem(
+                f"{mixed:,} steps of split {split} mix packs with and without images, or lack "
+                "some, for the ranks of pack.order"
+            )
 
 
 def _check_splits(samples: Index, plan: PackPlan, run: Run, total: VerifyResult) -> None:
@@ -295,7 +294,6 @@ def _check_each_once(
     is_packed[plan.sample_ids] = True
     if len(plan.sample_ids) - int(is_packed.sum()) != plan.info.num_copies:
         total.problem("the plan holds a sample twice")
-    # A sample is in several epochs.
     repeated = _num_repeated(found) - _num_repeated(expected)
     if repeated or not np.array_equal(expected, found):
         lost = len(np.setdiff1d(expected, found))

@@ -309,14 +309,11 @@ def order_of_steps(
     firsts = np.cumsum([0, *sizes])
     for manifest, layout, first, size in zip(manifests, layouts, firsts, sizes, strict=False):
         assert manifest is not None  # it has a layout
-        epoch_sizes = manifest.epoch_sizes(split)
-        if sum(epoch_sizes) != size:  # a part of an output
+        if manifest.counts.packs.get(split) != size:  # a part of an output
             return order, 0, False
         workers = max(1, int(layout["num_workers"]))
-        is_whole &= not any(epoch % (num_ranks * workers) for epoch in epoch_sizes)
-        for epoch in epoch_sizes:
-            tables.append(first + order_of_reading(epoch, num_ranks, workers))
-            first += epoch
+        is_whole &= size % (num_ranks * workers) == 0
+        tables.append(first + order_of_reading(size, num_ranks, workers))
     places = np.concatenate(tables)
     if not is_whole:  # steps of several datasets cannot stand side by side
         if len(order) == len(places) and len(roots) == 1:

@@ -36,7 +36,6 @@ from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
 from task_encoders.packs.manifest import (
     WRITTEN_AGAIN,
     PackColumns,
-    read_manifest,
     written_again,
 )
 from task_encoders.packs.pack import MovedMediumError, Pack, PackFormatError
@@ -105,8 +104,6 @@ class PackedFolder:
         #: ranks that take the packs of each step in turn (`pack.order`); 0: packs have no steps
         self.order, self.step_ranks, is_uniform = order_of_steps(self.shards, order, split)
         self.uniform_ranks = self.step_ranks if is_uniform else 0
-        #: packs of each epoch, which follow each other, where each has packs of its own
-        self.epoch_sizes = _epoch_sizes(self.shards, len(self.order), split)
         indices = list(in_threads(read_index, self.shards, 16))  # remote ones take their time
         #: place of the first pack of each shard, and the number of all
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
@@ -250,14 +247,6 @@ def _open_again(
         if now != before:
             raise PackedFolderError(WRITTEN_AGAIN.format(shard.root, now, before))
     return folder
-
-
-def _epoch_sizes(shards: Sequence[ShardRange], num_packs: int, split: str) -> list[int]:
-    """Packs of each epoch if there is one dataset; several datasets have one epoch."""
-    roots = {shard.root for shard in shards}
-    manifest = read_manifest(roots.pop()) if len(roots) == 1 else None
-    sizes = manifest.epoch_sizes(split) if manifest else ()
-    return list(sizes) if sum(sizes) == num_packs else [num_packs]
 
 
 def _read_token_ids(file: IndexedFile, number: int) -> IndexedPack:

@@ -125,8 +125,7 @@ class InTurn:
     epoch, and no rank is more than one row ahead of another.
 
     Args:
-        epoch_sizes: packs of each epoch, which follow each other; after the last comes the first
-            again.
+        num_packs: packs of an epoch.
         packs_per_row: packs that a rank takes at a time; the last row of an epoch may have fewer.
         keeps_steps: rows missing in the last step of an epoch are the last ones of the next, not
             the first: its steps then hold the same packs again, as an order for ranks needs it.
@@ -137,7 +136,7 @@ class InTurn:
 
     def __init__(
         self,
-        epoch_sizes: Sequence[int],
+        num_packs: int,
         num_ranks: int = 1,
         packs_per_row: int = 1,
         *,
@@ -146,20 +145,18 @@ class InTurn:
         repeat: bool = True,
     ) -> None:
         self.num_ranks = num_ranks
-        self._ends = np.cumsum([0, *epoch_sizes])
+        self._num_packs = num_packs
         self._size, self._repeat, self._keeps_steps = packs_per_row, repeat, keeps_steps
-        self._rows_of_all = sum(-(-size // packs_per_row) for size in epoch_sizes)
+        self._num_rows = -(-num_packs // packs_per_row)
         self._is_uniform = bool(uniform_ranks) and uniform_ranks % num_ranks == 0
-        described = repr(("in turn", list(epoch_sizes), packs_per_row, keeps_steps))
+        described = repr(("in turn", [num_packs], packs_per_row, keeps_steps))
         self.digest = hashlib.sha256(described.encode()).hexdigest()[:16]
 
     @classmethod
     def of(cls, folder: "PackedFolder", *args: Any, **options: Any) -> "InTurn":
-        """The packs of a folder in its order, with any other arguments. Without `repeat`, a pass is
-        all epochs."""
-        sizes = folder.epoch_sizes if options.get("repeat", True) else [len(folder)]
+        """Schedule the packs of a folder in its order, with any other arguments."""
         steps = {"keeps_steps": folder.step_ranks > 0, "uniform_ranks": folder.uniform_ranks}
-        turns = cls(sizes, *args, **(steps | options))
+        turns = cls(len(folder), *args, **(steps | options))
         if len({shard.root for shard in folder.shards}) > 1:  # in the order of a blend's weights
             parts = repr((turns.digest, [(shard.start, shard.end) for shard in folder.shards]))
             order = folder.order.astype("<i8").tobytes()
@@ -168,7 +165,7 @@ class InTurn:
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> _Turns:
         """See `Schedule`."""
-        start, end, num_rows = self._epoch(number)
+        start, end, num_rows = 0, self._num_packs, self._num_rows
         begun = sum(stretch.num_ranks for stretch in earlier if not stretch.steps)
         trained = sum(stretch.num_ranks * stretch.steps for stretch in earlier)
         if not self._keeps_steps:
@@ -182,24 +179,15 @@ class InTurn:
         # Rows of the next epoch that are trained before it begins, in all and in this step.
         before = max(0, begun + trained - num_rows) if self._repeat else 0
         missing = -left % self.num_ranks if self._repeat else 0
-        filling = [self._row_of_next(number + 1, before + place) for place in range(missing)]
+        filling = [self._row_of_next(before + place) for place in range(missing)]
         after = (Stretch(before + missing, 0),) if before + missing else ()
         return _Turns(numbers, self._size, self.num_ranks, filling, after)
 
-    def _epoch(self, number: int) -> tuple[int, int, int]:
-        """The packs [start, end) of an epoch, and its rows."""
-        start, end = self._ends[number % (len(self._ends) - 1) :][:2].tolist()
-        return start, end, -(-(end - start) // self._size)
-
-    def _row_of_next(self, number: int, place: int) -> Numbers:
-        """Packs of the row at a place in the epoch as it is begun."""
-        place %= self._rows_of_all
-        start, end, num_rows = self._epoch(number)
-        while place >= num_rows:
-            number, place = number + 1, place - num_rows
-            start, end, num_rows = self._epoch(number)
-        first = start + (num_rows - 1 - place if self._keeps_steps else place) * self._size
-        return np.arange(first, min(first + self._size, end))
+    def _row_of_next(self, place: int) -> Numbers:
+        """Return the packs of the row that the next epoch, as it is begun, has at a place."""
+        place %= self._num_rows
+        first = (self._num_rows - 1 - place if self._keeps_steps else place) * self._size
+        return np.arange(first, min(first + self._size, self._num_packs))
 
 
 def trained_items(

@@ -83,7 +83,7 @@ class ShardLine(_Model):
 
 
 class Counts(_Model):
-    """Totals over all epochs."""
+    """Totals."""
 
     samples: NonNegative
     packed: NonNegative
@@ -110,8 +110,6 @@ class Manifest(_Model):
     pad_multiple: Count
     counts: Counts
     shards: tuple[ShardLine, ...]
-    #: by split, the packs of each epoch, where each has packs of its own
-    epochs: dict[str, tuple[NonNegative, ...]] = {}
     #: 16 hexadecimal digits, also in each pack; others where packs of another plan, or other shards
     #: of the same, are written in their place
     generation: str
@@ -157,15 +155,9 @@ class Manifest(_Model):
         """Whether packs have room for samples that are padded to a multiple."""
         return self.pad_multiple % multiple == 0
 
-    def epoch_sizes(self, split: str = "train") -> tuple[int, ...]:
-        """Packs of each epoch, one epoch after another, if epochs have separate packs; otherwise
-        all packs of the split."""
-        return self.epochs.get(split) or (self.counts.packs.get(split, 0),)
-
-    def of_an_epoch(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
-        """Amount in one epoch; the mean, rounded up, if epochs have separate packs."""
-        total: int = sum(getattr(shard, what) for shard in self.shards if shard.split == split)
-        return -(-total // len(self.epoch_sizes(split)))
+    def total(self, what: Literal["packs", "samples", "tokens"], split: str = "train") -> int:
+        """Return an amount in all shards of a split."""
+        return sum(getattr(shard, what) for shard in self.shards if shard.split == split)
 
 
 def read_manifest(folder: Any) -> Manifest | None:

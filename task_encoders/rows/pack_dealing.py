@@ -22,7 +22,7 @@ from megatron.energon.state import FlexState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.settings import PackingSettingsError, packs_of_epochs
+from task_encoders.settings import PackingSettingsError
 
 Numbers = npt.NDArray[np.int64]
 
@@ -48,13 +48,8 @@ def deal_evenly(
     if reader.shuffle_over_epochs is not None or len(reader.join_readers) != 1:
         return dataset
     subset = getattr(factory, "subset", None)
-    ranges: list[tuple[int, int]] = []
-    begin = 0
-    for size in packs_of_epochs(factory.paths[0]) or [len(factory)]:
-        start, end = (0, size) if subset is None else subset.compute_subset(size)
-        ranges.append((begin + start, begin + end))
-        begin += size
-    wrapper.datasets = (DealtPacks(reader, ranges, first_turn),)
+    own = (0, len(factory)) if subset is None else subset.compute_subset(len(factory))
+    wrapper.datasets = (DealtPacks(reader, own, first_turn),)
     return dataset
 
 
@@ -78,19 +73,18 @@ class Dealer:
     """Deals the packs of each epoch to workers: a function of the arguments alone.
 
     Args:
-        ranges: the packs [start, end) of each epoch; after the last comes the first again.
+        packs: those of an epoch, [start, end).
         first_turn: see `deal_evenly`.
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int]], first_turn: int) -> None:
-        self.ranges, self._first_turn = ranges, first_turn
+    def __init__(self, packs: tuple[int, int], first_turn: int) -> None:
+        self.packs, self._first_turn = packs, first_turn
 
     def deal(self, epoch: int, num_ranks: int, per_rank: int) -> list[Numbers]:
         """Packs of each worker in an epoch, rank by rank. `per_rank`: workers of each rank."""
         workers = num_ranks * per_rank
-        before = (self.ranges[one % len(self.ranges)] for one in range(epoch))
-        turn = self._first_turn + sum((end - start) % workers for start, end in before)
-        start, end = self.ranges[epoch % len(self.ranges)]
+        start, end = self.packs
+        turn = self._first_turn + epoch * ((end - start) % workers)
         everyone = WorkerConfig(rank=0, world_size=1, num_workers=workers)
         starts = Sharder.split_samples_to_workers(
             start, end, everyone, rotation_offset=self._first_turn
@@ -108,8 +102,7 @@ class Dealer:
 
 
 class DealtPacks(WebdatasetSampleLoaderDataset):
-    """The packs of one folder, as one worker reads them: one range [start, end) per epoch,
-    beginning again after the last.
+    """The packs [start, end) of one folder, as one worker reads them in every epoch.
 
     Each worker has the block that Energon would give it, cut to the length of the shortest. The
     packs left over are dealt to the workers in turn, continuing from epoch to epoch:
@@ -127,10 +120,10 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
     def __init__(
         self,
         reader: WebdatasetSampleLoaderDataset,
-        ranges: Sequence[tuple[int, int]],
+        packs: tuple[int, int],
         first_turn: int,
     ) -> None:
-        self._dealer = Dealer(ranges, first_turn)
+        self._dealer = Dealer(packs, first_turn)
         super().__init__(
             reader.join_readers, reader.workers_slice_offsets, worker_config=reader.worker_config
         )
@@ -142,7 +135,8 @@ class DealtPacks(WebdatasetSampleLoaderDataset):
         self._is_over = False
 
     def worker_has_samples(self) -> bool:
-        return any(start < end for start, end in self._dealer.ranges)
+        start, end = self._dealer.packs
+        return start < end
 
     def __iter__(self) -> Iterator[RawSampleData]:
         if self._is_over:

@@ -100,7 +100,7 @@ def our_string(encoder: Any, sample: SourceSample) -> str:
 
 def our_packs(algorithm: str, lengths: np.ndarray) -> list[list[int]]:
     """Lengths in each pack, by the planner itself."""
-    plan = plan_packs(lengths, SEQ_LENGTH, strategy=algorithm, seed=SEED, assignment=())
+    plan = plan_packs(lengths, SEQ_LENGTH, strategy=algorithm, seed=SEED)
     return sorted(lengths[ids].tolist() for ids in plan)
 
 

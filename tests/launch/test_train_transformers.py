@@ -25,7 +25,7 @@ from launch.model.config import transformers_classes
 from launch.train import cli
 from launch.train_transformers import load_config, main
 from tests.helpers.hf_trainers import several_packs
-from tests.helpers.packed_runs import losses, step_lines
+from tests.helpers.packed_runs import losses
 from tests.helpers.parity import check_losses
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (
@@ -322,18 +322,6 @@ def test_the_same_packs_in_another_form(
     assert losses(tmp_path / "other") == losses(tars)
     validated = [line.partition('"validation_loss"')[2] for line in lines]
     assert validated[0] == validated[1] != ""
-
-
-def test_packs_of_several_epochs(case: Case, tmp_path: Path) -> None:
-    """Two passes train each sample twice, in other packs."""
-    folder, packed = case("qwen2_vl"), tmp_path / "packed"
-    output = {"layout": "references", "split": {"train": 1.0}}
-    made = pack_dialogues("qwen2_vl", folder, packed, pack={"epochs": 2}, output=output)
-    options = [f"data.path={packed}", "train.iterations=null", "train.epochs=2"]
-    options += ["data.repeat=false", "checkpoint={every: 0, export: false}"]
-    train(command(folder, tmp_path / "run", *options))
-    lines = step_lines(tmp_path / "run")
-    assert sum(line["sub_samples"] for line in lines) == 2 * made.of_an_epoch("samples")
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava_1_5"])

@@ -43,7 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "pack": {"seq_length": 256, "split_turns": {"context_turns": 1}},
     },
     "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},
-    "epochs": {"pack": {"epochs": 3}, "output": REFERENCES},
     "repeat": {"source": {"repeat": 1.5}},
     "context_parallel": {"pack": {"context_parallel": 4}},
     "order": {"pack": {"homogeneous": True, "order": {"num_ranks": 2, "uniform": True}}},

@@ -63,7 +63,7 @@ def _measure_here(
     if method in PEERS:
         run, given = lambda x: PEERS[method].function(x, seq_length), lengths.tolist()
     else:
-        run = lambda x: plan_packs(x, seq_length, strategy=method, assignment=())  # noqa: E731
+        run = lambda x: plan_packs(x, seq_length, strategy=method)  # noqa: E731
         given = lengths
     run(given[:WARM_UP_SAMPLES])
     if method == "auto":
@@ -202,21 +202,19 @@ def _stream(distribution: str, samples: int, options: WindowOptions) -> dict[str
 @click.option("--samples", default=100_000_000, show_default=True)
 @click.option("--distribution", default="captions", show_default=True)
 @click.option("--seq-length", default=8192, show_default=True)
-@click.option("--shuffle/--no-shuffle", default=True, show_default=True)
 @click.option("--disk/--memory", default=True, show_default=True, help="From disk to disk or not.")
-def scale(samples: int, distribution: str, seq_length: int, shuffle: bool, disk: bool) -> None:
+def scale(samples: int, distribution: str, seq_length: int, disk: bool) -> None:
     """Time and memory of one large plan, from an array on disk to a plan on disk."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(1) as p:
         path = Path(folder) / "num_tokens.npy"
         p.apply(_write_lengths, (path, distribution, samples))
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            row = fresh.apply(_scale_here, (path, seq_length, shuffle, disk))
+            row = fresh.apply(_scale_here, (path, seq_length, disk))
     print_table(
         [
             {
                 "distribution": distribution,
                 "samples": samples,
-                "shuffle": shuffle,
                 "disk": disk,
                 **row,
             }
@@ -232,15 +230,14 @@ def _write_lengths(path: Path, distribution: str, samples: int) -> None:
     np.save(path, np.concatenate(parts)[:samples])
 
 
-def _scale_here(path: Path, seq_length: int, shuffle: bool, disk: bool) -> dict[str, Any]:
-    assignment = ("shuffle",) if shuffle else ()
+def _scale_here(path: Path, seq_length: int, disk: bool) -> dict[str, Any]:
     for distribution in ("captions", "narrow"):
-        plan_packs(draw_lengths(distribution, WARM_UP_SAMPLES), seq_length, assignment=assignment)
+        plan_packs(draw_lengths(distribution, WARM_UP_SAMPLES), seq_length)
     lengths = None if disk else np.load(path)
     start, cpu_start = time.perf_counter(), time.process_time()
     if lengths is None:
         lengths = np.load(path, mmap_mode="r")
-    plan = plan_packs(lengths, seq_length, assignment=assignment)
+    plan = plan_packs(lengths, seq_length)
     if disk:
         plan.save(path.parent / "plan")
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
@@ -290,42 +287,11 @@ def _pack_sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values[plan.sample_ids].astype(np.float64), plan.pack_offsets[:-1])
 
 
-def _patches_for(distribution: str, tokens: np.ndarray) -> np.ndarray:
-    if distribution == "sft":
-        return draw_sft(len(tokens))[1]
-    share = np.random.default_rng(0).uniform(0.3, 0.98, len(tokens))
-    return (tokens * share).astype(np.int32) * 4
-
-
 @main.command()
 @click.option("--samples", default=100_000, show_default=True)
 @click.option("--packs-per-shard", default=1000, show_default=True)
 def assignment(samples: int, packs_per_shard: int) -> None:
-    """Measure the gain of balance and locality, and their cost in packs."""
-    rows = []
-    for distribution in ("captions", "sft", "narrow"):
-        for seq_length in (8192, 32_768):
-            tokens = draw_lengths(distribution, samples)
-            patches = _patches_for(distribution, tokens)
-            plain = plan_packs(tokens, seq_length)
-            even = plan_packs(
-                tokens, seq_length, assignment=["shuffle", "balance"], balance_by=patches
-            )
-            spread = [_pack_sums(plan, patches) for plan in (plain, even)]
-            before, after = (float(sums.std() / sums.mean()) for sums in spread)
-            rows.append(
-                {
-                    "distribution": distribution,
-                    "seq_length": seq_length,
-                    "packs": plain.num_packs,
-                    "packs balanced": even.num_packs,
-                    "patch CV": round(before, 4),
-                    "patch CV balanced": round(after, 4),
-                    "ratio": round(before / after, 1),
-                }
-            )
-    print_table(rows)
-    click.echo()
+    """Measure what an output shard reads of the source under assignment locality."""
     print_table(
         [_locality(distribution, samples, packs_per_shard) for distribution in DISTRIBUTIONS]
     )

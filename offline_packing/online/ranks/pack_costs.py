@@ -63,7 +63,6 @@ def schedule_of(
     packs_per_row: int,
     seed: int,
     repeat: bool,
-    warns: bool = False,
 ) -> Schedule:
     """The schedule by which `launch` trains a folder's packs. Its items are numbers of packs.
 
@@ -73,15 +72,6 @@ def schedule_of(
     """
     if order == "written":
         return InTurn.of(folder, num_ranks, packs_per_row, repeat=repeat)
-    if warns and (count := len(folder.epoch_sizes)) > 1:
-        logger.warning(
-            "%s has packs of %d epochs, which order=balanced deals as one: within fewer than "
-            "%d epochs some samples come more often than others; set order=written, or pack "
-            "with pack.epochs=1",
-            folder.path,
-            count,
-            count,
-        )
     columns = pack_columns(folder)
     # Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers.
     both = columns.media, _outputs(folder)

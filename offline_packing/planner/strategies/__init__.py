@@ -9,7 +9,7 @@ line here.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from offline_packing.planner.strategies.auto import auto
+from offline_packing.planner.strategies.auto import auto, mixed
 from offline_packing.planner.strategies.budgets import pack_budgets
 from offline_packing.planner.strategies.composition import Composer, by_histogram
 from offline_packing.planner.strategies.longest_first import best_fit_decreasing
@@ -26,12 +26,14 @@ from offline_packing.planner.strategies.strategy import Strategy
 
 COMPOSERS: dict[str, Composer] = {
     "auto": auto,
+    "mixed": mixed,
     "best_fit_decreasing": best_fit_decreasing,
 }
 
 
 STRATEGIES: dict[str, Strategy] = {
     "auto": by_histogram(auto, pack_budgets),
+    "mixed": by_histogram(mixed),
     "best_fit_decreasing": by_histogram(best_fit_decreasing),
     "hash_bucket": hash_bucket,
     "first_fit_decreasing": first_fit_decreasing,

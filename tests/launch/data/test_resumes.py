@@ -26,7 +26,6 @@ from tests.helpers.packed_runs import SEQ_LENGTH
 #: How packs were written: options of packing and of the output.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "equal_cost": ({"order": {"num_ranks": 4, "num_workers": 2}}, {}),
-    "epochs": ({"epochs": 2}, {"layout": "references"}),
     "token_ids": ({}, {"layout": "indexed"}),
 }
 pytestmark = pytest.mark.usefixtures("bmr_environment")
@@ -116,12 +115,3 @@ def test_each_pack_comes_once_per_epoch(kind: str, order: str, packed: str) -> N
             if len(counts) == total and len(set(counts.values())) == 1 < counts[seen[0]]:
                 return
     raise AssertionError(f"packs do not come equally often: {counts}")
-
-
-@pytest.mark.parametrize("kind", ["epochs"])
-def test_packs_of_several_epochs_are_warned_of(
-    packed: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = DataConfig(path=packed, order="balanced")
-    build_loader(config, build_task_encoder(config, read_packed_data(packed)), rank=0, num_ranks=1)
-    assert "has packs of 2 epochs, which order=balanced deals as one" in caplog.text

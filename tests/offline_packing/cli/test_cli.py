@@ -81,9 +81,9 @@ def test_dry_run_writes_nothing(config: Path, tmp_path: Path) -> None:
     assert estimated == pytest.approx(shards, rel=0.5)
 
 
-def test_a_complete_output_of_two_epochs(config: Path, tmp_path: Path) -> None:
+def test_a_complete_output_of_copies(config: Path, tmp_path: Path) -> None:
     """Quietly; a dry run of it has nothing to do but with another seed."""
-    command = ["run", config, "output.layout=references", "pack.epochs=2"]
+    command = ["run", config, "source.repeat=2"]
     first = invoke(*command, "--quiet")
     verdict, page = first.stdout.splitlines()
     assert verdict.startswith("20 samples = 20 packed, 40 times in all + 0 set aside; ")

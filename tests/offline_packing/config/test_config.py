@@ -76,7 +76,7 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
         ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
         (
             "pack.strategy=best",
-            r"pack\.strategy='best': .*choose one of: auto, best",
+            r"pack\.strategy='best': .*choose one of: auto, mixed, best",
         ),
         ("pack.seq_length=0", r"pack\.seq_length=0: .*greater than or equal to 1"),
         ("engine.workers=true", r"engine\.workers=True: a number is needed"),
@@ -100,7 +100,7 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
         ("pack.seq_length=3000000000", r"pack\.seq_length=3000000000: .*equal to 2147483647"),
         ("pack.pad_multiple=8193", r"pad_multiple 8193 > seq_length 8192"),
         ("pack.max_set_aside=nan", r"pack\.max_set_aside='nan': .*finite"),
-        ("pack.assignment=3", r"pack\.assignment=3 is not a list"),
+        ("pack.assignment=3", r"pack\.assignment=3 is not valid; choose 'shuffle' or 'locality'"),
         ("pack.order=8", r"pack\.order=8 is not a mapping; .*fields among: num_ranks, num_workers"),
         ("pack.budgets={pixels: 3}", r"pack\.budgets\.pixels.*'images'"),
         ("pack.strategy_options={foo: 1}", r"strategy 'auto' has no option 'foo'; it has none"),
@@ -148,7 +148,7 @@ def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
             "keep a limit of samples: .* one of auto",
         ),
         ({"budgets": {"images": 2}, "strategy": "hash_bucket"}, "cannot keep a limit of images"),
-        ({"budgets": {"images": 2}, "assignment": ["balance"]}, "may break a budget"),
+        ({"budgets": {"images": 2}, "assignment": "locality"}, "its windows know tokens only"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_measuring(
@@ -158,13 +158,6 @@ def test_settings_that_cannot_work_are_refused_before_measuring(
     with pytest.raises(ConfigError, match=message) as error:
         parse_config({"source": source, "output": {"path": "out"}, "pack": pack})
     assert "\n" not in str(error.value)
-
-
-def test_one_assignment_needs_no_list(tmp_path: Path) -> None:
-    one = load(tmp_path, EXAMPLE, "pack.assignment=balance")
-    assert one.pack.assignment == ("balance",)
-    both = load(tmp_path, EXAMPLE, "pack.assignment=[shuffle, balance]")
-    assert both.pack.assignment == ("shuffle", "balance")
 
 
 def test_missing_file(tmp_path: Path) -> None:

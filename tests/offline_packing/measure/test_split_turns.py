@@ -409,7 +409,7 @@ def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pack",
     [
-        {"pad_multiple": 48, "assignment": ["locality"]},
+        {"pad_multiple": 48, "assignment": "locality"},
         {"context_parallel": 2},
         {"order": {"num_ranks": 2}},
     ],

@@ -86,7 +86,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Index]:
 
 PACKS = [
     *({"strategy": name} for name in STRATEGIES),
-    {"assignment": "balance"},
     {"assignment": "locality"},
     {"budgets": {"images": 3}},
     {"order": {"num_ranks": 2, "uniform": True}},

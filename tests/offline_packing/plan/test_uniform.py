@@ -132,19 +132,6 @@ def test_balanced_loaders_of_any_ranks(ranks: int, size: int, folder: Path) -> N
     }
 
 
-def test_epochs_of_references(source: dict[str, str], tmp_path: Path) -> None:
-    """Each epoch has packs of its own, in steps of one kind."""
-    pack = {"seq_length": 200, "order": ORDER, "epochs": 2}
-    run = packed_run(source, tmp_path / "packed", pack=pack, output={"layout": "references"})
-    assert verify(run).ok
-    assert all(count % 8 == 0 for count in open_plan(run).packs.info.epochs)
-    packs = PackedFolder(tmp_path / "packed")
-    columns = packs.columns()
-    assert columns is not None
-    assert packs.uniform_ranks == 4
-    are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
-
-
 def kinds_of_steps(
     packs: PackedFolder, ranks: int, size: int, steps: int, state: dict[str, Any] | None = None
 ) -> tuple[list[Any], dict[str, Any]]:

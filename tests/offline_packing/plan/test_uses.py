@@ -173,8 +173,7 @@ def test_weights_that_ask_for_too_many_copies(tmp_path: Path) -> None:
     "pack",
     [
         {},
-        {"assignment": ["balance"]},
-        {"assignment": ["locality", "balance"]},
+        {"assignment": "locality"},
         {"strategy": "sequential"},
         {"strategy": "hash_bucket"},
         {"order": {"num_ranks": 2}},

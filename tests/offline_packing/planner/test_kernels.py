@@ -46,13 +46,8 @@ def of_images(rng: np.random.Generator, lengths: np.ndarray) -> np.ndarray:
 
 OPTIONS: dict[str, Options] = {
     **{name: lambda rng, lengths, name=name: {"strategy": name} for name in STRATEGIES},
-    "balance": lambda rng, lengths: {
-        "assignment": ["shuffle", "balance"],
-        "balance_by": rng.integers(0, 5000, len(lengths)),
-    },
-    "mixed": lambda rng, lengths: {"mixed": True},
     "locality": lambda rng, lengths: {
-        "assignment": ["locality"],
+        "assignment": "locality",
         "source_order": np.arange(len(lengths)),
         "window_packs": 20,
     },

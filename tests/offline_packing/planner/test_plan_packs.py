@@ -56,7 +56,6 @@ def test_each_sample_once_nothing_over_capacity(strategy, lengths, seed, pad_mul
 def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
     num_tokens = np.random.default_rng(0).integers(1, 900, 5000)
     plans = [plan_packs(num_tokens, 1024, seed=seed) for seed in (1, 2)]
-    plans.append(plan_packs(num_tokens, 1024, assignment=()))
     for plan in plans:
         assert_valid(plan, num_tokens)
     assert not np.array_equal(plans[0].sample_ids, plans[1].sample_ids)
@@ -64,7 +63,7 @@ def test_shuffle_changes_the_choice_but_not_the_composition() -> None:
         sorted(tuple(sorted(num_tokens[plan.pack(i)])) for i in range(plan.num_packs))
         for plan in plans
     ]
-    assert contents[0] == contents[1] == contents[2]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize(("count", "seq_length"), [(448, 81_920_000), (448, 60_000), (900, 65_536)])
@@ -258,35 +257,32 @@ IMAGES = {"budgets": {"images": (np.ones(9, int), 4)}}
 
 def test_passes_stand_in_the_order_in_which_they_run() -> None:
     layout = RankLayout(2, uniform=True)
-    request = PlanRequest(PlanOptions(assignment=("balance",)), order=layout)
-    assert [one.name for one in request.passes()] == (
-        "compose balance uniform equal_cost sample_order".split()
-    )
-    shuffled = PlanRequest(PlanOptions(max_samples=4), mixed=True).passes()
-    assert [one.name for one in shuffled] == "limits epochs compose shuffle sample_order".split()
+    ordered = PlanRequest(PlanOptions(), order=layout).passes()
+    assert [one.name for one in ordered] == "compose uniform equal_cost sample_order".split()
+    shuffled = PlanRequest(PlanOptions(max_samples=4)).passes()
+    assert [one.name for one in shuffled] == "limits compose shuffle sample_order".split()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"strategy": "bdf"}, r"strategy is 'bdf'; not a known name; choose one of.*, best_fit_de"),
-        ({"assignment": "locallity"}, "'locallity'.*; it must be 'shuffle', 'locality'"),
+        ({"assignment": "locallity"}, "'locallity'.*; it must be 'shuffle' or 'locality'"),
         ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
         ({"pad_multiple": 0}, "pad_multiple is 0; it must be at least 1"),
         ({"pad_multiple": 640}, "pad_multiple 640 > seq_length 512; no sample would fit a pack"),
         ({"assignment": "locality"}, "assignment locality needs source_order, an array with one "),
-        ({"assignment": "balance"}, "assignment balance needs balance_by"),
         ({"homogeneous": True}, "homogeneous needs groups"),
         ({"order": RankLayout(2, uniform=True)}, "order.uniform needs media"),
         ({"groups": np.zeros(2)}, r"groups has shape \(2,\) for 9 samples"),
         ({"max_samples": 2, "strategy": "best_fit_decreasing"}, "cannot keep a limit of samples"),
         (IMAGES | {"strategy": "hash_bucket"}, "keep a limit of images: .*; choose one of auto, "),
-        (IMAGES | LOCALITY, "assignment locality cannot keep a limit of images: it exchanges"),
-        (IMAGES | {"assignment": "balance"}, "assignment balance cannot keep a limit of images"),
+        (IMAGES | LOCALITY, "assignment locality cannot keep a limit of images: its win"),
         (LOCALITY | {"order": RankLayout(2)}, "order cannot keep assignment locality"),
         (LOCALITY | {"strategy": "knapsack"}, "locality cannot keep strategy 'knapsack'"),
-        (LOCALITY | {"mixed": True}, "assignment locality cannot keep several epochs"),
-        ({"mixed": True, "strategy": "sequential"}, "'sequential' cannot keep several epochs"),
+        (LOCALITY | {"strategy": "mixed"}, "assignment locality cannot keep strategy 'mixed'"),
+        (IMAGES | {"strategy": "mixed"}, "strategy 'mixed' cannot keep a limit of images"),
+        ({"max_samples": 2, "strategy": "mixed"}, "'mixed' cannot keep a limit of samples"),
     ],
 )
 def test_what_is_missing_or_cannot_be_kept_is_named(
@@ -315,5 +311,5 @@ def test_options_are_said_once() -> None:
 
 def test_the_signature_shows_plain_types() -> None:
     shown = inspect.signature(plan_packs).parameters
-    assert (shown["seq_length"].annotation, shown["mixed"].annotation) == (int, bool)
+    assert (shown["seq_length"].annotation, shown["window_packs"].annotation) == (int, int)
     assert "Annotated" not in str(inspect.signature(plan_packs))

@@ -12,7 +12,7 @@ from offline_packing.planner.strategies import kernels
 from offline_packing.planner.strategies.strategy import join_packs
 from offline_packing.planner.strategies.subset_fill import subset_fill
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
-from tests.helpers.sizes import as_lists, caption_lengths, pack_sums, variation
+from tests.helpers.sizes import as_lists, caption_lengths
 from tests.helpers.windows import window_options
 from tools.benchmarks.length_distributions import DISTRIBUTIONS, draw_lengths
 
@@ -241,19 +241,3 @@ def test_locality_reads_few_source_shards_in_order() -> None:
     assert np.mean([len(shards) for shards in opened]) <= 2.2
     assert all(np.diff(shards).max(initial=0) <= 1 for shards in opened)
     assert read_per_written(plan, packs_per_shard) < 1.1
-
-
-def test_locality_with_balance_stays_within_windows() -> None:
-    tokens, patches = caption_lengths(20_000)
-    arguments = {"source_order": np.arange(20_000), "window_packs": 300}
-    plain = plan_packs(tokens, 8192, assignment="locality", **arguments)
-    even = plan_packs(
-        tokens, 8192, assignment=["locality", "balance"], balance_by=patches, **arguments
-    )
-    assert even.num_packs == plain.num_packs
-    assert variation(pack_sums(even, patches)) < 0.9 * variation(pack_sums(plain, patches))
-    for start in range(0, plain.num_packs, 300):
-        stretch = slice(
-            plain.pack_offsets[start], plain.pack_offsets[min(start + 300, plain.num_packs)]
-        )
-        assert set(plain.sample_ids[stretch]) == set(even.sample_ids[stretch])

@@ -64,23 +64,6 @@ def test_energon_reads_both(outputs: list[Path], tmp_path: Path) -> None:
     assert abs(share - weights[0] / sum(weights)) < 0.15
 
 
-def test_outputs_of_several_epochs_weigh_as_much_as_those_of_one(tmp_path: Path) -> None:
-    for name, epochs in (("a", 3), ("b", 1)):
-        named = {"key_prefix": name, "layout": "references"}
-        pack = {"seq_length": 512, "epochs": epochs}
-        pack_all(
-            make_run(
-                captioning_pairs(tmp_path / f"data_{name}"),
-                tmp_path / name,
-                output=named,
-                pack=pack,
-            )
-        )
-    document = yaml.safe_load(blend([tmp_path / "a", tmp_path / "b"]))
-    weights = [entry["weight"] for entry in document["splits"]["train"]["blend"]]
-    assert weights[0] == weights[1] > 1
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

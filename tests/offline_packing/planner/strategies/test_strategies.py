@@ -1,5 +1,6 @@
 """Strategies: each sample once, no pack over any limit; a new one is a file and a line."""
 
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +55,8 @@ def test_options_are_in_the_guide_and_in_help() -> None:
 
 @pytest.mark.usefixtures("pairs")
 def test_a_new_strategy_is_one_file_and_one_line() -> None:
-    plan = plan_packs(
-        np.full(7, 10), 100, strategy="pairs", strategy_options={"per_pack": 3}, assignment=()
-    )
-    assert [sorted(pack.tolist()) for pack in plan] == [[0, 1, 2], [3, 4, 5], [6]]
+    plan = plan_packs(np.full(7, 10), 100, strategy="pairs", strategy_options={"per_pack": 3})
+    assert sorted(sorted(pack.tolist()) for pack in plan) == [[0, 1, 2], [3, 4, 5], [6]]
     assert "pairs: per_pack" in CliRunner().invoke(cli, ["plan", "--help"]).output
     config = {
         "source": {"format": "pairs", "path": "data", "task": "vqa"},
@@ -127,3 +126,20 @@ def test_packs_are_filled_where_tokens_are_not_scarce(number, most) -> None:
 def test_size_lower_bound(sizes, limit, bound) -> None:
     assert size_lower_bound(np.array(sizes, np.int64), limit) == bound
     assert size_lower_bound(np.array([2**25, 2**25]), 2**26) == 1
+
+
+def test_mixed_packs_do_not_meet_again() -> None:
+    """As another seed alone does not do; no more packs than auto makes."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.2, 0.7, 6000), 20, 8192).astype(np.int32)
+
+    def pairs(strategy: str, seed: int) -> set[tuple[int, int]]:
+        plan = plan_packs(lengths, 8192, strategy=strategy, seed=seed)
+        assert np.array_equal(np.sort(plan.sample_ids), np.arange(len(lengths)))
+        assert plan.num_packs <= num_packs
+        return {pair for pack in plan for pair in combinations(sorted(pack.tolist()), 2)}
+
+    num_packs = plan_packs(lengths, 8192).num_packs
+    first, second, auto = pairs("mixed", 0), pairs("mixed", 1), pairs("auto", 0)
+    assert len(first & second) < 0.02 * len(second)
+    assert len(pairs("auto", 1) & auto) > 0.1 * len(auto)
