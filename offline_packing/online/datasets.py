@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offline_packing.errors import ConfigError
 from offline_packing.online.collate import padding_free_collator
@@ -119,12 +119,18 @@ class PackingBlock(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = False
-    #: tokens of a pack
-    max_length: Count
+    #: tokens of a pack; needed if `enabled`
+    max_length: Count | None = None
     #: samples packed at a time; null: 1000
     buffer_size: Count | None = None
-    strategy: Annotated[str, one_of((*_AS_MS_SWIFT, *STRATEGIES))] = "binpack"
+    strategy: Annotated[str, one_of({**_AS_MS_SWIFT, **STRATEGIES})] = "binpack"
     leftovers: Leftovers = "carry"
+
+    @model_validator(mode="after")
+    def _check_length(self) -> "PackingBlock":
+        if self.enabled and self.max_length is None:
+            raise ValueError("max_length is missing; set it")
+        return self
 
     @classmethod
     def read(cls, path: str | Path) -> "PackingBlock":
@@ -140,7 +146,7 @@ class PackingBlock(BaseModel):
 
     def wrap(self, dataset: Any, template: Any = None, **options: Any) -> Any:
         """The dataset, packed if `enabled`."""
-        if not self.enabled:
+        if self.max_length is None or not self.enabled:
             return dataset
         return PackedDatasetWrapper(
             dataset,

@@ -128,8 +128,26 @@ def validate(model: type[ModelT], content: Mapping[str, Any], name: str = "confi
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = "; ".join(_explain(model, dict(problem)) for problem in error.errors())
+        problems = "; ".join(
+            _explain(model, dict(problem)) + _instead(problem["loc"], problem["input"])
+            for problem in error.errors()
+        )
         raise ConfigError(f"{name}: {problems}") from error
+
+
+#: What serves in place of options and values that went, or that other packers know.
+_INSTEAD: Final[Mapping[Any, str]] = {
+    "pack.epochs": "plan further outputs with pack.strategy=mixed and other seeds",
+    "greedy": "it is sequential",
+    "merge_same_image": "join the records with tools/convert_questions.py",
+    "raw_packing": "export finished packs with offline-packing export",
+}
+
+
+def _instead(location: tuple[int | str, ...], value: Any) -> str:
+    """Return what serves in place of a refused field or value, if that is known."""
+    names = (*location[-1:], ".".join(map(str, location)), str(value))
+    return "".join(f"; {_INSTEAD[name]}" for name in names if name in _INSTEAD)
 
 
 def _explain(model: type[BaseModel], problem: Mapping[str, Any]) -> str:

@@ -72,6 +72,10 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
             "pack.seq_len=1",
             r"pack\.seq_len is not a known field; valid: seq_length, strategy, seed",
         ),
+        ("pack.strategy=greedy", r"known name; .*sequential, knapsack; it is sequential$"),
+        ("pack.epochs=2", r"valid: .*; plan further outputs with pack\.strategy=mixed"),
+        ("source.merge_same_image=true", r"valid: .*; join .* tools/convert_questions\.py"),
+        ("output.layout=raw_packing", r"known name; .*; export .* offline-packing export"),
         ("source.fmt=x", r"source\.0\.fmt is not a known field; valid: format, path, task"),
         ("source.task=caption", r"source\.0\.task='caption' .*choose 'captioning', 'vqa' or 'bmr'"),
         (

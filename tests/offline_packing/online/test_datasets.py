@@ -250,6 +250,17 @@ def test_the_yaml_block(tmp_path: Path) -> None:
     path.write_text("packing: {max_length: 10}")
     samples = lettered(4, 2)
     assert PackingBlock.read(path).wrap(samples) is samples
+    path.write_text("packing: {enabled: false}")
+    assert PackingBlock.read(path).wrap(samples) is samples
+    path.write_text("packing: {enabled: true}")
+    with pytest.raises(ConfigError, match="max_length is missing; set it"):
+        PackingBlock.read(path)
+    path.write_text("packing: {enabled: true, max_length: 10, strategy: greedy}")
+    with pytest.raises(
+        ConfigError, match="one of: binpack, sequential, auto, .*; it is seq"
+    ) as gone:
+        PackingBlock.read(path)
+    assert str(gone.value).count("sequential") == 2  # a choice, and what to take
     path.write_text("packing: {enabled: true, max_len: 10}")
     with pytest.raises(ConfigError, match="max_len is not a known field"):
         PackingBlock.read(path)
