@@ -257,7 +257,7 @@ def test_the_yaml_block(tmp_path: Path) -> None:
         PackingBlock.read(path)
     path.write_text("packing: {enabled: true, max_length: 10, strategy: greedy}")
     with pytest.raises(
-        ConfigError, match="one of: binpack, sequential, auto, .*; it is seq"
+        ConfigError, match=r"one of: binpack, sequential, auto, .*; it is seq"
     ) as gone:
         PackingBlock.read(path)
     assert str(gone.value).count("sequential") == 2  # a choice, and what to take
