@@ -172,7 +172,7 @@ class PackingConfig(Section):
         if (
             loss_on != "all"
             and self.task != "captioning"
-            and not LAYOUTS[self.output.layout].HOLDS_UNTRAINED
+            and LAYOUTS[self.output.layout].TRAINS_ALL
         ):
             raise ValueError(
                 f"model.loss_on={loss_on} trains a part of each conversation, and readers of "
@@ -185,7 +185,7 @@ class PackingConfig(Section):
                 f"pack.split_turns.context_turns={earlier} shows turns of conversations without "
                 "loss, and all text of a document is trained; set it to 0"
             )
-        if earlier and not LAYOUTS[self.output.layout].HOLDS_UNTRAINED:
+        if earlier and LAYOUTS[self.output.layout].TRAINS_ALL:
             raise ValueError(
                 f"pack.split_turns.context_turns={earlier} shows turns without loss, and "
                 f"output.layout={self.output.layout!r} would train them; set it to 0, or choose "

@@ -38,7 +38,7 @@ from task_encoders.field_types import NonNegative
 from task_encoders.packs.manifest import FileName
 from task_encoders.storage.paths import REMEDY, path_of
 
-INDEX_VERSION: Final = 3
+INDEX_VERSION: Final = 4
 
 #: Content of IndexInfo.common -> from which number and share of all samples on it is warned of,
 #: and the warning.
@@ -86,7 +86,7 @@ class IndexInfo:
     #: options of each source, without the ones that change no row; and its number of parts
     sources: list[dict[str, Any]] = field(default_factory=list)
     source_parts: list[NonNegative] = field(default_factory=list)
-    version: Literal[3] = INDEX_VERSION
+    version: Literal[4] = INDEX_VERSION
 
     @property
     def num_samples(self) -> int:
@@ -193,7 +193,9 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_images", pa.int32()),
         pa.field("num_videos", pa.int32()),
         pa.field("num_turns", pa.int32()),
-        pa.field("traits", pa.uint16()),  # flags, see measured.py; null: not measured
+        # what the layout does not hold of it, and tokens that its reader adds: see Layout.unfit
+        pa.field("unfit", pa.string()),
+        pa.field("room", pa.int32()),
         pa.field("grid_thw", pa.list_(pa.int32())),  # (t, h, w) of each medium, one after another
         pa.field("stamp", pa.uint64()),  # of the files' modification times, see measured.py
         pa.field("json", pa.struct(LOCATOR_FIELDS)),

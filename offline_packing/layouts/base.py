@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import DamagedError
-from offline_packing.index.rows import SampleIds
 from offline_packing.index.table import Index
 from offline_packing.layouts.shards import (
     PlannedSample,
@@ -46,15 +45,6 @@ Member = tuple[str, bytes]
 encoder_of = lru_cache(maxsize=4)(build_sample_encoder)
 
 
-class Admission(NamedTuple):
-    """The samples of an index that a layout can hold, and their lengths in it."""
-
-    #: reasons why samples do not fit, and their ids, ascending: planning sets these aside
-    unfit: Sequence[tuple[str, SampleIds]] = ()
-    #: tokens by which its reader makes each sample longer than measured, at most: plans leave room
-    added_tokens: npt.NDArray[np.int64] | int = 0
-
-
 class Layout(ABC):
     """Packs on disk. Stateless: tasks name it, and look it up in LAYOUTS."""
 
@@ -68,10 +58,8 @@ class Layout(ABC):
     ONE_MEDIUM: ClassVar[bool] = False
     #: whether its packs hold our JSON (`packs.pack_format`), with over how many ranks they go
     OWN_JSON: ClassVar[bool] = False
-    #: whether its packs hold answers without loss
-    HOLDS_UNTRAINED: ClassVar[bool] = True
-    #: whether `admit` asks for the traits of every sample
-    NEEDS_TRAITS: ClassVar[bool] = False
+    #: whether its reader trains all answers
+    TRAINS_ALL: ClassVar[bool] = False
     #: ending of a shard's own file, until the files of a split are joined; None: shards stay files
     PIECE: ClassVar[str | None] = None
     #: whether packs of another epoch are another copy of the data
@@ -93,16 +81,32 @@ class Layout(ABC):
         """Files that `finish` writes for these splits, relative to the output; and MEDIA_ROOTS."""
         return self.METADATA
 
-    def admit(self, samples: Index) -> Admission:
-        """Return the samples it can hold, before planning. Raises StageError if it can hold none of
-        such a source."""
-        return Admission()
+    def refuse(self, model: Mapping[str, str | int]) -> None:  # noqa: B027 - most hold all
+        """Raise StageError if it holds no packs of a model (its part of the fingerprint)."""
+
+    @classmethod
+    def has_rules(cls) -> bool:
+        """Tell whether `unfit` and `added_tokens` say anything."""
+        return cls.unfit is not Layout.unfit
+
+    def unfit(
+        self,
+        sample: SourceSample,
+        sizes: Sequence[tuple[int, int]],
+        model: Mapping[str, str | int],
+    ) -> str | None:
+        """Return what its reader cannot take of a checked sample whose images have these (height,
+        width); None: it takes the sample. Planning sets such samples aside."""
+        return None
 
     def added_tokens(
-        self, model: Mapping[str, str | int], grids: Sequence[tuple[int, int, int]]
+        self,
+        sample: SourceSample,
+        grids: Sequence[tuple[int, int, int]],
+        model: Mapping[str, str | int],
     ) -> int:
-        """`Admission.added_tokens` of one sample with media of these grids in patches, (t, h, w)
-        each, by the model's part of the fingerprint."""
+        """Return the tokens by which its reader makes a sample longer than measured, at most: plans
+        leave room for them. `grids` of its media, (t, h, w) in patches."""
         return 0
 
     def check_sources(  # noqa: B027 - bytes can be copied from any

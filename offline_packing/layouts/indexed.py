@@ -21,10 +21,10 @@ import xxhash
 from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts.addresses import media_roots, time_of_medium
-from offline_packing.layouts.base import Admission, JoinedLayout, encoder_of
+from offline_packing.layouts.base import JoinedLayout, encoder_of
 from offline_packing.layouts.shards import PlannedSample, ShardFragment, ShardTask
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.sources import Locator, SourceOptions
+from offline_packing.sources import Locator, Source, SourceOptions
 from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import atomic_file, to_json
 from offline_packing.storage.tars import PackEntry, Part
@@ -75,8 +75,7 @@ class IndexedLayout(JoinedLayout):
     def media_roots(self, manifest: Manifest, sources: Sequence[SourceOptions]) -> bytes:
         return to_json(dict(media_roots(sources)))
 
-    def admit(self, samples: Index) -> Admission:
-        """All samples; raises StageError if media are not in a file that packs can refer to."""
+    def check_sources(self, samples: Index, sources: Sequence[Source]) -> None:
         for part in samples.parts("media"):
             media = part["media"].combine_chunks().flatten()
             is_kept = pc.is_in(media.field("kind"), pa.array(["file", "bytes"]))
@@ -88,7 +87,6 @@ class IndexedLayout(JoinedLayout):
                     f"{first['container']} are in a {first['kind']}; set output.layout=energon, or "
                     "give the media as files or in uncompressed tars"
                 )
-        return Admission()
 
     def write(self, task: ShardTask) -> ShardFragment:
         assert task.tokenizes is not None  # TOKEN_IDS

@@ -17,16 +17,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.index.measured import Trait
-from offline_packing.index.table import Index
-from offline_packing.layouts.base import Admission, Member
+from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.shards import PlannedSample, ShardTask
+from offline_packing.layouts.unfit import (
+    Rule,
+    begins_with_break,
+    first_broken,
+    has_control_elsewhere,
+    has_control_text,
+    has_own_system,
+    has_small_image,
+    has_thin_image,
+    is_not_plain,
+)
 from offline_packing.storage.files import write_atomically
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack_format import JSON_PART
@@ -49,27 +56,31 @@ def sample_loader(parts):
     }
 '''
 
-_UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
+_RULES: Final[Sequence[Rule]] = (
+    ("sample without exactly one image", lambda sample, _: len(sample.images) != 1),
+    ("video", lambda sample, _: bool(sample.videos)),
+    ("sample of several turns", lambda sample, _: len(sample.turns) != 1),
     # Their packs have no place for it.
-    Trait.OWN_SYSTEM: "system message",
-    Trait.NOT_PLAIN: "tools, thoughts, or answers without loss or end token",
+    ("system message", has_own_system),
+    ("tools, thoughts, or answers without loss or end token", is_not_plain),
     # They render the template to one string, put an image for each <image> in it, and tokenize it
     # with its special tokens: one image too many loses the pack, others change its tokens.
-    Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer or document",
+    ("text that spells control tokens, nor <image> in an answer or document", has_control_text),
     # transformers 4.53 takes the rows of such an image for its channels.
-    Trait.THIN_IMAGE: "image 1 or 3 pixels high or wide",
-}
-_UNFIT_TRAITS_2: Final[Mapping[Trait, str]] = {
-    Trait.OWN_SYSTEM: "system message",
-    Trait.NOT_PLAIN: "tools, thoughts, or answers without loss or end token",
+    ("image 1 or 3 pixels high or wide", has_thin_image),
+)
+_RULES_2: Final[Sequence[Rule]] = (
+    ("video file: give its frames as images", lambda sample, _: bool(sample.videos)),
+    ("system message", has_own_system),
+    ("tools, thoughts, or answers without loss or end token", is_not_plain),
     # Its `_normalize_image_backed_video_placeholders` puts all images in place of a <video>.
-    Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
-    Trait.CONTROL_ELSEWHERE: "such text elsewhere, nor <video>",
+    ("text that spells control tokens, nor <image> in an answer", has_control_text),
+    ("such text elsewhere, nor <video>", has_control_elsewhere),
     # It tokenizes an answer apart from its header.
-    Trait.BREAK_FIRST: "answer that begins with a line break",
+    ("answer that begins with a line break", begins_with_break),
     # Its `_preprocess_image` stretches such an image before the processor resizes it.
-    Trait.SMALL_IMAGE: "image less than 28 pixels high or wide",
-}
+    ("image less than 28 pixels high or wide", has_small_image),
+)
 
 
 class LlavaOneVisionLayout(EnergonLayout):
@@ -80,19 +91,17 @@ class LlavaOneVisionLayout(EnergonLayout):
     IMAGES: ClassVar[str] = 'parts[name] for name in record["images"]'
     TOKEN_IDS = "never"
     OWN_JSON = False
-    HOLDS_UNTRAINED = False
-    NEEDS_TRAITS = True
+    TRAINS_ALL = True
+    RULES: ClassVar[Sequence[Rule]] = _RULES
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
-    def admit(self, samples: Index) -> Admission:
-        traits = traits_of(samples)
-        unfit = {
-            "sample without exactly one image": samples.array("num_images") != 1,
-            "video": samples.array("num_videos"),
-            "sample of several turns": samples.array("num_turns") != 1,
-            **{what: traits & trait for trait, what in _UNFIT_TRAITS.items()},
-        }
-        return Admission([(what, np.flatnonzero(found)) for what, found in unfit.items()])
+    def unfit(
+        self,
+        sample: SourceSample,
+        sizes: Sequence[tuple[int, int]],
+        model: Mapping[str, str | int],
+    ) -> str | None:
+        return first_broken(self.RULES, sample, sizes)
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         stored = [self.stored_form(task.read_sample(sample)) for sample in samples]
@@ -139,24 +148,19 @@ class LlavaOneVision2Layout(LlavaOneVisionLayout):
     its trainer reads with OFFLINE_PACKING_BMR=1. Captions have no form there."""
 
     TASKS: ClassVar[Sequence[str]] = ("vqa", "bmr")
+    RULES = _RULES_2
     IMAGES = """
             [parts[f"img{i}_{j}.jpg"] for j in range(len(names))]
             for i, names in enumerate(record["images"])
         """
 
-    def admit(self, samples: Index) -> Admission:
-        if "model.chat_template" in samples.info.fingerprint:
+    def refuse(self, model: Mapping[str, str | int]) -> None:
+        if "chat_template" in model:
             raise StageError(
                 "the chat template of model.processor, or model.template_options, writes something "
                 "else than the template qwen2-vl, which LLaVA-OneVision-2's trainer writes; remove "
                 "it from the checkpoint's folder, or choose output.layout=energon"
             )
-        traits = traits_of(samples)
-        unfit = {
-            "video file: give its frames as images": samples.array("num_videos"),
-            **{what: traits & trait for trait, what in _UNFIT_TRAITS_2.items()},
-        }
-        return Admission([(what, np.flatnonzero(found)) for what, found in unfit.items()])
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         stored = [self.stored_form(task.read_sample(sample)) for sample in samples]
@@ -187,14 +191,3 @@ def _meta(task: ShardTask, samples: Sequence[PlannedSample]) -> dict[str, Any]:
         "keys": [sample.key for sample in samples],
         "num_tokens": [sample.num_tokens for sample in samples],
     }
-
-
-def traits_of(samples: Index) -> npt.NDArray[np.uint8]:
-    """(num_samples,) the traits. Raises StageError if they were not measured."""
-    traits = samples.table("traits")["traits"]
-    if traits.null_count:
-        raise StageError(
-            "the index was measured for a layout that does not need the traits of samples; run "
-            "measure again with output.overwrite=true, or choose another output.path"
-        )
-    return traits.to_numpy()

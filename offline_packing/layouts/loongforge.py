@@ -7,7 +7,7 @@
 
 It reads them as `packed_chat_mix`, in its phase sft. Packs have media of one type in all their
 samples, or none: it drops a pack where one sample has no image, and one that becomes longer than
-its `--seq-length`. `admit` leaves room for the tokens it adds.
+its `--seq-length`. `added_tokens` leaves room for the tokens it adds.
 
 Captions are `packed_captioning`, in its phase pretrain: the llava_onevision layout's members.
 """
@@ -23,13 +23,20 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from offline_packing.index.measured import Trait
-from offline_packing.index.rows import sum_over_grids
-from offline_packing.index.table import Index
-from offline_packing.layouts.base import Admission, Member
+from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
-from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout, traits_of
+from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shards import PlannedSample, ShardTask
+from offline_packing.layouts.unfit import (
+    Rule,
+    begins_with_break,
+    first_broken,
+    has_control_elsewhere,
+    has_control_text,
+    has_empty_system,
+    has_small_image,
+    is_untrained_or_has_roles,
+)
 from task_encoders.families import FAMILIES
 from task_encoders.families.qwen3_vl import QWEN3_5
 from task_encoders.packs.manifest import Manifest
@@ -39,19 +46,23 @@ from task_encoders.samples import SampleError, SourceSample, place_media
 from task_encoders.text.pieces import to_messages
 
 _CAPTIONS: Final = LlavaOneVisionLayout()
-_UNFIT_TRAITS: Final[Mapping[Trait, str]] = {
+_RULES: Final[Sequence[Rule]] = (
+    ("sample with images and videos", lambda sample, _: bool(sample.images and sample.videos)),
     # LoongForge renders the template to one string and tokenizes that.
-    Trait.CONTROL_TEXT: "text that spells control tokens, nor <image> in an answer",
-    Trait.CONTROL_ELSEWHERE: "such text elsewhere, nor <video> without a video",
+    ("text that spells control tokens, nor <image> in an answer", has_control_text),
+    ("such text elsewhere, nor <video> without a video", has_control_elsewhere),
     # It trains every answer, and knows a first system message, users, assistants and tools.
-    Trait.UNTRAINED_OR_ROLES: "answer untrained or cut, nor system or developer message further on",
+    (
+        "answer untrained or cut, nor system or developer message further on",
+        is_untrained_or_has_roles,
+    ),
     # It takes an empty one for none.
-    Trait.EMPTY_SYSTEM: "empty system message",
+    ("empty system message", has_empty_system),
     # It refuses a token that is half the header's.
-    Trait.BREAK_FIRST: "answer that begins with a line break",
+    ("answer that begins with a line break", begins_with_break),
     # It stretches such an image before it resizes it.
-    Trait.SMALL_IMAGE: "image less than 28 pixels high or wide",
-}
+    ("image less than 28 pixels high or wide", has_small_image),
+)
 #: Extensions of videos that its Energon leaves undecoded, and of the same containers ones it knows.
 _READ_AS: Final = {"m4v": "mp4", "3gp": "mp4", "mkv": "webm"}
 #: Pixels to whose multiples it resizes every image. Where a token of the family has another side,
@@ -69,30 +80,33 @@ class LoongForgeLayout(EnergonLayout):
     }
     TOKEN_IDS = "never"
     OWN_JSON = False
-    HOLDS_UNTRAINED = False
-    NEEDS_TRAITS = True
+    TRAINS_ALL = True
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 
-    def admit(self, samples: Index) -> Admission:
-        if samples.info.fingerprint.get("source.0.task") == "captioning":
-            return _CAPTIONS.admit(samples)
-        traits, num_videos = traits_of(samples), samples.array("num_videos")
-        both = (num_videos > 0) & (samples.array("num_images") > 0)
-        unfit: dict[str, npt.NDArray[Any]] = {"sample with images and videos": both}
-        added: npt.NDArray[np.int64] | int = 1  # its templates *-hf keep the last answer's newline
-        model = samples.info.fingerprint
-        if growth := _growth_of_images(model.get("model.family"), model.get("model.min_pixels")):
-            unfit[f"video for {model['model.family']}"] = num_videos
-            added += sum_over_grids(samples, growth)
-        unfit |= {what: traits & trait for trait, what in _UNFIT_TRAITS.items()}
-        ids = [(what, np.flatnonzero(found)) for what, found in unfit.items()]
-        return Admission(ids, added)
+    def unfit(
+        self,
+        sample: SourceSample,
+        sizes: Sequence[tuple[int, int]],
+        model: Mapping[str, str | int],
+    ) -> str | None:
+        if sample.task == "captioning":
+            return _CAPTIONS.unfit(sample, sizes, model)
+        rules, family = list(_RULES), model.get("family")
+        if _growth_of_images(model):
+            rules.insert(1, (f"video for {family}", lambda sample, _: bool(sample.videos)))
+        return first_broken(rules, sample, sizes)
 
     def added_tokens(
-        self, model: Mapping[str, str | int], grids: Sequence[tuple[int, int, int]]
+        self,
+        sample: SourceSample,
+        grids: Sequence[tuple[int, int, int]],
+        model: Mapping[str, str | int],
     ) -> int:
-        growth = _growth_of_images(model.get("family"), model.get("min_pixels"))
+        if sample.task == "captioning":
+            return 0
+        growth = _growth_of_images(model)
+        # Its templates *-hf keep the last answer's newline.
         return 1 + (int(growth(np.array(grids)).sum()) if growth and grids else 0)
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
@@ -131,11 +145,14 @@ class LoongForgeLayout(EnergonLayout):
         self.describe_anew(folder, dataset, manifest)
 
 
-def _growth_of_images(family: object, min_pixels: Any) -> Growth | None:
-    """`_room_of_images` for a family; None where one token's side has `_SIDE` pixels, or where
-    lengths were given by the user."""
-    side = 2 * getattr(FAMILIES[str(family)].build, "PATCH_SIZE", 14) if family else _SIDE
-    return None if side == _SIDE else partial(_room_of_images, smallest=min_pixels / side**2)
+def _growth_of_images(model: Mapping[str, Any]) -> Growth | None:
+    """Return `_room_of_images` for a model; None where one token's side has `_SIDE` pixels, or
+    where lengths were given by the user."""
+    if "family" not in model:
+        return None
+    side = 2 * getattr(FAMILIES[model["family"]].build, "PATCH_SIZE", 14)
+    smallest = model["min_pixels"] / side**2
+    return None if side == _SIDE else partial(_room_of_images, smallest=smallest)
 
 
 def _room_of_images(grids: npt.NDArray[np.integer], smallest: float) -> npt.NDArray[np.integer]:

@@ -53,8 +53,8 @@ def scan_index(config: PackingConfig, source_id: int) -> Scan:
 
     found = of_rows(info.fingerprint, number)
     wanted = of_rows(config_fingerprint(config), source_id)
-    if "index.traits" not in wanted:  # traits do no harm
-        found.pop("index.traits", None)
+    if "index.layout" not in wanted:  # what it holds does no harm
+        found.pop("index.layout", None)
     remedy = "give the settings that it was measured with, or name its data, not its index"
     explain = partial(explain_hash, workspace.root, config.model)
     artifact = f"the index of {output}"

@@ -431,13 +431,13 @@ def _remedy(workspace: Workspace, found: Fingerprint, wanted: Fingerprint) -> st
 
 
 def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[MeasureTask]:
-    at = run.workspace
+    at, model = run.workspace, open_encoder(run.config.model).fingerprint
+    LAYOUTS[run.config.output.layout].refuse(model)
     layout, pack, cutting = run.config.output.layout, run.config.pack, None
     if run.config.splits:
         budgets = {str(name): limit for name, limit in pack.budgets.items()}
         limits = {"tokens": pack.longest_sample, **budgets}
-        model = open_encoder(run.config.model).fingerprint
-        cutting = Cutting(pack.split_turns, limits, layout, model)
+        cutting = Cutting(pack.split_turns, limits)
     parts = [
         (i, sources[i], *part)
         for i, scan in enumerate(scans)
@@ -453,7 +453,7 @@ def _tasks(run: Run, sources: Sequence[Source], scans: Sequence[Scan]) -> list[M
             index_path=at.index / index.part_name(number),
             set_aside_path=at.set_aside / index.part_name(number),
             num_first=num_first,
-            with_traits=LAYOUTS[layout].NEEDS_TRAITS,
+            layout=layout,
             cutting=cutting,
         )
         for number, (source_id, source, part, num_first) in enumerate(parts)

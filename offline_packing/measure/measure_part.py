@@ -37,7 +37,6 @@ from offline_packing.index.measured import (
     modification_time,
     prefix_row,
     sample_stamp,
-    sample_traits,
 )
 from offline_packing.index.table import escape
 from offline_packing.layouts import LAYOUTS
@@ -73,14 +72,6 @@ class Cutting:
     options: SplitTurnsConfig
     #: of a pack: tokens, and whatever else it is limited in
     limits: Mapping[str, int]
-    #: a name in LAYOUTS, and the model's part of the fingerprint: what its reader adds to a sample
-    layout: str
-    model: Mapping[str, str | int]
-
-    def limits_of(self, length: SampleLength) -> Mapping[str, int]:
-        """The limits of the parts of a sample."""
-        added = LAYOUTS[self.layout].added_tokens(self.model, length.grid_thw)
-        return {**self.limits, "tokens": self.limits["tokens"] - added}
 
 
 def fits(sample: SourceSample, length: SampleLength, limits: Mapping[str, int]) -> bool:
@@ -269,8 +260,8 @@ class MeasureTask:
     set_aside_path: Path
     #: records at its beginning that are all diagnosed, see shares_of_first
     num_first: int = NUM_FIRST
-    #: whether the layout needs the traits of every sample
-    with_traits: bool = False
+    #: a name in LAYOUTS
+    layout: str = "energon"
     #: how conversations are cut that fit no pack; None: they are not
     cutting: Cutting | None = None
 
@@ -394,6 +385,7 @@ class Measuring:
 
     def __init__(self, task: MeasureTask) -> None:
         self.task, self.source, self.encoder = task, task.source, open_encoder(task.model)
+        self._layout, self._model = LAYOUTS[task.layout], self.encoder.fingerprint
         self._diagnosis = Diagnosis(self.source.fields, self.encoder, task.num_first)
         # See PartResult.
         self.num_skipped = self.num_weighted = self.num_part_hashed = 0
@@ -534,7 +526,8 @@ class Measuring:
         cutting = self.task.cutting
         if cutting is None:
             return ()
-        limits = cutting.limits_of(found.length)
+        room = self._layout.added_tokens(found.sample, found.length.grid_thw, self._model)
+        limits = {**cutting.limits, "tokens": cutting.limits["tokens"] - room}
         if fits(found.sample, found.length, limits):
             return ()
         own = found.sample, found.record.locator, found.sizes, found.videos
@@ -568,9 +561,7 @@ class Measuring:
         if prefix is not None:
             videos = kept[len(sample.images) :]
             leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]
-        traits = None
-        if self.task.with_traits:
-            traits = sample_traits(sample, [found.sizes[i] for i in kept if i < len(found.sizes)])
+        sizes = [found.sizes[i] for i in kept if i < len(found.sizes)]
         return {
             **of_record,
             "key": sample.key,
@@ -580,7 +571,8 @@ class Measuring:
             "num_images": len(sample.images),
             "num_videos": len(sample.videos),
             "num_turns": len(sample.turns),
-            "traits": traits,
+            "unfit": self._layout.unfit(sample, sizes, self._model),
+            "room": self._layout.added_tokens(sample, length.grid_thw, self._model),
             "grid_thw": [number for grid in length.grid_thw for number in grid],
             "stamp": sample_stamp(
                 self.source, at, [locator for locator, _ in media], self._time_of

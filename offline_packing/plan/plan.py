@@ -8,7 +8,7 @@ _packing/plan/stage.json            fingerprint, hashes of the files above; writ
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -203,9 +203,14 @@ def make_plan(run: Run, samples: Index) -> Planned:
     """Plan without writing. Raises StageError where there is nothing to pack, an over-long sample
     under on_overlong: error, or an option that the strategy does not have."""
     layout, num_tokens = run.config.output.layout, samples.array("num_tokens")
-    admission = LAYOUTS[layout].admit(samples)
-    if np.any(admission.added_tokens):
-        num_tokens = num_tokens + admission.added_tokens
+    has_rules = LAYOUTS[layout].has_rules()
+    if has_rules:
+        if samples.info.fingerprint.get("index.layout") != layout:
+            raise StageError(
+                f"the index was not measured for layout {layout}; run measure again with "
+                "output.overwrite=true, or choose another output.path"
+            )
+        num_tokens = num_tokens + samples.array("room")
     where, repeats = run.config.pack.where, find_duplicates(samples)
     found = [AsideSamples.of(repeats, "duplicate_key", "an earlier sample has this key")]
     if run.trained:
@@ -215,8 +220,12 @@ def make_plan(run: Run, samples: Index) -> Planned:
         found.append(AsideSamples.of(known, "trained", f"by {', '.join(run.trained)}"))
     if where is not None:
         found.append(left_out(samples, where))
-    for what, ids in admission.unfit:
-        found.append(AsideSamples.of(ids, "not_in_layout", f"layout {layout} holds no {what}"))
+    if has_rules:
+        unfit = samples.table("unfit")["unfit"].combine_chunks().dictionary_encode()
+        codes = unfit.indices.fill_null(-1).to_numpy()
+        for code, what in enumerate(unfit.dictionary.to_pylist()):
+            reason = "not_in_layout", f"layout {layout} holds no {what}"
+            found.append(AsideSamples.of(np.flatnonzero(codes == code), *reason))
     aside = AsideSamples.merge(found)
     id_type = np.int32 if len(num_tokens) < 2**31 else np.int64
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
@@ -371,12 +380,21 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         return samples.array(name)[kept]
 
     pack = config.pack
-    arguments = pack_arguments(pack, column, kept)
-    arguments["window_packs"] = config.output.packs_per_shard
-    if LAYOUTS[config.output.layout].ONE_MEDIUM and not pack.homogeneous:
+    arguments = {name: getattr(pack, name) for name in PlanOptions.model_fields}
+    arguments |= {
+        "pad_multiple": pack.padding,
+        "budgets": {name: (column(f"num_{name}"), most) for name, most in pack.budgets.items()},
+        "window_packs": config.output.packs_per_shard,
+        "order": pack.layout,
+    }
+    if pack.has_locality:
+        arguments["source_order"] = kept
+    if pack.layout is not None and pack.layout.uniform:
+        arguments["media"] = media_of_samples(column)
+    if pack.homogeneous or LAYOUTS[config.output.layout].ONE_MEDIUM:
         has_video = column("num_videos") > 0
         groups = ((column("num_images") > 0) | has_video).astype(np.int32) + has_video
-        if len(np.unique(groups)) > 1:
+        if pack.homogeneous or len(np.unique(groups)) > 1:
             arguments |= {"homogeneous": True, "groups": groups}
     if pack.mixture is not None:
         from offline_packing.planner.mixture import Mixture  # compiled
@@ -396,29 +414,6 @@ def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> di
         count = min(int(sources.max(initial=0)), _MOST_SOURCES)
         own = [np.where(sources == one, tokens, 0) for one in range(count)]
         arguments["features"] = [column("num_loss_tokens"), *own]
-    return arguments
-
-
-def pack_arguments(
-    pack: PackConfig,
-    column: Callable[[str], npt.NDArray[Any]],
-    source_order: npt.NDArray[np.integer],
-) -> dict[str, Any]:
-    """Arguments of `plan_packs` from a `pack` section and columns of the samples."""
-    arguments = {name: getattr(pack, name) for name in PlanOptions.model_fields}
-    arguments["pad_multiple"] = pack.padding
-    arguments["budgets"] = {
-        name: (column(f"num_{name}"), limit) for name, limit in pack.budgets.items()
-    }
-    # Assignment of samples, and order of packs:
-    if pack.homogeneous:
-        with_media = column("num_images") + column("num_videos") > 0
-        arguments |= {"homogeneous": True, "groups": with_media.astype(np.int32)}
-    if pack.has_locality:
-        arguments["source_order"] = source_order
-    if pack.layout is not None and pack.layout.uniform:
-        arguments["media"] = media_of_samples(column)
-    arguments["order"] = pack.layout
     return arguments
 
 

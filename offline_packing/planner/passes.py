@@ -36,7 +36,7 @@ class PlanOptions(BaseModel):
     strategy_options: dict[str, Any] = {}
     #: which sample of a length goes where: shuffle, or locality (packs follow the source)
     assignment: Literal["shuffle", "locality"] = "shuffle"
-    #: packs hold only samples with images or videos, or only samples without
+    #: packs hold only samples with videos, with images alone, or without either
     homogeneous: bool = False
     #: samples that a pack may hold
     max_samples: Count | None = None

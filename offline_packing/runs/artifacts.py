@@ -16,7 +16,6 @@ from typing import Any, Final
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import OutputConfig
 from offline_packing.errors import ConfigError, DamagedError, StageError
-from offline_packing.index.measured import Trait
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
@@ -242,8 +241,8 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
                 value = dict(sorted(value.items()))
             text = ", ".join(value) if isinstance(value, tuple) else str(value)
             fields[f"source.{i}.{name}"] = text
-    if LAYOUTS[config.output.layout].NEEDS_TRAITS:
-        fields["index.traits"] = str(len(Trait))  # an index with fewer is measured again
+    if LAYOUTS[config.output.layout].has_rules():
+        fields["index.layout"] = config.output.layout
     return fields | config.cut_for
 
 

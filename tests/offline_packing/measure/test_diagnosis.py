@@ -12,11 +12,10 @@ import pytest
 from PIL import Image
 
 from offline_packing.errors import StageError
-from offline_packing.index import measured
-from offline_packing.layouts import LAYOUTS
-from offline_packing.measure import diagnosis, measure_part
+from offline_packing.measure import diagnosis
 from offline_packing.measure.diagnosis import estimate, shares_of_first
 from offline_packing.measure.measure import measure
+from offline_packing.plan.plan import make_plan
 from offline_packing.runs.run import Run
 from offline_packing.sources import SourcePart, SourceRecord
 from offline_packing.sources.lost_fields import control_text, lost_fields
@@ -167,7 +166,7 @@ def test_sources_are_estimated_apart() -> None:
 def test_nothing_is_diagnosed_in_the_other_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither texts, fields nor traits of records that are not looked at are gone through."""
+    """Neither texts nor fields of records that are not looked at are gone through."""
     calls: Counter[str] = Counter()
 
     def counting(module: Any, name: str) -> None:
@@ -181,36 +180,35 @@ def test_nothing_is_diagnosed_in_the_other_records(
 
     for name in ("lost_fields", "control_text", "clipped_images"):
         counting(diagnosis, name)
-    counting(measure_part, "sample_traits")
-    counting(measured, "_has_control_elsewhere")
     measure(run_of(tmp_path, [record(i) for i in range(NUM_RECORDS)]))
     looks = NUM_FIRST + len(LATER)
     assert calls == dict.fromkeys(("lost_fields", "control_text", "clipped_images"), looks)
 
 
 @pytest.mark.parametrize("layout", ["loongforge", "llava_onevision"])
-def test_an_index_without_traits_is_not_taken_for_a_layout_that_needs_them(
+def test_an_index_of_another_layout_is_not_taken_for_one_with_rules(
     layout: str, tmp_path: Path
 ) -> None:
     records = [record(0), record(1, answer=f"So {CONTROL}")]
     samples = measure(run_of(tmp_path, records, "vqa"))
-    assert samples.table("traits")["traits"].null_count == 2
+    assert samples.table("unfit")["unfit"].null_count == 2
     other = run_of(tmp_path, records, "vqa", output={"layout": layout})
-    with pytest.raises(StageError, match=r"index\.traits was not set, is '9'; .*overwrite"):
+    with pytest.raises(StageError, match=rf"index\.layout was not set, is '{layout}'; .*overwrite"):
         measure(other)
-    with pytest.raises(StageError, match="does not need the traits of samples; run measure again"):
-        LAYOUTS[layout].admit(samples)
+    with pytest.raises(StageError, match=f"not measured for layout {layout}; run measure again"):
+        make_plan(other, samples)
     output = {"layout": layout, "overwrite": True}
     again = measure(run_of(tmp_path, records, "vqa", output=output))
-    assert again.table("traits")["traits"].to_pylist() == [0, measured.Trait.CONTROL_TEXT]
+    unfit = again.table("unfit")["unfit"].to_pylist()
+    assert unfit == [None, *(rule for rule in unfit[1:] if "spells control tokens" in rule)]
 
 
-def test_traits_belong_to_the_fingerprint_of_an_unfinished_index(tmp_path: Path) -> None:
+def test_the_layout_belongs_to_the_fingerprint_of_an_unfinished_index(tmp_path: Path) -> None:
     records = [record(0)]
     run = run_of(tmp_path, records)
     measure(run)
     run.workspace.index_info.unlink()
-    with pytest.raises(StageError, match=r"the unfinished index .* index\.traits was not set"):
+    with pytest.raises(StageError, match=r"the unfinished index .* index\.layout was not set"):
         measure(run_of(tmp_path, records, output={"layout": "loongforge"}))
 
 

@@ -300,7 +300,7 @@ def test_an_uncut_index_is_not_cut(whole: Run, tmp_path: Path) -> None:
     ("more", "what"),
     [
         ({"model": {"max_pixels": 28 * 28 * 32}}, r"model\.max_pixels was 50176, is 25088"),
-        ({"output": {"layout": "loongforge"}}, r"index\.traits was not set, is"),
+        ({"output": {"layout": "loongforge"}}, r"index\.layout was not set, is"),
         (
             {"model": {"family": "qwen2_5_vl"}},
             "model.tokenizer was another tokenizer, is the tokenizer of model.family=qwen2_5_vl "
@@ -315,12 +315,12 @@ def test_other_settings_are_refused(
         measure(stage(whole, tmp_path / "stage", **more))
 
 
-def test_traits_may_be_more_than_are_needed(sources: list[Options], tmp_path: Path) -> None:
+def test_rules_may_be_more_than_are_asked(sources: list[Options], tmp_path: Path) -> None:
     more = sections(output={"layout": "loongforge"})
     own = make_run(sources[2], tmp_path / "all", **more)
     measure(own)
     measure(stage(own, tmp_path / "stage"))
-    assert index_rows(stage(own, tmp_path / "stage"))[0]["traits"] is not None
+    assert index_rows(stage(own, tmp_path / "stage"))[0]["room"] == 1
 
 
 @pytest.mark.parametrize(
