@@ -8,44 +8,31 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.config.sections import ReportConfig
-from offline_packing.measure.measure import measure
 from offline_packing.plan.assignment import write_assignment
-from offline_packing.plan.plan import make_plan
 from offline_packing.plan.summary import render_summary
 from offline_packing.planner.plan_packs import plan_packs
-from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.figures import padded_tokens, plan_figures, sample_figures
-from tests.helpers.datasets import captioning_pairs, make_run
+from tests.scenarios import repeated
+from tests.world import World
 
 
-def test_an_assignment_has_a_row_for_each_sample(tmp_path: Path) -> None:
-    run = make_run(captioning_pairs(tmp_path / "data"), tmp_path / "o", pack={"seq_length": 256})
-    measure(run)
-    samples = open_index(run)
-    planned = make_plan(run, samples).packs
+def test_an_assignment_has_a_row_for_each_use(world: World, tmp_path: Path) -> None:
+    run = world.run(repeated)
+    samples, planned = open_index(run), open_plan(run).packs
     columns = samples.table("key", "source_id", "num_tokens")
     write_assignment(columns, planned, tmp_path / "out.parquet")
-    keys = samples.table("key")["key"].to_pylist()
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
     packs: dict[int, list[str]] = {}
-    for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
+    for row in rows:
         assert row["position"] == len(packs.setdefault(row["pack"], []))
         packs[row["pack"]].append(row["key"])
-    assert list(packs.values()) == [[keys[i] for i in pack] for pack in planned]
-
-
-def test_an_assignment_names_the_uses_of_repeated_samples(tmp_path: Path) -> None:
-    path = captioning_pairs(tmp_path / "data", count=8)
-    source = {"format": "pairs", "path": str(path), "task": "captioning", "repeat": 2}
-    run = make_run(source, tmp_path / "out", pack={"seq_length": 256})
-    measure(run)
-    samples = open_index(run)
-    columns = samples.table("key", "source_id", "num_tokens")
-    write_assignment(columns, make_plan(run, samples).packs, tmp_path / "out.parquet")
-    keys = samples.table("key")["key"].to_pylist()
-    found = pq.read_table(tmp_path / "out.parquet")
-    assert found["key"].to_pylist() != keys
-    assert sorted(found["key"].to_pylist()) == sorted([*keys, *(f"{key}#2" for key in keys)])
-    assert set(found["source_id"].to_pylist()) == {0}
+    keys = columns["key"].to_pylist()
+    found = [[key.partition("#")[0] for key in pack] for pack in packs.values()]
+    assert found == [[keys[i] for i in pack] for pack in planned]
+    assert sum(row["key"].endswith("#2") for row in rows) == 8
+    assert len({row["key"] for row in rows}) == len(rows) == 30
+    assert {row["source_id"] for row in rows} == {0, 1}
 
 
 def test_padded_tokens_are_the_mean_over_orders() -> None:

@@ -5,29 +5,23 @@ from typing import Any
 
 import pytest
 
-from launch.data.packed_data import read_packed_data
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import ConfigError
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.manifest import require_manifest
-from offline_packing.verify.verify import verify
-from task_encoders import PackedTaskEncoder, required_pad_multiple
+from task_encoders import required_pad_multiple
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.datasets import make_config, mixed_pairs, packed_run, plan_summary
+from tests.helpers.datasets import make_config
+from tests.world import World, task_encoder
 
 
-@pytest.mark.usefixtures("bmr_environment")
-def test_samples_of_rows_divide_among_the_ranks(tmp_path: Path) -> None:
-    pairs = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "source", 60)), "task": "bmr"}
-    pack = {"seq_length": 400, "context_parallel": 2}
-    run = packed_run(pairs, tmp_path / "packed", pack=pack)
-    assert verify(run, deep=True).problems == []
+def test_samples_of_rows_divide_among_the_ranks(world: World) -> None:
+    run = world.run("bmr", pack={"seq_length": 400, "context_parallel": 2})
     manifest, plan = require_manifest(run.workspace.root), open_plan(run).packs
     assert (manifest.pad_multiple, plan.info.pad_multiple) == (4, 4)
-    assert "ranks of a pack         2, samples padded to multiples of 4" in plan_summary(run)
-    model = read_packed_data(run.workspace.root).model
-    encoder = PackedTaskEncoder(pad_multiple=4, model=model, seq_length=400)
-    packs = PackedFolder(run.workspace.root, encoder)
+    summary = (run.workspace.plan / "summary.txt").read_text()
+    assert "ranks of a pack         2, samples padded to multiples of 4" in summary
+    packs = PackedFolder(run.workspace.root, task_encoder(run, pad_multiple=4))
     for number in range(len(packs)):
         row = packs.batch([number])
         assert row.tokens.shape[1] <= 400
