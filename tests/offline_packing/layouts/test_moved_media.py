@@ -15,7 +15,8 @@ from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers import formats
 from tests.helpers.command import invoke
 from tests.helpers.datasets import config_file, packed_run
-from tests.helpers.energon_batches import batches_of, encoder_of
+from tests.helpers.energon_batches import assert_same, batches_of
+from tests.world import task_encoder
 
 #: Layout, and the file that says where media lie.
 LAYOUTS = {"references": "metadataset.yaml", "indexed": "media_roots.json"}
@@ -30,7 +31,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 
 def batches(run: Run) -> list[PackedBatch]:
-    root, encoder = run.workspace.root, encoder_of(run)
+    root, encoder = run.workspace.root, task_encoder(run)
     if run.config.output.layout == "indexed":
         packs = PackedFolder(root / "packed_seq_dataset", encoder)
         return [packs.batch([number]) for number in range(len(packs))]
@@ -51,9 +52,7 @@ def test_moved_data_are_found_after_one_command(run: Run, tmp_path: Path) -> Non
     after = files(run)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {LAYOUTS[run.config.output.layout], "manifest.json"}
-    for one, other in zip(batches(run), expected, strict=True):
-        assert torch.equal(one.tokens, other.tokens)
-        assert torch.equal(one.imgs, other.imgs)
+    assert_same(batches(run), expected)
     shutil.move(tmp_path / "elsewhere", tmp_path / "data")
     invoke("write", config)
     assert files(run) == before
