@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from offline_packing import plan_packs
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index import table as index
 from offline_packing.index.records import record_numbers
@@ -29,13 +28,11 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.figures import run_figures
-from offline_packing.runs.manifest import stored_config
 from offline_packing.runs.run import Run
 from task_encoders.families import model_cost
 from tests.helpers.datasets import dialogue, make_run, plan_index, plan_summary
 from tests.helpers.formats import lines, write_file
 from tests.helpers.shared_media import MODEL, shared_media
-from tools.benchmarks.length_distributions import PER_MEDIUM, draw_trees
 
 SEQ_LENGTH = 100
 
@@ -185,27 +182,6 @@ def test_even_sizes(count: int, sizes: list[int]) -> None:
     given |= {"max_samples": None, "num_tokens": 2 * ones}
     items = form_items(np.arange(count), 0 * ones, given, {**given, "num_tokens": ones}, 16)
     assert [len(uses) for uses in items_of(items)] == sizes
-
-
-@pytest.mark.parametrize(
-    ("data_set", "seq_length"), [*zip(PER_MEDIUM, [8192] * 3 + [32768], strict=True)]
-)
-def test_16_branches_keep_what_a_tree_saves(data_set: str, seq_length: int) -> None:
-    """With the counts per image or video of the data sets' papers."""
-    media, prefix, tokens = draw_trees(data_set, 40_000).T.astype(np.int64)
-    assert len(media) / len(np.unique(media)) == pytest.approx(PER_MEDIUM[data_set][0], rel=0.05)
-    given: dict[str, Any] = {"seq_length": seq_length, "pad_multiple": 1, "budgets": {}}
-    given |= {"max_samples": None, "num_tokens": tokens}
-    items = form_items(np.arange(len(media)), media, given, {**given, "num_tokens": prefix}, 16)
-    packs = items.expand(plan_packs(**items.arguments))
-    trunks = prefix[np.unique(media, return_index=True)[1]].sum()
-    least = trunks + (tokens - prefix).sum()
-    assert tokens.sum() - packs.info.num_tokens >= 0.95 * (tokens.sum() - least)
-    assert packs.num_packs <= 1.001 * packs.info.lower_bound
-    assert np.array_equal(np.sort(packs.sample_ids), np.arange(len(media)))
-    assert packs.branches is not None
-    held = tokens[packs.sample_ids] - prefix[packs.sample_ids] * packs.branches
-    assert np.add.reduceat(held, packs.pack_offsets[:-1]).max() <= seq_length
 
 
 # Plans of an index, under all options.
@@ -414,39 +390,33 @@ def test_options_in_pairs_with_trees(names: tuple[str, str], tmp_path: Path) -> 
 
 
 def test_repeated_pictures_are_told(tmp_path: Path) -> None:
-    """The estimate for 2,000 questions on 300 pictures is near the plan with shared prefixes."""
+    """The estimate for 600 questions on 90 pictures is near the plan with shared prefixes."""
     pattern = r"repeated media +(.*) distinct pictures in (.*) samples; .* need about (.*) packs\n"
+    source = shared_media(tmp_path / "data", (600, 0, 20), (90, 0), sides=(168, 224))
     sections: Any = {"model": MODEL, "output": {"layout": "references"}}
-    sections["engine"] = {"name": "local", "workers": 1, "samples_per_part": 1000}
+    sections["engine"] = {"samples_per_part": 1000}
 
-    def told(pictures: int, questions: int, **pack: Any) -> tuple[list[int], int]:
+    def told(**pack: Any) -> tuple[list[int], int]:
         """Return the numbers of the line, if there is one, and the packs of the plan."""
-        folder = tmp_path / str(pictures)
-        source = {"format": "jsonl", "path": f"{folder}/questions.jsonl", "task": "vqa"}
-        if not folder.exists():
-            source = shared_media(folder, (questions, 0, 20), (pictures, 0), sides=(168, 224))
-        pack = {"seq_length": 2048, **pack}
-        run = make_run(source, tmp_path / f"out{pictures}", pack=pack, **sections)
+        run = make_run(source, tmp_path / "out", pack={"seq_length": 2048, **pack}, **sections)
         packs = plan(run, measure(run)).packs
-        if pictures == 4:
-            report(run)
         match = re.search(pattern, plan_summary(run))
         found = match.groups() if match else ()
+        if not pack:
+            report(run)
+            page = (run.workspace.report / "report.html").read_text()
+            assert "<p>90 distinct pictures in 600 samples; pack.share_prefixes would" in page
         return [int(one.replace(",", "")) for one in found], packs.num_packs
 
     for pack in ({}, {"max_samples": 60, "epochs": 2, "pad_multiple": 16}):
-        found, packs = told(300, 2000, **pack)
-        again, needed = told(300, 2000, share_prefixes=True, **pack)
+        found, packs = told(**pack)
+        again, needed = told(share_prefixes=True, **pack)
         assert again == []
-        assert found[:2] == [300, 2000]
+        assert found[:2] == [90, 600]
         assert found[2] == pytest.approx(needed, rel=0.1)
         assert needed < 0.8 * packs
     for pack in ({"max_samples": 12}, {"strategy": "sequential"}):
-        assert told(300, 2000, **pack)[0] == []
-    assert told(40, 40)[0] == []
-    assert told(4, 100)[0][:2] == [4, 100]
-    page = (tmp_path / "out4/_packing/report/report.html").read_text()
-    assert "<p>4 distinct pictures in 100 samples; pack.share_prefixes would need" in page
+        assert told(**pack)[0] == []
 
 
 def test_operations_of_prefixes(tmp_path: Path) -> None:
@@ -512,15 +482,6 @@ def test_pictures_that_differ_where_the_sampled_hash_does_not_read(tmp_path: Pat
     run, samples = asked(tmp_path, [question(i, name) for i, name in enumerate(names)])
     assert len({*samples.array("prefix_hash").tolist()}) == 1
     assert partition(run, samples) == [["q0", "q2", "q4"], ["q1", "q3"]]
-
-
-def test_equal_ids_with_other_pixels(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    names = [bitmap(source / f"{i}.bmp", shade=i) for i in range(2)]
-    records = [question(i, names[i % 2]) for i in range(4)]
-    run, samples = asked(tmp_path, [*records, question(9, names[0], before="Look: ")])
-    assert len({*samples.array("prefix_tokens")[:4].tolist()}) == 1
-    assert partition(run, samples) == [["q0", "q2"], ["q1", "q3"]]
 
 
 def test_files_are_read_only_where_they_may_be_equal(
@@ -606,33 +567,35 @@ def check_trees_of_sources(samples: Index, packs: PackPlan) -> None:
 
 
 SPLIT = {"split": {"train": 0.7, "val": 0.3}}
+MIXTURE = {"start": {"a": 0.8, "b": 0.2}, "end": {"a": 0.2, "b": 0.8}}
 
 
 @pytest.mark.parametrize("output", [{}, SPLIT], ids=["whole", "splits"])
-def test_shares_are_of_the_tokens_that_rows_hold(output: dict[str, Any], tmp_path: Path) -> None:
-    run, samples = two_sources(tmp_path, {"weight": 1}, {"weight": 1}, output=output)
+@pytest.mark.parametrize(
+    ("mixture", "shares"), [(None, [0.5]), (MIXTURE, [0.74, 0.62, 0.5, 0.38, 0.26])]
+)
+def test_shares_are_of_the_tokens_that_rows_hold(
+    mixture: Any, shares: list[float], output: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of weights, and of a mixture in each fifth of the packs."""
+    weight: Any = {} if mixture else {"weight": 1}
+    pack = {"mixture": mixture} if mixture else {}
+    run, samples = two_sources(tmp_path, weight, weight, output=output, pack=pack)
     packs = make_plan(run, samples).packs
     for own in splits_of_plan(packs, run.config.output.split).values():
-        assert held_shares(samples, packs, own, 1) == pytest.approx([0.5], abs=0.02)
+        found = held_shares(samples, packs, own, len(shares))
+        assert found == pytest.approx(shares, abs=0.03 if mixture else 0.02)
     check_trees_of_sources(samples, packs)
-    found = run_figures(run.config, samples, packs, {})["sources"]
-    whole = held_shares(samples, packs, range(packs.num_packs), 1)
-    assert [one["share_of_tokens"] for one in found] == pytest.approx([*whole, 1 - whole[0]])
-
-
-@pytest.mark.parametrize("output", [{}, SPLIT], ids=["whole", "splits"])
-def test_a_mixture_of_trees_follows_its_lines(output: dict[str, Any], tmp_path: Path) -> None:
-    mixture = {"start": {"a": 0.8, "b": 0.2}, "end": {"a": 0.2, "b": 0.8}}
-    run, samples = two_sources(tmp_path, {}, {}, pack={"mixture": mixture}, output=output)
-    packs = make_plan(run, samples).packs
-    for own in splits_of_plan(packs, run.config.output.split).values():
-        found = held_shares(samples, packs, own, 5)
-        assert found == pytest.approx([0.74, 0.62, 0.5, 0.38, 0.26], abs=0.03)
-    check_trees_of_sources(samples, packs)
-    (first, *_, last), own = run_figures(run.config, samples, packs, {})["plan"]["mixture"], 20
-    train = next(iter(splits_of_plan(packs, run.config.output.split).values()))
-    shares = held_shares(samples, packs, train, min(own, len(train)))
-    assert [first[0]["share"], last[0]["share"]] == pytest.approx([shares[0], shares[-1]])
+    figures = run_figures(run.config, samples, packs, {})
+    if mixture:
+        first, *_, last = figures["plan"]["mixture"]
+        train = next(iter(splits_of_plan(packs, run.config.output.split).values()))
+        held = held_shares(samples, packs, train, min(20, len(train)))
+        assert [first[0]["share"], last[0]["share"]] == pytest.approx([held[0], held[-1]])
+    else:
+        whole = held_shares(samples, packs, range(packs.num_packs), 1)[0]
+        found = [one["share_of_tokens"] for one in figures["sources"]]
+        assert found == pytest.approx([whole, 1 - whole])
 
 
 # The plan's files, figures and refusals.
@@ -670,19 +633,6 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     assert (run.workspace.plan / "branches.npy").exists()
     other, _ = asked(tmp_path, records + apart, pack={"share_prefixes": {"max_branches": 5}})
     assert plan(other, samples).hash != made.hash
-
-
-def test_off_leaves_no_trace(tmp_path: Path) -> None:
-    names = [bitmap(tmp_path / "source" / f"{i}.bmp", shade=i) for i in range(2)]
-    run, _ = asked(
-        tmp_path, [question(i, names[i % 2]) for i in range(8)], pack={"share_prefixes": False}
-    )
-    made = plan_index(run)
-    assert made.packs.branches is None
-    assert not (run.workspace.plan / "branches.npy").exists()
-    assert not [name for name in made.info["fingerprint"] if "share_prefixes" in name]
-    assert "share_prefixes" not in stored_config(run.config)["pack"]
-    assert "shared prefixes" not in plan_summary(run)
 
 
 @pytest.mark.parametrize(
