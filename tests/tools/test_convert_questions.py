@@ -128,11 +128,6 @@ def test_what_stays_apart(tmp_path: Path) -> None:
     assert sorted(len(texts(path)) for path in out.glob("*.json")) == [2, 2, 3, 4]
 
 
-def test_output_is_never_overwritten(questions: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main(["jsonl", str(questions), str(tmp_path), "--form", "copies"])
-
-
 def test_a_list_of_questions(tmp_path: Path) -> None:
     """Each is a pair of its own; a conversation is not torn apart."""
     write_file(tmp_path / "a.jpg", image_bytes())
