@@ -39,7 +39,7 @@ def model_of(world: World, family: str) -> dict[str, Any]:
 
 def test_a_family_that_it_encodes_otherwise_is_refused(world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'loongforge' holds no packs of qwen3_5: .* thought"):
-        make_run(tmp_path, tmp_path / "out", model=model_of(world, "qwen3_5"), **LAYOUT)
+        make_run(world.source(tools), tmp_path, model=model_of(world, "qwen3_5"), **LAYOUT)
 
 
 def test_packs_hold_its_fields_and_ours(packed: Run) -> None:

@@ -16,7 +16,6 @@ from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan
 from offline_packing.plan.uses import draw_splits
-from offline_packing.planner.strategies import STRATEGIES
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
@@ -25,6 +24,7 @@ from offline_packing.storage.files import read_json
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import _check_apart, render_result, verify
 from tests.helpers.datasets import (
+    dialogue,
     image_bytes,
     make_run,
     pack_all,
@@ -77,15 +77,6 @@ def measured(world: World) -> tuple[Run, Index]:
     return run, open_index(run)
 
 
-PACKS = [
-    *({"strategy": name} for name in STRATEGIES),
-    {"assignment": "balance"},
-    {"assignment": "locality"},
-    {"budgets": {"images": 3}},
-    {"order": {"num_ranks": 2, "uniform": True}},
-]
-
-
 def planned(run: Run, samples: Index, **sections: dict[str, Any]) -> dict[str, list[int]]:
     """Rows of the index in each split, once for each use."""
     content = run.config.model_dump(mode="json", exclude_none=True)
@@ -112,21 +103,16 @@ def check_apart(samples: Index, splits: dict[str, list[int]]) -> None:
     assert shared > 50
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=str)
-def test_no_picture_in_two_splits(measured: tuple[Run, Index], pack: dict[str, Any]) -> None:
-    check_apart(measured[1], planned(*measured, pack=pack))
-
-
 def test_seeds_and_shares(measured: tuple[Run, Index]) -> None:
     """Other splits by another split_seed, the same ones by another pack.seed; a larger share only
     takes samples from other splits."""
     found = []
-    for seed in range(8):
+    for seed in range(6):
         splits = planned(*measured, output={"split_seed": seed})
         check_apart(measured[1], splits)
         assert sum(map(len, splits.values())) == 180
         found.append(splits)
-    assert len({frozenset(splits["val"]) for splits in found}) == 8
+    assert len({frozenset(splits["val"]) for splits in found}) == 6
     means = {name: np.mean([len(splits[name]) for splits in found]) / 180 for name in SHARES}
     assert means == pytest.approx(SHARES, abs=0.08)
     again = planned(*measured, pack={"seed": 5})
@@ -218,28 +204,20 @@ def test_an_empty_split_is_warned_of(tmp_path: Path, first: str) -> None:
 def test_parts_of_a_conversation_go_by_its_pictures(tmp_path: Path) -> None:
     """Cut in two ways, or not at all: each conversation is in the same split, parts without its
     picture included; so are conversations without any."""
-    turns = [{"from": who, "value": f"{who} " * 30} for _ in range(8) for who in ("human", "gpt")]
-    first = {"from": "human", "value": "<image>What is this?"}
-    records: list[dict[str, Any]] = []
+    said = [f"{who} " * 30 for _ in range(8) for who in ("human", "gpt")]
+    records = []
     for i in range(30):
         write_file(tmp_path / f"{i}.png", noise(i))
-        shown = i % 3 > 0
-        text = {"from": "gpt", "value": f"This is {i}."}
-        head = [first if shown else {"from": "human", "value": "Hello."}, text]
-        image = {"image": f"{i}.png"} if shown else {}
-        records.append({"id": f"{i}", "conversations": [*head, *turns], **image})
+        first = "<image>What is this?" if i % 3 else "Hello."
+        record = {"id": f"{i}", "messages": dialogue(first, f"This is {i}.", *said)}
+        records.append(record | ({"image": f"{i}.png"} if i % 3 else {}))
     source = jsonl(tmp_path / "r.jsonl", records)
-    sides: list[dict[str, str]] = []
+    sides = []
     for seq_length in (200, 400, 2048):
-        run = make_run(
-            source,
-            tmp_path / f"{seq_length}",
-            output={"split": {"train": 0.5, "val": 0.5}},
-            pack={"seq_length": seq_length, "on_overlong": "split_turns"},
-        )
-        samples = measure(run)
+        pack = {"seq_length": seq_length, "on_overlong": "split_turns"}
+        samples = measure(make_run(source, tmp_path / f"{seq_length}", pack=pack))
         assert bool(samples.info.split) == (seq_length < 2048)
-        splits = draw_splits(samples, run.config.output.split, 0).tolist()
+        splits = draw_splits(samples, {"train": 0.5, "val": 0.5}, 0).tolist()
         names = [key.partition("[")[0] for key in samples.table("key")["key"].to_pylist()]
         of_records = set(zip(names, splits, strict=True))
         assert len(of_records) == 30

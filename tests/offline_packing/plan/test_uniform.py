@@ -15,7 +15,6 @@ from launch.config import DataConfig
 from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from offline_packing.measure.measure import measure
-from offline_packing.online.ranks.pack_costs import pack_columns, pack_costs
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.verify.verify import render_result, verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
@@ -102,12 +101,6 @@ def test_energons_loader_over_two_epochs(ranks: int, workers: int, size: int, fo
     steps = list(zip(*drawn, strict=True))
     assert all(len(set(step)) == 1 for step in steps)
     assert size > 1 or {step[0] for step in steps} == {True, False}
-
-
-def test_costs_are_those_of_index_and_plan(folder: Path) -> None:
-    packs = PackedFolder(folder)
-    np.testing.assert_allclose(pack_columns(packs).cost, pack_costs(packs)[1], rtol=1e-6)
-    assert ((pack_columns(packs).tower > 0) == (pack_columns(packs).media > 0)).all()
 
 
 def balanced(path: Path, size: int = 1) -> DataConfig:

@@ -124,12 +124,8 @@ def test_weights_that_ask_for_too_many_copies(blend: Run) -> None:
 @pytest.mark.parametrize(
     "pack",
     [
-        {},
-        {"assignment": ["balance"]},
         {"assignment": ["locality", "balance"]},
-        {"strategy": "sequential"},
-        {"strategy": "hash_bucket"},
-        {"order": {"num_ranks": 2}},
+        {"strategy": "hash_bucket", "order": {"num_ranks": 2}},
         {"homogeneous": True, "max_samples": 5},
     ],
     ids=str,

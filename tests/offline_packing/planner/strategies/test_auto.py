@@ -210,16 +210,6 @@ def test_lp_mixes_few_different_lengths() -> None:
     assert best_fit_decreasing(counts).num_packs > 1.01 * composition.num_packs
 
 
-def test_many_different_long_lengths() -> None:
-    # 4,700 different lengths, four to a pack: longest first wastes 3%.
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.normal(60_000, 10_000, 5000), 1, 262_144).astype(np.int32)
-    counts = count_lengths(lengths, 262_144)
-    composition = auto(counts)
-    assert_packs_all(composition, counts)
-    assert composition.num_packs < 1.01 * lower_bound(counts)
-
-
 def best_fit_decreasing_oracle(lengths: list[int], capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     for length in lengths:
