@@ -1,6 +1,5 @@
 """The benchmarks, and tools that guard a claim, run on small input."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from tests.helpers.accounting import account, open_one
 from tests.helpers.tools import BENCHMARKS, benchmark, run_benchmark
@@ -60,21 +58,6 @@ def test_a_measured_index_is_a_distribution(tmp_path: Path) -> None:
     rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {tmp_path}")]
     assert len(rows) == 2
     assert rows[0].split("|")[2:7] == rows[1].split("|")[2:7]
-
-
-def test_each_mode_is_fuller_than_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = benchmark("packing_picture")
-    monkeypatch.setattr(picture, "NUM_SAMPLES", 640)
-    monkeypatch.setattr(picture, "SHOWN", 6)
-    monkeypatch.setattr(sys, "argv", ["packing_picture.py", str(tmp_path / "p.png")])
-    picture.main()
-    shares = [float(s) for s in re.findall(r"([\d.]+)% full", capsys.readouterr().out)]
-    assert len(shares) == 3
-    assert shares == sorted(shares)
-    assert shares[0] < 60 < 90 < shares[1]
-    assert Image.open(tmp_path / "p.png").size == (1210, 506)
 
 
 def test_ms_swift_carries_its_last_pack_over() -> None:

@@ -102,16 +102,17 @@ def test_little_room_is_lost(share: float, num_ranks: int) -> None:
     assert idle(plan)[1] <= idle(mixed)[1] + 0.01
 
 
-def test_samples_as_long_as_a_pack_are_repeated() -> None:
-    """None can be halved."""
-    lengths, media = np.full(10, 100), np.array([1] * 7 + [0] * 3)
-    plan = plan_packs(lengths, 100, order=RankLayout(4, 1, uniform=True), media=media)
-    assert plan.info.settings["uniform"] == {"halved": 0, "repeated": 2}
-    assert plan.info.num_copies == 2
-    assert RankLayout(4).mixed_steps(kinds_in(plan, media)) == 0
-
-
-def test_what_divides_already_stays_as_it_is() -> None:
-    lengths, media = np.full(24, 100), np.array([1] * 8 + [0] * 16)
-    plan = plan_packs(lengths, 100, order=RankLayout(4, 2, uniform=True), media=media)
-    assert plan.info.settings["uniform"] == {"halved": 0, "repeated": 0}
+@pytest.mark.parametrize(
+    ("kinds", "ranks", "workers", "repeated"),
+    [([7, 3], 4, 1, 2), ([8, 16], 4, 2, 0)],
+)
+def test_samples_as_long_as_a_pack_are_repeated(
+    kinds: list[int], ranks: int, workers: int, repeated: int
+) -> None:
+    """None can be halved; and what divides already stays as it is."""
+    media = np.repeat([1, 0], kinds)
+    lengths, order = np.full(len(media), 100), RankLayout(ranks, workers, uniform=True)
+    plan = plan_packs(lengths, 100, order=order, media=media)
+    assert plan.info.settings["uniform"] == {"halved": 0, "repeated": repeated}
+    assert plan.info.num_copies == repeated
+    assert RankLayout(ranks).mixed_steps(kinds_in(plan, media)) == 0
