@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offline_packing import plan_packs
 from offline_packing.config.sections import ReportConfig
 from offline_packing.planner.strategies import lacks_limits
-from offline_packing.planner.strategies.auto import TOLERANCE, auto, mixed, tilted_sampling
+from offline_packing.planner.strategies.auto import auto, mixed, tilted_sampling
 from offline_packing.planner.strategies.composition import (
     Composition,
     count_lengths,
@@ -42,7 +42,7 @@ from offline_packing.planner.strategies.pattern_lp import (
 from offline_packing.runs.figures import plan_figures
 from tests.helpers.sizes import contents, length_counts
 from tests.helpers.tools import benchmark
-from tools.benchmarks.length_distributions import draw_lengths, draw_random
+from tools.benchmarks.length_distributions import draw_random
 
 fewest_of_peers = benchmark("narrow_gaps").fewest_of_peers
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -91,26 +91,6 @@ def test_bounds_never_exceed_the_optimum_and_auto_is_near_it(lengths) -> None:
         assert_packs_all(composition, counts)
         assert composition.lower_bound <= optimum <= composition.num_packs
     assert auto(counts).num_packs <= best_fit_decreasing(counts).num_packs
-
-
-@pytest.mark.parametrize("seq_length", [8192, 32_768])
-def test_narrow_distribution_reaches_the_bound(seq_length) -> None:
-    counts = count_lengths(draw_lengths("narrow", 100_000), seq_length)
-    composition = auto(counts)
-    assert_packs_all(composition, counts)
-    bound = lower_bound(counts)
-    assert composition.num_packs <= bound + max(2, TOLERANCE * bound)
-    if seq_length == 8192:  # where longest first wastes 3.5%
-        assert best_fit_decreasing(counts).num_packs > 1.03 * bound
-
-
-def test_the_number_of_samples_proves_a_bound_that_the_sum_of_tokens_does_not() -> None:
-    # Only two samples of about 3000 fit 8192: half as many packs as samples, however it is done.
-    rng = np.random.default_rng(0)
-    counts = count_lengths(rng.integers(2900, 3100, 5000).astype(np.int32), 8192)
-    composition = auto(counts)
-    assert counts @ np.arange(8193) < 2000 * 8192
-    assert lower_bound(counts) == composition.lower_bound == composition.num_packs == 2500
 
 
 def test_dual_feasible_functions_prove_the_gap_of_tiles() -> None:
