@@ -18,10 +18,10 @@ from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.verify.verify import render_result, verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
-from task_encoders.loading.schedule import InTurn, ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, packed_run, plan_summary
 from tests.helpers.unpacked_folders import blend_of
-from tests.world import Source, World, copy_of
+from tests.scenarios import folder_of
+from tests.world import Source, World, copy_of, task_encoder
 
 ORDER = {"num_ranks": 4, "num_workers": 2, "uniform": True}
 
@@ -136,45 +136,18 @@ def test_epochs_of_references(world: World, tmp_path: Path) -> None:
     are_alike([tuple(step) for step in (columns.media > 0).reshape(-1, 4).tolist()])
 
 
-def kinds_of_steps(
-    packs: PackedFolder, ranks: int, size: int, steps: int, state: dict[str, Any] | None = None
-) -> tuple[list[Any], dict[str, Any]]:
-    """Whether the rows of each step have images, from a state on, and the state after them."""
-    rows: list[list[bool]] = []
-    for rank in range(ranks):
-        loader = ScheduledLoader(packs, InTurn.of(packs, ranks, size), rank)
-        if state is not None:
-            loader.load_state_dict(state)
-        endless = itertools.chain.from_iterable(itertools.repeat(loader))
-        rows.append([has_images(row) for row in itertools.islice(endless, steps)])
-    return list(zip(*rows, strict=True)), loader.state_dict()
-
-
 @pytest.mark.parametrize("layout", ["indexed", "energon"])
-def test_token_packs_and_interleaved_ones(layout: str, world: World) -> None:
-    """Over two epochs, resumed, with a divisor of the ranks, and with rows of several packs."""
-    path = world.packed(dialogues, pack=PACK, output={**OUTPUT, "layout": layout})
-    encoder = build_task_encoder(DataConfig(path=str(path)), read_packed_data(path))
+def test_readers_know_the_kinds_of_packs(layout: str, world: World) -> None:
+    run = world.run(dialogues, pack=PACK, output={**OUTPUT, "layout": layout})
     for split in ("train", "val"):
-        packs = PackedFolder(path, encoder, split=split)
+        packs = PackedFolder(folder_of(run, split), task_encoder(run), split=split)
         columns = packs.columns()
         assert columns is not None
         assert packs.uniform_ranks == 4
-        assert (columns.media > 0).tolist() == [
-            has_images(packs.batch([n])) for n in range(len(packs))
-        ]
+        kinds = [has_images(packs.batch([number])) for number in range(len(packs))]
+        assert (columns.media > 0).tolist() == kinds
         assert sorted(packs.order) == list(range(len(packs)))
-        kinds = {bool(media) for media in columns.media}
-        assert split == "val" or kinds == {True, False}
-        rounds = len(packs) // 4
-        steps, state = kinds_of_steps(packs, 4, 1, rounds - 1)
-        more, state = kinds_of_steps(packs, 4, 1, rounds + 1, state)
-        steps += more
-        are_alike(steps, kinds)
-        assert steps[:rounds] == steps[rounds:]
-        are_alike(kinds_of_steps(packs, 2, 1, 2 * rounds, state)[0], kinds)
-        pairs, _ = kinds_of_steps(packs, 4, 2, len(packs) // 8)
-        assert all(len(set(step)) == 1 for step in pairs)
+        are_alike([tuple(step) for step in np.array(kinds).reshape(-1, 4).tolist()], {*kinds})
 
 
 def test_a_blend_keeps_steps_and_the_share_of_each_output(folder: Path, tmp_path: Path) -> None:
