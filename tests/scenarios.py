@@ -421,6 +421,9 @@ SCENARIOS: dict[str, Scenario] = {
                              Expected(40, check=small_shards)),
     "references": Scenario("bmr", REFERENCES, Expected(30, check=nothing_copied)),
     "references to tars": Scenario("prepared tars", REFERENCES, Expected(11, check=nothing_copied)),
+    "references to videos": Scenario(
+        "videos", {"model": CLIPS, **REFERENCES}, Expected(12, check=nothing_copied)
+    ),
     "indexed": Scenario("bmr", output(layout="indexed", **SPLIT), Expected(30)),
     "llava_onevision": Scenario("vqa", output(layout="llava_onevision"), Expected(24)),
     "llava_onevision2": Scenario(

@@ -141,25 +141,24 @@ def test_what_the_variables_do(line: int, folder: Path, monkeypatch: pytest.Monk
             assert not any(batch.dropped for batch in batches)
 
 
+SIZES = {"seq_length": 512, **LIMITS, "loss_on": "all", "family": "qwen2_vl"}
+CALL = {
+    "batch_size": 1,
+    "shuffle_buffer_size": None,
+    "max_samples_per_sequence": None,
+    "shuffle_over_epochs_multiplier": None,
+    "parallel_shard_iters": 1,
+}
+
+
 def open_captions(
-    options: dict[str, Any] | None = None, encoder: type[PackedTaskEncoder] = PackedTaskEncoder
+    encoder: type[PackedTaskEncoder] = PackedTaskEncoder, **options: Any
 ) -> list[Any]:
-    """Batches of packed captions from Energon's own call, with these arguments for it."""
-    sizes: dict[str, Any] = {
-        "seq_length": 512,
-        "max_pixels": LIMITS["max_pixels"],
-        "loss_on": "all",
-        "family": "qwen2_vl",
-    }
-    given: dict[str, Any] = {
-        "batch_size": 1,
-        "shuffle_buffer_size": None,
-        "max_samples_per_sequence": None,
-        "shuffle_over_epochs_multiplier": None,
-        "parallel_shard_iters": 1,
-    } | (options or {})
-    sizes |= {name: given.pop(name) for name in sizes.keys() & given.keys()}
-    return batches_of("out/captioning", encoder(**sizes), dataset_of=get_train_dataset, **given)
+    """Batches of packed captions from Energon's own call, with some arguments for it, or for the
+    task encoder."""
+    sizes = {name: options.pop(name, value) for name, value in SIZES.items()}
+    own: dict[str, Any] = {**CALL, **options}
+    return batches_of("out/captioning", encoder(**sizes), dataset_of=get_train_dataset, **own)
 
 
 @pytest.fixture
@@ -187,21 +186,18 @@ def captions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_stops(options: dict[str, Any], said: str, captions: None) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        open_captions(options)
+        open_captions(**options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_decoder_of_ones_own_stops(captions: None) -> None:
+def test_a_decoder_of_ones_own_and_other_variables_stop(
+    captions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class OwnTaskEncoder(PackedTaskEncoder):
         decoder = SampleDecoder(image_decode="pil")
 
     with pytest.raises(PackingSettingsError, match=r"OwnTaskEncoder\.decoder is a SampleDecoder"):
         open_captions(encoder=OwnTaskEncoder)
-
-
-def test_variables_that_contradict_each_other_stop(
-    captions: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
     for names in ((VQA, BMR), (PACKED, VQA, BMR)):
         for name in (PACKED, VQA, BMR):
             monkeypatch.setenv(name, str(int(name in names)))
@@ -213,18 +209,18 @@ def test_what_trains_the_same(captions: None, caplog: pytest.LogCaptureFixture) 
     """Two packs in a row, a greater length, and another order, of which a warning speaks."""
     rows = open_captions()
     assert len(rows) > 3
-    longer = open_captions({"seq_length": 1024})
+    longer = open_captions(seq_length=1024)
     assert [row.tokens.tolist() for row in longer] == [row.tokens.tolist() for row in rows]
-    pairs = open_captions({"batch_size": 2})
+    pairs = open_captions(batch_size=2)
     tokens, segments = (
         [torch.cat([part for row in run for part in of(row)]).tolist() for run in (rows, pairs)]
         for of in (lambda row: row.tokens, lambda row: row.cu_lengths.diff())
     )
     assert tokens[0] == tokens[1]
     assert segments[0] == segments[1]
-    one_by_one = open_captions({"batch_size": None})
+    one_by_one = open_captions(batch_size=None)
     assert [one.row.tokens.tolist() for one in one_by_one] == [r.tokens[0].tolist() for r in rows]
     assert not caplog.records
-    shuffled = open_captions({"shuffle_buffer_size": 100})
+    shuffled = open_captions(shuffle_buffer_size=100)
     assert {row.__key__[0] for row in shuffled} == {row.__key__[0] for row in rows}
     assert "shuffle_buffer_size 100 undoes the order" in caplog.text

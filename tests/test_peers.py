@@ -61,21 +61,3 @@ def test_a_shared_environment_has_the_packages_of_the_checkout_that_asks(
     assert said[0] == "unknown: not run, as its environment could not be made"
     assert said[1].startswith("none: 1 passed in ")
     assert ", with transformers " in said[1]
-
-
-def test_an_environment_of_its_own_python_has_no_package_of_the_checkouts(
-    checkouts: list[Path],
-) -> None:
-    version = ".".join(map(str, sys.version_info[:2]))
-    listed = checkouts[0] / "tests/peers/none.txt"
-    listed.write_text(f"# Python {version}\n")
-    result = run(checkouts[0], "environment.sh", "none")
-    assert result.returncode == 0, result.stderr
-    code = "import sys, importlib.util as u; print(*sys.version_info[:2], u.find_spec('numpy'))"
-    python = checkouts[0].parent / "environments/none/bin/python"
-    found = subprocess.check_output([python, "-c", code], text=True).strip()
-    assert found == f"{version.replace('.', ' ')} None"
-    listed.write_text("# Python 3.99\n")
-    result = run(checkouts[0], "environment.sh", "none")
-    assert result.returncode == 1
-    assert result.stderr == "there is no Python 3.99 on PATH, in pyenv or uv\n"

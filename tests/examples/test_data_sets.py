@@ -76,7 +76,7 @@ def medium(number: int, name: str | None = None) -> dict[str, Any]:
     return {"bytes": PICTURES[number], "path": name}
 
 
-def llava_pretrain() -> Written:
+def llava_pretrain_558k() -> Written:
     """https://huggingface.co/datasets/liuhaotian/LLaVA-Pretrain"""
     names = ["00453/004539375.jpg", "00239/002394305.jpg"]
     write_pictures("data/llava_pretrain/images", *names)
@@ -130,7 +130,7 @@ def cambrian() -> Written:
     return dialogues(path, "data/cambrian", *names, as_lines=True)
 
 
-def onevision() -> Written:
+def llava_onevision_data() -> Written:
     """https://huggingface.co/datasets/lmms-lab/LLaVA-OneVision-Data"""
     folder = "data/onevision/ai2d(cauldron,llava_format)"
     own = {"data_source": "ai2d"}
@@ -163,7 +163,7 @@ def finevision() -> Written:
     return Written(samples, "data/finevision/ai2d_merged")
 
 
-def cauldron() -> Written:
+def the_cauldron() -> Written:
     """https://huggingface.co/datasets/HuggingFaceM4/the_cauldron"""
     asked, said = "Question: What?\nChoices:\nA. x", "Answer: A"
     texts = [{"user": asked, "assistant": said, "source": "AI2D"}]
@@ -242,7 +242,7 @@ def docvqa() -> Written:
     return Written(DOCVQA, "data/docvqa_hub/data")
 
 
-def docvqa_official() -> Written:
+def docvqa_splits() -> Written:
     """https://www.docvqa.org/datasets/docvqa (train_v1.0_withQT.json)"""
     write_pictures("data/docvqa", "documents/xnbl0037_1.png")
     rows = [{**row, "image": "documents/xnbl0037_1.png"} for row in docvqa_rows()]
@@ -306,7 +306,7 @@ def mmc4() -> Written:
     return Written([sample], "data/mmc4", {"missing_image": 1})
 
 
-def llava_video() -> Written:
+def llava_video_178k() -> Written:
     """https://huggingface.co/datasets/lmms-lab/LLaVA-Video-178K"""
     folder = "data/LLaVA-Video-178K/0_30_s_academic_v0_1"
     clip = "academic_source/Charades/AMXUC.mp4"
@@ -318,21 +318,14 @@ def llava_video() -> Written:
     return Written([((asked.replace("<image>", "<video>"), "A bar moves."), (-1,))], path)
 
 
+#: By the names of their examples.
 WRITERS: dict[str, Callable[[], Written]] = {
-    "llava_pretrain_558k": llava_pretrain,
-    "llava_instruct": llava_instruct,
-    "sharegpt4v": sharegpt4v,
-    "cambrian": cambrian,
-    "llava_onevision_data": onevision,
-    "finevision": finevision,
-    "the_cauldron": cauldron,
-    "vqav2": vqav2,
-    "vqav2_official": vqav2_official,
-    "docvqa": docvqa,
-    "docvqa_splits": docvqa_official,
-    "obelics": obelics,
-    "mmc4": mmc4,
-    "llava_video_178k": llava_video,
+    write.__name__: write
+    for write in (
+        *(llava_pretrain_558k, llava_instruct, sharegpt4v, cambrian, llava_onevision_data),
+        *(finevision, the_cauldron, vqav2, vqav2_official, docvqa, docvqa_splits),
+        *(obelics, mmc4, llava_video_178k),
+    )
 }
 
 

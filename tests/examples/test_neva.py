@@ -22,16 +22,11 @@ from examples.neva.preprocess_dataset import (
     save_configuration,
 )
 from examples.neva.train import translate
-from launch.data.open_packs import open_as_measured
-from offline_packing.config.packing import load_config, parse_config
+from offline_packing.config.packing import load_config
 from offline_packing.engines.local import LocalEngine
-from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.families import build_sample_encoder
-from task_encoders.packs.tokenized import IMAGE_ID
-from task_encoders.samples import SourceSample, Turn
-from tests.helpers.datasets import image_bytes, pack_all, write_json
+from tests.helpers.datasets import image_bytes, write_json
 from tests.helpers.markdown import blocks
 from tests.helpers.texts_and_images import random_text
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer
@@ -149,23 +144,6 @@ def test_a_converted_tokenizer_gives_the_ids_of_sentencepiece(tmp_path: Path) ->
     assert prepare_tokenizer(folder, tmp_path / "again") == folder
 
 
-def test_text_after_a_picture_has_one_blank_more_than_nevas(tmp_path: Path) -> None:
-    """As the document says: to NeVA's model, a picture is a symbol inside one text."""
-    path = tmp_path / "model/tokenizer.model"
-    sentencepiece_model(path)
-    theirs = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(path))
-    folder = prepare_tokenizer(str(path), tmp_path / "tokenizer")
-    encoder = build_sample_encoder("llava_1_5", folder, template="neva")
-    for words in ("\nWhat?", " What?", "5 of"):
-        sample = SourceSample("a", "bmr", (Turn(f"<image>{words}", "It."),), ("a",))
-        ids = encoder.tokenize(sample).ids
-        ours = ids[ids.index(IMAGE_ID) + 1 : -1]  # without </s>
-        whole = theirs.encode(f"<extra_id_3>{words} ASSISTANT: It.")
-        other = whole[whole.index(theirs.piece_to_id("<extra_id_3>")) + 1 :]
-        assert "".join(theirs.id_to_piece(ours)) == "▁" + "".join(theirs.id_to_piece(other))
-    assert "one `▁` more than NeVA's own" in PAGE
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -184,11 +162,6 @@ def test_a_model_whose_ids_a_conversion_would_change_is_refused(
     with pytest.raises(ClickException, match=f"{path} cannot be used: .*{told}.*give a checkpoint"):
         prepare_tokenizer(str(path), tmp_path / "tokenizer")
     assert not (tmp_path / "tokenizer").exists()
-
-
-def test_a_damaged_model_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("sentencepiece")
-    path = tmp_path / "tokenizer.model"
     path.write_bytes(b"\x0a\xff")
     with pytest.raises(ClickException, match=f"{path} cannot be used: it is not a Sentence"):
         prepare_tokenizer(str(path), tmp_path / "tokenizer")
@@ -219,15 +192,6 @@ def test_packs_of_half_the_data_are_no_success(
     ]
 
 
-def test_the_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("[]")
-    flags = ["--data_path=a.json", "--tokenizer_path=t", f"--output_dir={tmp_path}"]
-    result = CliRunner().invoke(main, flags)
-    assert result.exit_code == 1
-    assert "is not empty and holds no earlier run; choose another" in result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-
-
 def test_the_configuration_of_complete_packs_stays(tmp_path: Path) -> None:
     path = tmp_path / "pack.yaml"
     save_configuration(given(seed=1), path)
@@ -237,32 +201,6 @@ def test_the_configuration_of_complete_packs_stays(tmp_path: Path) -> None:
     with pytest.raises(ClickException, match=r"was packed with pack\.seed=2, and .* now mean 3"):
         save_configuration(given(seed=3), path)
     assert yaml.safe_load(path.read_text())["pack"]["seed"] == 2
-
-
-def test_captions_with_a_tokenizer_that_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
-    llava_json(tmp_path / "a.json", tmp_path / "images", 12)
-    (tmp_path / "llama").mkdir()
-    save_llama_tokenizer(tmp_path / "llama")
-    output = tmp_path / "out"
-    config = given(
-        data_path=str(tmp_path / "a.json"),
-        image_folder=str(tmp_path / "images"),
-        packing_algorithm="first_fit_decreasing",
-        output_dir=output,
-    )
-    config["model"]["processor"] = prepare_tokenizer(str(tmp_path / "llama"), output / "tokenizer")
-    run = Run(parse_config({**config, "engine": {"workers": 0}}), LocalEngine(0))
-    pack_all(run)
-    plan = open_plan(run).packs
-    lengths = open_index(run).array("num_tokens")
-    assert (np.diff(lengths[next(iter(plan))]) <= 0).all()  # longest first, as composed
-    packs, _ = open_as_measured(tmp_path / "out/packed_seq_dataset", "NeVA")
-    rows = [packs.batch([number]) for number in range(len(packs))]
-    assert sum(len(row.sub_sample_keys) for row in rows) == 6  # those of one turn
-    assert rows[0].imgs.shape == (4, 3 * 336 * 336)
 
 
 def given(**changes: Any) -> dict[str, Any]:
@@ -278,43 +216,34 @@ def test_vision_encoders(tmp_path: Path) -> None:
     assert given(hf_vision_encoder="openai/clip-vit-large-patch14")["model"]["image_size"] == 224
     write_json(tmp_path / "config.json", {"vision_config": {"patch_size": 16, "image_size": 256}})
     assert given(hf_vision_encoder=str(tmp_path))["model"]["patch_size"] == 16
+    write_json(tmp_path / "config.json", {"vision_config": {}})
+    with pytest.raises(ClickException, match=r"config\.json names no patch_size and image_size"):
+        given(hf_vision_encoder=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "hparams", "message"),
     [
-        ({"image_folder": "a.tar"}, {}, "is a tar; unpack it"),
-        ({"hf_vision_encoder": "mine"}, {}, "does not end in patchN"),
-        ({}, {"model": {"mm_cfg": {"use_im_start_end": True}}}, "only False is supported"),
-        ({}, {"model": {"data": {"media_type": "video"}}}, "only image is supported"),
+        ({"image_folder": "a.tar"}, "", "is a tar; unpack it"),
+        ({"hf_vision_encoder": "mine"}, "", "does not end in patchN"),
+        ({}, "model: {mm_cfg: {use_im_start_end: true}}", "only False is supported"),
+        ({}, "model: {data: {media_type: video}}", "only image is supported"),
+        ({}, "model: {mm_cfg: {vision_encoder: {crop_size: 336}}}", "crop_size 336 is not that of"),
         (
             {},
-            {"model": {"mm_cfg": {"vision_encoder": {"crop_size": 336}}}},
-            "crop_size 336 is not that of",
-        ),
-        (
-            {},
-            {"model": {"mm_cfg": {"vision_encoder": {"crop_size": [224, 224]}}}},
+            "model: {mm_cfg: {vision_encoder: {crop_size: [224, 224]}}}",
             r"crop_size \[224, 224\] is not that of openai/clip-vit-large-patch14-336",
         ),
+        ({}, "a: [1\n", r"--hparams_file .*llava_config\.yaml"),
     ],
 )
 def test_what_is_not_supported_is_named(
-    tmp_path: Path, changes: dict[str, Any], hparams: dict[str, Any], message: str
+    tmp_path: Path, changes: dict[str, Any], hparams: str, message: str
 ) -> None:
     path = tmp_path / "llava_config.yaml"
-    path.write_text(yaml.safe_dump(hparams))
+    path.write_text(hparams or "{}")
     with pytest.raises(Exception, match=message):
         given(**changes, hparams_file=path)
-
-
-def test_files_that_do_not_say_what_is_needed_are_named(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"vision_config": {}})
-    with pytest.raises(ClickException, match=r"config\.json names no patch_size and image_size"):
-        given(hf_vision_encoder=str(tmp_path))
-    (tmp_path / "bad.yaml").write_text("a: [1\n")
-    with pytest.raises(ClickException, match=r"--hparams_file .*bad\.yaml"):
-        given(hparams_file=tmp_path / "bad.yaml")
 
 
 def test_fields_of_the_yaml(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from offline_packing.verify.verdict import check
 from task_encoders.storage.remote_paths import RemotePath
 from tests.helpers.datasets import pack_all
 
+#: Scenarios for which workers are spawned and killed.
+EIGHT = ("bmr", "parquet", "cut", "repeat", "trees", "references", "indexed", "qwen3_vl")
 #: A stage's function, its task, and the advance of that task.
 Moment = tuple[str, str, int]
 #: The functions of the stages that advance, each with the file that is written when the stage is

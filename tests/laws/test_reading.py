@@ -31,7 +31,7 @@ from tests.helpers.energon_batches import assert_same, batches_of
 from tests.helpers.parity import inputs_of
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import tiny_model
-from tests.laws.test_same_bytes import EIGHT
+from tests.laws.kills import EIGHT
 from tests.scenarios import SCENARIOS, folder_of
 from tests.world import at, copy_of, task_encoder
 

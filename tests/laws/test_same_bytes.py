@@ -10,13 +10,19 @@ import pytest
 from offline_packing.engines.local import LocalEngine
 from offline_packing.runs.run import Run
 from tests.helpers.outputs import files_of
-from tests.laws.kills import STAGES, Killed, Moment, Mortal, fatal_moments, killed_before, make
+from tests.laws.kills import (
+    EIGHT,
+    STAGES,
+    Killed,
+    Moment,
+    Mortal,
+    fatal_moments,
+    killed_before,
+    make,
+)
 from tests.scenarios import Scenario
 from tests.world import World, at
 from tools import kill_test
-
-#: Scenarios for which workers are spawned and killed.
-EIGHT = ("bmr", "parquet", "cut", "repeat", "trees", "references", "indexed", "qwen3_vl")
 
 
 def trained_files(root: Path) -> dict[str, bytes]:

@@ -1,6 +1,5 @@
 """The benchmarks, and tools that guard a claim, run on small input."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,58 +8,31 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from tests.helpers.accounting import account, open_one
 from tests.helpers.tools import BENCHMARKS, benchmark, run_benchmark
 from tools.attack import GOOD, WRITERS, damaged_records
 
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "rows"),
-    [
-        (
-            "benchmark_online",
-            ["loaders", "--samples", "200", "--buffer", "50"],
-            ["captions | binpack, carry", "captions | auto, carry", "sft | dynamic, buffer 200"],
-        ),
-        (
-            "benchmark_online",
-            ["planning", "--samples", "200"],
-            ["captions | auto |  |", "captions | knapsack | 18 |"],
-        ),
-        (
-            "benchmark_online",
-            ["buffers", "--samples", "300"],
-            ["1 | 300 | 50 |", "128 | 2 | 5000 |"],
-        ),
-        (
-            "benchmark_online",
-            ["binpack", "--samples", "300"],
-            ["captions | 22 / 22;", "narrow | 25 / 26;"],
-        ),
-        (
-            "benchmark_ranks",
-            ["idle", "--samples", "2000", "--many", "500"],
-            ["8192 x 32 |", "8192 x 128 |"],
-        ),
-        ("benchmark_ranks", ["uniform", "--samples", "3000"], ["30% | 8 |", "95% | 128 |"]),
-        (
-            "benchmark_planner",
-            ["budgets", "--samples", "3000", "--patches", "22000"],
-            ["22000 |"],
-        ),
-        (
-            "benchmark_planner",
-            ["prefixes", "--samples", "2000", "--data-set", "gqa"],
-            ["gqa | 5."],
-        ),
-        ("narrow_gaps", ["--samples", "2000"], ["729 + gamma(2, 20) | 2,000 |"]),
-        ("narrow_gaps", ["--random", "3"], ["3 | "]),
-    ],
+ONLINE = (
+    ("loaders --samples 200 --buffer 50", "captions | auto, carry", "sft | dynamic, buffer 200"),
+    ("planning --samples 200", "captions | auto |  |", "captions | knapsack | 18 |"),
+    ("buffers --samples 300", "1 | 300 | 50 |", "128 | 2 | 5000 |"),
+    ("binpack --samples 300", "captions | 22 / 22;", "narrow | 25 / 26;"),
 )
-def test_it_prints_a_table(name: str, arguments: list[str], rows: list[str]) -> None:
-    result = run_benchmark(name, *arguments)
+OTHERS = (
+    ("benchmark_ranks", "idle --samples 2000 --many 500", "8192 x 32 |", "8192 x 128 |"),
+    ("benchmark_ranks", "uniform --samples 3000", "30% | 8 |", "95% | 128 |"),
+    ("benchmark_planner", "budgets --samples 3000 --patches 22000", "22000 |"),
+    ("benchmark_planner", "prefixes --samples 2000 --data-set gqa", "gqa | 5."),
+    ("narrow_gaps", "--samples 2000", "729 + gamma(2, 20) | 2,000 |"),
+    ("narrow_gaps", "--random 3", "3 | "),
+)
+
+
+@pytest.mark.parametrize("case", [*(("benchmark_online", *case) for case in ONLINE), *OTHERS])
+def test_it_prints_a_table(case: tuple[str, ...]) -> None:
+    name, arguments, *rows = case
+    result = run_benchmark(name, *arguments.split())
     assert result.exit_code == 0, result.output
     for row in rows:
         assert f"| {row}" in result.stdout
@@ -88,41 +60,6 @@ def test_a_measured_index_is_a_distribution(tmp_path: Path) -> None:
     assert rows[0].split("|")[2:7] == rows[1].split("|")[2:7]
 
 
-#: In place of LLaMA-Factory's: one sample to a row, and it forgets the shortest.
-SOURCE = "def greedy_knapsack(lengths, capacity):\n    return [[n] for n in sorted(lengths)[1:]]\n"
-
-
-def test_a_line_of_a_packer(tmp_path: Path) -> None:
-    fills = benchmark("fills_of_packers")
-    samples = fills.draw_captions(400)
-    own = fills.run_packer("this project, auto", tmp_path, samples)
-    assert own["rows"] == -(-samples.tokens.sum() // fills.SEQ_LENGTH)
-    assert own["fill"] == pytest.approx(samples.tokens.sum() / (own["rows"] * fills.SEQ_LENGTH))
-    assert own["lost"] == own["lost_tokens"] == 0
-    file = tmp_path / "llama-factory/src/llamafactory/data/processor/processor_utils.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(SOURCE)
-    other = fills.run_packer("LLaMA-Factory, batches of 1,000", tmp_path, samples)
-    assert (other["rows"], other["lost"]) == (399, 1)
-    assert other["lost_tokens"] == pytest.approx(samples.tokens.min() / samples.tokens.sum())
-    assert other["mib"] > 0
-
-
-def test_each_mode_is_fuller_than_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = benchmark("packing_picture")
-    monkeypatch.setattr(picture, "NUM_SAMPLES", 640)
-    monkeypatch.setattr(picture, "SHOWN", 6)
-    monkeypatch.setattr(sys, "argv", ["packing_picture.py", str(tmp_path / "p.png")])
-    picture.main()
-    shares = [float(s) for s in re.findall(r"([\d.]+)% full", capsys.readouterr().out)]
-    assert len(shares) == 3
-    assert shares == sorted(shares)
-    assert shares[0] < 60 < 90 < shares[1]
-    assert Image.open(tmp_path / "p.png").size == (1210, 506)
-
-
 def test_ms_swift_carries_its_last_pack_over() -> None:
     """Three samples fill a pack: 1,000 leave one over, which the next window takes in."""
     pytest.importorskip("binpacking")
@@ -135,16 +72,6 @@ def test_ms_swift_carries_its_last_pack_over() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.exhaustive
-def test_killed_uploads_are_made_again() -> None:
-    """Half of the kills are of a worker, the others of the whole run."""
-    pytest.importorskip("moto")
-    options = ["--kills", "2", "--workers", "2"]
-    command = [sys.executable, "-m", "tools.kill_uploads", *options]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    assert "rerun made the local run's objects and left none" in done.stdout
 
 
 @pytest.mark.parametrize("name", WRITERS)

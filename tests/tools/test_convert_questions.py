@@ -44,11 +44,17 @@ def test_copies(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         [*(f"{stem}{suffix}" for stem in stems for suffix in (".jpg", ".json")), "text.json"]
     )
     assert texts(out / "a_1.json") == ["<image>\nWhich colour?", "Red."]
-    assert (out / "a_2.jpg").read_bytes() == (tmp_path / "images" / "a.jpg").read_bytes()
+    origin = tmp_path / "images" / "a.jpg"
+    before = origin.read_bytes()
+    assert (out / "a_2.jpg").read_bytes() == before
     assert "wrote 5 pairs" in (said := capsys.readouterr().out)
     assert "left out 1" in said
     found = account(open_one({"format": "pairs", "path": str(out)}, tmp_path))
     assert {key: outcome for key, outcome, _ in found} == dict.fromkeys([*stems, "text"], "ok")
+    (out / "a.jpg").write_bytes(b"changed in place")
+    assert origin.read_bytes() == before  # no link to it
+    with pytest.raises(SystemExit):  # what is there stays
+        main(["jsonl", str(questions), str(out), "--form", "copies"])
 
 
 @pytest.mark.parametrize(("max_turns", "stems"), [(16, ["a", "b"]), (2, ["a", "a_1", "b"])])
@@ -128,44 +134,22 @@ def test_what_stays_apart(tmp_path: Path) -> None:
     assert sorted(len(texts(path)) for path in out.glob("*.json")) == [2, 2, 3, 4]
 
 
-def test_output_is_never_overwritten(questions: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main(["jsonl", str(questions), str(tmp_path), "--form", "copies"])
-
-
 def test_a_list_of_questions(tmp_path: Path) -> None:
     """Each is a pair of its own; a conversation is not torn apart."""
     write_file(tmp_path / "a.jpg", image_bytes())
     records = [
-        {"image": "a.jpg", "question": ["<image>\nOne?", "Two?", "3?"], "answer": ["1", "2", "3"]},
+        {"image": "a.jpg", "question": ["<image>\nOne?", "Two?"], "answer": ["1", "2"]},
         {"image": "a.jpg", "messages": [*dialogue("Hi", "Hello"), *dialogue("And?", "Well.")]},
         {"id": "text", "question": ["One?", "Two?"], "answer": ["1", "2"]},
     ]
     write_file(tmp_path / "q.jsonl", lines(records))
-    out = tmp_path / "pairs"
-    assert main(["jsonl", str(tmp_path / "q.jsonl"), str(out), "--form", "copies"]) == 0
-    expected = {
+    for form in ("copies", "dialogue"):
+        assert main(["jsonl", f"{tmp_path}/q.jsonl", f"{tmp_path}/{form}", "--form", form]) == 0
+    assert {path.stem: texts(path) for path in (tmp_path / "copies").glob("*.json")} == {
         "a": ["<image>\nOne?", "1"],
         "a_1": ["Two?", "2"],
-        "a_2": ["3?", "3"],
-        "a_3": ["Hi", "Hello", "And?", "Well."],
+        "a_2": ["Hi", "Hello", "And?", "Well."],
         "text": ["One?", "1"],
         "text_1": ["Two?", "2"],
     }
-    assert {path.stem: texts(path) for path in out.glob("*.json")} == expected
-    rows = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
-    assert [row["key"] for row in rows] == list(expected)
-    assert [row["num_turns"] for row in rows] == [1, 1, 1, 2, 1, 1]
-    together = tmp_path / "dialogue"
-    assert main(["jsonl", str(tmp_path / "q.jsonl"), str(together), "--form", "dialogue"]) == 0
-    assert len(texts(together / "a.json")) == 10
-
-
-def test_images_of_the_source_are_left_alone(questions: Path, tmp_path: Path) -> None:
-    origin = tmp_path / "images" / "a.jpg"
-    before = origin.read_bytes()
-    out = tmp_path / "pairs"
-    assert main(["jsonl", str(questions), str(out), "--form", "copies"]) == 0
-    (out / "a.jpg").write_bytes(b"changed in place")
-    assert origin.read_bytes() == before
-    assert origin.stat().st_nlink == 1
+    assert len(texts(tmp_path / "dialogue/a.json")) == 8

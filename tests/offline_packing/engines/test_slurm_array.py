@@ -5,11 +5,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from offline_packing.engines.local import LocalEngine
 from offline_packing.engines.slurm_array import SlurmEngine, find_rank
 from offline_packing.errors import ConfigError, ShareDoneError, StageError
 from offline_packing.measure.measure import measure
@@ -21,10 +21,11 @@ from tests.helpers.datasets import (
     config_file,
     make_config,
     make_run,
-    packed_run,
     plan_index,
     write_planned,
 )
+from tests.helpers.outputs import shard_files
+from tests.world import World, at
 
 
 def array(index: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
@@ -99,29 +100,18 @@ def rank_engine(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> 
     return SlurmEngine(0)
 
 
-@pytest.mark.parametrize(
-    ("is_remote", "ranks"),
-    [(False, (2, 0, 1)), pytest.param(True, (2, 0), marks=pytest.mark.exhaustive)],
-)
 def test_array_gives_the_bytes_of_one_process(
-    is_remote: bool,
-    ranks: tuple[int, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bucket: str,
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any order; what a missing rank leaves, the run that completes a stage does."""
-    data = captioning_pairs(tmp_path / "data")
-    alone = packed_run(data, tmp_path / "alone")
-    path = f"{bucket}/array" if is_remote else str(tmp_path / "array")
-    config = make_config(data, tmp_path, output={"path": path})
-    last = Run(config, LocalEngine(0))
+    alone = world.run("captioning")
+    last = at(alone, tmp_path / "array")
 
     def on_ranks(verb: Callable[[Run], object]) -> int:
         """Number of ranks that ended with tasks left to others."""
         left = 0
-        for rank in ranks:
-            run = Run(config, rank_engine(monkeypatch, rank, 3))
+        for rank in (2, 0):
+            run = replace(last, engine=rank_engine(monkeypatch, rank, 3))
             with run.workspace.lock(shared=True):
                 try:
                     verb(run)
@@ -129,15 +119,15 @@ def test_array_gives_the_bytes_of_one_process(
                     left += 1
         return left
 
-    assert on_ranks(measure) == len(ranks)
+    assert on_ranks(measure) == 2
     measure(last)
     plan_index(last)
-    assert on_ranks(write_planned) == len(ranks)
+    assert on_ranks(write_planned) == 2
     assert not last.workspace.manifest.exists()
     write_planned(last)
-    for file in (*alone.workspace.root.glob("*.tar*"), alone.workspace.manifest):
-        assert (last.workspace.root / file.name).read_bytes() == file.read_bytes(), file.name
-    found = [verify(Run(config, rank_engine(monkeypatch, rank, 2)), deep=True) for rank in (0, 1)]
+    assert shard_files(last) == shard_files(alone)
+    engines = [rank_engine(monkeypatch, rank, 2) for rank in (0, 1)]
+    found = [verify(replace(last, engine=engine), deep=True) for engine in engines]
     assert all(result.ok for result in found)
     assert sum(result.num_samples for result in found) == 40
     assert min(result.num_samples for result in found) > 0

@@ -2,8 +2,10 @@
 
 import json
 import re
+import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,46 +15,55 @@ from packaging.specifiers import SpecifierSet
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.layouts import energon_metadata
 from offline_packing.layouts.energon_metadata import ENERGON_VERSION, index_pack_folder
-from offline_packing.runs.run import Run
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.storage.tars import TarShardWriter
-from offline_packing.verify.verify import verify
-from task_encoders.packs.manifest import read_manifest
 from task_encoders.versions import SUPPORTED
-from tests.helpers.datasets import captioning_pairs, image_bytes, make_run, pack_all, packed_run
+from tests.helpers.datasets import image_bytes
 from tests.helpers.outputs import copy_tars, sqlite_rows
+from tests.world import World
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    base = tmp_path_factory.mktemp("packed")
-    output = {"split": {"train": 0.6, "val": 0.4}, "packs_per_shard": 2}
-    return packed_run(captioning_pairs(base / "data"), base / "out", output=output)
+@pytest.fixture
+def packed(world: World) -> Path:
+    return world.packed("captioning", output={"split": {"train": 0.6, "val": 0.4}})
 
 
-def test_equal_to_energon_prepare(packed: Run, tmp_path: Path) -> None:
-    root = packed.workspace.root
-    names = copy_tars(root, tmp_path / "prepared")
+def files_of(folder: Path, tars: list[str]) -> dict[str, Any]:
+    """Return what Energon reads of a folder: bytes of indices, and contents of the database, whose
+    statements are put into one spelling."""
+    found: dict[str, Any] = {name: (folder / f"{name}.idx").read_bytes() for name in tars}
+    found |= {table: sqlite_rows(folder, table) for table in ("samples", "sample_parts")}
+    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as database:
+        rows = database.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchall()
+    found["schema"] = sorted((*names, re.sub(r"\s+", "", sql or "")) for *names, sql in rows)
+    info = json.loads((folder / ".nv-meta/.info.json").read_text())
+    return found | {"info": info.keys(), "counts": info["shard_counts"]}
+
+
+def test_equal_to_energon_prepare(packed: Path, tmp_path: Path) -> None:
+    names = copy_tars(packed, tmp_path / "prepared")
     WebdatasetPreparator.prepare_dataset(
         tmp_path / "prepared", names, split_parts_ratio=[("train", 1)], shuffle_seed=None, workers=1
     )
-    for name in names:
-        ours = (root / name).with_suffix(".tar.idx").read_bytes()
-        assert ours == (tmp_path / "prepared" / name).with_suffix(".tar.idx").read_bytes()
-    for table in ("samples", "sample_parts"):
-        rows = sqlite_rows(root, table)
-        assert rows == sqlite_rows(tmp_path / "prepared", table)
-        assert len(rows) >= 5
-    infos = [
-        json.loads((p / ".nv-meta/.info.json").read_text()) for p in (root, tmp_path / "prepared")
-    ]
-    assert infos[0].keys() == infos[1].keys()
-    assert infos[0]["shard_counts"] == infos[1]["shard_counts"]
-    assert schema(root) == schema(tmp_path / "prepared")
+    found = files_of(packed, names)
+    assert found == files_of(tmp_path / "prepared", names)
+    assert len(found["samples"]) >= 5
+    dataset = yaml.safe_load((packed / ".nv-meta/dataset.yaml").read_text())
+    assert dataset["sample_type"] == {
+        "__module__": "task_encoders.energon_samples",
+        "__class__": "PackedCaptioningSample",
+    }
+    assert SpecifierSet(SUPPORTED["megatron-energon"]).contains(ENERGON_VERSION)
+    generation = require_manifest(packed).generation
+    assert dataset["subflavors"] == {"offline_packing": "captioning", "generation": generation}
+    split = yaml.safe_load((packed / ".nv-meta/split.yaml").read_text())["split_parts"]
+    assert [split["train"][0], split["val"][0]] == ["train-000000.tar", "val-000000.tar"]
+    assert split["test"] == []
 
 
-def test_a_full_disk(packed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "copy"
-    copy_tars(packed.workspace.root, folder)
+    copy_tars(packed, folder)
     meta = folder / ".nv-meta"
     meta.mkdir()
     (meta / "index.sqlite.0123456789ab.tmp").write_bytes(b"of a run that was killed")
@@ -63,40 +74,9 @@ def test_a_full_disk(packed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(meta.iterdir())
 
 
-def schema(folder: Path) -> list[tuple[str, ...]]:
-    """Tables and indices of Energon's index, with their SQL in one spelling."""
-    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as database:
-        rows = database.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchall()
-    return sorted((*names, re.sub(r"\s+", "", sql or "")) for *names, sql in rows)
-
-
-def test_files(packed: Run) -> None:
-    meta = packed.workspace.nv_meta
-    dataset = yaml.safe_load((meta / "dataset.yaml").read_text())
-    assert dataset["sample_type"] == {
-        "__module__": "task_encoders.energon_samples",
-        "__class__": "PackedCaptioningSample",
-    }
-    assert SpecifierSet(SUPPORTED["megatron-energon"]).contains(ENERGON_VERSION)
-    manifest = read_manifest(packed.workspace.root)
-    assert manifest is not None
-    generation = manifest.generation
-    assert dataset["subflavors"] == {"offline_packing": "captioning", "generation": generation}
-    split = yaml.safe_load((meta / "split.yaml").read_text())["split_parts"]
-    assert split["train"][0] == "train-000000.tar"
-    assert split["val"][0] == "val-000000.tar"
-    assert split["test"] == []
-
-
-def test_uuid_follows_the_content(packed: Run, tmp_path: Path) -> None:
-    data = captioning_pairs(tmp_path / "data", 10)
-    stages = [
-        make_run(data, tmp_path / str(n), pack={"seed": seed}) for n, seed in enumerate([0, 0, 1])
-    ]
-    for run in stages:
-        pack_all(run)
-    uuids = [(run.workspace.nv_meta / "index.uuid").read_text() for run in stages]
-    assert uuids[0] == uuids[1] != uuids[2]
+def test_uuid_follows_the_content(world: World) -> None:
+    folders = (world.packed("captioning", pack={"seed": seed}) for seed in (0, 1))
+    assert len({(folder / ".nv-meta/index.uuid").read_text() for folder in folders}) == 2
 
 
 def legacy_pack(index: int) -> tuple[str, list[tuple[str, bytes]]]:
@@ -127,21 +107,16 @@ def write_shard(path: Path, packs: list[tuple[str, list[tuple[str, bytes]]]]) ->
         writer.finish()
 
 
-def test_index_of_our_own_tars_is_the_same(packed: Run, tmp_path: Path) -> None:
-    root, copy = packed.workspace.root, tmp_path / "copy"
-    names = copy_tars(root, copy)
-    manifest = json.loads(packed.workspace.manifest.read_text())
-    assert index_pack_folder(copy) == sum(manifest["counts"]["packs"].values())
-    for name in names:
-        index_name = f"{name}.idx"
-        assert (copy / index_name).read_bytes() == (root / index_name).read_bytes()
-    assert sqlite_rows(copy, "sample_parts") == sqlite_rows(root, "sample_parts")
+def test_index_of_our_own_tars_is_the_same(packed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    names = copy_tars(packed, copy)
+    assert index_pack_folder(copy) == sum(require_manifest(packed).counts.packs.values())
+    assert files_of(copy, names) == files_of(packed, names)
     ours, theirs = (
-        yaml.safe_load((folder / ".nv-meta/dataset.yaml").read_text()) for folder in (root, copy)
+        yaml.safe_load((folder / ".nv-meta/dataset.yaml").read_text()) for folder in (packed, copy)
     )
     del ours["subflavors"]["generation"]  # packs of others have none
     assert theirs == ours
-    assert verify(packed).ok
 
 
 def test_index_of_a_folder_by_others(tmp_path: Path) -> None:
@@ -154,27 +129,32 @@ def test_index_of_a_folder_by_others(tmp_path: Path) -> None:
     assert counts == {"a.tar": 2, "b.tar": 1}
 
 
-def test_index_refuses(packed: Run, tmp_path: Path) -> None:
-    def refused(message: str, task: str | None = "vqa") -> None:
-        with pytest.raises(StageError, match=message):
-            index_pack_folder(tmp_path, task)
-        assert not (tmp_path / ".nv-meta").exists()
+JSON: Any = [("json", b"{")]
+NO_IMAGES: Any = [("json", b'{"captions": ["a"], "images": []}')]
 
-    refused(r"holds no \*\.tar")
-    path = tmp_path / "a.tar"
-    write_shard(path, [])
-    refused("holds no pack")
-    write_shard(path, [("ps_0", [("img0.jpg", b"")])])
-    refused(r"a\.tar: 'ps_0' has no json")
-    write_shard(path, [("ps_0", [("json", b"{")])])
-    refused("JSON cannot be parsed")
-    write_shard(path, [("ps_0", [("json", b'{"captions": ["a"], "images": []}')])])
-    refused("0 images for 1 captions")
-    write_shard(path, [legacy_pack(0)])
-    write_shard(tmp_path / "b.tar", [legacy_pack(0)])
-    refused(r"key 'ps_00000000' is in a\.tar and in b\.tar")
-    (tmp_path / "b.tar").unlink()
-    path.write_bytes(path.read_bytes()[:1536])
-    refused("is cut off|cannot be read")
-    path.write_bytes((packed.workspace.root / "train-000000.tar").read_bytes())
-    refused("ps_00000000' is a captioning pack, not vqa")
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([], r"holds no \*\.tar"),
+        ([[]], "holds no pack"),
+        ([[("ps_0", [("img0.jpg", b"")])]], r"a\.tar: 'ps_0' has no json"),
+        ([[("ps_0", JSON)]], "JSON cannot be parsed"),
+        ([[("ps_0", NO_IMAGES)]], "0 images for 1 captions"),
+        ([[legacy_pack(0)]] * 2, r"key 'ps_00000000' is in a\.tar and in b\.tar"),
+        ([None], "is cut off|cannot be read"),
+        ("ours", "ps_00000000' is a captioning pack, not vqa"),
+    ],
+)
+def test_index_refuses(shards: Any, message: str, packed: Path, tmp_path: Path) -> None:
+    if shards == "ours":
+        shutil.copy(packed / "train-000000.tar", tmp_path / "a.tar")
+        shards = []
+    for name, packs in zip("ab", shards, strict=False):
+        path = tmp_path / f"{name}.tar"
+        write_shard(path, [legacy_pack(0)] if packs is None else packs)
+        if packs is None:
+            path.write_bytes(path.read_bytes()[:1536])
+    with pytest.raises(StageError, match=message):
+        index_pack_folder(tmp_path, "vqa")
+    assert not (tmp_path / ".nv-meta").exists()

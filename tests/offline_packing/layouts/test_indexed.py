@@ -2,6 +2,7 @@
 texts and token ids."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.indexed_file import SEQUENCES, IndexedFile
 from task_encoders.packs.pack import PackFormatError
 from task_encoders.settings import PackingSettings
-from tests.helpers import formats
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
@@ -39,56 +39,56 @@ from tests.helpers.datasets import (
     write_planned,
 )
 from tests.helpers.energon_batches import batches_of, encoder_of
+from tests.helpers.outputs import files_of
 from tests.helpers.videos import make_video
+from tests.world import Source, World, copy_of, task_encoder
 
 SEQ_LENGTH = 1024
-MAX_PIXELS = 28 * 28 * 64
+PACK = {"seq_length": SEQ_LENGTH}
 BMR = PackingSettings(packed=True, bmr=True)
 
 
-def indexed_run(source: dict[str, Any], folder: Path, **output: Any) -> Run:
-    output = {"layout": "indexed", "packs_per_shard": 3, **output}
-    return make_run(source, folder, pack={"seq_length": SEQ_LENGTH}, output=output)
+def indexed_run(source: Any, folder: Path, **output: Any) -> Run:
+    output = {"layout": "indexed", **output}
+    return make_run(source, folder, pack=PACK, output=output)
+
+
+def with_clips(folder: Path) -> Source:
+    """Dialogues with no image, one, two, or a video and an image."""
+    mixed_pairs(folder, 40)
+    for i in range(3):
+        (folder / f"clip{i}.mp4").write_bytes(make_video(4 + i))
+        texts = dialogue("<video><image>\nSame?", "Yes. " * (i + 1))
+        record = {"messages": texts, "images": [f"clip{i}.jpg"], "videos": [f"clip{i}.mp4"]}
+        (folder / f"clip{i}.jpg").write_bytes(image_bytes(84, 56 + 28 * i))
+        write_json(folder / f"clip{i}.json", record)
+    return {"format": "pairs", "path": str(folder), "task": "bmr"}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The same plan in tars and as token ids; dialogues with no image, one, two, or a video."""
-    root = tmp_path_factory.mktemp("indexed")
-    data = mixed_pairs(root / "data", 40)
-    for i in range(3):
-        (data / f"clip{i}.mp4").write_bytes(make_video(4 + i))
-        texts = dialogue("<video><image>\nSame?", "Yes. " * (i + 1))
-        record = {"messages": texts, "images": [f"clip{i}.jpg"], "videos": [f"clip{i}.mp4"]}
-        (data / f"clip{i}.jpg").write_bytes(image_bytes(84, 56 + 28 * i))
-        write_json(data / f"clip{i}.json", record)
-    source = {"format": "pairs", "path": str(data), "task": "bmr"}
-    found = {
-        layout: indexed_run(source, root / layout, layout=layout)
+def runs(world: World) -> dict[str, Run]:
+    """The same plan in tars and as token ids."""
+    output = {"packs_per_shard": 3}
+    return {
+        layout: world.run(with_clips, pack=PACK, output={**output, "layout": layout})
         for layout in ("energon", "indexed")
     }
-    for run in found.values():
-        pack_all(run)
-    return found
-
-
-def task_encoder(**options: Any) -> PackedTaskEncoder:
-    return PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=MAX_PIXELS, settings=BMR, **options)
 
 
 def prefix_of(run: Run) -> Path:
     return run.workspace.root / "packed_seq_dataset"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"pad_to_seq_length": True, "pixel_transport": "uint8"}])
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(0, {}), (2, {"pad_to_seq_length": True, "pixel_transport": "uint8"})],
+)
 def test_rows_are_those_of_the_tars(
     runs: dict[str, Run], workers: int, options: dict[str, Any]
 ) -> None:
-    encoder = task_encoder(**options)
-    expected = {
-        b.__key__[0]: b for b in batches_of(runs["energon"].workspace.root, encoder, workers)
-    }
+    encoder = task_encoder(runs["energon"], **options)
+    batches = batches_of(runs["energon"].workspace.root, encoder, workers)
+    expected = {batch.__key__[0]: batch for batch in batches}
     dataset = PackedFolder(prefix_of(runs["indexed"]), encoder)
     found = list(DataLoader(dataset, collate_fn=dataset.collate, num_workers=workers))
     assert [batch.__key__[0] for batch in found] == sorted(expected)
@@ -109,7 +109,8 @@ def test_megatron_core_opens_it(runs: dict[str, Run]) -> None:
     assert len(shards) > 1
     count = len(theirs.document_indices) - 1
     assert count == len(ours) == sum(shard["packs"] for shard in shards)
-    rows = {b.__key__[0]: b for b in batches_of(runs["energon"].workspace.root, task_encoder())}
+    encoder = task_encoder(runs["energon"])
+    rows = {b.__key__[0]: b for b in batches_of(runs["energon"].workspace.root, encoder)}
     num_tokens = 0
     for i in range(count):
         first = theirs.document_indices[i]
@@ -134,124 +135,99 @@ def test_megatron_core_opens_it(runs: dict[str, Run]) -> None:
     assert size < images
 
 
-def test_they_are_verified_and_shown_as_others_are(runs: dict[str, Run]) -> None:
-    result = verify(runs["indexed"], deep=True)
-    assert result.ok, result.problems
-    assert result.num_images > 20
-    assert result.num_videos == 3
+def test_they_are_shown_as_others_are(runs: dict[str, Run]) -> None:
     shown = [list(preview(runs[layout], num_packs=3)) for layout in ("energon", "indexed")]
     for one, other in zip(*shown, strict=True):
         assert one.key == other.key
         for mine, theirs in zip(one.sub_samples, other.sub_samples, strict=True):
-            assert (mine.spans, mine.images, mine.videos) == (
-                theirs.spans,
-                theirs.images,
-                theirs.videos,
-            )
+            found = [(sub.spans, sub.images, sub.videos) for sub in (mine, theirs)]
+            assert found[0] == found[1]
 
 
-def output_files(run: Run) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(run.workspace.root)): path.read_bytes()
-        for path in [*run.workspace.root.glob("*.*"), *run.workspace.write.glob("*.json")]
-    }
-
-
-def test_what_a_kill_leaves_is_completed(tmp_path: Path) -> None:
-    """Killed before the pieces are joined; while they are; after it, with some removed."""
-    source = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "data")), "task": "bmr"}
-    split = {"train": 0.7, "val": 0.3}
-    run = indexed_run(source, tmp_path / "out", packs_per_shard=1, split=split)
-    pack_all(run)
-    expected = output_files(run)
+def test_what_a_kill_leaves_is_completed(world: World, tmp_path: Path) -> None:
+    """Killed after the pieces were joined, and while they were."""
+    output = {"layout": "indexed", "packs_per_shard": 1, "split": {"train": 0.7, "val": 0.3}}
+    run = copy_of(world.run("bmr", output=output), tmp_path / "out")
+    root, expected = run.workspace.root, files_of(run.workspace.root)
     assert {"packed_seq_dataset.bin", "packed_seq_dataset_val.idx"} <= expected.keys()
     assert not any(name.startswith("train-") for name in expected)  # put together
-    root, fragment = run.workspace.root, run.workspace.fragment("train-000001")
-    joined = root / "packed_seq_dataset.bin"
-
     run.workspace.manifest.unlink()
     write_planned(run)
-    assert output_files(run) == expected
-
+    assert files_of(root) == expected
     run.workspace.manifest.unlink()
-    fragment.unlink()
+    run.workspace.fragment("train-000001").unlink()
     (root / "packed_seq_dataset.idx").unlink()
-    (root / "packed_seq_dataset.bin.0123456789ab.tmp").write_bytes(joined.read_bytes()[:99])
+    (root / "packed_seq_dataset.bin.0123456789ab.tmp").write_bytes(b"half")
     write_planned(run)
-    assert output_files(run) == expected
-
-    run.workspace.manifest.unlink()
-    joined.unlink()
-    write_planned(run)
-    assert output_files(run) == expected
-
-
-def test_a_medium_of_another_size_is_not_packed(tmp_path: Path) -> None:
-    """Not even where modification times are not looked at: training would refuse it."""
-    data = mixed_pairs(tmp_path / "data", 12)
-    run = indexed_run({"format": "pairs", "path": str(data), "task": "bmr"}, tmp_path / "out")
-    measure(run)
-    plan_index(run)
-    path = data / "0001_0.jpg"
-    path.write_bytes(path.read_bytes() + b"\0")
-    accepting = replace(run, accept_mismatch=frozenset({"modification_time"}))
-    with pytest.raises(StageError, match=r"0001_0\.jpg changed since it was measured"):
-        write_planned(accepting)
+    assert files_of(root) == expected
 
 
 def test_a_medium_that_is_gone_or_has_changed_is_named(tmp_path: Path) -> None:
     data = mixed_pairs(tmp_path / "data", 12)
     run = indexed_run({"format": "pairs", "path": str(data), "task": "bmr"}, tmp_path / "out")
-    pack_all(run)
-    dataset = PackedFolder(prefix_of(run), task_encoder())
+    measure(run)
+    plan_index(run)
     path = data / "0001_0.jpg"
-    before = path.read_bytes()
+    before, stat = path.read_bytes(), path.stat()
     path.write_bytes(before + b"\0")
-    with pytest.raises(PackFormatError, match=r"0001_0\.jpg changed .* bytes, were"):
-        list(DataLoader(dataset, collate_fn=dataset.collate))
+    # Not even where modification times are not looked at: training would refuse it.
+    accepting = replace(run, accept_mismatch=frozenset({"modification_time"}))
+    with pytest.raises(StageError, match=r"0001_0\.jpg changed since it was measured"):
+        write_planned(accepting)
+    path.write_bytes(before)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    write_planned(run)
+    dataset = PackedFolder(prefix_of(run), task_encoder(run))
+
+    def refused(message: str) -> None:
+        with pytest.raises(PackFormatError, match=message):
+            [dataset.row(number) for number in range(len(dataset))]
+
+    path.write_bytes(before + b"\0")
+    refused(r"0001_0\.jpg changed .* bytes, were")
     path.unlink()
-    with pytest.raises(PackFormatError, match=r"0001_0\.jpg cannot be read: No such file"):
-        list(DataLoader(dataset, collate_fn=dataset.collate))
+    refused(r"0001_0\.jpg cannot be read: No such file")
     assert any("0001_0.jpg" in problem for problem in verify(run, deep=True).problems)
     path.write_bytes(before)  # the same, but nobody can know
-    with pytest.raises(PackFormatError, match=r"0001_0\.jpg changed .*another time"):
-        list(DataLoader(dataset, collate_fn=dataset.collate))
+    refused(r"0001_0\.jpg changed .*another time")
 
 
-def test_media_in_tars_stay_there(tmp_path: Path) -> None:
+def test_media_in_tars_stay_there(world: World, tmp_path: Path) -> None:
     """A range of a tar is a place as well."""
-    source = formats.webdataset(tmp_path / "tars", formats.draw_samples(9))
-    run = indexed_run({**source, "task": "bmr"}, tmp_path / "out")
-    pack_all(run)
-    assert verify(run, deep=True).num_images == 9
+    run = world.run("webdataset", output={"layout": "indexed"})
+    assert verify(copy_of(run, tmp_path / "out"), deep=True).num_images == 11
 
 
-@pytest.mark.parametrize("writer", [formats.parquet, formats.webdataset_gz])
-def test_media_without_a_place_are_refused_by_name(tmp_path: Path, writer: formats.Writer) -> None:
-    source = writer(tmp_path / "data", formats.draw_samples(4))
-    run = indexed_run({**source, "task": "bmr"}, tmp_path / "out")
+@pytest.mark.parametrize("source", ["parquet", "webdataset_gz"])
+def test_media_without_a_place_are_refused_by_name(
+    world: World, tmp_path: Path, source: str
+) -> None:
+    run = indexed_run(world.source(source), tmp_path / "out")
     with pytest.raises(StageError, match=r"those of .* are in a (parquet_row|stream); set output"):
         pack_all(run)
 
 
 def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: Path) -> None:
-    prefix = prefix_of(runs["indexed"])
+    run = runs["indexed"]
+    prefix, encoder = prefix_of(run), task_encoder(run)
+
+    def limited(max_pixels: int) -> PackedTaskEncoder:
+        return PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=max_pixels, settings=BMR)
+
     with pytest.raises(ValueError, match="max_pixels"):
-        PackedFolder(
-            prefix, PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=9999, settings=BMR)
-        )
+        PackedFolder(prefix, limited(9999))
     with pytest.raises(PackedFolderError, match="neither a packed folder nor a metadataset"):
-        PackedFolder(prefix.with_name("nothing"), task_encoder())
+        PackedFolder(prefix.with_name("nothing"), encoder)
     for end in (".bin", ".idx"):  # without the manifest that says how they were made
         shutil.copy(prefix.with_suffix(end), tmp_path)
     shutil.copy(prefix.with_name("media_roots.json"), tmp_path)
-    other = PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=784 * 9, settings=BMR)
+    copy = tmp_path / prefix.name
     with pytest.raises(PackFormatError, match=r"ps_00000000' were made with other settings"):
-        PackedFolder(tmp_path / prefix.name, other).row(0)
-    assert len(PackedFolder(tmp_path / prefix.name, task_encoder()).row(0).row.tokens) > 1
-    (tmp_path / prefix.name).with_suffix(".bin").write_bytes(b"\0" * 8)
+        PackedFolder(copy, limited(784 * 9)).row(0)
+    assert len(PackedFolder(copy, encoder).row(0).row.tokens) > 1
+    copy.with_suffix(".bin").write_bytes(b"\0" * 8)
     with pytest.raises(PackedFolderError, match=r"\.bin is damaged: it is not as long as \.idx"):
-        PackedFolder(tmp_path / prefix.name, task_encoder())
+        PackedFolder(copy, encoder)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""References: nothing is copied, and every batch is that of the copied packs."""
+"""What packs refer to: packs are those that are copied, media must not change, and may move by one
+command and without new packs."""
 
-import dataclasses
 import os
 import pickle
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,114 +21,47 @@ from offline_packing.measure.measure import measure
 from offline_packing.online.ranks.pack_costs import pack_costs
 from offline_packing.runs.run import Run
 from offline_packing.upkeep.blend import blend
-from offline_packing.verify.verify import verify
-from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from offline_packing.verify.verify import render_verdict, verify
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from tests.helpers import formats
+from tests.helpers.command import invoke
 from tests.helpers.datasets import (
-    captioning_pairs,
-    image_bytes,
+    config_file,
     make_run,
     pack_all,
     packed_run,
     plan_index,
-    write_json,
     write_planned,
 )
-from tests.helpers.energon_batches import batches_of, encoder_of
+from tests.helpers.energon_batches import assert_same, batches_of
 from tests.helpers.outputs import files_of
+from tests.scenarios import folder_of
+from tests.world import World, task_encoder
 
-SAMPLES = formats.draw_samples(24)
-VIDEOS = formats.draw_video_samples(6, single=False)
-MIXED = [*((f"v{key}", *rest) for key, *rest in VIDEOS), *SAMPLES[:12]]
-PACK = {"seq_length": 400}
-#: Format, and its samples.
-SOURCES: dict[str, Any] = {
-    "pairs": (formats.pairs, SAMPLES),
-    "jsonl": (formats.jsonl, MIXED),
-    "json_array": (formats.json_array, SAMPLES),
-    "webdataset": (formats.webdataset_prepared, MIXED),
-}
+SAMPLES = formats.draw_samples(12)
+PACK = {"seq_length": 256}
 
 
-def reference_run(source: dict[str, Any], folder: Path, **output: Any) -> Run:
+def reference_run(source: Any, folder: Path, **output: Any) -> Run:
     return make_run(source, folder, output={"layout": "references", **output}, pack=PACK)
-
-
-def batches(path: Path, run: Run, workers: int = 0, **options: Any) -> list[PackedBatch]:
-    """All batches of an epoch, through Energon's loader."""
-    return batches_of(path, encoder_of(run), workers, **options)
-
-
-def assert_same(found: list[PackedBatch], expected: list[PackedBatch]) -> None:
-    assert len(found) == len(expected) > 2
-    for one, other in zip(found, expected, strict=True):
-        for name in BATCH_TENSORS:
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-        rest = {field.name for field in dataclasses.fields(one)}
-        rest -= {*BATCH_TENSORS, "__sources__", "__restore_key__"}
-        assert {name: getattr(one, name) for name in rest} == {
-            name: getattr(other, name) for name in rest
-        }
-
-
-@pytest.fixture(scope="module", params=SOURCES)
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """One source, copied and referenced."""
-    folder = tmp_path_factory.mktemp(request.param)
-    write_source, samples = SOURCES[request.param]
-    source = {**write_source(folder / "data", samples), "task": "bmr"}
-    runs = [make_run(source, folder / "copied", pack=PACK), reference_run(source, folder / "refs")]
-    for run in runs:
-        pack_all(run)
-    return runs
-
-
-def test_batches_are_those_of_the_copied_packs(both: list[Run]) -> None:
-    workers = 2 if both[0].config.source[0].format == "webdataset" else 0
-    expected, found = (batches(run.workspace.root, run, workers) for run in both)
-    assert_same(found, expected)
-
-
-def test_packs_by_number_are_those_of_the_loader(both: list[Run]) -> None:
-    copied, run = both
-    folder = pickle.loads(pickle.dumps(PackedFolder(run.workspace.root, encoder_of(run))))
-    assert_same([folder.batch([i]) for i in range(len(folder))], batches(folder.path, run))
-    names = [sorted(pack.media) for pack in PackedFolder(copied.workspace.root)]
-    assert [sorted(pack.media) for pack in folder] == names
-    assert all(map(np.array_equal, *map(pack_costs, (folder, PackedFolder(copied.workspace.root)))))
-
-
-def test_a_medium_that_changed_is_named_by_number(run: Run) -> None:
-    pack_all(run)
-    for path in (run.workspace.root.parent / "data").rglob("*.jpg"):
-        path.write_bytes(path.read_bytes() + b"x")
-    folder = PackedFolder(run.workspace.root, split="val")
-    with pytest.raises(
-        PackedFolderError, match=r"val\.jsonl, bytes .* changed since it was packed"
-    ):
-        list(folder)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
+    """A run with two splits over files that a test may change."""
     source = {**formats.pairs(tmp_path / "data", SAMPLES), "task": "bmr"}
-    split = {"train": 0.7, "val": 0.3}
-    return reference_run(source, tmp_path / "out", split=split, split_seed=2)
+    return reference_run(source, tmp_path / "out", split={"train": 0.7, "val": 0.3}, split_seed=2)
 
 
-def test_bytes(tmp_path: Path) -> None:
-    """Photographs of some 30 kB each."""
-    noise = os.urandom(30_000)  # after a JPEG's end marker
-    for i in range(20):
-        write_json(tmp_path / f"data/{i}.json", {"caption": f"Picture {i} of a street. " * 4})
-        (tmp_path / f"data/{i}.jpg").write_bytes(image_bytes(84, 84) + noise)
-    sizes = []
-    for layout in ("energon", "references"):
-        run = packed_run(tmp_path / "data", tmp_path / layout, output={"layout": layout})
-        names = (path for path in run.workspace.root.iterdir() if path.is_file())
-        sizes.append(sum(path.stat().st_size for path in names if path.name != "manifest.json"))
-    assert sizes[1] <= 0.02 * sizes[0]
+def test_packs_by_number_are_those_that_are_copied(world: World) -> None:
+    runs = [world.run("bmr", output={"layout": name}) for name in ("energon", "references")]
+    folders = [PackedFolder(run.workspace.root, task_encoder(run)) for run in runs]
+    folders[1] = pickle.loads(pickle.dumps(folders[1]))
+    assert_same(*([folder.batch([i]) for i in range(len(folder))] for folder in folders))
+    names = [[sorted(pack.media) for pack in folder] for folder in folders]
+    assert names[0] == names[1]
+    assert all(map(np.array_equal, *map(pack_costs, folders)))
 
 
 def fail(*arguments: Any, **options: Any) -> None:
@@ -135,18 +69,13 @@ def fail(*arguments: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
-    [
-        "layouts.base.atomic_file",
-        "layouts.base.write_atomically",
-        "write.write.write_manifest",
-    ],
+    "broken", ["layouts.base.atomic_file", "layouts.base.write_atomically", "write.write.write_man"]
 )
 def test_a_run_that_ends_while_shards_are_joined(
     run: Run, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(f"offline_packing.{broken}", fail)
+        patched.setattr(f"offline_packing.{broken}".replace("_man", "_manifest"), fail)
         with pytest.raises(KeyboardInterrupt):
             pack_all(run)
     pack_all(run)
@@ -174,27 +103,21 @@ def changed_files(run: Run) -> Iterator[Path]:
 
 
 def test_a_file_that_changed_is_refused_by_name(run: Run) -> None:
-    pack_all(run)
-    for path in changed_files(run):
-        with pytest.raises(FatalSampleError, match=str(path)):
-            [*batches(run.workspace.root, run), *batches(run.workspace.root, run, split_part="val")]
-        assert any(str(path) in problem for problem in verify(run, deep=True).problems)
-
-
-def test_a_file_that_changed_is_not_written(run: Run) -> None:
     measure(run)
     plan_index(run)
-    for path in changed_files(run):
-        with pytest.raises(StageError, match=path.name):
-            write_planned(run)
-        assert not run.workspace.manifest.exists()
-
-
-def refused(run: Run) -> str:
-    with pytest.raises(StageError) as error:
-        pack_all(run)
-    assert [path.name for path in run.workspace.root.iterdir()] == ["_packing"]
-    return str(error.value)
+    path = next(changed_files(run))
+    with pytest.raises(StageError, match=path.name):
+        write_planned(run)
+    assert not run.workspace.manifest.exists()
+    again = reference_run(run.config.source[0].model_dump(), run.workspace.root.with_name("again"))
+    pack_all(again)
+    root, encoder = again.workspace.root, task_encoder(again)
+    for path in changed_files(again):
+        with pytest.raises(FatalSampleError, match=str(path)):
+            batches_of(root, encoder)
+        with pytest.raises(PackedFolderError, match=r"train\.jsonl, bytes .* (changed|cannot)"):
+            list(PackedFolder(root))
+        assert any(str(path) in problem for problem in verify(again, deep=True).problems)
 
 
 def test_media_without_an_address(tmp_path: Path) -> None:
@@ -204,55 +127,125 @@ def test_media_without_an_address(tmp_path: Path) -> None:
         "webdataset_gz": "(webdataset: stream); copy them",
     }.items():
         source = {**formats.WRITERS[name](tmp_path / name, SAMPLES), "task": "bmr"}
-        found = refused(reference_run(source, tmp_path / f"out_{name}"))
-        assert found.startswith("output.layout references: Energon has no address for the media of")
-        assert message in found
+        run = reference_run(source, tmp_path / f"out_{name}")
+        with pytest.raises(StageError) as error:
+            pack_all(run)
+        assert [path.name for path in run.workspace.root.iterdir()] == ["_packing"]
+        layout = "output.layout references: Energon has no address for the media of"
+        assert str(error.value).startswith(layout)
+        assert message in str(error.value)
 
 
 def test_tars_that_changed_since_they_were_prepared(tmp_path: Path) -> None:
     source = {**formats.webdataset_prepared(tmp_path / "data", SAMPLES), "task": "bmr"}
     with sqlite3.connect(tmp_path / "data/.nv-meta/index.sqlite") as database:
         database.execute("UPDATE sample_parts SET content_byte_offset = content_byte_offset + 512")
-    run = reference_run(source, tmp_path / "out")
-    measure(run)
-    plan_index(run)
     with pytest.raises(StageError, match="the member lies elsewhere"):
-        write_planned(run)
+        pack_all(reference_run(source, tmp_path / "out"))
 
 
 def test_object_storage(tmp_path: Path) -> None:
     """By multi-storage-client, whose default profile is the file system here."""
     local = {**formats.pairs(tmp_path / "data", SAMPLES), "task": "bmr"}
-    runs = [
-        reference_run(local, tmp_path / "here"),
-        reference_run(
-            {**local, "path": f"msc://__filesystem__{tmp_path}/data"}, tmp_path / "there"
-        ),
-    ]
+    remote = {**local, "path": f"msc://__filesystem__{tmp_path}/data"}
+    runs = [reference_run(local, tmp_path / "here"), reference_run(remote, tmp_path / "there")]
     for run in runs:
         pack_all(run)
-    assert_same(*(batches(run.workspace.root, run) for run in runs))
+    assert_same(*(batches_of(run.workspace.root, task_encoder(run)) for run in runs))
     split = yaml.safe_load((tmp_path / "there/metadataset.yaml").read_text())["splits"]["train"]
     assert split["aux"] == {"files0": f"filesystem+msc://__filesystem__{tmp_path}/data"}
 
 
-def test_blend(tmp_path: Path) -> None:
-    roots = []
-    for name in "ab":
-        data = captioning_pairs(tmp_path / f"data_{name}", 12)
-        source = {"format": "pairs", "path": str(data), "task": "captioning"}
-        run = reference_run(source, tmp_path / name, key_prefix=name)
-        pack_all(run)
-        roots.append(run.workspace.root)
-    (tmp_path / "blend.yaml").write_text(
-        blend(roots).replace("weight:", "repetitions:").replace("blend:", "blend_epochized:")
-    )
-    weights = [entry["path"] for entry in yaml.safe_load(blend(roots))["splits"]["train"]["blend"]]
+def test_blend(world: World, tmp_path: Path) -> None:
+    layout = {"layout": "references"}
+    runs = [
+        world.run("captioning", output={**layout, "key_prefix": name}, pack=PACK) for name in "ab"
+    ]
+    roots = [run.workspace.root for run in runs]
+    (tmp_path / "same.yaml").write_text(text := blend(roots))
+    weights = [entry["path"] for entry in yaml.safe_load(text)["splits"]["train"]["blend"]]
     assert weights == [f"{root}/metadataset.yaml" for root in roots]
-    (tmp_path / "same.yaml").write_text(blend(roots))
-    found = batches(tmp_path / "blend.yaml", run)
+    text = text.replace("weight:", "repetitions:").replace("blend:", "blend_epochized:")
+    (tmp_path / "blend.yaml").write_text(text)
+    found = batches_of(tmp_path / "blend.yaml", task_encoder(runs[0]))
     assert {Path(key).name[0] for batch in found for key in batch.__key__} == {"a", "b"}
     counts = [read_packed_data(tmp_path / f"{name}.yaml").num_packs for name in ("same", "blend")]
     assert counts[0] == counts[1] > 2
     with pytest.raises(StageError, match="has no packs in its val split"):
         check_validation(tmp_path / "same.yaml")
+
+
+#: Layout, and the file that says where media lie.
+LAYOUTS = {"references": "metadataset.yaml", "indexed": "media_roots.json"}
+FORMATS = {"pairs": formats.pairs, "webdataset": formats.webdataset_prepared}
+
+
+@pytest.fixture(params=[(layout, name) for layout in LAYOUTS for name in FORMATS], ids="-".join)
+def movable(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    layout, name = request.param
+    source = FORMATS[name](tmp_path / "data", formats.draw_samples(12))
+    return packed_run({**source, "task": "bmr"}, tmp_path / "out", output={"layout": layout})
+
+
+def batches(run: Run) -> list[PackedBatch]:
+    packs = PackedFolder(folder_of(run, "train"), task_encoder(run))
+    return [packs.batch([number]) for number in range(len(packs))]
+
+
+def files(run: Run) -> dict[str, bytes]:
+    root = run.workspace.root
+    return {path.name: path.read_bytes() for path in root.iterdir() if path.is_file()}
+
+
+def test_moved_data_are_found_after_one_command(movable: Run, tmp_path: Path) -> None:
+    run = movable
+    expected, before, content = batches(run), files(run), run.workspace.manifest.read_text()
+    config = config_file(tmp_path / "pack.yaml", run.config)
+    shutil.move(tmp_path / "data", tmp_path / "elsewhere")
+    result = invoke("run", config, f"source.path={tmp_path}/elsewhere", "output.overwrite=true")
+    assert "problems        0\n" in result.stdout
+    after = files(run)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {LAYOUTS[run.config.output.layout], "manifest.json"}
+    assert_same(batches(run), expected)
+    shutil.move(tmp_path / "elsewhere", tmp_path / "data")
+    invoke("write", config)
+    assert files(run) == before
+    assert run.workspace.manifest.read_text() == content
+
+
+def test_verify_opens_what_packs_refer_to(movable: Run, tmp_path: Path) -> None:
+    run = movable
+    assert verify(run).ok
+    name = "*.tar" if run.config.source[0].format == "webdataset" else "*.jpg"
+    path = min((tmp_path / "data").rglob(name))
+    path.write_bytes(path.read_bytes() + b"x")
+    (changed, *_) = verify(run).problems
+    assert f"{path} changed since it was packed" in changed
+    assert "or pack again with another output.path" in changed
+    shutil.rmtree(tmp_path / "data")
+    result = verify(run)
+    assert result.num_problems == result.num_samples > 4
+    assert f"{tmp_path}/data/" in result.problems[0]
+    assert "offline-packing write CONFIG source.path=NEW" in result.problems[0]
+    assert "if a problem names no remedy" in render_verdict(result)
+
+
+def test_a_damaged_picture_costs_its_sample_in_every_layout(tmp_path: Path) -> None:
+    """Damage that changes neither size nor time shows when the picture is decoded."""
+    source = {**formats.pairs(tmp_path / "data", formats.draw_samples(12)), "task": "bmr"}
+    found = []
+    for layout in LAYOUTS:
+        run = packed_run(source, tmp_path / layout, output={"layout": layout, "key_prefix": "a"})
+        found.append((run, batches(run)))
+    path = sorted((tmp_path / "data").glob("*.jpg"))[3]
+    before = path.stat()
+    path.write_bytes(b"\0" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = [batches(run) for run, _ in found]
+    (line,) = (line for batch in after[0] for line in batch.dropped)
+    assert "bad_image" in line
+    for one, other, whole in zip(*after, found[0][1], strict=True):
+        assert one.dropped == other.dropped
+        assert torch.equal(one.tokens, other.tokens)
+        assert len(one.sub_sample_keys) == len(whole.sub_sample_keys) - len(one.dropped)

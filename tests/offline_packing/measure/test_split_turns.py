@@ -302,7 +302,7 @@ def names(keys: list[str]) -> list[str]:
     return [key.partition("[")[0].partition("#")[0] for key in keys]
 
 
-@pytest.mark.parametrize(("group", "more"), [(None, {}), ("doc", {"epochs": 2})])
+@pytest.mark.parametrize(("group", "more"), [(None, {}), ("doc", {"strategy": "mixed"})])
 def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_path: Path) -> None:
     records = [record(f"c{i}", 12) for i in range(10)]
     records += [record(f"p{i}", 9, f"{i}.jpg", doc="d") for i in range(2)]

@@ -236,37 +236,30 @@ def test_arguments_are_checked() -> None:
 
 def test_the_yaml_block(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
-    path.write_text(
-        "model: any\npacking:\n  enabled: true\n  max_length: 10\n  buffer_size: null\n"
-    )
-    block = PackingBlock.read(path)
+
+    def read(text: str) -> PackingBlock:
+        path.write_text(text)
+        return PackingBlock.read(path)
+
+    block = read("model: any\npacking: {enabled: true, max_length: 10, buffer_size: null}")
     template = SimpleNamespace()
     packed = block.wrap(lettered(4, 2, 3, 1), template)
     assert isinstance(packed, PackedDatasetWrapper)
     assert packed.packing.buffer_size == 1000
     assert [sum(sample["length"] for sample in pack) for pack in packed] == [10]
     assert template.padding_free is True
-
-    path.write_text("packing: {max_length: 10}")
     samples = lettered(4, 2)
-    assert PackingBlock.read(path).wrap(samples) is samples
-    path.write_text("packing: {enabled: false}")
-    assert PackingBlock.read(path).wrap(samples) is samples
-    path.write_text("packing: {enabled: true}")
+    assert read("packing: {max_length: 10}").wrap(samples) is samples
+    assert read("packing: {enabled: false}").wrap(samples) is samples
     with pytest.raises(ConfigError, match="max_length is missing; set it"):
-        PackingBlock.read(path)
-    path.write_text("packing: {enabled: true, max_length: 10, strategy: greedy}")
-    with pytest.raises(
-        ConfigError, match=r"one of: binpack, sequential, auto, .*; it is seq"
-    ) as gone:
-        PackingBlock.read(path)
+        read("packing: {enabled: true}")
+    with pytest.raises(ConfigError, match=r"of: binpack, sequential, .*; it is sequential") as gone:
+        read("packing: {enabled: true, max_length: 10, strategy: greedy}")
     assert str(gone.value).count("sequential") == 2  # a choice, and what to take
-    path.write_text("packing: {enabled: true, max_len: 10}")
     with pytest.raises(ConfigError, match="max_len is not a known field"):
-        PackingBlock.read(path)
-    path.write_text("model: any")
+        read("packing: {enabled: true, max_len: 10}")
     with pytest.raises(ConfigError, match="has no block packing"):
-        PackingBlock.read(path)
+        read("model: any")
 
 
 # --- ConstantLengthDataset --------------------------------------------------------------------
@@ -349,8 +342,7 @@ def test_the_room_of_separators_is_padding_at_the_end_of_a_row() -> None:
     assert dataset.set_aside == {"overlong": 1}
 
 
-@pytest.mark.parametrize("strategy", ["knapsack", "auto", "first_fit_decreasing"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("strategy", "num_workers"), [("knapsack", 0), ("auto", 2)])
 def test_every_sample_once_within_tokens_and_images(strategy: str, num_workers: int) -> None:
     given = drawn(1000)
     dataset = constant_length(Indexed(given), strategy=strategy, buffer_size=200)

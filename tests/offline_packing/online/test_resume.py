@@ -143,15 +143,14 @@ def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
 @pytest.mark.parametrize(
     ("front", "workers", "ranks", "every"),
     [
-        *((front, 0, 1, 4 if "endless" in front else 1) for front in DATASETS),
-        *[("Energon", 0, 1, 2), ("Energon endless", 0, 1, 11)],
+        *((front, 0, 1, 14 if "endless" in front else 6) for front in DATASETS),
+        *[("Energon", 0, 1, 4), ("Energon endless", 0, 1, 19)],
         *[("auto", 1, 1, 9), ("constant", 2, 1, 9), ("dynamic", 0, 2, 5)],
         *[("endless", 2, 2, 26), ("endless savable", 2, 2, 26)],
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                *[("auto", 4, 1, 9), ("auto", 0, 2, 9), ("auto", 1, 2, 9), ("auto", 4, 2, 9)],
-                *[("dynamic", 1, 1, 9), ("dynamic", 4, 2, 9), ("endless stream", 2, 2, 26)],
+                *[("auto", 4, 2, 9), ("dynamic", 4, 2, 9), ("endless stream", 2, 2, 26)],
                 *[("Energon", 2, 1, 4), ("Energon endless", 1, 2, 19)],
             )
         ),
@@ -160,7 +159,8 @@ def saves(loader: Any, every: int) -> tuple[list[Any], dict[int, bytes]]:
 def test_a_restored_loader_gives_the_same_tail(
     front: str, workers: int, ranks: int, every: int, dialogues: Path
 ) -> None:
-    """Without end also in a later epoch than the first."""
+    """Without end also in a later epoch than the first; others count alike, and their next pass is
+    whole."""
     found, is_endless = [], "endless" in front
     for rank in range(ranks):
         make = partial(loading, front, dialogues, workers, rank, ranks)
@@ -172,27 +172,15 @@ def test_a_restored_loader_gives_the_same_tail(
                 resumed.load_state_dict(pickle.loads(state))
                 rest = islice(resumed, MOST - count) if is_endless else resumed
                 assert content(rest) == expected[count:], count
+                if front in DATASETS and not is_endless and ranks == 1:
+                    assert resumed.dataset.set_aside == {"overlong": 2}
+                    assert content(resumed) == expected
         found += [number for pack, _ in expected for number in pack]
     samples = range(len(LENGTHS)) if front in ENERGON else np.flatnonzero(LENGTHS <= 64).tolist()
     times = Counter(found)
     assert sorted(times) == list(samples)
     assert max(times.values()) > 1 if is_endless else len(found) == len(samples)
     assert max(times.values()) - min(times.values()) <= 2
-
-
-@pytest.mark.parametrize(
-    ("front", "workers"),
-    [*((front, 0) for front in DATASETS if "endless" not in front), ("constant", 1)],
-)
-def test_a_restored_pass_counts_alike_and_the_next_is_whole(front: str, workers: int) -> None:
-    with loading(front, Path(), workers) as loader:
-        expected, states = saves(loader, every=12)
-    for state in states.values():
-        with loading(front, Path(), workers) as resumed:
-            resumed.load_state_dict(pickle.loads(state))
-            list(resumed)
-            assert resumed.dataset.set_aside == {"overlong": 2}
-            assert content(resumed) == expected
 
 
 @pytest.mark.parametrize("front", ["auto", "Energon"])

@@ -9,19 +9,18 @@ import pytest
 from megatron.energon import WorkerConfig, get_train_dataset
 
 from offline_packing import plan_packs
-from offline_packing.config.packing import parse_config
 from offline_packing.errors import ConfigError
+from offline_packing.plan.plan import make_plan
 from offline_packing.planner.mixture import Mixture
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.figures import run_figures
-from offline_packing.verify.verify import verify
+from offline_packing.runs.manifest import require_manifest
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import PACKED
-from tests.helpers.datasets import captioning_pairs, pack_all, packed_run, plan_summary
+from tests.helpers.datasets import captioning_pairs, make_run, plan_summary
+from tests.world import Source, World, copy_of, task_encoder
 
 #: Lengths of three sources, which have few in common.
 BANDS = ((100, 400), (300, 1500), (900, 4000))
@@ -81,15 +80,10 @@ def test_shares_follow_the_lines_in_as_few_packs(copies: int) -> None:
 
 def test_a_source_can_begin_or_end_without_a_share() -> None:
     lengths = np.random.default_rng(0).integers(100, 2000, 20_000).astype(np.int32)
-    source = np.arange(len(lengths)) % 2
-    plan = plan_packs(
-        lengths,
-        4096,
-        mixture=Mixture((1.0, 0.0), (0.0, 1.0)),
-        source=source,
-        source_order=np.arange(len(source)),
-    )
-    found = shares_of(plan, lengths, source, plan.num_packs // 10)
+    order = np.arange(len(lengths))
+    mixed = {"mixture": Mixture((1.0, 0.0), (0.0, 1.0)), "source": order % 2, "source_order": order}
+    plan = plan_packs(lengths, 4096, **mixed)
+    found = shares_of(plan, lengths, order % 2, plan.num_packs // 10)
     assert found[[0, -1], 0] == pytest.approx([0.95, 0.05], abs=0.01)
 
 
@@ -97,7 +91,7 @@ def test_a_source_can_begin_or_end_without_a_share() -> None:
     ("other", "named"),
     [
         ({"order": RankLayout(2)}, "order"),
-        ({"mixed": True}, "epochs"),
+        ({"strategy": "mixed"}, "mixed"),
         ({"max_samples": 9}, "samples"),
         ({"assignment": "locality"}, "locality"),
         ({"strategy": "first_fit_decreasing"}, "first_fit_decreasing"),
@@ -111,36 +105,33 @@ def test_what_would_undo_it_is_refused(other: dict[str, Any], named: str) -> Non
         plan_packs(lengths, 4096, **given, **other)
 
 
-def sources(root: Path) -> list[dict[str, Any]]:
-    captions = [
-        {"format": "pairs", "path": str(root / name), "task": "captioning", "name": name}
-        for name in ("few", "many")
-    ]
-    captioning_pairs(root / "few", 30)
-    captioning_pairs(root / "many", 90, seed=1)
-    return captions
+def captions(folder: Path) -> Source:
+    """Few captions, and many."""
+    for name, count, seed in (("few", 30, 0), ("many", 90, 1)):
+        captioning_pairs(folder / name, count, seed)
+    named = {"format": "pairs", "task": "captioning"}
+    return [{**named, "path": str(folder / name), "name": name} for name in ("few", "many")]
 
 
 MIXTURE = {"start": {"few": 0.8, "many": 0.2}, "end": {"many": 1.0}}
+PACK = {"seq_length": 512, "mixture": MIXTURE}
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_run_follows_it(tmp_path: Path, shared: bool) -> None:
-    pack = {"seq_length": 512, "mixture": MIXTURE, "share_prefixes": shared}
-    run = packed_run(sources(tmp_path), tmp_path / "out", pack=pack)
-    assert verify(run, deep=True).ok
+def test_a_run_follows_it(world: World, tmp_path: Path) -> None:
+    run = copy_of(world.run(captions, pack=PACK), tmp_path / "out")
     samples, plan = open_index(run), open_plan(run).packs
     tokens, source = samples.array("num_tokens"), samples.array("source_id")
-    weights = [{**one, "weight": w} for one, w in zip(sources(tmp_path), (0.4, 0.6), strict=True)]
-    without = {"seq_length": 512, "share_prefixes": shared}
-    plain = packed_run(weights, tmp_path / "plain", pack=without)
-    assert sorted(open_plan(plain).packs.sample_ids) == sorted(plan.sample_ids)
+    # In all, the sources have the shares that weights would give them.
+    few, many = world.source(captions)
+    weights = [{**few, "weight": 0.4}, {**many, "weight": 0.6}]  # type: ignore[dict-item]
+    plain = make_plan(make_run(weights, tmp_path / "plain", pack={"seq_length": 512}), samples)
+    assert sorted(plain.packs.sample_ids) == sorted(plan.sample_ids)
     half = plan.pack_offsets[plan.num_packs // 2]
-    few = [
+    halves = [
         tokens[some[source[some] == 0]].sum() / tokens[some].sum()
         for some in np.split(plan.sample_ids, [half])
     ]
-    assert few == pytest.approx([0.6, 0.2], abs=0.08)
+    assert halves == pytest.approx([0.6, 0.2], abs=0.08)
     found = run_figures(run.config, samples, plan, {})["plan"]["mixture"]
     shares = [[one["share"] for one in row] for row in found]
     assert np.mean(shares, axis=0) == pytest.approx([0.4, 0.6], abs=0.02)
@@ -149,55 +140,38 @@ def test_a_run_follows_it(tmp_path: Path, shared: bool) -> None:
     page = (run.workspace.report / "report.html").read_text()
     assert "Mixture over the plan" in page
     assert re.search(r"few: [678]\d\.\d%, asked 7\d\.\d%", page)
-    manifest = pack_all(run)
-    assert manifest.config["pack"]["mixture"] == {**MIXTURE, "end": {"many": 1.0}}
-    assert "mixture" not in pack_all(plain).config["pack"]
+    assert require_manifest(run.workspace.root).config["pack"]["mixture"] == MIXTURE
 
 
 @pytest.mark.parametrize(
-    ("mixture", "change", "named"),
+    ("pack", "change", "named"),
     [
-        ({"start": {"few": 0.5}, "end": {"many": 1}}, {}, "sum to 0.5"),
-        ({"start": {"few": 1}, "end": {"few": 1}}, {}, "'many' is a source without"),
-        ({"start": {"few": 1}, "end": {"more": 1}}, {}, "'many' is a source|'more' is no source"),
-        (MIXTURE, {"weight": 2}, "remove weight and repeat"),
-        (MIXTURE, {"repeat": 2}, "remove weight and repeat"),
+        ({"mixture": {"start": {"few": 0.5}, "end": {"many": 1}}}, {}, "sum to 0.5"),
+        ({"mixture": {"start": {"few": 1}, "end": {"few": 1}}}, {}, "'many' is a source without"),
+        ({"mixture": {"start": {"few": 1}, "end": {"more": 1}}}, {}, "'m(any|ore)' is (a|no) sour"),
+        ({"order": {"num_ranks": 2}}, {}, "cannot keep mixture"),
+        ({}, {"weight": 2}, "remove weight and repeat"),
+        ({}, {"repeat": 2}, "remove weight and repeat"),
     ],
 )
 def test_what_it_cannot_mean_is_refused(
-    tmp_path: Path, mixture: dict[str, Any], change: dict[str, Any], named: str
+    world: World, pack: dict[str, Any], change: dict[str, Any], named: str
 ) -> None:
-    named_sources = [{**one, **change} for one in sources(tmp_path)]
-    config = {"source": named_sources, "pack": {"mixture": mixture}, "output": {"path": "out"}}
+    sources = [{**one, **change} for one in world.source(captions)]  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=named):
-        parse_config(config)
-
-
-def test_an_order_for_ranks_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    pack = {"seq_length": 512, "mixture": MIXTURE, "order": {"num_ranks": 2}}
-    with pytest.raises(ConfigError, match="cannot keep mixture"):
-        parse_config(
-            {"source": sources(tmp_path), "pack": pack, "output": {"path": str(tmp_path / "out")}}
-        )
+        make_run(sources, Path("out"), pack=PACK | pack)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_energon_that_shuffles_it_is_warned_of(
-    tmp_path: Path,
-    shuffled: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, shuffled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(PACKED, "1")
-    pack = {"seq_length": 512, "mixture": MIXTURE}
-    packed_run(sources(tmp_path), tmp_path / "out", pack=pack)
-    encoder = PackedTaskEncoder(seq_length=512, max_pixels=50176)
+    run = world.run(captions, pack=PACK)
+    root, encoder = run.workspace.root, task_encoder(run)
     worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
     if shuffled:
         shuffle: dict[str, Any] = {"shuffle_buffer_size": None, "max_samples_per_sequence": None}
-        get_train_dataset(
-            tmp_path / "out", task_encoder=encoder, batch_size=1, worker_config=worker, **shuffle
-        )
+        get_train_dataset(root, task_encoder=encoder, batch_size=1, worker_config=worker, **shuffle)
     else:
-        get_packed_train_dataset(tmp_path / "out", encoder, worker_config=worker)
+        get_packed_train_dataset(root, encoder, worker_config=worker)
     assert ("its shards are shuffled, which undoes its mixture" in caplog.text) == shuffled

@@ -1,5 +1,6 @@
 """Kernels in Python make the packs that compiled ones make; small plans compile none."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -72,11 +73,18 @@ OPTIONS: dict[str, Options] = {
 }
 
 
-def assert_same_packs(
-    monkeypatch: pytest.MonkeyPatch, draw: Draw, options: Options, num_samples: int, seed: int
-) -> None:
-    """Plan with kernels in Python, and compiled ones."""
+SMALL = [(name, options, 150) for name in ("text", "tiles") for options in OPTIONS]
+ALL = [(*case, count) for case in itertools.product(LENGTHS, OPTIONS) for count in (1, 3000)]
 
+
+@pytest.mark.parametrize(
+    ("draw", "options", "num_samples"),
+    [*SMALL, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL)],
+)
+@pytest.mark.filterwarnings("error")
+def test_the_same_packs_in_python(
+    draw: str, options: str, num_samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def planned(samples: float) -> PackPlan:
         @contextmanager
         def chosen(*_: int) -> Iterator[None]:
@@ -85,9 +93,9 @@ def assert_same_packs(
             kernels._samples.reset(token)
 
         monkeypatch.setattr("offline_packing.planner.plan_packs.kernels_for", chosen)
-        rng = np.random.default_rng([seed, num_samples])
-        lengths = draw(rng, num_samples).astype(np.int32)
-        return plan_packs(lengths, 8192, seed=seed, **options(rng, lengths))
+        rng = np.random.default_rng([1, num_samples])
+        lengths = LENGTHS[draw](rng, num_samples).astype(np.int32)
+        return plan_packs(lengths, 8192, seed=1, **OPTIONS[options](rng, lengths))
 
     interpreted, compiled = planned(0), planned(np.inf)
     for field in fields(PackPlan):
@@ -95,24 +103,6 @@ def assert_same_packs(
         if isinstance(mine, np.ndarray):
             assert mine.dtype == other.dtype, field.name
         np.testing.assert_equal(mine, other)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("draw", ["text", "tiles"])
-@pytest.mark.filterwarnings("error")
-def test_the_same_packs_in_python(draw: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same_packs(monkeypatch, LENGTHS[draw], OPTIONS[options], 150, 1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("draw", LENGTHS)
-@pytest.mark.parametrize("num_samples", [1, 3000])
-@pytest.mark.filterwarnings("error")
-def test_the_same_packs_in_python_of_all_lengths(
-    num_samples: int, draw: str, options: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_same_packs(monkeypatch, LENGTHS[draw], OPTIONS[options], num_samples, num_samples)
 
 
 SMALL_PLANS = """

@@ -1,6 +1,8 @@
 """Windows with carry-over: nothing lost, ages and carry limited; packs that follow the source; in
 a stream no more packs than ms-swift makes."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,37 +89,32 @@ def test_windows_that_hold_less_than_a_pack_wait_for_a_full_one():
 def test_small_buffers_make_no_more_packs_than_ms_swift(name):
     for seed, window in enumerate((20, 50, 200)):
         lengths = draw_lengths(name, 3000, seed)
-        ours, theirs = (
-            num_packs(lengths, 8192, window),
-            num_packs_of_ms_swift(lengths, 8192, window),
-        )
+        ours = num_packs(lengths, 8192, window)
+        theirs = num_packs_of_ms_swift(lengths, 8192, window)
         assert ours <= theirs
         if name == "narrow":  # which plans of windows of 20 filled to 97.9%, ms-swift to 96.3%
             assert lengths.sum() / (8192 * ours) > 0.995 > lengths.sum() / (8192 * theirs)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("window", [20, 50, 128, 200, 500, 1000])
-@pytest.mark.parametrize("seed", range(4))
-def test_no_buffer_makes_more_packs_than_ms_swift(name, window, seed):
-    lengths = draw_lengths(name, max(5000, 10 * window), seed)
-    assert num_packs(lengths, 8192, window) <= num_packs_of_ms_swift(lengths, 8192, window)
+#: Distributions, and how many of similar lengths fill a pack.
+BUFFERS = [
+    *itertools.product(DISTRIBUTIONS, (20, 50, 128, 200, 500, 1000)),
+    *itertools.product((2.5, 2.9, 3.5, 4.5, 6.3, 12.5), (20, 128, 1000)),
+]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seq_length", [2048, 8192, 131_072])
-@pytest.mark.parametrize("window", [20, 128, 1000])
-@pytest.mark.parametrize("per_pack", [2.5, 2.9, 3.5, 4.5, 6.3, 12.5])
-def test_similar_lengths_make_no_more_packs_than_ms_swift(seq_length, window, per_pack):
-    """Few such samples fill a pack, or any two and never three."""
-    drawn = np.random.default_rng(window).normal(1, 0.1, max(4000, 10 * window))
-    lengths = (drawn * seq_length / per_pack).astype(np.int64).clip(1, seq_length)
-    ours, theirs = (
-        num_packs(lengths, seq_length, window),
-        num_packs_of_ms_swift(lengths, seq_length, window),
-    )
-    assert ours <= theirs
+@pytest.mark.parametrize(("drawn", "window"), BUFFERS)
+def test_no_buffer_makes_more_packs_than_ms_swift(drawn, window):
+    if isinstance(drawn, str):
+        count = max(5000, 10 * window)
+        cases = [(8192, draw_lengths(drawn, count, seed)) for seed in range(4)]
+    else:
+        near = np.random.default_rng(window).normal(1, 0.1, max(4000, 10 * window)) / drawn
+        cases = [(n, (near * n).astype(np.int64).clip(1, n)) for n in (2048, 8192, 131_072)]
+    for seq_length, lengths in cases:
+        ours = num_packs(lengths, seq_length, window)
+        assert ours <= num_packs_of_ms_swift(lengths, seq_length, window)
 
 
 @given(

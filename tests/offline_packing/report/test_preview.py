@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -24,28 +25,27 @@ from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
 from tests.helpers.datasets import (
     PAIRS,
-    captioning_pairs,
     dialogue,
     image_bytes,
     index_rows,
     make_run,
     packed_run,
-    plan_index,
-    vqa_pairs,
     write_json,
 )
 from tests.helpers.elements import HOSTILE, Elements
-from tests.helpers.tiny_families import encoder_options, save_tokenizer
+from tests.helpers.formats import write_file
+from tests.helpers.tiny_families import encoder_options
 from tests.helpers.video_packs import CLIPS, MODEL
+from tests.world import World, copy_of
+
+OUTPUT = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
 
 
-@pytest.fixture(scope="module", params=list(PAIRS))
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp(request.param)
-    source = {"format": "pairs", "task": request.param}
-    root = PAIRS[request.param](folder / "data")
-    output = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
-    return packed_run({**source, "path": str(root)}, folder / "out", output=output)
+@pytest.fixture(params=[*PAIRS, "llava_onevision"])
+def run(request: pytest.FixtureRequest, world: World) -> Run:
+    if request.param in PAIRS:
+        return world.run(request.param, output=OUTPUT)
+    return world.run("vqa", output={**OUTPUT, "layout": request.param})
 
 
 def all_packs(run: Run) -> list[PackPreview]:
@@ -144,12 +144,17 @@ def test_page(run: Run) -> None:
             assert all(turn.answer in elements.text for turn in sub.sample.turns)
 
 
+def one_pack(folder: Path, task: str, record: Any, **sections: Any) -> PackPreview:
+    """Show the pack of one sample, whose media are in the folder already."""
+    write_json(folder / "data/output_00000000.json", record)
+    source = {"format": "pairs", "path": str(folder / "data"), "task": task}
+    (pack,) = all_packs(packed_run(source, folder / "out", **sections))
+    return pack
+
+
 def test_long_texts_are_cut_unless_asked_for(tmp_path: Path) -> None:
-    root = tmp_path / "data"
     answer = " ".join(f"w{i}" for i in range(120))
-    write_json(root / "output_00000000.json", {"messages": dialogue("Count.", answer)})
-    run = packed_run({"format": "pairs", "path": str(root), "task": "bmr"}, tmp_path / "out")
-    (pack,) = preview(run)
+    pack = one_pack(tmp_path, "bmr", {"messages": dialogue("Count.", answer)})
     assert f"{answer}<|im_end|>" in render_pack(pack, full=True)
     cut = render_pack(pack, max_characters=50)
     assert answer not in cut
@@ -160,12 +165,10 @@ def test_long_texts_are_cut_unless_asked_for(tmp_path: Path) -> None:
 
 def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     """Also control tokens written as text, which are told from the control tokens."""
-    root = tmp_path / "data"
+    write_file(tmp_path / "data/a.jpg", image_bytes())
     answer = f"{HOSTILE}\x1b[31m\x9b2J <|im_end|>\n<|image_pad|>"
-    write_json(root / "a.json", {"messages": dialogue("<image>\nX\u202e", answer)})
-    (root / "a.jpg").write_bytes(image_bytes())
-    run = packed_run({"format": "pairs", "path": str(root), "task": "vqa"}, tmp_path / "out")
-    (pack,) = preview(run)
+    record = {"messages": dialogue("<image>\nX\u202e", answer), "images": ["a.jpg"]}
+    pack = one_pack(tmp_path, "vqa", record)
     (sub,) = pack.sub_samples
     kinds = {(piece.kind, piece.text) for span in sub.spans for piece in span.pieces}
     assert kinds >= {
@@ -185,38 +188,23 @@ def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
     assert HOSTILE in elements.text
 
 
-def test_packs_for_llava_onevision(tmp_path: Path, qwen: tiktoken.Encoding) -> None:
-    root = vqa_pairs(tmp_path / "data", 12)
-    source = {"format": "pairs", "path": str(root), "task": "vqa"}
-    run = packed_run(source, tmp_path / "out", output={"layout": "llava_onevision"})
-    packs = all_packs(run)
-    assert sum(len(pack.sub_samples) for pack in packs) == 12
-    for pack in packs:
-        for sub in pack.sub_samples:
-            check_sub_sample(run, sub, qwen)
-
-
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "internvl3"])
-def test_videos_in_one_run_of_tokens_or_in_several(family: str, tmp_path: Path) -> None:
+def test_videos_in_one_run_of_tokens_or_in_several(
+    family: str, world: World, tmp_path: Path
+) -> None:
     """Qwen3-VL and GLM-V write the time of each step; GLM-V's and InternVL3's have the tokens of
     images."""
-    root = tmp_path / "data"
-    root.mkdir()
-    for name in ("short", "other"):
-        (root / f"{name}.mp4").write_bytes(CLIPS[name])
-    (root / "0.jpg").write_bytes(image_bytes(84, 60))
-    record = {"messages": dialogue("What moves?", "A bar."), "images": ["0.jpg"]}
-    write_json(root / "0.json", {**record, "videos": ["short.mp4", "other.mp4"]})
+    videos = ["short.mp4", "other.mp4"]
+    for name in videos:
+        write_file(tmp_path / "data" / name, CLIPS[Path(name).stem])
+    write_file(tmp_path / "data/0.jpg", image_bytes(84, 60))
+    record = {"messages": dialogue("What moves?", "A bar."), "images": ["0.jpg"], "videos": videos}
     model = MODEL | {"family": family, "resize": "pil"}
     if family == "internvl3":
         model = {"family": family, "resize": "pil", "max_pixels": None, **encoder_options(family)}
     if family in ("glm4v", "internvl3"):
-        save_tokenizer(family, tmp_path / "tokenizer")
-        model |= {"processor": str(tmp_path / "tokenizer")}
-    source = {"format": "pairs", "task": "vqa", "path": str(root)}
-    run = packed_run(source, tmp_path / "out", model=model)
-    (pack,) = all_packs(run)
-    (sub,) = pack.sub_samples
+        model |= {"processor": str(world.checkpoint(family))}
+    (sub,) = one_pack(tmp_path, "vqa", record, model=model).sub_samples
     shown = [piece.text for span in sub.spans for piece in span.pieces if piece.kind == "vision"]
     runs = [video.grid[0] if family != "qwen2_vl" else 1 for video in sub.videos]
     expected = [f"image {sub.images[0].patches}"]
@@ -229,9 +217,8 @@ def test_videos_in_one_run_of_tokens_or_in_several(family: str, tmp_path: Path) 
     assert family == "qwen2_vl" or max(runs) > 1
 
 
-def test_padding_inside_a_pack(tmp_path: Path) -> None:
-    root = captioning_pairs(tmp_path / "data", 12)
-    run = packed_run(root, tmp_path / "out", pack={"seq_length": 512, "pad_multiple": 16})
+def test_padding_inside_a_pack(world: World) -> None:
+    run = world.run("captioning", pack={"pad_multiple": 16})
     rows = {row["key"]: row["num_tokens"] for row in index_rows(run)}
     padded = 0
     for pack in all_packs(run):
@@ -259,21 +246,16 @@ def test_which_packs(run: Run) -> None:
             choose(manifest, 3, [name], 0)
 
 
-def test_packs_must_be_written(tmp_path: Path) -> None:
-    run = make_run(captioning_pairs(tmp_path / "data", 8), tmp_path / "out")
-    measure(run)
-    plan_index(run)
+def test_what_cannot_be_shown_is_refused(world: World, tmp_path: Path) -> None:
+    """Packs that are not written, of another model, or damaged."""
+    measure(run := make_run(source := world.source("captioning"), tmp_path / "measured"))
     with pytest.raises(StageError, match=r"no manifest in .*run write first"):
         list(preview(run))
-
-
-def test_another_model_or_a_damaged_shard_is_refused(tmp_path: Path) -> None:
-    root = captioning_pairs(tmp_path / "data", 8)
-    run = packed_run(root, tmp_path / "out")
-    other = make_run(root, tmp_path / "out", model={"max_pixels": 28 * 28 * 32})
+    run = copy_of(world.run("captioning"), tmp_path / "out")
+    other = make_run(source, tmp_path / "out", model={"max_pixels": 28 * 28 * 32})
     with pytest.raises(StageError, match="measured with max_pixels 50176"):
         list(preview(other))
-    tar = tmp_path / "out" / "train-000000.tar"
+    tar = tmp_path / "out/train-000000.tar"
     tar.write_bytes(tar.read_bytes()[:1000])
     with pytest.raises(StageError, match=r"cannot be read|is cut off"):
         list(preview(run, packs=["0"]))

@@ -2,13 +2,10 @@
 
 import json
 import re
-import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
@@ -21,39 +18,39 @@ from offline_packing.upkeep.status import status
 from task_encoders.families.qwen2_vl import QWEN2_VL
 from task_encoders.samples import REASONS
 from tests.helpers.datasets import (
-    PAIRS,
     captioning_pairs,
     dialogue,
     index_rows,
     make_run,
+    mixed_pairs,
     packed_run,
     plan_index,
     write_json,
     write_planned,
 )
 from tests.helpers.elements import HOSTILE, Elements
+from tests.helpers.formats import lines, write_file
+from tests.scenarios import half_drawn, repeated
+from tests.world import MakeSource, Source, World, copy_of
 
 
-def with_faults(root: Path) -> Path:
+def with_faults(folder: Path) -> Source:
     """Two samples that cannot be parsed, one too long for 512 tokens and one for 1,024."""
-    (root / "broken.json").write_text("{")
-    (root / "worse.json").write_text("[1")
-    write_json(root / "output_00000900.json", {"messages": dialogue("Write.", "word " * 600)})
-    write_json(root / "output_00000901.json", {"messages": dialogue("Write.", "word " * 1500)})
-    return root
+    mixed_pairs(folder)
+    (folder / "broken.json").write_text("{")
+    (folder / "worse.json").write_text("[1")
+    write_json(folder / "output_00000900.json", {"messages": dialogue("Write.", "word " * 600)})
+    write_json(folder / "output_00000901.json", {"messages": dialogue("Write.", "word " * 1500)})
+    return {"format": "pairs", "path": str(folder), "task": "bmr"}
 
 
-@pytest.fixture(scope="module", params=["captioning", "vqa", "bmr"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp(request.param)
-    root = PAIRS[request.param](folder / "data")
-    if request.param == "captioning":
-        (root / "broken.json").write_text("{")
-    else:
-        with_faults(root)
-    source = {"format": "pairs", "path": str(root), "task": request.param}
-    output = {"split": {"train": 0.8, "val": 0.2}, "split_seed": 5, "key_prefix": "a_"}
-    return packed_run(source, folder / "out", output=output, report={"padded_batch_size": 4})
+OUTPUT = {"split": {"train": 0.8, "val": 0.2}, "split_seed": 5, "key_prefix": "a_"}
+
+
+@pytest.fixture(scope="module")
+def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    made = world.run(with_faults, output=OUTPUT, report={"padded_batch_size": 4})
+    return copy_of(made, tmp_path_factory.mktemp("report") / "out")
 
 
 def read_report(run: Run) -> dict[str, Any]:
@@ -109,9 +106,7 @@ def test_figures_agree_with_the_plan_s_summary(run: Run) -> None:
     assert figures["iterations"].startswith(steps)
     assert f"(global batch size {saving['equal_batch_size']:,} keeps" in summary
     assert figures["model"].startswith("qwen2_vl, resize pil; transformers 5 takes torch where")
-    most = (
-        plan["fill"] * plan["packs"] / (plan["packs"] - 1)
-    )  # the second split may take a pack more
+    most = plan["fill"] * plan["packs"] / (plan["packs"] - 1)  # a split may take a pack more
     for online in found["online"]:
         assert 0.3 < online["fill"] <= most + 1e-9
 
@@ -181,8 +176,7 @@ def test_lengths_loss_and_overlong(run: Run) -> None:
     for longer, limit in zip(found["overlong"]["saved_by"], (1024, 2048), strict=True):
         assert longer["seq_length"] == limit
         assert longer["samples"] == sum(length <= limit for length in overlong)
-    if run.config.task != "captioning":
-        assert [longer["samples"] for longer in found["overlong"]["saved_by"]] == [1, 2]
+    assert [longer["samples"] for longer in found["overlong"]["saved_by"]] == [1, 2]
 
 
 def test_examples_and_drawn_packs(run: Run) -> None:
@@ -201,50 +195,34 @@ def test_examples_and_drawn_packs(run: Run) -> None:
         assert 0 < length <= width <= 512
 
 
-def test_several_sources(tmp_path: Path) -> None:
-    """Also two of the same keys, told apart by their names, and repeats."""
-    one, two = captioning_pairs(tmp_path / "one", 20), captioning_pairs(tmp_path / "two", 30, 1)
-    (one / "broken.json").write_text("{")
-    three = Path(shutil.copytree(one, tmp_path / "three"))
-    sources = [
-        {"format": "pairs", "path": str(one), "name": "x", "task": "captioning", "repeat": 2},
-        {"format": "pairs", "path": str(two), "name": "x/y", "task": "captioning"},
-        {"format": "pairs", "path": str(three), "name": "x/z", "task": "captioning", "repeat": 0.5},
-    ]
-    run = packed_run(sources, tmp_path / "out")
-    found = read_report(run)
+@pytest.mark.parametrize(("source", "repeat", "aside"), [(repeated, 2, 0), (half_drawn, 0.5, 5)])
+def test_several_sources(
+    source: MakeSource, repeat: float, aside: int, world: World, tmp_path: Path
+) -> None:
+    run = copy_of(world.run(source), tmp_path / "out")
+    found = read_report(run)["sources"]
     rows = index_rows(run)
     uses = [rows[i] for i in PackPlan.load(run.workspace.plan).sample_ids.tolist()]
-    aside = Counter(
-        "x/z" if row["key"].startswith("x/z/") else "x/y" if row["key"].startswith("x/y/") else "x"
-        for path in [
-            *run.workspace.set_aside.glob("*.parquet"),
-            *run.workspace.plan.glob("*.parquet"),
-        ]
-        for row in pq.read_table(path).to_pylist()
-    )
-    assert aside["x/z"] > 5
-    for i, source in enumerate(found["sources"]):
+    for i, one in enumerate(found):
         own = [row for row in uses if row["source_id"] == i]
         different = len({row["key"] for row in own})
-        assert source["packed"] == len(own)
-        assert source["tokens"] == sum(row["num_tokens"] for row in own)
-        assert source["images"] == sum(row["num_images"] for row in own)
+        assert one["packed"] == len(own)
+        assert one["tokens"] == sum(row["num_tokens"] for row in own)
+        assert one["images"] == sum(row["num_images"] for row in own)
         places = [place for row in own for place in (row["json"], *row["media"])]
-        assert source["bytes"] == sum(place["size"] for place in places)
-        assert source["set_aside"] == aside[source["name"]]
-        assert source["used"] == different
-        assert source["times_used"] == len(own) / different
-        assert source["repeat"] == sources[i].get("repeat", 1)
-    assert sum(source["share_of_tokens"] for source in found["sources"]) == pytest.approx(1)
+        assert one["bytes"] == sum(place["size"] for place in places)
+        assert one["used"] == different
+        assert one["times_used"] == len(own) / different
+    assert [one["repeat"] for one in found] == [1, repeat]
+    assert [one["set_aside"] for one in found] == [0, aside]
+    assert sum(one["share_of_tokens"] for one in found) == pytest.approx(1)
 
 
 def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
-    path = tmp_path / "data" / "a.jsonl"
-    path.parent.mkdir()
+    path = tmp_path / "data/a.jsonl"
     records = [{"id": f"{HOSTILE}{i}", "caption": HOSTILE} for i in range(9)]
     records += [{"id": f"{HOSTILE}\x1b[2J$title", "caption": " "}]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    write_file(path, lines(records))
     source = {"format": "jsonl", "path": str(path), "task": "captioning", "name": HOSTILE}
     run = packed_run(source, tmp_path / "out")
     report(run)
@@ -294,11 +272,9 @@ def test_every_state(tmp_path: Path) -> None:
 
 
 def test_nothing_to_pack(tmp_path: Path) -> None:
-    root = tmp_path / "data"
-    root.mkdir()
     for i in range(7):
-        (root / f"{i}.json").write_text("{")
-    run = make_run(root, tmp_path / "out")
+        write_file(tmp_path / f"data/{i}.json", b"{")
+    run = make_run(tmp_path / "data", tmp_path / "out")
     measure(run)
     assert report(run).startswith("7 samples = 0 measured + 7 set aside")
     found = read_report(run)

@@ -1,0 +1,117 @@
+"""Which sample is where in which pack, padding for the ranks of a pack, and the figures of a plan,
+against numbers worked out by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from offline_packing.config.sections import PackConfig, ReportConfig
+from offline_packing.errors import ConfigError
+from offline_packing.plan.assignment import write_assignment
+from offline_packing.plan.summary import render_summary
+from offline_packing.planner.plan_packs import plan_packs
+from offline_packing.runs.artifacts import open_index, open_plan
+from offline_packing.runs.figures import padded_tokens, plan_figures, sample_figures
+from offline_packing.runs.manifest import require_manifest
+from task_encoders import required_pad_multiple
+from task_encoders.loading.packed_folder import PackedFolder
+from tests.helpers.datasets import make_config
+from tests.scenarios import repeated
+from tests.world import World, task_encoder
+
+
+def test_an_assignment_has_a_row_for_each_use(world: World, tmp_path: Path) -> None:
+    run = world.run(repeated)
+    samples, planned = open_index(run), open_plan(run).packs
+    columns = samples.table("key", "source_id", "num_tokens")
+    write_assignment(columns, planned, tmp_path / "out.parquet")
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    packs: dict[int, list[str]] = {}
+    for row in rows:
+        assert row["position"] == len(packs.setdefault(row["pack"], []))
+        packs[row["pack"]].append(row["key"])
+    keys = columns["key"].to_pylist()
+    found = [[key.partition("#")[0] for key in pack] for pack in packs.values()]
+    assert found == [[keys[i] for i in pack] for pack in planned]
+    assert sum(row["key"].endswith("#2") for row in rows) == 8
+    assert len({row["key"] for row in rows}) == len(rows) == 30
+    assert {row["source_id"] for row in rows} == {0, 1}
+
+
+def test_padded_tokens_are_the_mean_over_orders() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 400, 1003)
+    drawn = []
+    for _ in range(300):
+        batches = np.split(rng.permutation(lengths), range(8, 1003, 8))
+        drawn.append(sum(len(batch) * batch.max() for batch in batches))
+    assert padded_tokens(np.bincount(lengths), 8) == pytest.approx(np.mean(drawn), rel=2e-3)
+
+
+def test_figures() -> None:
+    lengths = np.array([60, 40, 70, 30, 100, 50], np.int32)
+    packs = plan_packs(lengths, 100)
+    assert (packs.num_packs, packs.info.lower_bound, packs.packing_factor) == (4, 4, 1.5)
+    compared = ReportConfig(global_batch_size=2, padded_batch_size=6)
+    figures = sample_figures(8, {"bad_json": 2}) | plan_figures(compared, lengths, packs)
+    found = figures["saving"]
+    assert found["padding_before"] == pytest.approx(250 / 600)  # six padded to 100
+    assert found["padding_after"] == 0
+    assert (found["iterations_before"], found["iterations_after"]) == (3, 2)
+    assert found["equal_batch_size"] == 1
+    text = render_summary(figures)
+    shown = {line[:24].strip(): line[24:] for line in text.splitlines()}
+    assert (shown["samples"], shown["fill"]) == ("8", "87.50%")
+    bars = text.partition("samples by tokens\n")[2].splitlines()
+    assert sum(int(line.split()[-1]) for line in bars) == 6
+    assert "41.7% -> 0.0%" in text
+    assert "3 -> 2 per epoch at global batch size 2" in text
+    assert "bad_json" in text
+
+
+def test_padding_to_a_multiple_is_counted() -> None:
+    lengths = np.array([1, 7], np.int32)
+    packs = plan_packs(lengths, 16, pad_multiple=8)
+    figures = sample_figures(2, {}) | plan_figures(ReportConfig(), lengths, packs)
+    assert figures["saving"]["padding_after"] == pytest.approx(0.5)
+    assert "50.00%" in render_summary(figures)
+
+
+def test_samples_of_rows_divide_among_the_ranks(world: World) -> None:
+    run = world.run("bmr", pack={"seq_length": 400, "context_parallel": 2})
+    manifest, plan = require_manifest(run.workspace.root), open_plan(run).packs
+    assert (manifest.pad_multiple, plan.info.pad_multiple) == (4, 4)
+    summary = (run.workspace.plan / "summary.txt").read_text()
+    assert "ranks of a pack         2, samples padded to multiples of 4" in summary
+    packs = PackedFolder(run.workspace.root, task_encoder(run, pad_multiple=4))
+    for number in range(len(packs)):
+        row = packs.batch([number])
+        assert row.tokens.shape[1] <= 400
+        assert (row.cu_lengths.diff() % 4 == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "multiple", "padding"), [(1, 1, 1), (2, 1, 4), (4, 2, 8), (4, 4, 16), (2, 16, 32)]
+)
+def test_padding_is_what_ranks_cut(size: int, multiple: int, padding: int) -> None:
+    """`pad_multiple` holds for each rank's share: tensor ranks under sequence parallelism, FP8."""
+    assert PackConfig(context_parallel=size, pad_multiple=multiple).padding == padding
+    if multiple <= 4:
+        options = {"context_parallel": size, "tensor_parallel": multiple}
+        assert padding == required_pad_multiple(**options, sequence_parallel=multiple > 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (512, "context_parallel 512 pads samples to multiples of 1024 > seq_length 512; no sample"),
+        (0, "context_parallel=0: input should be greater than or equal to 1"),
+        ({"size": 4}, "context_parallel: write a number, the ranks of each pack, in place of {'si"),
+    ],
+)
+def test_other_ranks_are_refused(tmp_path: Path, ranks: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(tmp_path / "source", tmp_path / "packed", pack={"context_parallel": ranks})
