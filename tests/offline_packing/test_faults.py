@@ -1,11 +1,9 @@
 """Faults of the machine and its users: full disks, failing reads, edits, second launches."""
 
 import errno
-import multiprocessing
 import os
 import resource
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,21 +210,6 @@ def test_two_launches_at_once(data: Path, tmp_path: Path) -> None:
     assert status.output == "measure   not begun\nplan      not done\n"
 
 
-def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    workspace = make_run(tmp_path / "data", tmp_path / "out").workspace
-
-    def die() -> None:
-        with workspace.lock():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    killed = multiprocessing.get_context("fork").Process(target=die)
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
-    with workspace.lock():
-        assert workspace.packing.exists()
-
-
 def test_temporaries_of_living_writers_stay(tmp_path: Path) -> None:
     with files.atomic_file(tmp_path / "a") as file:
         file.write(b"being written")
@@ -236,15 +219,6 @@ def test_temporaries_of_living_writers_stay(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"being written"
     write_atomically(tmp_path / "a", b"again")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-@pytest.mark.parametrize(
-    "layout", ["energon", pytest.param("references", marks=pytest.mark.exhaustive)]
-)
-def test_kills_at_random_moments(tmp_path: Path, layout: str) -> None:
-    """The short form of tools/kill_test.py."""
-    kills = kill_test.run(tmp_path, 4, workers=0, seed=1, layout=layout)
-    assert kills.total() >= 4
 
 
 def test_undisturbed_files_are_compared(planned: Run) -> None:

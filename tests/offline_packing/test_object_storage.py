@@ -6,14 +6,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offline_packing.layouts import LAYOUTS
-from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, Workspace
@@ -23,30 +20,14 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers.command import Command
-from tests.helpers.datasets import PAIRS, captioning_pairs, make_run, pack_all
-from tests.helpers.long_conversations import mixed_records
-from tests.helpers.long_conversations import run_of as run_over
+from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.outputs import files_of, repair, shard_files
+from tests.helpers.outputs import files_of, repair
 
 #: Options of layouts that have some.
 OF_LAYOUT: dict[str, dict[str, Any]] = {
     "energon": {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2},
     "references": {"split": {"train": 0.7, "val": 0.3}},
-}
-#: Tasks and layouts that `make test` writes, and `make test-exhaustive` the others.
-ALWAYS = (("captioning", "energon"), ("bmr", "references"), ("vqa", "indexed"))
-REFERENCES: dict[str, Any] = {"layout": "references", "packs_per_shard": 4}
-#: Options that add stages, or files, to a run.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "split_turns": {
-        "pack": {"seq_length": 256, "split_turns": {"context_turns": 1}},
-    },
-    "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},
-    "epochs": {"pack": {"epochs": 3}, "output": REFERENCES},
-    "repeat": {"source": {"repeat": 1.5}},
-    "context_parallel": {"pack": {"context_parallel": 4}},
-    "order": {"pack": {"homogeneous": True, "order": {"num_ranks": 2, "uniform": True}}},
 }
 
 
@@ -60,62 +41,6 @@ def run_of(root: Path, task: str, path: str, layout: str, **sections: Any) -> Ru
     source = {"format": "pairs", "path": str(root / "data"), "task": task}
     output = {"path": path, "layout": layout, **OF_LAYOUT.get(layout, {})}
     return make_run(source, Path(), output=output, **sections)
-
-
-@pytest.mark.parametrize(
-    ("task", "layout"),
-    [
-        pytest.param(task, name, marks=[] if (task, name) in ALWAYS else pytest.mark.exhaustive)
-        for name, one in LAYOUTS.items()
-        for task in one.TASKS
-    ],
-)
-def test_the_same_bytes(
-    tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
-) -> None:
-    PAIRS[task](tmp_path / "data", 16)
-    pack_and_report(run_of(tmp_path, task, str(tmp_path / "out"), layout))
-    remote = run_of(tmp_path, task, f"{bucket}/out", layout)
-    pack_and_report(remote)
-    assert verify(remote, deep=True).ok
-    assert len(list(preview(remote, packs=["0"]))) == 1
-    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
-    keys = object_store.keys(f"{bucket}/out")
-    assert object_store.keys(bucket) == [f"out/{name}" for name in keys]
-    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
-    assert not list(Path().glob("*:"))  # no folder ./s3:
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["split_turns", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in [*OPTIONS][1:])],
-)
-def test_the_same_bytes_with_options(
-    tmp_path: Path, object_store: ObjectStore, bucket: str, name: str
-) -> None:
-    local = run_over(tmp_path, mixed_records(), **OPTIONS[name])
-    output = local.config.output.model_copy(update={"path": f"{bucket}/out"})
-    remote = replace(local, config=local.config.model_copy(update={"output": output}))
-    pack_and_report(local)
-    pack_and_report(remote)
-    assert verify(remote, deep=True).ok
-    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
-
-
-def test_stages_of_an_index(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
-    """An index in object storage gives the shards that the same local one gives."""
-    captioning_pairs(tmp_path / "data", 16)
-    found = []
-    for output in (str(tmp_path / "all"), f"{bucket}/all"):
-        measure(run_of(tmp_path, "captioning", output, "energon"))
-        stage = tmp_path / f"stage{len(found)}"
-        run = make_run({"format": "index", "path": output}, stage, pack={"seq_length": 256})
-        pack_all(run)
-        assert verify(run, deep=True).ok
-        found.append(shard_files(run))
-        del found[-1]["manifest.json"]  # it names the index
-    assert found[0] == found[1]
-    assert len(found[0]) > 2
 
 
 def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:

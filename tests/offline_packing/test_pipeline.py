@@ -5,12 +5,8 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
 from PIL import Image
 
@@ -18,13 +14,10 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure
-from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
-from offline_packing.report.report import report
-from offline_packing.runs.artifacts import config_fingerprint, open_index
+from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.verify.verify import verify
 from offline_packing.write import write as write_module
-from offline_packing.write.write import write_shard
 from tests.helpers.datasets import (
     captioning_pairs,
     index_rows,
@@ -36,7 +29,7 @@ from tests.helpers.datasets import (
     plan_summary,
     write_planned,
 )
-from tests.helpers.faults import KilledError, killing
+from tests.helpers.faults import killing
 from tests.helpers.outputs import shard_files
 
 
@@ -62,80 +55,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("0000.broken", "zz"):
         (root / f"{name}.json").write_text("{")
     return root
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[LocalEngine]:
-    with LocalEngine(2) as engine:
-        yield engine
-
-
-@pytest.mark.parametrize(
-    ("layout", "pack"),
-    [
-        ("energon", {}),
-        ("references", {}),
-        ("indexed", {}),
-        ("energon", {"seq_length": 128, "on_overlong": "split_turns"}),
-    ],
-)
-def test_same_bytes_on_any_number_of_workers(
-    mixed: Path, workers: LocalEngine, tmp_path: Path, layout: str, pack: dict[str, Any]
-) -> None:
-    """All that lies beside _packing, and the report, made twice."""
-    source = {"format": "pairs", "path": str(mixed), "task": "bmr"}
-    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 2}
-    found: list[dict[str, Any]] = []
-    for engine, count in ((LocalEngine(0), 4), (workers, 7)):
-        sections = {"engine": {"samples_per_part": count}, "output": output}
-        sections["pack"] = {"max_set_aside": 0.5, **pack}
-        made = make_run(source, tmp_path / f"{engine.workers}", **sections)
-        run = replace(made, engine=engine)
-        assert pack_all(run).counts.set_aside["bad_json"] == 2
-        assert bool(open_index(run).info.split) == bool(pack)
-        assert layout != "energon" or verify(run, deep=True).ok
-        for _ in range(2):
-            report(run)
-            paths = [*run.workspace.root.glob("*"), *run.workspace.report.iterdir()]
-            found.append({path.name: path.read_bytes() for path in paths if path.is_file()})
-            found[-1]["report.json"] = orjson.loads(found[-1]["report.json"])
-            del found[-1]["report.json"]["made_from"]["index"]  # which has other parts
-    assert {"manifest.json", "report.html", "report.json"} < found[0].keys()
-    assert len(found[0]) > 6
-    assert found[0] == found[1] == found[2] == found[3]
-
-
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_killed_between_tasks(
-    captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
-    undisturbed = packed_run(captions, tmp_path / "undisturbed")
-    run = make_run(captions, tmp_path / "killed")
-    with monkeypatch.context() as patch:
-        patch.setattr(measure_module, "measure_part", killing(measure_part, after))
-        with pytest.raises(KilledError):
-            measure(run)
-    assert len(list(run.workspace.index.glob("*.parquet"))) == after
-    measured: list[int] = []
-
-    def counted(task: MeasureTask) -> PartResult:
-        measured.append(task.number)
-        return measure_part(task)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measure_module, "measure_part", counted)
-        measure(run)
-    assert measured == list(range(after, 3))
-    plan_index(run)
-    with monkeypatch.context() as patch:
-        patch.setattr(write_module, "write_shard", killing(write_shard, after))
-        with pytest.raises(KilledError):
-            write_planned(run)
-    assert not run.workspace.manifest.exists()
-    (run.workspace.root / "train-000001.tar.4711.tmp").write_bytes(b"half")  # left by kill -9
-    write_planned(run)
-    assert shard_files(run) == shard_files(undisturbed)
-    assert verify(run, deep=True).ok
 
 
 def test_complete_stages_are_not_done_again(

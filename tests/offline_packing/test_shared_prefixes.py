@@ -2,12 +2,9 @@
 medium once; and whoever does not know such packs refuses them."""
 
 import json
-import logging
 import os
-import random
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,14 +41,12 @@ from tests.helpers.datasets import dialogue, index_rows, make_run, pack_all, pac
 from tests.helpers.elements import Elements
 from tests.helpers.outputs import files_of, members_of
 from tests.helpers.shared_media import MODEL, shared_media
-from tools import kill_test
 
 SEQ_LENGTH = 1024
 #: Raised for a sample, or already by the manifest.
 Refusal = (FatalSampleError, PackingSettingsError)
 REFUSED = r"holds samples that share prefixes.*train it with launch\.train"
 
-logger = logging.getLogger(__name__)
 
 Options = dict[str, Any]
 
@@ -155,46 +150,6 @@ def test_bytes_are_estimated_without_what_is_shared(runs: dict[tuple[str, bool],
         assert all(0 <= more <= 512 * 40 for more in estimated - np.array(found)), share
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["energon", "references"])
-def test_the_number_of_workers_changes_no_byte(
-    layout: str, runs: dict[tuple[str, bool], Run], source: Options, tmp_path: Path
-) -> None:
-    engine = {"engine": {"workers": 4, "samples_per_part": 16}}
-    packed_run(source, tmp_path / "out", **options(layout, **engine))
-    expected = kill_test.content(runs[layout, True].workspace.root)
-    assert kill_test.content(tmp_path / "out") == expected
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["energon", "references"])
-def test_kills_change_no_byte(
-    layout: str, runs: dict[tuple[str, bool], Run], source: Options, tmp_path: Path
-) -> None:
-    expected = kill_test.content(runs[layout, True].workspace.root)
-    config, begin = (
-        make_run(source, tmp_path / "out", **options(layout)).config,
-        time.perf_counter(),
-    )
-    assert kill_test.ended_well(kill_test.start(lambda: kill_test.pack(config)))
-    seconds, dice, stages = time.perf_counter() - begin, random.Random(0), list[str]()
-    while len(stages) < 24:
-        shutil.rmtree(config.output.path)
-        stages += kill_test.trial(config, expected, seconds, dice)
-    assert {"measure", "write"} <= set(stages)
-
-
-def test_a_lost_shard_is_written_again(
-    runs: dict[tuple[str, bool], Run], source: Options, tmp_path: Path
-) -> None:
-    root = tmp_path / "out"
-    shutil.copytree(runs["energon", True].workspace.root, root)
-    expected = kill_test.content(root)
-    (root / "train-000000.tar").unlink()
-    pack_all(make_run(source, root, **options()))
-    assert kill_test.content(root) == expected
-
-
 @pytest.mark.parametrize("bad", ["picture", "trees", "order"])
 def test_verify_sees_what_is_not_as_planned(
     bad: str,
@@ -235,14 +190,6 @@ def test_verify_sees_what_is_not_as_planned(
         monkeypatch.setattr(concatenate, "split_row", changed)
         problems = verify(run, deep=True).problems
         assert any("it has other position_ids and pixel_values than" in p for p in problems)
-
-
-def test_a_room_is_counted_with_a_trunk_once(runs: dict[tuple[str, bool], Run]) -> None:
-    """Packs of whole samples would be too long."""
-    rows = index_rows(runs["energon", True])
-    plan = open_plan(runs["energon", True]).packs
-    whole = [sum(rows[i]["num_tokens"] for i in pack) for pack in plan]
-    assert max(whole) > SEQ_LENGTH
 
 
 def loaded(root: Path, encoder: PackedTaskEncoder, dataset_of: Any, **given: Any) -> list[Any]:
@@ -415,41 +362,6 @@ def test_token_ids(source: Options, runs: dict[tuple[str, bool], Run], tmp_path:
         assert torch.equal(found.row.tokens, expected.row.tokens)
         assert torch.equal(found.row.parents, expected.row.parents)
         assert torch.equal(found.row.position_ids, expected.row.position_ids)
-
-
-@pytest.mark.exhaustive
-def test_thousands_of_questions(tmp_path: Path) -> None:
-    """2,000 questions on 300 pictures and 200 on 20 videos, scattered."""
-    sides = range(112, 672, 56)
-    source = shared_media(tmp_path / "data", (2000, 200, 100), (300, 20), sides=sides)
-    room = {"pack": {"seq_length": 4096}, "output": {"packs_per_shard": 16}}
-    room["model"] = MODEL | {"max_pixels": 28 * 28 * 256}
-    runs = {
-        share: packed_run(source, tmp_path / f"{share}", **options(share=share, **room))
-        for share in (True, False)
-    }
-    assert verify(runs[True], deep=True).problems == []
-    manifests = {share: require_manifest(run.workspace.root) for share, run in runs.items()}
-    rows = list(rows_of(runs[True], seq_length=4096, **room["model"]))
-    seen = Counter(key for row in rows for key in row.sub_sample_keys)
-    assert len(seen) == seen.total() == 2300
-    assert sum(len(row.row.tokens) for row in rows) == manifests[True].counts.tokens
-    grids = [grid for row in rows for grid in (row.row.image_grid_thw, row.row.video_grid_thw)]
-    patches = {
-        True: sum(int(grid.prod(1).sum()) for grid in grids),
-        False: sum(row["num_vision_patches"] for row in index_rows(runs[False])),
-    }
-    for share, manifest in manifests.items():
-        tokens, num_bytes = manifest.counts.tokens, sum(line.bytes for line in manifest.shards)
-        packs = sum(manifest.counts.packs.values())
-        counts = tokens, num_bytes, patches[share], packs
-        logger.info("%s: %d tokens, %d bytes, %d patches, %d packs", share, *counts)
-    assert patches[True] < patches[False] / 5
-    assert manifests[True].counts.tokens < manifests[False].counts.tokens / 3
-    expected = kill_test.content(runs[True].workspace.root)
-    room["engine"] = {"workers": 4, "samples_per_part": 16}
-    config = make_run(source, tmp_path / "again", **options(**room)).config
-    assert kill_test.trial(config, expected, 2, random.Random(0))
 
 
 def test_preview_shows_a_trunk_with_its_branches(runs: dict[tuple[str, bool], Run]) -> None:

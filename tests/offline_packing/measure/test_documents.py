@@ -25,7 +25,6 @@ from offline_packing.verify.verify import verify
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SourceSample, split_at_media
 from tests.helpers.datasets import WORDS, image_bytes, make_run, outcomes, pack_all, packed_run
-from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of, set_aside_in_plan
 
@@ -120,20 +119,6 @@ def test_long_documents_are_cut(tmp_path: Path) -> None:
         assert ids == encoder.tokenize(to_sample(record, "k", "captioning")).ids
     assert num_cut > 10
     assert manifest.counts.records["packed"] == len(records)
-
-
-def test_batches_of_documents(tmp_path: Path) -> None:
-    """Through Energon: every pack is a batch, and pictures have the patches of their sizes."""
-    run = run_of(tmp_path, documents(12, 12), pack={"on_overlong": "split_turns"})
-    manifest = pack_all(run)
-    batches = batches_of(run.workspace.root, encoder_of(run))
-    assert len(batches) == manifest.counts.packs["train"]
-    patches = sum(int(batch.image_grid_thw.prod(1).sum()) for batch in batches)
-    assert patches == sum(
-        (56 + 28 * int(name[0])) * 84 // 14**2
-        for record in documents(12, 12)
-        for name in record["images"]
-    )
 
 
 @pytest.mark.parametrize("layout", ["loongforge", "llava_onevision"])

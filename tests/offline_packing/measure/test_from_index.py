@@ -10,12 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.config.packing import parse_config
-from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.index.table import part_name
-from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure, preview_measure
-from offline_packing.measure.measure_part import measure_part
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_encoder
@@ -31,7 +28,7 @@ from tests.helpers.datasets import (
     packed_run,
     plan_index,
 )
-from tests.helpers.faults import KilledError, killing
+from tests.helpers.faults import killing
 from tests.helpers.formats import (
     draw_samples,
     jsonl,
@@ -210,28 +207,6 @@ def test_stages_that_skip_each_other(whole: Run, tmp_path: Path, name: str | Non
         assert not {key for key in keys_of(second) if key.startswith("chats/")}
     info = open_index(second).info
     assert (info.num_skipped, info.set_aside) == (14 + 3 + 2, {})
-
-
-def test_the_same_bytes_after_a_kill_and_on_workers(
-    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undisturbed = stage(whole, tmp_path / "undisturbed")
-    measure(undisturbed)
-    expected = files_of(undisturbed.workspace.packing)
-    assert len(expected) > 10
-    for after in range(0, 9, 2):
-        run = stage(whole, tmp_path / f"killed{after}")
-        with monkeypatch.context() as patch:
-            patch.setattr(measure_module, "measure_part", killing(measure_part, after))
-            with pytest.raises(KilledError):
-                measure(run)
-        (run.workspace.index / part_name(after)).write_bytes(b"cut")
-        measure(run)
-        assert files_of(run.workspace.packing) == expected
-    with LocalEngine(4) as engine:
-        run = replace(stage(whole, tmp_path / "workers"), engine=engine)
-        measure(run)
-    assert files_of(run.workspace.packing) == expected
 
 
 def test_what_is_skipped_is_of_the_same_source(
