@@ -412,13 +412,13 @@ SCENARIOS: dict[str, Scenario] = {
     "cut": Scenario("conversations", CUT, Expected(28, check=cut)),
     "cut references": Scenario("conversations", {**CUT, **output(layout="references")},
                                Expected(28, check=cut)),
-    "cut for ranks": Scenario("conversations", {"pack": {**CUT["pack"], **RANKS}},
-                              Expected(28, check=cut)),
     "cut and repeated": Scenario(
         conversations_twice, {"pack": {**CUT["pack"], "context_parallel": 2}},
         Expected(47, check=cut),
     ),
-    "cut in splits": Scenario(long_rows, {**CUT, **output(**SPLIT)}, Expected(24, check=cut)),
+    "cut in splits": Scenario(
+        long_rows, {"pack": {**CUT["pack"], **RANKS}, **output(**SPLIT)}, Expected(24, check=cut)
+    ),
     "cut documents": Scenario(documents, CUT, Expected(16, check=cut)),
     "skip": Scenario(skipping, FEW, Expected(9)),
     "chosen": Scenario(chosen, pack(where=[["score", ">=", 2]]), Expected(14, {"not_chosen": 10})),
