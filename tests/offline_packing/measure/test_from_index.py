@@ -418,13 +418,12 @@ def test_pictures_of_two_indexes_are_apart(tmp_path: Path) -> None:
     assert verify(made, deep=True).ok
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_a_medium_of_other_bytes_is_not_copied(tmp_path: Path, suffix: str) -> None:
+def test_a_medium_of_other_bytes_is_not_copied(tmp_path: Path) -> None:
     """Replaced by one of the same size and time after it was measured."""
     data = captioning_pairs(tmp_path / "data", 6)
     measured = make_run(data, tmp_path / "all")
     measure(measured)
-    path = next(data.rglob(f"*.{suffix}"))
+    path = next(data.rglob("*.jpg"))
     times = path.stat()
     flip_byte(path, -20)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
