@@ -34,7 +34,7 @@ from tests.helpers.formats import lines, write_file
 from tests.helpers.loongforge import tool_dialogues
 from tests.helpers.outputs import members_of
 from tests.helpers.tiny_families import encoder_options
-from tests.world import MakeSource, Source, World
+from tests.world import SOURCES, MakeSource, Source, World
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -180,13 +180,21 @@ def nothing_copied(run: Run) -> None:
 
 
 def cut(run: Run) -> None:
-    """Some samples are parts of records, and no turn, or piece of text, is in two of them."""
+    """Some samples are parts of records, no turn, or piece of text, is in two of them, and parts of
+    a record are in one split but in no pack together."""
     turns: dict[str, list[int]] = {}
-    for key in (key for _, pack in packs_of(run) for key in pack.keys if "[" in key):
+    splits: dict[str, set[str]] = {}
+    for split, pack in packs_of(run):
+        names = [key.partition("[")[0].partition("#")[0] for key in pack.keys]
+        assert len({*names}) == len(names)
+        for name in names:
+            splits.setdefault(name, set()).add(split)
+    for key in {key.partition("#")[0] for _, pack in packs_of(run) for key in pack.keys}:
         name, _, span = key.rstrip("]").partition("[")
-        turns.setdefault(name, []).extend(range(*map(int, span.split(":"))))
-    assert len(turns) > 1
+        turns.setdefault(name, []).extend(range(*map(int, span.split(":"))) if span else ())
+    assert sum(map(bool, turns.values())) > 1
     assert all(len({*own}) == len(own) for own in turns.values())
+    assert all(len(own) == 1 for own in splits.values())
 
 
 def weighed(run: Run) -> None:
@@ -309,6 +317,21 @@ def documents(folder: Path) -> Source:
     return {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "captioning"}
 
 
+def conversations_twice(folder: Path) -> Source:
+    source = SOURCES["conversations"](folder)
+    assert isinstance(source, dict)
+    return {**source, "repeat": 1.5}
+
+
+def long_rows(folder: Path) -> Source:
+    """Dialogues of six turns in a table, with a picture in the first."""
+    samples = [
+        (key, messages + dialogue(*["And?", "red " * 60] * 5), images)
+        for key, messages, images in formats.draw_samples(12)
+    ]
+    return {**formats.parquet(folder, samples), "task": "bmr"}
+
+
 def fractions(folder: Path) -> Source:
     """Dialogues with answers of little weight, and of none."""
     rows = []
@@ -349,6 +372,7 @@ FEW = pack(seq_length=160)
 #: Videos of few tokens.
 CLIPS = {"min_pixels": 784, "video_min_pixels": 784, "video_max_pixels": 28 * 28 * 12}
 CUT = pack(on_overlong="split_turns", seq_length=256)
+RANKS = {"pad_multiple": 16, "order": {"num_ranks": 2}}
 LINES = {"start": {"first": 0.9, "second": 0.1}, "end": {"first": 0.3, "second": 0.7}}
 TREES: Sections = {
     "model": {**CLIPS, "resize": "torch"},
@@ -386,6 +410,15 @@ SCENARIOS: dict[str, Scenario] = {
     # what becomes of samples
     "broken": Scenario(broken, {}, Expected(4, REASONS)),
     "cut": Scenario("conversations", CUT, Expected(28, check=cut)),
+    "cut references": Scenario("conversations", {**CUT, **output(layout="references")},
+                               Expected(28, check=cut)),
+    "cut and repeated": Scenario(
+        conversations_twice, {"pack": {**CUT["pack"], "context_parallel": 2}},
+        Expected(47, check=cut),
+    ),
+    "cut in splits": Scenario(
+        long_rows, {"pack": {**CUT["pack"], **RANKS}, **output(**SPLIT)}, Expected(24, check=cut)
+    ),
     "cut documents": Scenario(documents, CUT, Expected(16, check=cut)),
     "skip": Scenario(skipping, FEW, Expected(9)),
     "chosen": Scenario(chosen, pack(where=[["score", ">=", 2]]), Expected(14, {"not_chosen": 10})),

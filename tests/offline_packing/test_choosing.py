@@ -23,7 +23,6 @@ from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure import measure as stage
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan
-from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.runs.set_aside import check_set_aside, list_set_aside
@@ -77,14 +76,6 @@ def finevision(root: Path, rows: list[Row], **options: Any) -> dict[str, Any]:
     return {"format": "parquet", "path": str(root / "a.parquet"), "task": "bmr", **options}
 
 
-def chosen_by(run: Run, where: Any) -> Run:
-    """The same run, planned and written for other filters, and checked against the source."""
-    pack = {**run.config.pack.model_dump(), "where": where}
-    sources = [one.model_dump() for one in run.config.source]
-    sections = {"pack": pack, "output": {"overwrite": True}}
-    return make_run(sources, Path(run.config.output.path), **sections)
-
-
 FILTERS = [
     [["relevance_min", ">=", 3]],
     [["visual_dependency_min", ">", 2], ["source", "in", ["ai2d", "chart qa"]]],
@@ -94,28 +85,35 @@ FILTERS = [
 
 
 def test_filters_choose_as_many_as_pyarrow(tmp_path: Path, monkeypatch: Any) -> None:
+    """From one index, and in the splits that the samples had without a filter."""
     source = finevision(tmp_path / "data", finevision_rows(), keep=KEEP)
-    run = packed_run(source, tmp_path / "out", pack={"max_set_aside": 0})
-    index = run.workspace.index_info.read_bytes()
+    output = {"split": {"train": 0.5, "val": 0.5}}
 
-    def measured(*_: Any) -> None:
-        raise AssertionError("measured again")
+    def run_of(where: Any) -> Run:
+        pack = {"max_set_aside": 0, "where": where}  # left out on purpose
+        return make_run(source, tmp_path / "out", output=output, pack=pack)
 
-    monkeypatch.setattr(stage, "_run_tasks", measured)
-    for where in FILTERS:
-        run = chosen_by(run, where)
-        manifest = pack_all(run)
+    samples = measure(run_of(None))
+    monkeypatch.setattr(stage, "_run_tasks", lambda *_: pytest.fail("measured again"))
+    of_split: list[dict[str, set[int]]] = []
+    for where in (None, *FILTERS):
+        run = run_of(where)
+        packs = make_plan(run, measure(run)).packs
         expected = len(pq.read_table(source["path"], filters=where))
-        assert 0 < expected < 60
-        assert manifest.counts.packed == expected
-        assert manifest.counts.set_aside == {"not_chosen": 60 - expected}
-        assert manifest.config["pack"]["where"] == where
-        check_set_aside(run)  # left out on purpose
-        assert verify(run, deep=True).ok
-        report(run)
-        shown = [line.split() for line in plan_summary(run).splitlines()]
-        assert ["not_chosen", f"{60 - expected}"] in shown
-    assert run.workspace.index_info.read_bytes() == index
+        assert len(packs.sample_ids) == expected
+        assert 0 < expected < 60 or where is None
+        own = splits_of_plan(packs, run.config.output.split)
+        ends = packs.pack_offsets
+        ids = {n: {*packs.sample_ids[ends[s.start] : ends[s.stop]]} for n, s in own.items()}
+        of_split.append(ids)
+        assert all(ids[name] and ids[name] <= of_split[0][name] for name in ids)
+    shown = [line.split() for line in plan_summary(run).splitlines()]
+    assert ["not_chosen", f"{60 - expected}"] in shown
+    manifest = pack_all(run)
+    assert manifest.counts.set_aside == {"not_chosen": 60 - expected}
+    assert manifest.config["pack"]["where"] == where
+    check_set_aside(run)
+    assert samples.info == open_index(run).info
 
 
 def test_nulls_fail_and_are_counted(tmp_path: Path) -> None:
@@ -142,31 +140,6 @@ def test_nulls_fail_and_are_counted(tmp_path: Path) -> None:
     assert len(with_nulls) > 60 - len(found)
 
 
-def test_a_plan_without_filters_is_as_before(tmp_path: Path) -> None:
-    source = finevision(tmp_path / "data", finevision_rows(20))
-    run = packed_run(source, tmp_path / "out")
-    config = make_config(source, tmp_path / "out")
-    assert "where" not in config.pack.model_dump(mode="json")
-    assert not {"keep", "min_rating"} & config.model_dump(mode="json")["source"][0].keys()
-    assert {row["kept"] for row in index_rows(run)} == {None}
-
-
-def test_filters_do_not_move_samples_to_another_split(tmp_path: Path) -> None:
-    source = finevision(tmp_path / "data", finevision_rows(), keep=KEEP)
-    output = {"split": {"train": 0.5, "val": 0.5}}
-    splits = []
-    for name, where in (("all", None), ("some", FILTERS[0])):
-        run = make_run(source, tmp_path / name, output=output, pack={"where": where})
-        packs = make_plan(run, measure(run)).packs
-        own = splits_of_plan(packs, run.config.output.split)
-        ends = packs.pack_offsets
-        splits.append(
-            {n: {*packs.sample_ids[ends[s.start] : ends[s.stop]]} for n, s in own.items()}
-        )
-    whole, some = splits
-    assert all(some[name] and some[name] < whole[name] for name in output["split"])
-
-
 SCALARS: list[Any] = [3, 2.5, "web", "4", True, None, [1], "x" * 257, 2**53 + 1, {"a": 1}]
 
 
@@ -186,10 +159,14 @@ def records(values: list[Any]) -> list[Row]:
     ]
 
 
-def jsonl(path: Path, values: list[Any], **options: Any) -> dict[str, Any]:
-    write_file(path, lines(records(values)))
-    options = {"keep": ["meta.score"], "text_only": True, **options}
+def of_lines(path: Path, rows: list[Row], **options: Any) -> dict[str, Any]:
+    write_file(path, lines(rows))
     return {"format": "jsonl", "path": str(path), "task": "bmr", **options}
+
+
+def jsonl(path: Path, values: list[Any], **options: Any) -> dict[str, Any]:
+    options = {"keep": ["meta.score"], "text_only": True, **options}
+    return of_lines(path, records(values), **options)
 
 
 @pytest.mark.parametrize(
@@ -288,10 +265,9 @@ def test_filters_compare_as_python_does(tmp_path: Path) -> None:
 def test_kept_fields_of_renamed_records(tmp_path: Path) -> None:
     """They are taken from the record as it is, and are no text that was forgotten."""
     rows = [{**row, "note": "a few words here"} for row in records([1, 2, 3])]
-    write_file(tmp_path / "a.jsonl", lines([{"meta": {**row, "score": 7}} for row in rows]))
+    rows = [{"meta": {**row, "score": 7}} for row in rows]
     options = {"fields": {"messages": "meta.texts"}, "keep": ["meta.score", "meta.note"]}
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr", **options}
-    run = make_run(source, tmp_path / "out")
+    run = make_run(of_lines(tmp_path / "a.jsonl", rows, **options), tmp_path / "out")
     assert measure(run).info.warnings == []
     kept = {name: tuple(value.values()) for name, value in index_rows(run)[0]["kept"]}
     assert kept == {"meta.score": (7.0, None), "meta.note": (None, "a few words here")}
@@ -306,10 +282,9 @@ def test_a_table_with_nothing_but_kept_columns_is_refused(tmp_path: Path) -> Non
 
 def test_parts_of_a_conversation_are_chosen_together(tmp_path: Path) -> None:
     rows = [spoken(*[30] * 12, key=f"{i}", score=i) for i in range(2)]
-    write_file(tmp_path / "a.jsonl", lines(rows))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
+    source = of_lines(tmp_path / "a.jsonl", rows, keep="score")
     pack = {"on_overlong": "split_turns", "seq_length": 128, "where": [["score", ">=", 1]]}
-    run = packed_run({**source, "keep": "score"}, tmp_path / "out", pack=pack)
+    run = packed_run(source, tmp_path / "out", pack=pack)
     keys = {sample.key.partition("[")[0] for _, sample, _ in samples_of(run)}
     assert keys == {"1"}
     assert len(open_index(run).table("key")) > 6
@@ -341,67 +316,60 @@ def test_cells_and_members_of_tars_are_kept(tmp_path: Path) -> None:
         )
         packed = sorted(sample.key.rpartition("/")[2] for _, sample, _ in samples_of(run))
         assert packed == ["2", "3"]
-        assert verify(run, deep=True).ok
         assert not any(place in line for line in open_index(run).info.warnings)
         run = make_run({**source, "min_rating": {"stars": 3}}, tmp_path / f"low {run.config.task}")
         found = {key.rpartition("/")[2]: reason for key, reason in outcomes(run).items()}
         assert found == {**dict.fromkeys("012", "not_chosen"), "3": "ok"}
 
 
-@pytest.mark.parametrize(
-    "least", [{"relevance": 3}, {"relevance": 2, "formatting": 4}, dict.fromkeys(RATINGS, 3)]
-)
-def test_turns_by_their_ratings(least: dict[str, int], tmp_path: Path) -> None:
+def test_turns_by_their_ratings(tmp_path: Path) -> None:
     """The rule of nanoVLM's data/datasets.py: a turn is left out where any of its ratings is there
     and lower; pictures stay in front of what is left; without a turn there is no sample."""
     rows = finevision_rows()
-    options = {f"{name}_ratings": value for name, value in least.items()}
-    source = finevision(tmp_path / "data", rows, min_rating=options)
-    expected, pictures = {}, {}
-    for i, row in enumerate(rows):
-        kept = []
-        for number, text in enumerate(row["texts"]):
-            lists = [(row[f"{name}_ratings"], value) for name, value in least.items()]
-            given = [(own[number], value) for own, value in lists if own is not None]
-            if all(rating is None or rating >= value for rating, value in given):
-                kept += [text["user"], text["assistant"]]
-        if kept:
-            expected[f"a:{i}"] = ["<image>" * len(row["images"]) + kept[0], *kept[1:]]
-            pictures[f"a:{i}"] = [one["bytes"] for one in row["images"]]
-    assert 5 < len(expected) < 60
-    run = packed_run(source, tmp_path / "out", engine={"workers": 1})
-    assert run.config.pack.max_set_aside == 0.05
-    found = {}
-    for _, sample, media in samples_of(run):
-        found[sample.key] = [t for turn in place_media(sample) for t in (turn.prompt, turn.answer)]
-        assert [*media] == pictures[sample.key]
-    assert found == expected
-    counts = open_index(run).info.set_aside
-    assert counts == {"not_chosen": 60 - len(expected)}
-    check_set_aside(run)
+    source = finevision(tmp_path / "data", rows)
+    for least in ({"relevance": 3}, dict.fromkeys(RATINGS, 2), dict.fromkeys(RATINGS, 3)):
+        options = {f"{name}_ratings": value for name, value in least.items()}
+        expected = {}
+        for i, row in enumerate(rows):
+            kept = []
+            for number, text in enumerate(row["texts"]):
+                lists = [(row[f"{name}_ratings"], value) for name, value in least.items()]
+                given = [(own[number], value) for own, value in lists if own is not None]
+                if all(rating is None or rating >= value for rating, value in given):
+                    kept += [text["user"], text["assistant"]]
+            if kept:
+                kept[0] = "<image>" * len(row["images"]) + kept[0]
+                expected[f"a:{i}"] = (kept, [one["bytes"] for one in row["images"]])
+        assert 5 < len(expected) < 60
+        name = f"out{len(options)}{max(options.values())}"
+        run = packed_run({**source, "min_rating": options}, tmp_path / name)
+        found = {
+            sample.key: (
+                [t for turn in place_media(sample) for t in (turn.prompt, turn.answer)],
+                media,
+            )
+            for _, sample, media in samples_of(run)
+        }
+        assert found == expected
+        assert open_index(run).info.set_aside == {"not_chosen": 60 - len(expected)}
+        check_set_aside(run)
     assert verify(run, deep=True).ok
-    other = make_run({**source, "min_rating": {"relevance_ratings": 5}}, tmp_path / "out")
+    other = make_run({**source, "min_rating": {"relevance_ratings": 5}}, tmp_path / name)
     with pytest.raises(StageError, match=r"source\.0\.min_rating was"):
         measure(other)
 
 
-@pytest.mark.parametrize(
-    ("ratings", "detail"),
-    [
-        ([3], "'stars' is not a list of 2 numbers or nulls"),
-        (["good", 3], "'stars' is not a list of 2 numbers or nulls"),
-        (4, "'stars' is not a list of 2 numbers or nulls"),
-    ],
-)
-def test_lists_that_are_no_ratings(ratings: Any, detail: str, tmp_path: Path) -> None:
+def test_lists_that_are_no_ratings(tmp_path: Path) -> None:
     turns = dialogue("a?", "b", "c?", "d")
-    rows = [{"id": "0", "messages": turns, "stars": ratings}, {"id": "1", "messages": turns}]
-    rows += [{"id": "2", "messages": turns[:2], "stars": ""}]  # as tables write null
-    write_file(tmp_path / "a.jsonl", lines(rows))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
-    run = make_run({**source, "min_rating": {"stars": 3}}, tmp_path / "out")
-    assert outcomes(run) == {"0": "bad_record", "1": "ok", "2": "ok"}
-    assert f"bad_record\t{detail}\n" in "".join(list_set_aside(run))
+    rows = [{"id": f"{one}", "messages": turns, "stars": one} for one in ([3], ["good", 3], 4)]
+    rows += [{"id": "none", "messages": turns}]
+    rows += [{"id": "empty", "messages": turns[:2], "stars": ""}]  # as tables write null
+    source = {**of_lines(tmp_path / "a.jsonl", rows), "min_rating": {"stars": 3}}
+    run = make_run(source, tmp_path / "out")
+    bad = dict.fromkeys(("[3]", "['good', 3]", "4"), "bad_record")
+    assert outcomes(run) == {**bad, "none": "ok", "empty": "ok"}
+    detail = "bad_record\t'stars' is not a list of 2 numbers or nulls\n"
+    assert "".join(list_set_aside(run)).count(detail) == 3
     (line,) = measure(run).info.warnings
     assert line.startswith("source.min_rating=stars is not in the record (about 1 samples")
 
@@ -420,9 +388,7 @@ def test_samples_that_were_not_chosen_are_new(tmp_path: Path) -> None:
     rows = records([i % 4 for i in range(24)])
     rows += [{**rows[3], "texts": rows[4]["texts"]}, rows[3], rows[5], {"id": "broken"}]
     rows += [{**rows[7], "meta": {"score": 0}}]  # chosen, but a duplicate
-    path = tmp_path / "a.jsonl"
-    source = jsonl(path, [], keep=["meta.score"])
-    write_file(path, lines(rows))
+    source = of_lines(tmp_path / "a.jsonl", rows, keep=["meta.score"])
     where = [["meta.score", "<", 3]]
     first = packed_run(source, tmp_path / "first", pack={"where": where, "max_set_aside": 1})
     reasons = {"bad_record": 1, "not_chosen": 7, "duplicate_key": 3}
@@ -441,7 +407,8 @@ def test_samples_that_were_not_chosen_are_new(tmp_path: Path) -> None:
     )
     assert outcomes(third) == {}
     # Another choice of the first leaves out others.
-    pack_all(chosen_by(first, [["meta.score", "<", 2]]))
+    pack = {"where": [["meta.score", "<", 2]], "max_set_aside": 1}
+    pack_all(make_run(source, tmp_path / "first", pack=pack, output={"overwrite": True}))
     with pytest.raises(StageError, match=r"source\.0\.skip\.listing"):
         measure(second)
 
@@ -449,8 +416,7 @@ def test_samples_that_were_not_chosen_are_new(tmp_path: Path) -> None:
 def test_samples_below_a_rating_are_new(tmp_path: Path) -> None:
     rows = [{**row, "stars": [i % 3]} for i, row in enumerate(records([0] * 9))]
     rows[8] |= {"texts": rows[8]["texts"] + rows[7]["texts"], "stars": [2, 1]}
-    source = jsonl(tmp_path / "a.jsonl", [], keep=[])
-    write_file(tmp_path / "a.jsonl", lines(rows))
+    source = of_lines(tmp_path / "a.jsonl", rows)
     first = packed_run({**source, "min_rating": {"stars": 2}}, tmp_path / "first")
     assert keys_of(first) == ["2", "5", "8"]
     found = outcomes(skipping({**source, "min_rating": {"stars": 1}}, tmp_path, first, "second"))
@@ -467,9 +433,8 @@ def test_pictures_in_a_record_whose_left_out_turn_is_empty(tmp_path: Path) -> No
     picture = f"data:image/jpeg;base64,{base64.b64encode(image_bytes()).decode()}"
     record = {"texts": [{"user": "<image>?", "assistant": ""}, {"user": "b?", "assistant": "B."}]}
     rows = [{"id": "0", **record, "images": [picture], "stars": [1, 2]}]
-    write_file(tmp_path / "a.jsonl", lines(rows))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
-    run = packed_run({**source, "min_rating": {"stars": 2}}, tmp_path / "out")
+    source = of_lines(tmp_path / "a.jsonl", rows, min_rating={"stars": 2})
+    run = packed_run(source, tmp_path / "out")
     ((_, sample, media),) = samples_of(run)
     assert sample.turns[0].prompt == "<image>b?"
     assert [*media] == [image_bytes()]
@@ -477,8 +442,8 @@ def test_pictures_in_a_record_whose_left_out_turn_is_empty(tmp_path: Path) -> No
 
 
 def test_overlong_samples_are_new_to_longer_packs(tmp_path: Path) -> None:
-    write_file(tmp_path / "a.jsonl", lines([spoken(n, key=f"{n}", n=n) for n in (5, 200, 9)]))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr", "keep": "n"}
+    rows = [spoken(n, key=f"{n}", n=n) for n in (5, 200, 9)]
+    source = of_lines(tmp_path / "a.jsonl", rows, keep="n")
     pack = {"seq_length": 128, "max_set_aside": 1, "where": [["n", "!=", 5]]}
     first = packed_run(source, tmp_path / "first", pack=pack)
     same = skipping(source, tmp_path, first, "same", seq_length=128)
@@ -491,9 +456,8 @@ def test_overlong_samples_are_new_to_longer_packs(tmp_path: Path) -> None:
 
 
 def test_skipping_heeds_what_was_drawn(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "a.jsonl", [])
     rows = [{**row, "id": None} for row in records([0] * 40)]
-    write_file(tmp_path / "a.jsonl", lines(rows))
+    source = of_lines(tmp_path / "a.jsonl", rows)
     half = packed_run({**source, "repeat": 0.5}, tmp_path / "half")
     packed = {sample.key for _, sample, _ in samples_of(half)}
     assert 0 < len(packed) < 40
@@ -504,14 +468,38 @@ def test_skipping_heeds_what_was_drawn(tmp_path: Path) -> None:
         measure(skipping(source, tmp_path, half, "other"))
 
 
+def test_a_filter_on_a_field_that_no_record_has(tmp_path: Path) -> None:
+    """It stops; not where a source's only ratings are of turns that they leave out."""
+    source = jsonl(tmp_path / "a.jsonl", [1, None, 3], keep=["meta.score", "meta.skore"])
+    run = make_run(source, tmp_path / "out", pack={"where": [["meta.skore", "!=", 3]]})
+    with pytest.raises(StageError, match=r"no record has 'meta\.skore', which pack\.where names"):
+        make_plan(run, measure(run))
+    rows = [
+        {**row, "stars": stars} for row, stars in zip(records([1, 2]), [[1], None], strict=True)
+    ]
+    source = of_lines(tmp_path / "b.jsonl", rows)
+    found = outcomes(make_run({**source, "min_rating": {"stars": 2}}, tmp_path / "low"))
+    assert found == {"0": "not_chosen", "1": "ok"}
+    for number, names in enumerate((["starz"], ["stars", "starz"])):
+        rating = dict.fromkeys(names, 2)
+        run = make_run({**source, "min_rating": rating}, tmp_path / f"{number}")
+        with pytest.raises(
+            StageError, match=r"b\.jsonl has 'starz', which source\.min_rating names"
+        ):
+            measure(run)
+
+
+BAD_CLAUSE = "compares with something else than numbers, or short texts"
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
         ([["score", "~", 3]], r"pack.where: \['score', '~', 3\]: \"~\" is not a valid operator"),
         ([["stars", ">", 3]], "pack.where names 'stars', which no source keeps .kept: score"),
-        ([["score", "in", [3, "a"]]], "compares with something else than numbers, or short texts"),
-        ([["score", ">", None]], "compares with something else than numbers, or short texts"),
-        ([["score", "==", "x" * 257]], "compares with something else than numbers, or short texts"),
+        ([["score", "in", [3, "a"]]], BAD_CLAUSE),
+        ([["score", ">", None]], BAD_CLAUSE),
+        ([["score", "==", "x" * 257]], BAD_CLAUSE),
         ([["score", ">"]], r"\['score', '>'\] is not a clause of field, operator and value"),
         ([["score", "in", 3]], "'in' and 'not in' take a list, other operators one value"),
         ([["score", ">", [3]]], "'in' and 'not in' take a list, other operators one value"),
@@ -528,28 +516,6 @@ def test_a_bad_filter_is_one_line(where: Any, message: str, tmp_path: Path) -> N
         make_config(source, tmp_path / "out", pack={"where": where})
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("config: pack.where")
-
-
-def test_a_filter_on_a_field_that_no_record_has(tmp_path: Path) -> None:
-    """It stops; not where a source's only ratings are of turns that they leave out."""
-    source = jsonl(tmp_path / "a.jsonl", [1, None, 3], keep=["meta.score", "meta.skore"])
-    run = make_run(source, tmp_path / "out", pack={"where": [["meta.skore", "!=", 3]]})
-    with pytest.raises(StageError, match=r"no record has 'meta\.skore', which pack\.where names"):
-        make_plan(run, measure(run))
-    rows = [
-        {**row, "stars": stars} for row, stars in zip(records([1, 2]), [[1], None], strict=True)
-    ]
-    write_file(tmp_path / "b.jsonl", lines(rows))
-    source = {"format": "jsonl", "path": str(tmp_path / "b.jsonl"), "task": "bmr"}
-    found = outcomes(make_run({**source, "min_rating": {"stars": 2}}, tmp_path / "low"))
-    assert found == {"0": "not_chosen", "1": "ok"}
-    for number, names in enumerate((["starz"], ["stars", "starz"])):
-        rating = dict.fromkeys(names, 2)
-        run = make_run({**source, "min_rating": rating}, tmp_path / f"{number}")
-        with pytest.raises(
-            StageError, match=r"b\.jsonl has 'starz', which source\.min_rating names"
-        ):
-            measure(run)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
-from offline_packing.layouts import LAYOUTS
 from task_encoders.families import FAMILIES
 from tests.helpers.datasets import (
     captioning_pairs,
     config_file,
     make_config,
-    mixed_pairs,
     write_json,
 )
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
@@ -76,21 +74,9 @@ def test_help_imports_nothing_heavy() -> None:
     assert "verify" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, marks=() if layout == "energon" else pytest.mark.exhaustive)
-        for layout in LAYOUTS
-    ],
-)
-def test_a_whole_run(config: str, layout: str, tmp_path: Path) -> None:
-    """Writing and verifying in every layout, with Energon's metadata, needs none of them either;
-    a preview does."""
-    options = [config, f"output.layout={layout}"]
-    if "captioning" not in LAYOUTS[layout].TASKS:
-        dialogues = mixed_pairs(tmp_path / "dialogues")
-        options += ["source.task=bmr", f"source.path={dialogues}"]
-    result = run_blocked(BLOCKED, ["run", *options], ["preview", *options])
+def test_a_whole_run(config: str) -> None:
+    """Writing and verifying, with Energon's metadata, needs none of them either; a preview does."""
+    result = run_blocked(BLOCKED, ["run", config], ["preview", config])
     assert "problems        0" in result.stdout, result.stderr
     assert result.returncode != 0
     assert "Energon" in result.stderr or "was imported" in result.stderr

@@ -1,25 +1,32 @@
-"""Mutated JSON of an output and of an export: each verb refuses it in one line, or makes it again;
-and `verify --discard`, then `run` give the same bytes."""
+"""Mutated JSON of an output and of an export, and names in it that lead elsewhere: each verb refuses
+it in one line, or makes it again; no file outside is written, moved or removed; and
+`verify --discard`, then `run` give the same bytes."""
 
 import contextlib
+import io
+import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from offline_packing.errors import StageError
 from offline_packing.export.raw_packs import export
+from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs import manifest as manifests
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import seal, to_json
+from offline_packing.storage.files import hash_file, seal, to_json
+from offline_packing.storage.tars import scan_tar
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.pack import pack
 from offline_packing.upkeep.status import status
@@ -27,7 +34,8 @@ from offline_packing.verify.verdict import check
 from offline_packing.verify.verify import discard
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packs.manifest import Manifest, ManifestError
+from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
+from task_encoders.storage.paths import plain_name
 from tests.helpers.datasets import captioning_pairs, make_run, write_json
 from tests.helpers.outputs import files_of
 
@@ -202,12 +210,6 @@ def unexpected(case: str) -> Any:
         raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
 
 
-def check_seeds(seeds: range, base: Path, folder: Path) -> None:
-    for seed in seeds:
-        check_case(seed, base, folder / f"{seed}")
-        shutil.rmtree(folder / f"{seed}")
-
-
 @pytest.mark.parametrize("name", [name for name in OUTPUT if name.startswith(".nv-meta")])
 def test_metadata_that_are_nested_deeply(base: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(base / "out", tmp_path / "out")
@@ -217,11 +219,173 @@ def test_metadata_that_are_nested_deeply(base: Path, tmp_path: Path, name: str) 
             PackedFolder(tmp_path / "out")
 
 
-def test_mutated(base: Path, tmp_path: Path) -> None:
-    check_seeds(range(150), base, tmp_path)
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(i, marks=[pytest.mark.exhaustive] * (i > 0)) for i in range(0, 600, 100)],
+)
+def test_mutated(first: int, base: Path, tmp_path: Path) -> None:
+    for seed in range(first, first + 100):
+        check_case(seed, base, tmp_path / f"{seed}")
+        shutil.rmtree(tmp_path / f"{seed}")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(150, 600, 150))
-def test_many_mutated(base: Path, tmp_path: Path, first: int) -> None:
-    check_seeds(range(first, first + 150), base, tmp_path)
+_WAYS = "../ ../../ / /tmp/ // a/../ a/../../ a/b/../../../ a// a/./ /../ ./../ ./ ../a/".split()
+_ENDS = ("x", "x.tar", ".x", "sitecustomize.py", ".ssh/keys", "a b/c", "ü", "%2e%2e", "...", "a\\b")
+NAMES = [
+    *dict.fromkeys(way + end for way, end in itertools.product(_WAYS, _ENDS)),
+    *("", ".", "..", "/", "//", "a/", "a/.", "a/..", "../", "\0", "a\0", "a/\0", "a\0/../b", "./"),
+    *(f"{way}{end}/" for way, end in itertools.product(_WAYS[:5], _ENDS)),
+    *("x" * 256, "a/" + "x" * 300, "ü" * 128, "x" * 10_000),
+]
+PLAIN = (
+    "a",
+    "a.tar",
+    "train-0000/train-000000.tar",
+    ".nv-meta/.info.json",
+    "..a",
+    "a..b",
+    "ü" * 127,
+)
+#: One of each kind, for every place of a name.
+FEW = ("../../sitecustomize.py", "/tmp/x", "a/../../x", "", "a\0/../b", "x" * 256)
+
+
+def test_plain_names_lead_nowhere_else() -> None:
+    assert len({*NAMES}) >= 200
+    for name in NAMES:
+        with pytest.raises(ValueError, match="is not the name of a file"):
+            plain_name(name)
+    assert [plain_name(name) for name in PLAIN] == [*PLAIN]
+
+
+@pytest.fixture
+def out(base: Path, tmp_path: Path) -> Iterator[Run]:
+    """A copy of an output; nothing beside it may change."""
+    shutil.copytree(base / "out", tmp_path / "it" / "out")
+    (tmp_path / "x").write_bytes(b"of somebody")
+    before = files_of(base)
+    yield run_of(tmp_path / "it", "out", base / "data")
+    assert files_of(base) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"it", "x"}
+
+
+def refuses(verb: Callable[[Run], Any], run: Run) -> bool:
+    """Whether a verb names damage, by an error or in its result."""
+    try:
+        found = verb(run)
+    except StageError as error:
+        return "damaged" in str(error) or "is not what was written" in str(error)
+    return "is not what was written" in str(getattr(found, "problems", found))
+
+
+Content = dict[str, Any]
+#: Where a name stands in a manifest, an index, a plan and the record of a shard.
+PLACES: dict[str, dict[str, Callable[[Content, str], object]]] = {
+    "manifest.json": {
+        "shard": lambda content, name: content["shards"][0].update(name=name),
+        "split": lambda content, name: content["shards"][0].update(split=f"{name}/"),
+        "metadata": lambda content, name: content["metadata"].update({name: "0" * 32}),
+    },
+    "_packing/index.json": {
+        "part": lambda content, name: content["hashes"]["index"].update({name: "0" * 32}),
+        "folder": lambda content, name: content["hashes"].update({name: {}}),
+    },
+    "_packing/plan/stage.json": {
+        "file": lambda content, name: content["files"].update({name: "0" * 32}),
+    },
+    "_packing/write/train-000000.json": {
+        "shard": lambda content, name: content.update(name=name),
+    },
+}
+
+
+def beside(run: Run, **options: Any) -> Run:
+    """A run over the same data that reads the output."""
+    source = {"format": "pairs", "path": run.config.source[0].path, "task": "captioning"}
+    return make_run({**source, **options}, run.workspace.root.parent / "beside")
+
+
+READERS: dict[str, Mapping[str, Callable[[Run], Any]]] = {
+    "manifest.json": {name: verb for name, verb in VERBS.items() if name not in ("run", "loader")},
+    "_packing/index.json": {
+        **{name: VERBS[name] for name in ("status", "report", "discard")},
+        "measure": measure,
+        "stage": lambda run: measure(beside(run, format="index", path=str(run.workspace.root))),
+        "skip": lambda run: measure(beside(run, skip=[str(run.workspace.root)])),
+    },
+}
+
+
+@pytest.mark.parametrize("file", PLACES)
+def test_names_that_lead_out(file: str, out: Run) -> None:
+    path, root = out.workspace.root / file, out.workspace.root
+    before = path.read_bytes()
+    verbs = READERS.get(file, {"status": status})
+    for (place, put), name in itertools.product(PLACES[file].items(), FEW):
+        content = orjson.loads(before)
+        put(content, name)
+        for verb, call in verbs.items():
+            path.write_bytes(reseal(content, path.name))
+            if path.name == "manifest.json":
+                with pytest.raises(ManifestError, match=r"is not the name|should match pattern"):
+                    read_manifest(root)
+            if verb == "discard":
+                assert f"{file} " in discard(out), (place, name)
+                shutil.rmtree(out.workspace.damaged)
+            else:
+                assert refuses(call, out), (verb, place, name)
+    path.write_bytes(before)
+    assert refuses(call, out) == (verb == "")
+
+
+def write_tar(path: Path, name: str) -> None:
+    """A tar with a member that has this name and, before it, one of a pack."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for one in ("p_ps_00000000.img000.png", name):
+            member = tarfile.TarInfo(one)
+            member.size = 2
+            tar.addfile(member, io.BytesIO(b"{}"))
+
+
+def test_members_that_lead_out_are_not_exported(out: Run, tmp_path: Path) -> None:
+    tar, folder = out.workspace.root / "train-000000.tar", tmp_path / "it" / "raw"
+    content = orjson.loads(out.workspace.manifest.read_bytes())
+    for name in (*(f"{one}.json" for one in FEW[:3]), "sub/ps_0.json"):
+        write_tar(tar, name)
+        content["shards"][0]["xxh3_128"] = hash_file(tar)
+        out.workspace.manifest.write_bytes(reseal(content, "manifest.json"))
+        with pytest.raises(StageError, match=r"not the name of a file|no file KEY|in a folder"):
+            export(out.workspace.root, folder, progress=False)
+        shutil.rmtree(folder.with_name("raw.partial"))
+    # As `tar cf a.tar ./*` writes it.
+    write_tar(tmp_path / "it" / "a.tar", "./b.json")
+    found = [entry.key for entry in scan_tar(tmp_path / "it" / "a.tar")]
+    assert found == ["p_ps_00000000", "./b"]
+
+
+def test_shards_that_lead_out_are_not_loaded(out: Run) -> None:
+    for path in (out.workspace.nv_meta / ".info.json", out.workspace.nv_meta / "split.yaml"):
+        before = path.read_bytes()
+        for name in FEW:
+            content = yaml.safe_load(before)
+            if path.suffix == ".json":
+                content["shard_counts"][name] = 1
+            else:
+                content["split_parts"]["train"].append(name)
+            path.write_bytes(json.dumps(content).encode())  # which is YAML, too
+            with pytest.raises(PackedFolderError, match="is not the name of a file"):
+                PackedFolder(out.workspace.root)
+        path.write_bytes(before)
+
+
+def test_a_link_out_of_the_output(out: Run, tmp_path: Path) -> None:
+    """The folder that the link leads to belongs to somebody else, and is not moved."""
+    index, mine = out.workspace.index, tmp_path / "it" / "mine"
+    mine.mkdir()
+    for path in index.iterdir():
+        (mine / path.name).write_bytes(b"mine")
+    shutil.rmtree(index)
+    index.symlink_to(mine)
+    with pytest.raises(StageError, match=r"index is a link out of the output, to .*; remove it"):
+        discard(out)
+    assert {path.read_bytes() for path in mine.iterdir()} == {b"mine"}

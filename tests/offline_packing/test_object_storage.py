@@ -6,122 +6,47 @@ import stat
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from offline_packing.layouts import LAYOUTS
-from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.storage.files import local_copy, scratch_folder, to_json
+from offline_packing.storage.files import local_copy, scratch_folder
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers.command import Command
-from tests.helpers.datasets import PAIRS, captioning_pairs, make_run, pack_all
-from tests.helpers.long_conversations import mixed_records
-from tests.helpers.long_conversations import run_of as run_over
+from tests.helpers.datasets import captioning_pairs, config_file, pack_all
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.outputs import files_of, repair, shard_files
-
-#: Options of layouts that have some.
-OF_LAYOUT: dict[str, dict[str, Any]] = {
-    "energon": {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2},
-    "references": {"split": {"train": 0.7, "val": 0.3}},
-}
-#: Tasks and layouts that `make test` writes, and `make test-exhaustive` the others.
-ALWAYS = (("captioning", "energon"), ("bmr", "references"), ("vqa", "indexed"))
-REFERENCES: dict[str, Any] = {"layout": "references", "packs_per_shard": 4}
-#: Options that add stages, or files, to a run.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "split_turns": {
-        "pack": {"seq_length": 256, "split_turns": {"context_turns": 1}},
-    },
-    "pretokenize": {"output": {"pretokenize": True, "split": {"train": 0.7, "val": 0.3}}},
-    "repeat": {"source": {"repeat": 1.5}},
-    "context_parallel": {"pack": {"context_parallel": 4}},
-    "order": {"pack": {"homogeneous": True, "order": {"num_ranks": 2, "uniform": True}}},
-}
+from tests.helpers.outputs import files_of, repair
+from tests.world import Source, World, at
 
 
-def pack_and_report(run: Run) -> None:
+def few(folder: Path) -> Source:
+    return {"format": "pairs", "path": str(captioning_pairs(folder, 16)), "task": "captioning"}
+
+
+@pytest.fixture
+def local(world: World) -> Run:
+    """Packs in two splits and folders."""
+    return world.run(few, output={"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2})
+
+
+@pytest.fixture
+def remote(local: Run, bucket: str) -> Run:
+    """The same, not packed yet."""
+    return at(local, f"{bucket}/out")
+
+
+def test_upkeep(remote: Run, object_store: ObjectStore, bucket: str) -> None:
+    run = remote
+    assert "measure   not begun" in status(run)
     with run.workspace.lock(shared=False):
         pack_all(run)
         report(run)
-
-
-def run_of(root: Path, task: str, path: str, layout: str, **sections: Any) -> Run:
-    source = {"format": "pairs", "path": str(root / "data"), "task": task}
-    output = {"path": path, "layout": layout, **OF_LAYOUT.get(layout, {})}
-    return make_run(source, Path(), output=output, **sections)
-
-
-@pytest.mark.parametrize(
-    ("task", "layout"),
-    [
-        pytest.param(task, name, marks=[] if (task, name) in ALWAYS else pytest.mark.exhaustive)
-        for name, one in LAYOUTS.items()
-        for task in one.TASKS
-    ],
-)
-def test_the_same_bytes(
-    tmp_path: Path, object_store: ObjectStore, bucket: str, task: str, layout: str
-) -> None:
-    PAIRS[task](tmp_path / "data", 16)
-    pack_and_report(run_of(tmp_path, task, str(tmp_path / "out"), layout))
-    remote = run_of(tmp_path, task, f"{bucket}/out", layout)
-    pack_and_report(remote)
-    assert verify(remote, deep=True).ok
-    assert len(list(preview(remote, packs=["0"]))) == 1
-    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
-    keys = object_store.keys(f"{bucket}/out")
-    assert object_store.keys(bucket) == [f"out/{name}" for name in keys]
-    assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
-    assert not list(Path().glob("*:"))  # no folder ./s3:
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["split_turns", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in [*OPTIONS][1:])],
-)
-def test_the_same_bytes_with_options(
-    tmp_path: Path, object_store: ObjectStore, bucket: str, name: str
-) -> None:
-    local = run_over(tmp_path, mixed_records(), **OPTIONS[name])
-    output = local.config.output.model_copy(update={"path": f"{bucket}/out"})
-    remote = replace(local, config=local.config.model_copy(update={"output": output}))
-    pack_and_report(local)
-    pack_and_report(remote)
-    assert verify(remote, deep=True).ok
-    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
-
-
-def test_stages_of_an_index(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
-    """An index in object storage gives the shards that the same local one gives."""
-    captioning_pairs(tmp_path / "data", 16)
-    found = []
-    for output in (str(tmp_path / "all"), f"{bucket}/all"):
-        measure(run_of(tmp_path, "captioning", output, "energon"))
-        stage = tmp_path / f"stage{len(found)}"
-        run = make_run({"format": "index", "path": output}, stage, pack={"seq_length": 256})
-        pack_all(run)
-        assert verify(run, deep=True).ok
-        found.append(shard_files(run))
-        del found[-1]["manifest.json"]  # it names the index
-    assert found[0] == found[1]
-    assert len(found[0]) > 2
-
-
-def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
-    captioning_pairs(tmp_path / "data", 16)
-    run = run_of(tmp_path, "captioning", f"{bucket}/out", "energon")
-    assert "measure   not begun" in status(run)
-    pack_and_report(run)
     before = object_store.objects(f"{bucket}/out")
     assert "complete: 16 samples" in status(run)
     assert f"report    {bucket}/out/_packing/report/report.html" in status(run)
@@ -140,30 +65,33 @@ def test_upkeep(tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
 
 
 def test_failing_requests(
-    tmp_path: Path, object_store: ObjectStore, bucket: str, caplog: pytest.LogCaptureFixture
+    local: Run,
+    remote: Run,
+    object_store: ObjectStore,
+    bucket: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A tenth of the requests fail: the same objects, and a line with how many were repeated."""
-    captioning_pairs(tmp_path / "data", 16)
-    pack_all(run_of(tmp_path, "captioning", str(tmp_path / "out"), "energon"))
-    run = run_of(tmp_path, "captioning", f"{bucket}/out", "energon")
     object_store.fail(0.1)
-    with caplog.at_level("INFO"), run.workspace.lock():
-        pack_all(run)
+    with caplog.at_level("INFO"), remote.workspace.lock():
+        pack_all(remote)
     assert object_store.counts()["failed"] > 3
     object_store.set_faults()
     assert re.search(r"s3://.*/out: \d+ requests failed and were made again", caplog.text)
-    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
+    assert object_store.objects(f"{bucket}/out") == files_of(local.workspace.root)
     assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
 
 
 def test_denied_writes(
-    tmp_path: Path, object_store: ObjectStore, bucket: str, command: Command
+    local: Run,
+    remote: Run,
+    object_store: ObjectStore,
+    bucket: str,
+    tmp_path: Path,
+    command: Command,
 ) -> None:
     """A bucket that denies writes half-way: one line, and a run that goes on when it may."""
-    captioning_pairs(tmp_path / "data", 16)
-    run = run_of(tmp_path, "captioning", f"{bucket}/out", "energon")
-    config = tmp_path / "pack.yaml"
-    config.write_bytes(to_json(run.config.model_dump(mode="json")))
+    config = config_file(tmp_path / "pack.yaml", remote.config)
     for writes in (2, 9, 16):
         object_store.set_faults(Faults(writes_allowed=writes))
         code, _, said = command("run", "--quiet", config)
@@ -175,10 +103,9 @@ def test_denied_writes(
         )
         assert "test-secret" not in said
         assert object_store.unfinished_uploads(bucket.removeprefix("s3://")) == []
-    with run.workspace.lock():
-        pack_all(run)
-    pack_all(run_of(tmp_path, "captioning", str(tmp_path / "out"), "energon"))
-    assert object_store.objects(f"{bucket}/out") == files_of(tmp_path / "out")
+    with remote.workspace.lock():
+        pack_all(remote)
+    assert object_store.objects(f"{bucket}/out") == files_of(local.workspace.root)
 
 
 def test_scratch_of_a_killed_run_is_removed(

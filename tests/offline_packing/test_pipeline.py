@@ -1,35 +1,43 @@
-"""The whole mode on real files: determinism, bytes that stay, resuming, refusing what changed."""
+"""The whole mode on real files: bytes that stay, what is done again, what changed is refused; and
+faults of the machine and its users."""
 
+import errno
 import hashlib
 import io
 import json
+import os
+import resource
+import shutil
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from offline_packing.cli.commands import cli
 from offline_packing.engines.local import LocalEngine
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ConfigError, DiskFullError, StageError
+from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.shards import ShardTask
 from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure
 from offline_packing.measure.measure_part import MeasureTask, PartResult, measure_part
-from offline_packing.report.report import report
-from offline_packing.runs.artifacts import config_fingerprint, open_index
+from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import Run, open_encoder
+from offline_packing.storage import files
+from offline_packing.storage.files import remove_temporaries, write_atomically
 from offline_packing.verify.verify import verify
 from offline_packing.write import write as write_module
-from offline_packing.write.write import write_shard
+from tests.helpers.command import Command, invoke
 from tests.helpers.datasets import (
     captioning_pairs,
+    config_file,
     index_rows,
     make_run,
-    mixed_pairs,
     pack_all,
     packed_run,
     plan_index,
@@ -37,7 +45,44 @@ from tests.helpers.datasets import (
     write_planned,
 )
 from tests.helpers.faults import KilledError, killing
-from tests.helpers.outputs import shard_files
+from tests.helpers.outputs import files_of, repair
+from tests.world import World, copy_of
+from tools import kill_test
+
+STAGES = (measure, plan_index, write_planned)
+
+
+@pytest.fixture
+def packed(world: World, tmp_path: Path) -> Run:
+    """40 captions in three parts and shards."""
+    return copy_of(world.run("captioning"), tmp_path / "out")
+
+
+def unwritten(run: Run) -> Run:
+    """Remove what `write` made."""
+    for path in (*run.workspace.root.glob("*.*"), run.workspace.write):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return run
+
+
+@pytest.fixture
+def planned(packed: Run) -> Run:
+    """The same, ready to write."""
+    return unwritten(packed)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Run:
+    """A run that is ready to write, from a source that a test may change."""
+    run = make_run(captioning_pairs(tmp_path / "data"), tmp_path / "own")
+    measure(run)
+    plan_index(run)
+    return run
+
+
+def changed(run: Run, **sections: dict[str, Any]) -> Run:
+    """The same source and output under another configuration."""
+    return make_run(run.config.source[0].model_dump(), run.workspace.root, **sections)
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
@@ -55,121 +100,77 @@ def test_rotated_images_are_measured_as_they_are_seen(tmp_path: Path, image_form
     assert verify(run, deep=True).ok
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Dialogues, and two records that are set aside."""
-    root = mixed_pairs(tmp_path_factory.mktemp("mixed"))
-    for name in ("0000.broken", "zz"):
-        (root / f"{name}.json").write_text("{")
-    return root
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[LocalEngine]:
-    with LocalEngine(2) as engine:
-        yield engine
-
-
-@pytest.mark.parametrize(
-    ("layout", "pack"),
-    [
-        ("energon", {}),
-        ("references", {}),
-        ("indexed", {}),
-        ("energon", {"seq_length": 128, "on_overlong": "split_turns"}),
-    ],
-)
-def test_same_bytes_on_any_number_of_workers(
-    mixed: Path, workers: LocalEngine, tmp_path: Path, layout: str, pack: dict[str, Any]
+def test_what_is_complete_is_not_done_again(
+    packed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that lies beside _packing, and the report, made twice."""
-    source = {"format": "pairs", "path": str(mixed), "task": "bmr"}
-    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 2}
-    found: list[dict[str, Any]] = []
-    for engine, count in ((LocalEngine(0), 4), (workers, 7)):
-        sections = {"engine": {"samples_per_part": count}, "output": output}
-        sections["pack"] = {"max_set_aside": 0.5, **pack}
-        made = make_run(source, tmp_path / f"{engine.workers}", **sections)
-        run = replace(made, engine=engine)
-        assert pack_all(run).counts.set_aside["bad_json"] == 2
-        assert bool(open_index(run).info.split) == bool(pack)
-        assert layout != "energon" or verify(run, deep=True).ok
-        for _ in range(2):
-            report(run)
-            paths = [*run.workspace.root.glob("*"), *run.workspace.report.iterdir()]
-            found.append({path.name: path.read_bytes() for path in paths if path.is_file()})
-            found[-1]["report.json"] = orjson.loads(found[-1]["report.json"])
-            del found[-1]["report.json"]["made_from"]["index"]  # which has other parts
-    assert {"manifest.json", "report.html", "report.json"} < found[0].keys()
-    assert len(found[0]) > 6
-    assert found[0] == found[1] == found[2] == found[3]
-
-
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_killed_between_tasks(
-    captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
-    undisturbed = packed_run(captions, tmp_path / "undisturbed")
-    run = make_run(captions, tmp_path / "killed")
+    """Neither whole stages nor, after a kill, the parts that are there."""
+    before = files_of(packed.workspace.root)
+    run = make_run(packed.config.source[0].model_dump(), tmp_path / "killed")
     with monkeypatch.context() as patch:
-        patch.setattr(measure_module, "measure_part", killing(measure_part, after))
+        patch.setattr(measure_module, "measure_part", killing(measure_part, 2))
+        patch.setattr(write_module, "write_shard", killing(lambda task: task, 0))
+        pack_all(packed)
         with pytest.raises(KilledError):
             measure(run)
-    assert len(list(run.workspace.index.glob("*.parquet"))) == after
+    assert files_of(packed.workspace.root) == before
     measured: list[int] = []
 
     def counted(task: MeasureTask) -> PartResult:
         measured.append(task.number)
         return measure_part(task)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(measure_module, "measure_part", counted)
-        measure(run)
-    assert measured == list(range(after, 3))
-    plan_index(run)
-    with monkeypatch.context() as patch:
-        patch.setattr(write_module, "write_shard", killing(write_shard, after))
-        with pytest.raises(KilledError):
-            write_planned(run)
-    assert not run.workspace.manifest.exists()
-    (run.workspace.root / "train-000001.tar.4711.tmp").write_bytes(b"half")  # left by kill -9
-    write_planned(run)
-    assert shard_files(run) == shard_files(undisturbed)
-    assert verify(run, deep=True).ok
+    monkeypatch.setattr(measure_module, "measure_part", counted)
+    measure(run)
+    assert measured == [2]
 
 
-def test_complete_stages_are_not_done_again(
-    captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("section", "name", "value", "stages"),
+    [
+        ("model", "max_pixels", 28 * 28 * 32, STAGES),
+        ("engine", "samples_per_part", 4, ()),
+        ("pack", "seed", 1, STAGES[1:]),
+        ("pack", "strategy", "best_fit_decreasing", STAGES[1:]),
+        ("output", "packs_per_shard", 3, STAGES[2:]),
+        ("output", "key_prefix", "x", STAGES[2:]),
+        ("output", "layout", "references", STAGES[1:]),
+    ],
+)
+def test_changed_config_is_named(
+    packed: Run, section: str, name: str, value: Any, stages: tuple[Callable[[Run], object], ...]
 ) -> None:
-    run = packed_run(captions, tmp_path / "out")
-    before = shard_files(run)
-    for module, name in ((measure_module, "measure_part"), (write_module, "write_shard")):
-        monkeypatch.setattr(module, name, killing(lambda task: task, 0))
-    pack_all(run)
-    assert shard_files(run) == before
+    """On resuming: a stage that the field takes part in refuses it by name, the others go on."""
+    packed.workspace.manifest.unlink()
+    packed.workspace.fragment("train-000001").unlink()
+    other = changed(packed, **{section: {name: value}})
+    for verb in STAGES:
+        if verb in stages:
+            with pytest.raises(StageError, match=rf"{section}\.{name} was "):
+                verb(other)
+        else:
+            verb(other)
 
 
-def test_changed_model_is_refused_by_name(captions: Path, tmp_path: Path) -> None:
-    pack_all(make_run(captions, tmp_path / "out"))
-    changed = {"model": {"max_pixels": 28 * 28 * 32}}
-    run = make_run(captions, tmp_path / "out", **changed)
-    for verb in (measure, plan_index, write_planned, verify):
+def test_changed_model_is_refused_by_name(packed: Run) -> None:
+    smaller = {"model": {"max_pixels": 28 * 28 * 32}}
+    run = changed(packed, **smaller)
+    for verb in (*STAGES, verify):
         with pytest.raises(StageError, match=r"model\.max_pixels was 50176, is 25088"):
             verb(run)
-    another = make_run(captions, tmp_path / "out", model={"family": "qwen2_5_vl"})
     was, now = (
         f"the tokenizer of model.family={name} and model.processor=builtin"
         for name in ("qwen2_vl", "qwen2_5_vl")
     )
     for verb in (measure, plan_index, verify):
         with pytest.raises(StageError, match=f"model.tokenizer was {was}, is {now}; "):
-            verb(another)
+            verb(changed(packed, model={"family": "qwen2_5_vl"}))
     accepting = Run(run.config, LocalEngine(0), frozenset({"model.max_pixels"}))
     pack_all(accepting)
     assert not verify(accepting, deep=True).ok  # larger pictures now encode to fewer tokens
     with pytest.raises(ConfigError, match=r"model\.maxpixels: no such field; valid: model\."):
         measure(Run(run.config, LocalEngine(0), frozenset({"model.maxpixels"})))
-    overwriting = packed_run(captions, tmp_path / "out", output={"overwrite": True}, **changed)
+    overwriting = changed(packed, output={"overwrite": True}, **smaller)
+    pack_all(overwriting)
     assert verify(overwriting).ok
 
 
@@ -193,52 +194,46 @@ def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
         measure(run)
 
 
-def test_plans_are_free_until_shards_are_written(captions: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    measure(make_run(captions, out))
-    texts = {n: plan_summary(make_run(captions, out, pack={"seq_length": n})) for n in (256, 512)}
-    assert "of 256 tokens" in texts[256]
-    assert "of 512 tokens" in texts[512]
+def test_plans_are_free_until_shards_are_written(planned: Run) -> None:
+    runs = {n: changed(planned, pack={"seq_length": n}) for n in (256, 512)}
+    for length, run in runs.items():
+        assert f"of {length} tokens" in plan_summary(run)
     with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
-        write_planned(make_run(captions, out, pack={"seq_length": 256}))
-    write_planned(make_run(captions, out))
+        write_planned(runs[256])
+    write_planned(runs[512])
     with pytest.raises(StageError, match=r"pack\.seq_length was 512, is 256"):
-        plan_index(make_run(captions, out, pack={"seq_length": 256}))
-    with pytest.raises(StageError, match=r"output\.packs_per_shard was 2, is 4"):
-        write_planned(make_run(captions, out, output={"packs_per_shard": 4}))
-    other = packed_run(
-        captions, out, output={"packs_per_shard": 4, "overwrite": True}, pack={"seq_length": 256}
-    )
+        plan_index(runs[256])
+    output = {"packs_per_shard": 4, "overwrite": True}
+    other = changed(planned, output=output, pack={"seq_length": 256})
+    pack_all(other)
     assert verify(other).ok
-    assert other.workspace.manifest.exists()
-
-
-def test_on_overlong_error_names_the_sample(captions: Path, tmp_path: Path) -> None:
-    run = make_run(captions, tmp_path / "out", pack={"seq_length": 60, "on_overlong": "error"})
-    measure(run)
+    strict = changed(planned, output=output, pack={"seq_length": 60, "on_overlong": "error"})
     with pytest.raises(StageError, match=r"sample 'part\S+' has \d+ tokens > seq_length 60 .*set_"):
-        plan_index(run)
+        plan_index(strict)
 
 
-def test_foreign_folder_is_left_alone(captions: Path, tmp_path: Path) -> None:
+def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    run = make_run(captions, tmp_path)
     message = "is not empty and does not hold an earlier run"
-    with pytest.raises(StageError, match=message), run.workspace.lock():
+    workspace = make_run(tmp_path / "data", tmp_path).workspace
+    with pytest.raises(StageError, match=message), workspace.lock():
         pytest.fail("the folder was taken")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_max_shard_bytes(captions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    output = {"packs_per_shard": 1000, "max_shard_bytes": 80_000}
-    run = make_run(captions, tmp_path / "out", output=output)
-    sizes = [shard.bytes for shard in pack_all(run).shards]
-    assert len(sizes) > 1
-    assert 40_000 < max(sizes) <= 80_000
-    assert "hold one pack" not in caplog.text
-    small = make_run(captions, tmp_path / "small", output={"max_shard_bytes": 1})
-    assert [shard.packs for shard in pack_all(small).shards] == [1] * 5
-    assert "5 of 5 shards hold one pack: output.max_shard_bytes 1 is in bytes" in caplog.text
+def test_max_shard_bytes(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for limit, told in (
+        (80_000, ""),
+        (1, "5 of 5 shards hold one pack: output.max_shard_bytes 1 is "),
+    ):
+        output = {"packs_per_shard": 1000, "max_shard_bytes": limit}
+        run = make_run(world.source("captioning"), tmp_path / f"{limit}", output=output)
+        shards = pack_all(run).shards
+        assert len(shards) > 1
+        assert max(shard.bytes for shard in shards) <= limit or not limit - 1
+        assert ("hold one pack" in caplog.text) == bool(told)
+        assert told in caplog.text
+    assert [shard.packs for shard in shards] == [1] * 5
 
 
 #: sha256, first 16 digits. What depends on versions of libraries is left out.
@@ -309,3 +304,180 @@ def test_a_default_and_its_value_written_out_are_the_same(tmp_path: Path) -> Non
     expected = config_fingerprint(default.config)
     open_encoder.cache_clear()  # 200 and 200.0 are one key of it
     assert config_fingerprint(same.config) == expected
+
+
+def test_write_that_the_system_refuses(planned: Run, tmp_path: Path, command: Command) -> None:
+    """A real failure of the system call, as a disk that is full gives it."""
+    run = changed(planned, output={"packs_per_shard": 1000})
+    config = config_file(tmp_path / "a.yaml", run.config)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        code, _, error = command("run", config, "--quiet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1
+    assert error.startswith(f"error: {tmp_path}/out/train-000000.tar cannot be written: ")
+    assert error.endswith("; free some space and run again\n")
+    assert error.count("\n") == 1
+    assert not list((tmp_path / "out").glob("*.tar*"))
+    assert "problems        0" in invoke("run", config).output
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_output_moved_or_removed_while_it_is_written(
+    planned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool
+) -> None:
+    """It vanishes in the middle of a shard: both remedies work, and nothing takes its place."""
+    root, true_write = planned.workspace.root, LAYOUTS["energon"].write
+
+    def write(task: ShardTask) -> Any:
+        fragment = true_write(task)
+        if task.shard.name.startswith("train-000001"):
+            root.rename(tmp_path / "elsewhere") if is_moved else shutil.rmtree(root)
+        return fragment
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LAYOUTS["energon"], "write", write)
+        with pytest.raises(StageError, match="was moved or removed while it was written; move it"):
+            write_planned(planned)
+    assert not root.exists()
+    if is_moved:
+        (tmp_path / "elsewhere").rename(root)
+        write_planned(planned)
+    else:
+        pack_all(planned)
+    assert verify(planned).ok
+
+
+@pytest.mark.parametrize(
+    ("number", "after"), [(errno.ENOSPC, 0), (errno.EDQUOT, 1), (errno.ENOSPC, 6)]
+)
+def test_disk_full_at_any_file(
+    planned: Run, monkeypatch: pytest.MonkeyPatch, number: int, after: int
+) -> None:
+    true_sync = os.fsync
+    calls: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > after:
+            raise OSError(number, os.strerror(number))
+        true_sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", sync)
+        with pytest.raises(DiskFullError, match=r"cannot be written: .*; free some space"):
+            write_planned(planned)
+    assert not planned.workspace.manifest.exists()
+    assert not [*planned.workspace.root.rglob("*.tmp")]
+    write_planned(planned)
+    assert verify(planned).ok
+
+
+def test_failing_disk_of_the_source(planned: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_read = os.pread
+    calls: list[int] = []
+
+    def read(descriptor: int, size: int, offset: int) -> bytes:
+        calls.append(descriptor)
+        if len(calls) == 21:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return true_read(descriptor, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "pread", read)
+        message = r"1 of 3 shards could not be written; .*cannot be read: Input/output error"
+        with pytest.raises(StageError, match=message):
+            write_planned(planned)
+    assert len(calls) > 21  # the other shards were written
+    assert not planned.workspace.manifest.exists()
+    repair(planned)
+    assert verify(planned, deep=True).ok
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".json"])
+def test_edit_of_the_same_size(own: Run, tmp_path: Path, suffix: str) -> None:
+    path = min((tmp_path / "data").rglob(f"*{suffix}"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # of a JSON: a letter of the caption
+    times = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))  # however coarse the clock is
+    with pytest.raises(StageError, match=rf"{path.parent.name}/{path.stem}\S* changed since"):
+        write_planned(own)
+    assert not own.workspace.manifest.exists()
+
+
+def test_moved_source_is_the_same(own: Run, tmp_path: Path) -> None:
+    """Modification times move with the files; names of folders do not count."""
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    (tmp_path / "data").symlink_to(tmp_path / "elsewhere")
+    write_planned(own)
+    assert verify(own, deep=True).ok
+
+
+def test_two_launches_at_once(tmp_path: Path) -> None:
+    run = make_run(captioning_pairs(tmp_path / "data", 2), tmp_path / "out")
+    config = config_file(tmp_path / "config.yaml", run.config)
+    with run.workspace.lock():
+        second = CliRunner().invoke(cli, ["run", str(config)])
+        status = CliRunner().invoke(cli, ["status", str(config)])  # may look on
+    assert isinstance(second.exception, StageError)
+    assert str(second.exception).startswith("another run is working on output")
+    assert status.output == "measure   not begun\nplan      not done\n"
+
+
+def test_temporaries_of_living_writers_stay(tmp_path: Path) -> None:
+    with files.atomic_file(tmp_path / "a") as file:
+        file.write(b"being written")
+        (tmp_path / "b.0123.tmp").write_bytes(b"left by a killed process")
+        remove_temporaries(tmp_path)
+        assert [path.name[:2] for path in tmp_path.iterdir()] == ["a."]
+    assert (tmp_path / "a").read_bytes() == b"being written"
+    write_atomically(tmp_path / "a", b"again")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_kills_at_random_moments(packed: Run, tmp_path: Path) -> None:
+    """The short form of tools/kill_test.py, whose comparison sees a changed file, a missing one and
+    a leftover."""
+    (tmp_path / "kills").mkdir()
+    assert kill_test.run(tmp_path / "kills", 4, workers=0, seed=1, layout="energon").total() >= 4
+    root = packed.workspace.root
+    expected = kill_test.content(root)
+    assert kill_test.differences(expected, expected, complete=True) == []
+    assert {path.name for path in root.glob("*.tar*")} < expected.keys()
+    (root / "train-000000.tar").write_bytes(b"half")
+    (root / "train-000001.tar").unlink()
+    (root / "train-000002.tar.x.tmp").touch()
+    found = kill_test.content(root)
+    assert kill_test.differences(found, expected, complete=False) == ["train-000000.tar"]
+    assert kill_test.differences(found, expected, complete=True) == [
+        "train-000000.tar",
+        "train-000000.tar",
+        "train-000001.tar",
+        "train-000002.tar.x.tmp",
+    ]
+
+
+def test_lock_of_an_output_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever only looks can hold it, and others see that."""
+    path = tmp_path / "lock"
+    path.touch()
+
+    def open_to_read(name: Path, mode: str) -> Any:
+        if mode != "rb":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return name.open("rb")
+
+    monkeypatch.setattr(files, "open", open_to_read, raising=False)
+    with (
+        files.hold_lock(path, "output"),
+        pytest.raises(StageError, match="another run is working on output"),
+        files.hold_lock(path, "output"),
+    ):
+        pass

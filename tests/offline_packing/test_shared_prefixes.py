@@ -1,13 +1,10 @@
-"""Packs whose samples share prefixes, from plan to rows: each sample once and as it is alone, each
-medium once; and whoever does not know such packs refuses them."""
+"""Packs whose samples share prefixes, from plan to rows: each medium once, every reader that does
+not know such packs refuses them, and what others make of them."""
 
 import json
-import logging
 import os
-import random
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,178 +34,91 @@ from task_encoders import concatenate
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.references import metadataset_of
-from task_encoders.settings import PackingSettings, PackingSettingsError
-from tests.helpers.datasets import dialogue, index_rows, make_run, pack_all, packed_run
+from task_encoders.settings import PackingSettingsError
+from tests.helpers.datasets import dialogue, index_rows, packed_run
 from tests.helpers.elements import Elements
-from tests.helpers.outputs import files_of, members_of
+from tests.helpers.outputs import members_of, samples_of
 from tests.helpers.shared_media import MODEL, shared_media
-from tools import kill_test
+from tests.world import World, task_encoder
 
-SEQ_LENGTH = 1024
+SEQ_LENGTH = 768
+NUM_SAMPLES, NUM_MEDIA = 31, 28
 #: Raised for a sample, or already by the manifest.
 Refusal = (FatalSampleError, PackingSettingsError)
 REFUSED = r"holds samples that share prefixes.*train it with launch\.train"
-
-logger = logging.getLogger(__name__)
 
 Options = dict[str, Any]
 
 
 def options(layout: str = "energon", share: Any = True, **sections: Options) -> dict[str, Options]:
     pack = {"seq_length": SEQ_LENGTH, "share_prefixes": share, **sections.pop("pack", {})}
-    output = {"layout": layout, "packs_per_shard": 2, "split": {"train": 0.8, "val": 0.2}}
-    output |= sections.pop("output", {})
+    output = {"layout": layout, "packs_per_shard": 2, **sections.pop("output", {})}
     return {"model": MODEL, **sections, "pack": pack, "output": output}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Options:
-    return shared_media(tmp_path_factory.mktemp("prefixes") / "data")
+@pytest.fixture
+def shared(world: World) -> Run:
+    return world.run("shared media", **options())
 
 
-@pytest.fixture(scope="module")
-def runs(source: Options, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Run]:
-    root = tmp_path_factory.mktemp("runs")
-    return {
-        (layout, share): packed_run(source, root / f"{layout}{share}", **options(layout, share))
-        for layout in ("energon", "references")
-        for share in (True, False)
-    }
-
-
-def task_encoder(kind: Any = PackedTaskEncoder, *, trees: bool = True, **changed: Any) -> Any:
-    settings = PackingSettings(packed=True, vqa=True)
-    own = {"seq_length": SEQ_LENGTH, "settings": settings, "trees": trees}
-    return kind(**(MODEL | own | changed))
+@pytest.fixture
+def plain(world: World) -> Run:
+    """The same samples, packed whole."""
+    return world.run("shared media", **options(share=False))
 
 
 def rows_of(run: Run, **changed: Any) -> Iterator[Any]:
-    """The rows of all splits."""
-    for split in run.config.output.split:
-        folder = PackedFolder(run.workspace.root, task_encoder(**changed), split=split)
-        yield from map(folder.row, range(len(folder)))
+    folder = PackedFolder(run.workspace.root, task_encoder(run, **MODEL, **changed))
+    return map(folder.row, range(len(folder)))
 
 
-def same_rows(found: concatenate.PackedRow, alone: concatenate.PackedRow) -> None:
-    for name in ("tokens", "loss_weights", "position_ids", "pixel_values", "pixel_values_videos"):
-        assert torch.equal(getattr(found, name), getattr(alone, name)), name
-    assert found.media_counts.tolist() == alone.media_counts.tolist()
-
-
-@pytest.mark.parametrize("layout", ["energon", "references"])
-def test_every_sample_stands_once_as_it_is_alone(
-    layout: str, runs: dict[tuple[str, bool], Run]
-) -> None:
-    shared, plain = runs[layout, True], runs[layout, False]
-    for run in (shared, plain):
-        verified = verify(run, deep=True)
-        assert verified.problems == []
-        assert verified.num_samples == 76
-    alone = {
-        key: part
-        for row in rows_of(plain, trees=False)
-        for key, part in zip(row.sub_sample_keys, concatenate.split_row(row.row), strict=True)
-    }
-    num_tokens, seen, num_trees = 0, Counter[str](), 0
-    for row in rows_of(shared):
-        num_tokens += len(row.row.tokens)
-        num_trees += len(set(row.row.parents.tolist()) - {-1})
-        assert not row.dropped
-        for key, part in zip(row.sub_sample_keys, concatenate.split_row(row.row), strict=True):
-            seen[key] += 1
-            same_rows(part, alone[key])
-    assert seen == Counter(alone.keys())
-    counts, before = require_manifest(shared.workspace.root), require_manifest(plain.workspace.root)
-    planned = open_plan(shared).packs.info.num_tokens
-    assert num_tokens == counts.counts.tokens == planned < 0.7 * before.counts.tokens
-    assert before.counts.tokens == sum(row["num_tokens"] for row in index_rows(plain))
-    assert counts.counts.packed == before.counts.packed == 76
-    assert (counts.version, before.version) == (2, 1)
-    assert num_trees > 12
-
-
-def test_each_medium_of_a_tree_is_a_member_once(runs: dict[tuple[str, bool], Run]) -> None:
-    members = {share: members_of(runs["energon", share].workspace.root) for share in (True, False)}
-    media = {share: [n for n in own if not n.endswith(".json")] for share, own in members.items()}
-    assert len(media[False]) == 70
-    plan, rows = open_plan(runs["energon", True]).packs, index_rows(runs["energon", True])
+def test_each_medium_of_a_tree_is_a_member_once(shared: Run, plain: Run, world: World) -> None:
+    media = [
+        [name for name in members_of(run.workspace.root) if not name.endswith(".json")]
+        for run in (shared, plain)
+    ]
+    plan, rows = open_plan(shared).packs, index_rows(shared)
     is_first = np.flatnonzero(np.asarray(plan.branches) == 0)
     with_media = [rows[number]["media"] for number in plan.sample_ids[is_first]]
-    assert len(media[True]) == sum(map(len, with_media)) < 30
-    shards = {share: files_of(runs["references", share].workspace.root) for share in (True, False)}
-    sizes = {share: len(own["train.jsonl"]) for share, own in shards.items()}
-    assert sizes[True] < sizes[False]
+    assert len(media[0]) == sum(map(len, with_media)) < 15
+    assert len(media[1]) == NUM_MEDIA
+    sizes = [
+        (world.packed("shared media", **options("references", share)) / "train.jsonl").stat()
+        for share in (True, False)
+    ]
+    assert sizes[0].st_size < sizes[1].st_size
+    counts = [require_manifest(run.workspace.root) for run in (shared, plain)]
+    assert [one.version for one in counts] == [2, 1]
+    assert counts[0].counts.packed == counts[1].counts.packed == NUM_SAMPLES
 
 
-def test_bytes_are_estimated_without_what_is_shared(runs: dict[tuple[str, bool], Run]) -> None:
-    for share in (True, False):
-        run = runs["energon", share]
-        plan, layout = open_plan(run).packs, LAYOUTS["energon"]
-        estimated = layout.pack_bytes(open_index(run), plan)
+def test_bytes_are_estimated_without_what_is_shared(shared: Run, plain: Run) -> None:
+    for run in (shared, plain):
+        estimated = LAYOUTS["energon"].pack_bytes(open_index(run), open_plan(run).packs)
         shards = require_manifest(run.workspace.root).shards
         fragments = [run.workspace.fragment(line.name.removesuffix(".tar")) for line in shards]
         found = [pack.size for path in fragments for pack in ShardFragment.load(path).packs]
         assert len(found) == len(estimated)
         # at most what JSON is estimated too large, in blocks of a tar
-        assert all(0 <= more <= 512 * 40 for more in estimated - np.array(found)), share
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["energon", "references"])
-def test_the_number_of_workers_changes_no_byte(
-    layout: str, runs: dict[tuple[str, bool], Run], source: Options, tmp_path: Path
-) -> None:
-    engine = {"engine": {"workers": 4, "samples_per_part": 16}}
-    packed_run(source, tmp_path / "out", **options(layout, **engine))
-    expected = kill_test.content(runs[layout, True].workspace.root)
-    assert kill_test.content(tmp_path / "out") == expected
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["energon", "references"])
-def test_kills_change_no_byte(
-    layout: str, runs: dict[tuple[str, bool], Run], source: Options, tmp_path: Path
-) -> None:
-    expected = kill_test.content(runs[layout, True].workspace.root)
-    config, begin = (
-        make_run(source, tmp_path / "out", **options(layout)).config,
-        time.perf_counter(),
-    )
-    assert kill_test.ended_well(kill_test.start(lambda: kill_test.pack(config)))
-    seconds, dice, stages = time.perf_counter() - begin, random.Random(0), list[str]()
-    while len(stages) < 24:
-        shutil.rmtree(config.output.path)
-        stages += kill_test.trial(config, expected, seconds, dice)
-    assert {"measure", "write"} <= set(stages)
-
-
-def test_a_lost_shard_is_written_again(
-    runs: dict[tuple[str, bool], Run], source: Options, tmp_path: Path
-) -> None:
-    root = tmp_path / "out"
-    shutil.copytree(runs["energon", True].workspace.root, root)
-    expected = kill_test.content(root)
-    (root / "train-000000.tar").unlink()
-    pack_all(make_run(source, root, **options()))
-    assert kill_test.content(root) == expected
+        assert all(0 <= more <= 512 * 40 for more in estimated - np.array(found))
 
 
 @pytest.mark.parametrize("bad", ["picture", "trees", "order"])
 def test_verify_sees_what_is_not_as_planned(
-    bad: str,
-    source: Options,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(Path(source["path"]).parent, data)
-    own = {**source, "path": str(data / "questions.jsonl")}
-    run = packed_run(own, tmp_path / "out", **options(output={"split": {"train": 1.0}}))
-    assert verify(run, deep=True).problems == []
+    source = shared_media(tmp_path / "data", (24, 4, 3), (5, 1))
+    if bad == "trees":
+        monkeypatch.setattr("offline_packing.layouts.base.trees_of", lambda samples: [])
+    run = packed_run(source, tmp_path / "out", **options())
+    problems = verify(run, deep=bad != "trees").problems
+    if bad == "trees":
+        assert any("meta.trees is not what was planned" in one for one in problems)
+        return
+    assert problems == []
     if bad == "picture":  # only of the source, in bytes that no header shows
-        path = data / "0.jpg"
+        path = tmp_path / "data" / "0.jpg"
         times = path.stat().st_mtime_ns
         content = bytearray(path.read_bytes())
         content[-40] ^= 0xFF
@@ -218,11 +128,6 @@ def test_verify_sees_what_is_not_as_planned(
         problems = verify(run, deep=True).problems
         assert len(problems) > 1
         assert all("0.jpg changed since it was measured" in line for line in problems)
-    elif bad == "trees":
-        monkeypatch.setattr("offline_packing.layouts.base.trees_of", lambda samples: [])
-        others = make_run(own, tmp_path / "others", **options(output={"split": {"train": 1.0}}))
-        pack_all(others)
-        assert any("meta.trees is not what was planned" in p for p in verify(others).problems)
     else:  # rows that do not give back what went in
         split_row = concatenate.split_row
 
@@ -237,14 +142,6 @@ def test_verify_sees_what_is_not_as_planned(
         assert any("it has other position_ids and pixel_values than" in p for p in problems)
 
 
-def test_a_room_is_counted_with_a_trunk_once(runs: dict[tuple[str, bool], Run]) -> None:
-    """Packs of whole samples would be too long."""
-    rows = index_rows(runs["energon", True])
-    plan = open_plan(runs["energon", True]).packs
-    whole = [sum(rows[i]["num_tokens"] for i in pack) for pack in plan]
-    assert max(whole) > SEQ_LENGTH
-
-
 def loaded(root: Path, encoder: PackedTaskEncoder, dataset_of: Any, **given: Any) -> list[Any]:
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = dataset_of(root, task_encoder=encoder, worker_config=config, **given)
@@ -257,15 +154,16 @@ ONCE = {"repeat": False}
 
 @pytest.mark.parametrize("layout", ["energon", "references"])
 def test_every_reader_refuses_packs_that_it_does_not_know(
-    layout: str, runs: dict[tuple[str, bool], Run], tmp_path: Path
+    layout: str, world: World, tmp_path: Path
 ) -> None:
+    run = world.run("shared media", **options(layout))
     root = tmp_path / "packed"
-    shutil.copytree(runs[layout, True].workspace.root, root)
+    shutil.copytree(run.workspace.root, root)
     (root / "manifest.json").unlink()
-    plain = runs[layout, False].workspace.root
+    whole = world.run("shared media", **options(layout, share=False))
     blended = tmp_path / "blend.yaml"
-    blended.write_text(blend([runs[layout, True].workspace.root, plain], each_once=True))
-    old, new = task_encoder(trees=False), task_encoder()
+    blended.write_text(blend([run.workspace.root, whole.workspace.root], each_once=True))
+    old, new = task_encoder(run, **MODEL, trees=False), task_encoder(run, **MODEL)
     energon: tuple[Any, Any, Options] = (metadataset_of(root), get_train_dataset, PLAIN | ONCE)
     readers: list[Callable[[PackedTaskEncoder], Any]] = [
         lambda encoder: loaded(energon[0], encoder, energon[1], **energon[2]),
@@ -279,71 +177,49 @@ def test_every_reader_refuses_packs_that_it_does_not_know(
         with pytest.raises(Refusal, match=REFUSED):
             read(old)
         assert read(new), number
-    online = task_encoder(OnlineTaskEncoder, trees=False)
+    batches = loaded(blended, new, get_packed_train_dataset, micro_batch_size=2, **ONCE)
+    keys = Counter(key for batch in batches for key in batch.sub_sample_keys)
+    assert len(keys) == NUM_SAMPLES
+    assert set(keys.values()) == {2}
+    settings = {"seq_length": SEQ_LENGTH, "settings": old.settings, "trees": False}
+    online = OnlineTaskEncoder(**MODEL, **settings)
     with pytest.raises(Refusal, match=REFUSED):
         loaded(Path(str(metadataset_of(root))), online, get_online_train_dataset, **ONCE)
 
 
-def test_a_blend_gives_every_sample_of_both(
-    runs: dict[tuple[str, bool], Run], tmp_path: Path
+def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(
+    shared: Run, plain: Run, tmp_path: Path
 ) -> None:
-    roots = [runs["energon", share].workspace.root for share in (True, False)]
-    path = tmp_path / "blend.yaml"
-    path.write_text(blend(roots, each_once=True))
-    batches = loaded(path, task_encoder(), get_packed_train_dataset, micro_batch_size=2, **ONCE)
-    keys = Counter(key for batch in batches for key in batch.sub_sample_keys)
-    assert set(keys.values()) == {2}
-    assert len(keys) == sum(line.samples for line in train_lines(roots[1]))
-
-
-def train_lines(root: Path) -> list[Any]:
-    return [line for line in require_manifest(root).shards if line.split == "train"]
-
-
-def test_export_refuses_them_by_name(runs: dict[tuple[str, bool], Run], tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"share prefixes \(pack.share_prefixes\)"):
-        export(runs["energon", True].workspace.root, tmp_path / "raw_packing_data")
-
-
-def test_they_are_packed_again_as_whole_samples(
-    runs: dict[tuple[str, bool], Run], tmp_path: Path
-) -> None:
-    packs = {"format": "packs", "path": str(runs["energon", True].workspace.root), "task": "vqa"}
+        export(shared.workspace.root, tmp_path / "raw_packing_data")
+    packs = {"format": "packs", "path": str(shared.workspace.root), "task": "vqa"}
     again = packed_run(packs, tmp_path / "again", **options(share=False))
-    assert verify(again, deep=True).problems == []
-    both = again, runs["energon", False]
-    samples = [{one.key: (one, media) for one, media in restored(run)} for run in both]
-    assert samples[0].keys() == samples[1].keys()
-    for key, (sample, media) in samples[0].items():
-        first, originals = samples[1][key]
-        assert (sample.turns, media) == (first.turns, originals)
     once_more = packed_run(packs, tmp_path / "shared", **options())
-    assert verify(once_more, deep=True).problems == []
+    for run in (again, once_more):
+        assert verify(run, deep=True).problems == []
+    found = [
+        {one.key: (one.turns, media) for _, one, media in samples_of(r)} for r in (again, plain)
+    ]
+    assert len(found[0]) == NUM_SAMPLES
+    assert found[0] == found[1]
     counts = [require_manifest(run.workspace.root).counts for run in (again, once_more)]
     assert counts[1].tokens < 0.7 * counts[0].tokens
 
 
-def restored(run: Run) -> Iterator[tuple[Any, list[bytes]]]:
-    members = members_of(run.workspace.root)
-    for name in [name for name in members if name.endswith(".json")]:
-        key = name.removesuffix(".json")
-        for sub in restore_pack(members[name], key).sub_samples:
-            yield sub, [members[f"{key}.{one}"] for one in sub.media]
-
-
 def test_new_samples_of_the_same_media_are_packed_by_themselves(
-    source: Options, tmp_path: Path
+    shared: Run, tmp_path: Path
 ) -> None:
+    (source,) = shared.config.source
     data = tmp_path / "data"
-    shutil.copytree(Path(source["path"]).parent, data)
+    shutil.copytree(Path(source.path).parent, data)
     path = data / "questions.jsonl"
     lines = path.read_text().splitlines()
-    first = packed_run({**source, "path": str(path)}, tmp_path / "old", **options())
+    own = {"format": "jsonl", "path": str(path), "task": "vqa"}
+    first = packed_run(own, tmp_path / "old", **options())
     more = [json.dumps({**json.loads(line), "id": f"new{i}"}) for i, line in enumerate(lines[:20])]
     more = [line.replace("Where is", "And where is") for line in more]
     path.write_text("\n".join([*lines, *more]) + "\n")
-    skip = {**source, "path": str(path), "skip": [str(first.workspace.root)]}
-    new = packed_run(skip, tmp_path / "new", **options())
+    new = packed_run({**own, "skip": [str(first.workspace.root)]}, tmp_path / "new", **options())
     assert verify(new, deep=True).problems == []
     assert {row["key"] for row in index_rows(new)} == {f"new{i}" for i in range(20)}
 
@@ -356,43 +232,30 @@ def test_media_of_their_own_after_shared_ones(pad_multiple: int, tmp_path: Path)
     for number in range(24):
         leading = [["0.jpg", "1.jpg"], ["2.jpg", "0.mp4"], ["1.mp4"]][number % 3]
         own = [[f"{3 + number % 9}.jpg"], [], ["0.mp4", "4.jpg"]][number // 3 % 3]
-        marks = [
-            "".join(f"<{'image' if 'jpg' in n else 'video'}>" for n in s) for s in (leading, own)
-        ]
-        said = [
-            f"{marks[0]}\nWhat is {number}?",
-            "This.",
-            f"{marks[1]}And this?",
-            f"It is {number}.",
-        ]
-        names = leading + own
-        images, videos = ([n for n in names if end in n] for end in ("jpg", "mp4"))
-        record = {
-            "id": str(number),
-            "messages": dialogue(*said),
-            "images": images,
-            "videos": videos,
+        first, second = (
+            "".join(f"<{'image' if 'jpg' in name else 'video'}>" for name in names)
+            for names in (leading, own)
+        )
+        said = [f"{first}\nWhat is {number}?", "This.", f"{second}And this?", f"It is {number}."]
+        media = {
+            kind: [name for name in leading + own if end in name]
+            for kind, end in (("images", "jpg"), ("videos", "mp4"))
         }
-        records.append(json.dumps(record))
+        records.append(json.dumps({"id": str(number), "messages": dialogue(*said), **media}))
     (tmp_path / "data" / "questions.jsonl").write_text("\n".join(records))
     source = {"format": "jsonl", "path": str(tmp_path / "data/questions.jsonl"), "task": "bmr"}
-    pack, output = {"pad_multiple": pad_multiple}, {"split": {"train": 1.0}}
+    pack = {"pad_multiple": pad_multiple, "seq_length": 1024}
     for layout in ("energon", "references"):
-        run = packed_run(source, tmp_path / layout, **options(layout, pack=pack, output=output))
+        run = packed_run(source, tmp_path / layout, **options(layout, pack=pack))
         assert verify(run, deep=True).problems == []
-        settings = PackingSettings(packed=True, bmr=True)
-        rows = list(rows_of(run, settings=settings, pad_multiple=pad_multiple))
-        assert (
-            sum(row.row.media_counts.sum().item() for row in rows)
-            < sum(len(row["media"]) for row in index_rows(run)) - 20
-        )
+        rows = list(rows_of(run, pad_multiple=pad_multiple))
+        shown = sum(row.row.media_counts.sum().item() for row in rows)
+        assert shown < sum(len(row["media"]) for row in index_rows(run)) - 20
         assert sum(len(row.row.tokens) for row in rows) == open_plan(run).packs.info.num_tokens
         assert sum(len(row.sub_sample_keys) for row in rows) == 24
-        assert max(len(row.row.tokens) for row in rows) <= SEQ_LENGTH
+        assert max(len(row.row.tokens) for row in rows) <= 1024
         previews = list(preview(run, num_packs=100))
-        assert sum(len(one.images + one.videos) for p in previews for one in p.sub_samples) == sum(
-            row.row.media_counts.sum().item() for row in rows
-        )
+        assert shown == sum(len(s.images + s.videos) for one in previews for s in one.sub_samples)
 
 
 def test_captions(tmp_path: Path) -> None:
@@ -401,63 +264,28 @@ def test_captions(tmp_path: Path) -> None:
     runs = [packed_run(source, tmp_path / f"{on}", **options(share=on)) for on in (True, False)]
     assert [verify(run, deep=True).problems for run in runs] == [[], []]
     tokens = [require_manifest(run.workspace.root).counts.tokens for run in runs]
-    rows = list(rows_of(runs[0], settings=PackingSettings(packed=True)))
+    rows = list(rows_of(runs[0]))
     assert sum(len(row.row.tokens) for row in rows) == tokens[0] < 0.7 * tokens[1]
     trained = sum(int((row.row.loss_weights > 0).sum()) for row in rows)
     assert trained == sum(row["num_loss_tokens"] for row in index_rows(runs[1]))
 
 
-def test_token_ids(source: Options, runs: dict[tuple[str, bool], Run], tmp_path: Path) -> None:
-    run = packed_run(source, tmp_path / "ids", **options(output={"pretokenize": True}))
+def test_token_ids(shared: Run, world: World) -> None:
+    run = world.run("shared media", **options(output={"pretokenize": True}))
     assert verify(run, deep=True).problems == []
-    for found, expected in zip(rows_of(run), rows_of(runs["energon", True]), strict=True):
+    for found, expected in zip(rows_of(run), rows_of(shared), strict=True):
         assert found.sub_sample_keys == expected.sub_sample_keys
         assert torch.equal(found.row.tokens, expected.row.tokens)
         assert torch.equal(found.row.parents, expected.row.parents)
         assert torch.equal(found.row.position_ids, expected.row.position_ids)
 
 
-@pytest.mark.exhaustive
-def test_thousands_of_questions(tmp_path: Path) -> None:
-    """2,000 questions on 300 pictures and 200 on 20 videos, scattered."""
-    sides = range(112, 672, 56)
-    source = shared_media(tmp_path / "data", (2000, 200, 100), (300, 20), sides=sides)
-    room = {"pack": {"seq_length": 4096}, "output": {"packs_per_shard": 16}}
-    room["model"] = MODEL | {"max_pixels": 28 * 28 * 256}
-    runs = {
-        share: packed_run(source, tmp_path / f"{share}", **options(share=share, **room))
-        for share in (True, False)
-    }
-    assert verify(runs[True], deep=True).problems == []
-    manifests = {share: require_manifest(run.workspace.root) for share, run in runs.items()}
-    rows = list(rows_of(runs[True], seq_length=4096, **room["model"]))
-    seen = Counter(key for row in rows for key in row.sub_sample_keys)
-    assert len(seen) == seen.total() == 2300
-    assert sum(len(row.row.tokens) for row in rows) == manifests[True].counts.tokens
-    grids = [grid for row in rows for grid in (row.row.image_grid_thw, row.row.video_grid_thw)]
-    patches = {
-        True: sum(int(grid.prod(1).sum()) for grid in grids),
-        False: sum(row["num_vision_patches"] for row in index_rows(runs[False])),
-    }
-    for share, manifest in manifests.items():
-        tokens, num_bytes = manifest.counts.tokens, sum(line.bytes for line in manifest.shards)
-        packs = sum(manifest.counts.packs.values())
-        counts = tokens, num_bytes, patches[share], packs
-        logger.info("%s: %d tokens, %d bytes, %d patches, %d packs", share, *counts)
-    assert patches[True] < patches[False] / 5
-    assert manifests[True].counts.tokens < manifests[False].counts.tokens / 3
-    expected = kill_test.content(runs[True].workspace.root)
-    room["engine"] = {"workers": 4, "samples_per_part": 16}
-    config = make_run(source, tmp_path / "again", **options(**room)).config
-    assert kill_test.trial(config, expected, 2, random.Random(0))
-
-
-def test_preview_shows_a_trunk_with_its_branches(runs: dict[tuple[str, bool], Run]) -> None:
-    packs = list(preview(runs["energon", True], num_packs=100))
+def test_preview_shows_a_trunk_with_its_branches(shared: Run, plain: Run) -> None:
+    packs = list(preview(shared, num_packs=100))
     page = render_packs(packs, "vqa").decode()
     elements, shown = Elements(page), click.unstyle("".join(map(render_pack, packs)))
     trunks = [sub for pack in packs for sub in pack.sub_samples if sub.num_branches]
-    assert len(trunks) > 12
+    assert len(trunks) > 4
     assert "each branch (↳) below it sees the trunk and itself" in page
     for trunk in trunks:
         assert trunk.num_loss_tokens == 0
@@ -473,8 +301,7 @@ def test_preview_shows_a_trunk_with_its_branches(runs: dict[tuple[str, bool], Ru
                 assert turn.answer in elements.text
                 assert ("↳ " + sub.sample.key in elements.text) == sub.is_branch
     media = [sub.images + sub.videos for pack in packs for sub in pack.sub_samples]
-    assert elements.names["img"] == sum(map(len, media)) < 30
+    assert elements.names["img"] == sum(map(len, media)) < 15
     assert f"trunk of {trunks[0].num_branches} samples" in elements.text
     assert re.search(r"#\d+ trunk of \d+ samples  [\d,]+ tokens", shown)
-    plain = list(preview(runs["energon", False], num_packs=100))
-    assert "trunk" not in render_packs(plain, "vqa").decode()
+    assert "trunk" not in render_packs(list(preview(plain, num_packs=100)), "vqa").decode()

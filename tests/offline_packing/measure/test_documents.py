@@ -25,7 +25,6 @@ from offline_packing.verify.verify import verify
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SourceSample, split_at_media
 from tests.helpers.datasets import WORDS, image_bytes, make_run, outcomes, pack_all, packed_run
-from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of, set_aside_in_plan
 
@@ -122,48 +121,25 @@ def test_long_documents_are_cut(tmp_path: Path) -> None:
     assert manifest.counts.records["packed"] == len(records)
 
 
-def test_batches_of_documents(tmp_path: Path) -> None:
-    """Through Energon: every pack is a batch, and pictures have the patches of their sizes."""
-    run = run_of(tmp_path, documents(12, 12), pack={"on_overlong": "split_turns"})
-    manifest = pack_all(run)
-    batches = batches_of(run.workspace.root, encoder_of(run))
-    assert len(batches) == manifest.counts.packs["train"]
-    patches = sum(int(batch.image_grid_thw.prod(1).sum()) for batch in batches)
-    assert patches == sum(
-        (56 + 28 * int(name[0])) * 84 // 14**2
-        for record in documents(12, 12)
-        for name in record["images"]
-    )
-
-
-@pytest.mark.parametrize("layout", ["loongforge", "llava_onevision"])
-def test_layouts_that_take_none(layout: str, tmp_path: Path) -> None:
+def test_what_takes_no_documents(tmp_path: Path) -> None:
+    """Two layouts take texts alone, and an export nothing; packs are read again as they are."""
     records = [
         {"id": "a", "text": "One <image> two", "images": ["0.jpg"]},
         {"id": "b", "text": "Alone", "images": ["2.jpg"]},
     ]
-    run = run_of(tmp_path, records, output={"layout": layout})
+    for layout in ("loongforge", "llava_onevision"):
+        run = run_of(tmp_path, records, output={"layout": layout, "overwrite": True})
+        pack_all(run)
+        (lost,) = set_aside_in_plan(run)
+        assert lost["key"] == "a"
+        assert "<image> in an answer or document" in lost["detail"]
+    pack, output = {"on_overlong": "split_turns"}, {"overwrite": True}
+    run = run_of(tmp_path, documents(8), pack=pack, output=output)
     pack_all(run)
-    (lost,) = set_aside_in_plan(run)
-    assert lost["key"] == "a"
-    assert "<image> in an answer or document" in lost["detail"]
-
-
-def test_export_refuses_documents(tmp_path: Path) -> None:
-    run = run_of(tmp_path, [{"id": "a", "text": "One <image> two", "images": ["0.jpg"]}])
-    pack_all(run)
-    with pytest.raises(StageError, match="holds a document, or a part of one, 'a'"):
+    with pytest.raises(StageError, match="holds a document, or a part of one, 'd"):
         export(run.workspace.root, tmp_path / "files", progress=False)
-
-
-def test_packs_of_documents_are_read_again(tmp_path: Path) -> None:
-    run = run_of(tmp_path, documents(8), pack={"on_overlong": "split_turns"})
-    pack_all(run)
-    again = packed_run(
-        {"format": "packs", "path": str(run.workspace.root), "task": "captioning"},
-        tmp_path / "again",
-        pack={"seq_length": 256},
-    )
+    source = {"format": "packs", "path": str(run.workspace.root), "task": "captioning"}
+    again = packed_run(source, tmp_path / "again", pack={"seq_length": 256})
     first, second = (
         sorted((sample.key, sample.turns, media) for _, sample, media in samples_of(one))
         for one in (run, again)

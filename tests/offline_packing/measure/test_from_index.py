@@ -10,12 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.config.packing import parse_config
-from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.index.table import part_name
-from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure, preview_measure
-from offline_packing.measure.measure_part import measure_part
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_encoder
@@ -31,7 +28,7 @@ from tests.helpers.datasets import (
     packed_run,
     plan_index,
 )
-from tests.helpers.faults import KilledError, killing
+from tests.helpers.faults import killing
 from tests.helpers.formats import (
     draw_samples,
     jsonl,
@@ -43,14 +40,13 @@ from tests.helpers.formats import (
 from tests.helpers.long_conversations import conversations, run_of
 from tests.helpers.outputs import files_of, flip_byte, packs_of, shard_files
 from tests.helpers.shared_media import MODEL, shared_media
+from tests.world import World
 
 Options = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Options]:
+def three(root: Path) -> list[Options]:
     """Three sources, and in the first an id of three samples, and two that are set aside."""
-    root = tmp_path_factory.mktemp("data")
     found = [
         {**write(root / name, draw_samples(count, seed)), "task": "vqa", "name": name}
         for seed, (name, write, count) in enumerate(
@@ -72,12 +68,10 @@ def sections(**more: Options) -> dict[str, Options]:
     return {"output": output, "engine": engine, "pack": {"max_set_aside": 1}, **more}
 
 
-@pytest.fixture(scope="module")
-def whole(sources: list[Options], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All three sources, measured."""
-    run = make_run(sources, tmp_path_factory.mktemp("runs") / "all", **sections())
-    measure(run)
-    return run
+@pytest.fixture
+def whole(world: World) -> Run:
+    """All three sources, packed."""
+    return world.run(three, **sections())
 
 
 def stage(whole: Run, folder: Path, /, **more: Any) -> Run:
@@ -88,17 +82,24 @@ def stage(whole: Run, folder: Path, /, **more: Any) -> Run:
     return make_run(source, folder, **sections(**more))
 
 
+def packed_stage(whole: Run, folder: Path, /, **more: Any) -> Run:
+    run = stage(whole, folder, **more)
+    pack_all(run)
+    assert verify(run, deep=True).ok
+    return run
+
+
 def keys_of(run: Run) -> list[str]:
     return [row["key"] for row in index_rows(run)]
 
 
 def test_a_stage_is_what_measuring_anew_gives(
-    whole: Run, sources: list[Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorter = {"pack": {"seq_length": 256, "max_set_aside": 1}}
-    anew = packed_run(sources, tmp_path / "anew", **sections(**shorter))
+    sources, anew = world.source(three), world.run(three, **sections(**shorter))
     made = stage(whole, tmp_path / "stage", **shorter)
-    assert "/all (parts: 4)" in preview_measure(made)
+    assert f"/{whole.workspace.root.name} (parts: 4)" in preview_measure(made)
     with monkeypatch.context() as patch:
         encoder = open_encoder(made.config.model)
         patch.setattr(type(encoder), "measure", killing(encoder.measure, 0))
@@ -111,40 +112,31 @@ def test_a_stage_is_what_measuring_anew_gives(
     assert len({row["source_id"] for row in index_rows(made)}) == 3
     assert any("@" in key for key in keys_of(made))
     (info, other) = (replace(open_index(run).info, hashes={}) for run in (made, anew))
-    listed = {f"source.{i}.listing": "" for i in range(3)}
     for one in (info, other):
-        one.fingerprint.update(listed)
+        one.fingerprint.update({f"source.{i}.listing": "" for i in range(3)})
     assert info == other
     assert info.set_aside == {"bad_json": 1, "missing_image": 1}
     assert not files_of(made.workspace.files)
-    plans = [files_of(run.workspace.plan) for run in (made, anew)]
-    for files in plans:
-        del files["stage.json"]
-    assert plans[0] == plans[1]
-    tars = [shard_files(run) for run in (made, anew)]
-    for files in tars:
-        del files["manifest.json"]
-    assert tars[0] == tars[1]
-    assert len(tars[0]) > 2
+    found = [files_of(run.workspace.plan) | shard_files(run) for run in (made, anew)]
+    for files in found:
+        del files["stage.json"], files["manifest.json"]
+    assert found[0] == found[1]
+    assert len(found[0]) > 6
     for path in made.workspace.set_aside.iterdir():
         assert pq.read_table(path) == pq.read_table(anew.workspace.set_aside / path.name)
     assert verify(made, deep=True).ok
 
 
 def test_a_name_picks_one_source(whole: Run, tmp_path: Path) -> None:
-    made = stage(whole, tmp_path / "stage", name="tables", repeat=2)
-    manifest = pack_all(made)
+    made = packed_stage(whole, tmp_path / "stage", name="tables", repeat=2)
     (source,) = made.config.source
     assert (source.format, source.repeat) == ("parquet", 2)
-    assert manifest.counts.packed == 22
+    assert require_manifest(made.workspace.root).counts.packed == 22
     assert sorted(keys_of(made)) == [f"tables/s{i:04d}" for i in range(11)]
     assert {row["source_id"] for row in index_rows(made)} == {0}
-    assert verify(made, deep=True).ok
     # The next stage, from this one.
-    again = stage(made, tmp_path / "again", name="other")
-    pack_all(again)
+    again = packed_stage(made, tmp_path / "again", name="other")
     assert sorted(keys_of(again)) == [f"other/s{i:04d}" for i in range(11)]
-    assert verify(again, deep=True).ok
     root = made.workspace.root
     twice = [{"format": "index", "path": f"{root}/{at}", "name": at} for at in (".", "../stage")]
     with pytest.raises(ConfigError, match="name them once"):
@@ -195,43 +187,18 @@ def test_sources_of_several_indexes(whole: Run, tmp_path: Path) -> None:
     assert measure(make_run(named, tmp_path / "named", **sections())).info.num_samples == 0
 
 
-@pytest.mark.parametrize("name", ["chats", None])
-def test_stages_that_skip_each_other(whole: Run, tmp_path: Path, name: str | None) -> None:
-    first = stage(whole, tmp_path / "first", name="chats")
-    pack_all(first)
-    second = stage(whole, tmp_path / "second", name=name, skip=str(first.workspace.root))
-    if name:
-        assert measure(second).info.num_samples == 0
-    else:
-        pack_all(second)
-        assert verify(second, deep=True).ok
-        both = [key for run in (first, second) for _, keys in packs_of(run) for key in keys]
-        assert len(both) == len(set(both)) == 14 + 2 + 9 + 11
-        assert not {key for key in keys_of(second) if key.startswith("chats/")}
-    info = open_index(second).info
-    assert (info.num_skipped, info.set_aside) == (14 + 3 + 2, {})
-
-
-def test_the_same_bytes_after_a_kill_and_on_workers(
-    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undisturbed = stage(whole, tmp_path / "undisturbed")
-    measure(undisturbed)
-    expected = files_of(undisturbed.workspace.packing)
-    assert len(expected) > 10
-    for after in range(0, 9, 2):
-        run = stage(whole, tmp_path / f"killed{after}")
-        with monkeypatch.context() as patch:
-            patch.setattr(measure_module, "measure_part", killing(measure_part, after))
-            with pytest.raises(KilledError):
-                measure(run)
-        (run.workspace.index / part_name(after)).write_bytes(b"cut")
-        measure(run)
-        assert files_of(run.workspace.packing) == expected
-    with LocalEngine(4) as engine:
-        run = replace(stage(whole, tmp_path / "workers"), engine=engine)
-        measure(run)
-    assert files_of(run.workspace.packing) == expected
+def test_stages_that_skip_each_other(whole: Run, tmp_path: Path) -> None:
+    first = packed_stage(whole, tmp_path / "first", name="chats")
+    skip = str(first.workspace.root)
+    none = stage(whole, tmp_path / "none", name="chats", skip=skip)
+    assert measure(none).info.num_samples == 0
+    second = packed_stage(whole, tmp_path / "second", skip=skip)
+    both = [key for run in (first, second) for _, keys in packs_of(run) for key in keys]
+    assert len(both) == len(set(both)) == 14 + 2 + 9 + 11
+    assert not {key for key in keys_of(second) if key.startswith("chats/")}
+    for run in (none, second):
+        info = open_index(run).info
+        assert (info.num_skipped, info.set_aside) == (14 + 3 + 2, {})
 
 
 def test_what_is_skipped_is_of_the_same_source(
@@ -290,17 +257,15 @@ def test_cut_conversations(tmp_path: Path) -> None:
     assert len(set(parts)) < len(parts)
 
 
-def test_an_uncut_index_is_not_cut(whole: Run, tmp_path: Path) -> None:
-    pack = {"on_overlong": "split_turns", "seq_length": 512}
-    with pytest.raises(StageError, match=r"pack\.on_overlong was not set, is 'split_turns'"):
-        measure(stage(whole, tmp_path / "stage", pack=pack))
-
-
 @pytest.mark.parametrize(
     ("more", "what"),
     [
         ({"model": {"max_pixels": 28 * 28 * 32}}, r"model\.max_pixels was 50176, is 25088"),
         ({"output": {"layout": "loongforge"}}, r"index\.layout was not set, is"),
+        (
+            {"pack": {"on_overlong": "split_turns", "seq_length": 512}},
+            r"pack\.on_overlong was not set, is 'split_turns'",
+        ),
         (
             {"model": {"family": "qwen2_5_vl"}},
             "model.tokenizer was another tokenizer, is the tokenizer of model.family=qwen2_5_vl "
@@ -311,13 +276,13 @@ def test_an_uncut_index_is_not_cut(whole: Run, tmp_path: Path) -> None:
 def test_other_settings_are_refused(
     whole: Run, tmp_path: Path, more: dict[str, Options], what: str
 ) -> None:
-    with pytest.raises(StageError, match=f"the index of .*/all cannot be used: .*{what}.*"):
+    with pytest.raises(StageError, match=f"the index of .* cannot be used: .*{what}.*"):
         measure(stage(whole, tmp_path / "stage", **more))
 
 
-def test_rules_may_be_more_than_are_asked(sources: list[Options], tmp_path: Path) -> None:
+def test_rules_may_be_more_than_are_asked(world: World, tmp_path: Path) -> None:
     more = sections(output={"layout": "loongforge"})
-    own = make_run(sources[2], tmp_path / "all", **more)
+    own = make_run(world.source(three)[2], tmp_path / "all", **more)
     measure(own)
     measure(stage(own, tmp_path / "stage"))
     assert index_rows(stage(own, tmp_path / "stage"))[0]["room"] == 1
@@ -337,30 +302,23 @@ def test_rules_may_be_more_than_are_asked(sources: list[Options], tmp_path: Path
         ({"fields": {}}, "fields is not a known field"),
         ({"name": "tars", "repeat": 0}, "repeat=0: .*greater than 0"),
         ({"output": True}, "is named by source.skip or format index; new packs need"),
+        ({"path": "nothing"}, "nothing has no complete index to read; run measure there"),
     ],
 )
 def test_bad_options(whole: Run, tmp_path: Path, more: Options, what: str) -> None:
-    folder = whole.workspace.root if more.pop("output", False) else tmp_path / "stage"
     source = {"format": "index", "path": str(whole.workspace.root), **more}
-    with pytest.raises(ConfigError, match=what) as error:
+    folder = whole.workspace.root if source.pop("output", False) else tmp_path / "stage"
+    with pytest.raises((ConfigError, StageError), match=what) as error:
         make_config(source, folder)
     assert "\n" not in str(error.value)
 
 
-def test_an_output_without_an_index(whole: Run, tmp_path: Path) -> None:
-    with pytest.raises(
-        StageError, match="nothing has no complete index to read; run measure there"
-    ):
-        make_config({"format": "index", "path": str(tmp_path / "nothing")}, tmp_path / "out")
-
-
-def test_what_changed_since(sources: list[Options], tmp_path: Path) -> None:
-    moved = tmp_path / "moved"
+def test_what_changed_since(world: World, tmp_path: Path) -> None:
+    moved, sources = tmp_path / "moved", world.source(three)
     shutil.copytree(sources[0]["path"].rpartition("/")[0], moved)
     source = {**sources[0], "path": str(moved / "chat.jsonl")}
     own = packed_run(source, tmp_path / "all", **sections())
-    made = stage(own, tmp_path / "stage")
-    pack_all(made)
+    made = packed_stage(own, tmp_path / "stage")
     # More data change nothing.
     with (moved / "more.jsonl").open("wb") as file:
         file.write(lines([{"id": "new", "messages": dialogue("What?", "It.")}]))
@@ -393,24 +351,15 @@ def test_what_changed_since(sources: list[Options], tmp_path: Path) -> None:
         measure(stage(own, tmp_path / "other"))
     there.write_bytes(kept)
     # Another index.
-    pack_all(
-        make_run(
-            source,
-            own.workspace.root,
-            **sections(
-                output={"overwrite": True},
-                pack={"max_set_aside": 1},
-                engine={"samples_per_part": 3},
-                model={"max_pixels": 28 * 28 * 32},
-            ),
-        )
-    )
+    smaller: Options = {"model": {"max_pixels": 28 * 28 * 32}}
+    other = sections(output={"overwrite": True}, engine={"samples_per_part": 3}, **smaller)
+    pack_all(make_run(source, own.workspace.root, **other))
     with pytest.raises(StageError, match=r"source\.0\.listing: .*all has another index now"):
-        measure(stage(own, tmp_path / "stage", model={"max_pixels": 28 * 28 * 32}))
+        measure(stage(own, tmp_path / "stage", **smaller))
     # The images are gone.
     shutil.move(moved / "images", tmp_path / "elsewhere")
     with pytest.raises(StageError, match=r"restore it|no longer|missing"):
-        pack_all(stage(own, tmp_path / "third", model={"max_pixels": 28 * 28 * 32}))
+        pack_all(stage(own, tmp_path / "third", **smaller))
 
 
 def test_pictures_of_two_indexes_are_apart(tmp_path: Path) -> None:
@@ -443,13 +392,12 @@ def test_pictures_of_two_indexes_are_apart(tmp_path: Path) -> None:
     assert verify(made, deep=True).ok
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_a_medium_of_other_bytes_is_not_copied(tmp_path: Path, suffix: str) -> None:
+def test_a_medium_of_other_bytes_is_not_copied(tmp_path: Path) -> None:
     """Replaced by one of the same size and time after it was measured."""
     data = captioning_pairs(tmp_path / "data", 6)
     measured = make_run(data, tmp_path / "all")
     measure(measured)
-    path = next(data.rglob(f"*.{suffix}"))
+    path = next(data.rglob("*.jpg"))
     times = path.stat()
     flip_byte(path, -20)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

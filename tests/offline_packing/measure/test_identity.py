@@ -32,7 +32,6 @@ from tests.helpers.datasets import (
     write_json,
 )
 from tests.helpers.formats import lines, tar_bytes, write_file
-from tests.helpers.outputs import packs_of
 
 NUM_KINDS = 3  # conversation, detail, complex
 
@@ -152,17 +151,6 @@ def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
     counts = pack_all(run).counts
     assert (counts.packed, counts.set_aside) == (2, {"duplicate_key": 1})
     assert verify(run, deep=True).ok
-
-
-def test_copies_of_a_repeated_id(tmp_path: Path) -> None:
-    write_llava(tmp_path / "data", llava_records())
-    source = {"format": "json", "path": str(tmp_path / "data"), "task": "vqa", "repeat": 2}
-    run = make_run(source, tmp_path / "out")
-    counts = pack_all(run).counts
-    assert (counts.packed, counts.set_aside) == (24, {})
-    packed = {key for _, pack in packs_of(run) for key in pack}
-    assert len(packed) == 24
-    assert {key.partition("#")[0] for key in packed} == set(keys_of(run))
 
 
 def record(key: str, image: str = "0.jpg", text: str = "What?", **more: Any) -> dict[str, Any]:
@@ -328,20 +316,6 @@ def test_sources_of_other_names(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"which it calls b, first, so that none .* source.name"):
         measure(skipping(moved, tmp_path, "two"))
     assert set(outcomes(skipping(moved, tmp_path, "one"))) == {"second/part0/000012"}
-
-
-def test_killed_and_run_again(tmp_path: Path) -> None:
-    root = captioning_pairs(tmp_path / "data", 30)
-    pack_all(make_run(root, tmp_path / "old"))
-    captioning_pairs(root, 36, first=30)
-    new = skipping(pairs(root), tmp_path, "old")
-    measure(new)
-    before = new.workspace.index_info.read_bytes()
-    new.workspace.index_info.unlink()
-    (new.workspace.index / "part-00001.parquet").unlink()
-    measure(new)
-    assert new.workspace.index_info.read_bytes() == before
-    assert json.loads(before)["num_skipped"] == 30
 
 
 def test_what_cannot_be_left_out(tmp_path: Path) -> None:

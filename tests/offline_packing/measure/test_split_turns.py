@@ -1,28 +1,21 @@
 """pack.on_overlong: split_turns: conversations longer than a pack become several samples, the same
 as those of a slow reference that tries every choice."""
 
-import itertools
 import os
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from offline_packing.config.sections import PackConfig
 from offline_packing.errors import ConfigError, StageError
-from offline_packing.index.records import record_numbers
-from offline_packing.index.table import part_name
-from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure, preview_measure
-from offline_packing.measure.measure_part import measure_part
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
 from offline_packing.report.report import report
-from offline_packing.runs.artifacts import open_index, open_plan
+from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.set_aside import list_set_aside
 from offline_packing.sources.base import ConversationPart
@@ -33,88 +26,37 @@ from task_encoders.samples import SampleError, SourceSample
 from tests.helpers.datasets import (
     WORDS,
     dialogue,
-    image_bytes,
     index_rows,
     make_config,
-    make_run,
     pack_all,
-    packed_run,
     plan_index,
     plan_summary,
     write_planned,
 )
-from tests.helpers.faults import KilledError, killing
-from tests.helpers.formats import WRITERS, lines, write_file
+from tests.helpers.formats import lines, write_file
 from tests.helpers.long_conversations import (
     SIZES,
     Record,
     check_packed,
-    conversation,
     conversations,
     numbers,
     spoken,
     whole_samples,
 )
 from tests.helpers.long_conversations import run_of as run_over
-from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan, shard_files
+from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.videos import make_video
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Packed conversations of three parts of the index, most of them cut."""
-    pack = {"seq_length": 256, "split_turns": {"context_turns": 1}}
-    folder = tmp_path_factory.mktemp("cut")
-    run = run_over(folder, RECORDS, pack=pack, output={"packs_per_shard": 4})
-    pack_all(run)
-    return run
-
-
-def elsewhere(run: Run, name: str) -> Run:
-    """The same run over the same files, into another folder."""
-    output = run.config.output.model_copy(update={"path": f"{run.workspace.root}_{name}"})
-    return replace(run, config=run.config.model_copy(update={"output": output}))
-
-
-RECORDS = [*conversations(35, seed=3, most=40), conversation("c35", np.random.default_rng(3), 2, 1)]
-RECORDS[20]["messages"][-1]["content"] = " ".join(WORDS * 40)
-
-
-def test_every_trained_token_is_trained_once(packed: Run) -> None:
-    check_packed(packed, RECORDS)
-    result = verify(packed, deep=True)
-    assert result.ok, result.problems
-    assert all(len(set(names(keys))) == len(keys) for _, keys in packs_of(packed))
-    lost = {row["key"]: row for row in set_aside_in_plan(packed)}
-    assert re.fullmatch(r"\d+ tokens > seq_length 256", lost[max(lost)]["detail"])
-
-
-def measured(run: Run) -> dict[str, bytes]:
-    """All files of `measure`."""
-    packing = run.workspace.packing
-    patterns = ("index.json", "index/*", "set_aside/*", "files/*")
-    paths = [path for pattern in patterns for path in packing.glob(pattern)]
-    return {str(path.relative_to(packing)): path.read_bytes() for path in paths}
-
-
-def test_the_same_bytes_after_a_kill(packed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill after the first part, half-way into another, changes neither index nor shards."""
-    stopped = elsewhere(packed, "stopped")
-    monkeypatch.setattr(measure_module, "measure_part", killing(measure_part, 1))
-    with pytest.raises(KilledError):
-        measure(stopped)
-    monkeypatch.undo()
-    index = stopped.workspace.index
-    assert [path.name for path in index.glob("part-*")] == [part_name(0)]
-    (index / part_name(2)).write_bytes(b"cut")
-    pack_all(stopped)
-    assert open_index(packed).info.part_rows[2] > 0
-    assert measured(stopped) == measured(packed)
-    assert shard_files(stopped) == shard_files(packed)
-
-
-def test_what_is_said_of_it(packed: Run) -> None:
+def test_what_is_said_of_it(tmp_path: Path) -> None:
+    records = conversations(11, seed=3, most=40)
+    records[7]["messages"][-1]["content"] = " ".join(WORDS * 40)
+    records.append({"id": "alone", "messages": dialogue("All?", " ".join(WORDS * 40))})
+    sections = {"pack": {"seq_length": 256}, "output": {"packs_per_shard": 4}}
+    packed = run_over(tmp_path, records, **sections)
+    pack_all(packed)
+    check_packed(packed, records)
     info = open_index(packed).info
     rows = [row for row in index_rows(packed) if row["part"]]
     cut = len({row["part"]["key"] for row in rows})
@@ -127,18 +69,21 @@ def test_what_is_said_of_it(packed: Run) -> None:
     counts = read_json(packed.workspace.manifest)["counts"]
     lost = [row["key"] for row in set_aside_in_plan(packed)]
     whole = [key for key in lost if "[" not in key]
+    assert whole == ["alone"] != lost
+    details = [row["detail"] for row in set_aside_in_plan(packed)]
+    assert all(re.fullmatch(r"\d+ tokens > seq_length 256", one) for one in details)
     assert counts["records"] == {
-        "read": len(RECORDS),
-        "packed": len(RECORDS) - len(whole),
+        "read": len(records),
+        "packed": len(records) - len(whole),
         "set_aside": len(whole),
     }
     assert counts["samples"] == counts["packed"] + len(lost) == info.num_samples
     texts = [render_pack(pack) for pack in preview(packed, num_packs=3)]
     assert re.search(r"c\d+\[\d+:\d+\]", "".join(texts))
-    shown, kept = render_result(verify(packed), deep=False), len(RECORDS) - len(whole)
-    assert f"{len(RECORDS)} = {kept} in packs + {len(whole)} set aside" in shown
+    shown, kept = render_result(verify(packed), deep=False), len(records) - len(whole)
+    assert f"{len(records)} = {kept} in packs + {len(whole)} set aside" in shown
     told = ", and cut conversations and documents that fit no pack\n"
-    assert preview_measure(elsewhere(packed, "new")).endswith(told)
+    assert preview_measure(run_over(tmp_path, records, "new", **sections)).endswith(told)
 
 
 def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
@@ -213,45 +158,6 @@ def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path)
         assert len(shown) in (0, 2 * context_turns)
 
 
-#: They hold the files or members of other formats.
-DERIVED = ("jsonl_gz", "jsonl_zst", "tsv_gz", "webdataset_gz", "raw_packing_data")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.exhaustive] * (one in DERIVED)) for one in WRITERS],
-)
-def test_every_format(name: str, tmp_path: Path) -> None:
-    """Each turn once, with its picture."""
-    pictures = [image_bytes(56, 56 + 28 * i, ("JPEG", "PNG")[i % 2]) for i in range(3)]
-    num_turns = 1 if name == "csv_rows" else 6
-    samples = [
-        (
-            f"s{i}",
-            dialogue(*[t for k in range(num_turns) for t in (f"Q{k} of {i}?", "red " * 60)]),
-            [pictures[i % 3]],
-        )
-        for i in range(4)
-    ]
-    for _, messages, _ in samples:
-        messages[0]["content"] = "<image>\n" + messages[0]["content"]
-    source = {**WRITERS[name](tmp_path / "data", samples), "task": "bmr"}
-    if name == "csv_rows":
-        source["task"] = "vqa"
-    pack = {"on_overlong": "split_turns"}
-    run = packed_run(source, tmp_path / "out", pack={"seq_length": 256, **pack})
-    assert verify(run, deep=True).problems == []
-    asked = Counter(
-        turn.prompt.replace("<image>", "").strip()
-        for _, one, _ in samples_of(run)
-        for turn in one.turns
-    )
-    assert asked == {f"Q{k} of {i}?": 1 for i in range(4) for k in range(num_turns)}
-    for _, one, media in samples_of(run):
-        turn, number = map(int, re.findall(r"\d+", one.turns[0].prompt))
-        assert media == ([pictures[number % 3]] if turn == 0 else [])
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -302,60 +208,6 @@ def names(keys: list[str]) -> list[str]:
     return [key.partition("[")[0].partition("#")[0] for key in keys]
 
 
-@pytest.mark.parametrize(("group", "more"), [(None, {}), ("doc", {"strategy": "mixed"})])
-def test_parts_stand_in_one_split(group: str | None, more: dict[str, Any], tmp_path: Path) -> None:
-    records = [record(f"c{i}", 12) for i in range(10)]
-    records += [record(f"p{i}", 9, f"{i}.jpg", doc="d") for i in range(2)]
-    output: dict[str, Any] = {"split": {"train": 0.7, "val": 0.3}}
-    if more:
-        output["layout"] = "references"
-    source = {"fields": {"group": group}} if group else {}
-    run = run_of(tmp_path, records, source=source, output=output, pack=more)
-    packed_well(run)
-    samples, plan = open_index(run), open_plan(run).packs
-    hashes = record_numbers(samples)
-    start, of_split = 0, []
-    for count in plan.info.splits.values():
-        some = plan.sample_ids[plan.pack_offsets[start] : plan.pack_offsets[start + count]]
-        of_split.append(set(hashes[some].tolist()))
-        start += count
-    assert len(of_split) == 2
-    assert all(of_split)
-    assert not of_split[0] & of_split[1]
-    for begin, end in itertools.pairwise(plan.pack_offsets.tolist()):
-        own = hashes[plan.sample_ids[begin:end]]
-        assert len(np.unique(own)) == len(own)
-
-
-def test_other_layouts(tmp_path: Path) -> None:
-    """They hold the same parts as tar shards, each as long as it was measured."""
-    records = [record(f"c{i}", 9 + i, "1.jpg", "2.jpg") for i in range(6)]
-    pack = {"split_turns": {"context_turns": 1}}
-    keys = [key for _, own in packed_well(run_of(tmp_path, records, pack=pack)) for key in own]
-    assert min(Counter(names(keys)).values()) > 1
-    for layout in ("references", "indexed"):
-        run = run_of(tmp_path, records, layout, output={"layout": layout}, pack=pack)
-        packed_well(run)
-        assert sorted(row["key"] for row in index_rows(run)) == sorted(keys)
-
-
-@pytest.mark.parametrize("repeat", [pytest.param(0.5, marks=pytest.mark.exhaustive), 1.5])
-def test_drawn_conversations(repeat: float, tmp_path: Path) -> None:
-    """All parts of a conversation are used equally often, and no two of them share a pack."""
-    records = [record(f"c{i}", 9) for i in range(8)]
-    run = run_of(tmp_path, records, source={"repeat": repeat}, pack={"max_set_aside": 1})
-    pack_all(run)
-    assert verify(run, deep=True).ok
-    packs = packs_of(run)
-    assert all(len(set(names(own))) == len(own) for _, own in packs)
-    uses = Counter(key.partition("#")[0] for _, own in packs for key in own)
-    parts: dict[str, set[int]] = {}
-    for row in index_rows(run):
-        parts.setdefault(row["key"].partition("[")[0], set()).add(uses[row["key"]])
-    assert all(len(counts) == 1 for counts in parts.values())
-    assert {min(counts) for counts in parts.values()} == {int(repeat), int(repeat) + 1}
-
-
 def test_conversations_whose_parts_no_template_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -392,33 +244,16 @@ def test_new_conversations(tmp_path: Path) -> None:
 
 
 def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
-    """A conversation with more images than a pack may hold is cut as well."""
+    """A conversation with more images than a pack may hold is cut; others are not."""
     records = [record("many", 5, *(f"{i % 4}.jpg" for i in range(5))), record("few", 2, "0.jpg")]
     pack = {"budgets": {"images": 2}, "seq_length": 512}
     run = run_of(tmp_path, records, pack=pack)
     packed_well(run)
     found = {row["key"]: row["num_images"] for row in index_rows(run)}
-    assert found == {
-        "many[0:2]": 2,
-        "many[2:4]": 2,
-        "many[4:5]": 1,
-        "few": 1,
-    }
-
-
-@pytest.mark.parametrize(
-    "pack",
-    [
-        {"pad_multiple": 48, "assignment": "locality"},
-        {"context_parallel": 2},
-        {"order": {"num_ranks": 2}},
-    ],
-)
-def test_other_plans(pack: dict[str, Any], tmp_path: Path) -> None:
-    records = [record(f"c{i}", 2 + i) for i in range(10)]
-    packs = packed_well(run_of(tmp_path, records, pack=pack))
-    for _, own in packs:
-        assert len(set(names(own))) == len(own)
+    assert found == {"many[0:2]": 2, "many[2:4]": 2, "many[4:5]": 1, "few": 1}
+    whole = run_of(tmp_path, records[1:], "whole", pack=pack)
+    assert packed_well(whole) == [("train", ["few"])]
+    assert (open_index(whole).info.split, pack_all(whole).counts.records) == ({}, {})
 
 
 def test_room_for_what_a_layout_adds(tmp_path: Path) -> None:
@@ -453,51 +288,22 @@ def test_records_that_share_an_id(tmp_path: Path) -> None:
     assert {row["part"]["key"] for row in index_rows(run)} == set(starts)
 
 
-def test_several_sources(tmp_path: Path) -> None:
-    """Conversations of two sources with the same keys are others."""
-    records = [record(f"c{i}", 9) for i in range(3)]
-    write_file(tmp_path / "b.jsonl", lines(records))
-    run_of(tmp_path, records)
-    sources = [
-        {"format": "jsonl", "path": str(tmp_path / name), "task": "bmr"}
-        for name in ("a.jsonl", "b.jsonl")
-    ]
-    pack = {"seq_length": 256, "on_overlong": "split_turns"}
-    run = make_run(sources, tmp_path / "out", pack=pack)
-    packed_well(run)
-    assert open_index(run).info.split["conversations"] == 6
-
-
-def test_without_long_conversations_nothing_changes(tmp_path: Path) -> None:
-    records = [record(f"c{i}", 2, "0.jpg") for i in range(4)]
-    run = run_of(tmp_path, records)
-    plain = run_of(tmp_path, records, "plain", pack={"on_overlong": "set_aside"})
-    packs = packed_well(run)
-    assert [keys for _, keys in packs] == [keys for _, keys in packed_well(plain)]
-    assert open_index(run).info.split == {}
-    assert not pack_all(run).counts.records
-
-
 def test_conversations_with_videos(tmp_path: Path) -> None:
     """Each part has the images and videos of its turns."""
     write_file(tmp_path / "v.mp4", make_video(6, 56, 56))
     marks = ["<video>\n<image>", "", "<image>", "<video>", "", ""]
     texts = [text for i, mark in enumerate(marks) for text in (f"{mark}{i}?", "red " * 120)]
     media = {"images": ["0.jpg", "1.jpg"], "videos": ["v.mp4", "v.mp4"]}
-    pack = {"seq_length": 512}
-    run = run_of(tmp_path, [{"id": "c", "messages": dialogue(*texts), **media}], pack=pack)
+    one = {"id": "c", "messages": dialogue(*texts), **media}
+    run = run_of(tmp_path, [one], pack={"seq_length": 512})
     packed_well(run)
-    rows = [(row["key"], row["num_images"], row["num_videos"]) for row in index_rows(run)]
-    shown = {i: (images, videos) for key, images, videos in rows for i in turns_of(key)}
-    assert [sum(row[i] for row in rows) for i in (1, 2)] == [2, 2]
-    assert shown[0][1] == shown[3][1] == 1
-    assert shown[0][0] == shown[2][0]
-
-
-def turns_of(key: str) -> range:
-    """'c[2:4]' -> range(2, 4)"""
-    first, end = key.rpartition("[")[2].rstrip("]").split(":")
-    return range(int(first), int(end))
+    turns = {row["key"]: range(*numbers(row["key"])) for row in index_rows(run)}
+    for row in index_rows(run):
+        own = [marks[turn] for turn in turns[row["key"]]]
+        shown = [sum(mark.count(f"<{kind}>") for mark in own) for kind in ("image", "video")]
+        assert [row["num_images"], row["num_videos"]] == shown
+    assert sorted(turn for own in turns.values() for turn in own) == [*range(6)]
+    assert len(turns) > 1
 
 
 def test_several_questions_of_a_record(tmp_path: Path) -> None:

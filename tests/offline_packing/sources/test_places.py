@@ -1,36 +1,54 @@
-"""Sources elsewhere (fsspec), of one's own (plug-in), with fields of their own; odd file names."""
+"""Sources elsewhere (fsspec), of one's own (plug-in), with fields of their own; odd file names;
+media that stand in their records as `data:` URIs or as base64 alone."""
 
+import base64
 import bz2
+import csv
+import json
 import lzma
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import offline_packing.sources as sources_package
 from offline_packing.config.packing import parse_config
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import ChangedError, ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import open_sources
 from offline_packing.sources import SOURCES, Source
 from offline_packing.sources.roots.roots import RemoteRoot
+from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
-from tests.helpers import accounting, formats
-from tests.helpers.accounting import account, open_one
-from tests.helpers.datasets import dialogue, image_bytes, make_run, outcomes, pack_all, write_json
+from tests.helpers.accounting import account, measured_rows, open_one
+from tests.helpers.accounting import outcomes as outcomes_of
+from tests.helpers.datasets import (
+    dialogue,
+    image_bytes,
+    make_run,
+    outcomes,
+    pack_all,
+    packed_run,
+    write_json,
+)
 from tests.helpers.formats import (
     WRITERS,
     draw_samples,
+    draw_video_samples,
     lines,
     tar_bytes,
     write_file,
 )
+from tests.helpers.videos import make_video
 
-SAMPLES = formats.draw_samples(4) + [
-    (f"v{key}", *rest) for key, *rest in formats.draw_video_samples(3, single=True)
+SAMPLES = draw_samples(4) + [
+    (f"v{key}", *rest) for key, *rest in draw_video_samples(3, single=True)
 ]
 
 
@@ -38,13 +56,13 @@ SAMPLES = formats.draw_samples(4) + [
     "name", ["pairs", "jsonl", "jsonl_gz", "json_array", "webdataset", "webdataset_gz", "parquet"]
 )
 def test_remote_sources(tmp_path: Path, name: str) -> None:
-    local = formats.WRITERS[name](tmp_path / "data", SAMPLES)
+    local = WRITERS[name](tmp_path / "data", SAMPLES)
     url = f"memory://{tmp_path.name}"
     fsspec.filesystem("memory").put(str(tmp_path / "data"), url, recursive=True)
     path = local["path"].replace(str(tmp_path / "data"), url)
-    sources = [accounting.open_one({**local, "path": at}, tmp_path) for at in (local["path"], path)]
-    assert [outcome for _, outcome, _ in accounting.account(sources[1])] == ["ok"] * len(SAMPLES)
-    here, there = map(accounting.measured_rows, sources)
+    sources = [open_one({**local, "path": at}, tmp_path) for at in (local["path"], path)]
+    assert [outcome for _, outcome, _ in account(sources[1])] == ["ok"] * len(SAMPLES)
+    here, there = map(measured_rows, sources)
     for row in (*here, *there):  # only what lies here has a modification time
         del row["stamp"]
     assert here == there
@@ -86,14 +104,12 @@ def test_fields_of_pairs(tmp_path: Path) -> None:
     write_file(tmp_path / "x.jpg", image_bytes())
     config = {"format": "pairs", "path": str(tmp_path), "task": "captioning"}
     fields = {"caption": "captions[0].content", "images": "other.image"}
-    ((_, outcome, row),) = accounting.account(
-        accounting.open_one({**config, "fields": fields}, tmp_path)
-    )
+    ((_, outcome, row),) = account(open_one({**config, "fields": fields}, tmp_path))
     assert outcome == "ok"
     assert row is not None
     assert row.media[0].container == "x.jpg"
     missing = {**config, "fields": {"caption": "captions[1].content"}}
-    assert accounting.outcomes(missing, tmp_path) == {"a": "bad_record"}
+    assert outcomes_of(missing, tmp_path) == {"a": "bad_record"}
 
 
 MODULE = '''
@@ -180,7 +196,7 @@ def test_files_in_upper_case(tmp_path: Path, name: str, beside: bool) -> None:
         stem, *ends = path.name.split(".")
         path.rename(path.with_name(".".join([stem, *(end.upper() for end in ends)])))
     expected = {key for key, *_ in samples}
-    got = accounting.outcomes(config, tmp_path)
+    got = outcomes_of(config, tmp_path)
     assert set(got.values()) == {"ok"}
     assert {key.rpartition("/")[2] for key in got} == expected
     assert not any(".TAR" in key for key in got)
@@ -240,3 +256,126 @@ def test_members_in_upper_case(tmp_path: Path, name: str) -> None:
     if task == "vqa":
         assert row.extensions == ("png", "jpg")
     assert pack_all(make_run(config, tmp_path / "out")).counts.packed == 1
+
+
+JPEG, PNG = image_bytes(), image_bytes(56, 84, "PNG")
+CLIP = make_video(4)
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def uri(data: bytes, kind: str = "image/jpeg") -> str:
+    return f"data:{kind};base64,{base64_of(data)}"
+
+
+def said(*parts: dict[str, Any]) -> dict[str, Any]:
+    """A dialogue whose question is a list of parts."""
+    content = [*parts, {"type": "text", "text": "What?"}]
+    answer = {"role": "assistant", "content": "This."}
+    return {"messages": [{"role": "user", "content": content}, answer]}
+
+
+#: Records, and the media that they hold.
+RECORDS: dict[str, tuple[dict[str, Any], list[bytes]]] = {
+    "openai": (said({"type": "image_url", "image_url": {"url": uri(JPEG)}}), [JPEG]),
+    "part": (said({"type": "image", "image": uri(PNG, "image/png;charset=x")}), [PNG]),
+    "list": ({"question": "<image><image>?", "answer": "a", "images": [uri(PNG), base64_of(JPEG)]},
+             [PNG, JPEG]),
+    "twice": ({"question": "<image><image>?", "answer": "a", "images": [uri(PNG), uri(PNG)]},
+              [PNG, PNG]),
+    "bare": ({"question": "?", "answer": "a", "image": base64_of(JPEG)}, [JPEG]),
+    "mime": ({"question": "?", "answer": "a", "image": base64.encodebytes(PNG).decode()}, [PNG]),
+    "unpadded": ({"question": "?", "answer": "a", "image": uri(JPEG).rstrip("=")}, [JPEG]),
+    "video": ({"question": "<video>?", "answer": "a", "video": uri(CLIP, "video/mp4")}, [CLIP]),
+    "object": ({"question": "?", "answer": "a", "image": {"url": uri(PNG)}}, [PNG]),
+}  # fmt: skip
+
+
+def write_jsonl(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
+    write_file(root / "a.jsonl", lines(records))
+    return {"format": "jsonl", "path": str(root)}
+
+
+def write_csv(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
+    root.mkdir()
+    with open(root / "a.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, sorted({name for record in records for name in record}))
+        writer.writeheader()
+        for record in records:
+            writer.writerow(
+                {k: v if isinstance(v, str) else json.dumps(v) for k, v in record.items()}
+            )
+    return {"format": "csv", "path": str(root)}
+
+
+def write_tar(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
+    members = [(f"{record['id']}.json", json.dumps(record).encode()) for record in records]
+    write_file(root / "a.tar", tar_bytes(members))
+    return {"format": "webdataset", "path": str(root)}
+
+
+def write_parquet(root: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
+    root.mkdir()
+    flat = [record for record in records if isinstance(record.get("image"), str)]
+    pq.write_table(pa.Table.from_pylist(flat), root / "a.parquet")
+    return {"format": "parquet", "path": str(root)}
+
+
+FORMS = (write_jsonl, write_csv, write_tar, write_parquet)
+
+
+@pytest.mark.parametrize("write", FORMS, ids=lambda write: write.__name__)
+def test_they_are_read_again_from_their_locators(
+    write: Callable[[Path, list[dict[str, Any]]], dict[str, Any]], tmp_path: Path
+) -> None:
+    records = [{"id": key, **record} for key, (record, _) in RECORDS.items()]
+    source = open_one(write(tmp_path / "data", records), tmp_path)
+    found = account(source)
+    assert [outcome for _, outcome, _ in found if outcome != "ok"] == []
+    for key, _, row in found:
+        assert row is not None
+        images = [source.read_media(locator) for locator in row.media]
+        assert images == RECORDS[key.rpartition("/")[2]][1]
+    assert len(found) == (3 if write is write_parquet else len(RECORDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (uri(JPEG[:300]), "bad_image"),
+        (uri(b""), "bad_image"),
+        (uri(b"no picture at all" * 9), "bad_image"),
+        ("data:image/png;base64,§§§§", "bad_image"),
+        ("data:image/svg+xml,<svg/>", "bad_image"),
+        ("data:", "bad_image"),
+        ("data:video/mp4;base64,AAAAAAA", "bad_image"),  # where an image is to be
+        ("A" * 200, "missing_image"),  # a name like others
+        ("JFIF" * 50 + ".jpg", "missing_image"),
+    ],
+)
+def test_broken_ones_are_set_aside(tmp_path: Path, name: str, reason: str) -> None:
+    record = {"id": "k", "question": "?", "answer": "a", "image": name}
+    assert outcomes_of(write_jsonl(tmp_path / "data", [record]), tmp_path) == {"k": reason}
+
+
+def test_packs_hold_the_bytes(tmp_path: Path) -> None:
+    records = [{"id": key, **record} for key, (record, _) in RECORDS.items()]
+    source = {**write_jsonl(tmp_path / "data", records), "task": "bmr"}
+    run = packed_run(source, tmp_path / "out", pack={"seq_length": 512})
+    assert verify(run, deep=True).ok
+    with pytest.raises(StageError, match=r"references: Energon has no address .*: record"):
+        pack_all(make_run(source, tmp_path / "b", output={"layout": "references"}))
+
+
+def test_another_picture_of_the_same_size_is_noticed(tmp_path: Path) -> None:
+    record = {"id": "k", "question": "?", "answer": "a", "image": uri(JPEG)}
+    source = open_one(write_jsonl(tmp_path / "data", [record]), tmp_path)
+    ((_, _, row),) = account(source)
+    assert row is not None
+    changed = JPEG[:-20] + bytes(20)
+    write_jsonl(tmp_path / "data", [record | {"image": uri(changed)}])
+    again = open_one({"format": "jsonl", "path": str(tmp_path / "data")}, tmp_path)
+    with pytest.raises(ChangedError):
+        again.read_media(row.media[0])

@@ -1,12 +1,26 @@
-"""Files that are complete or absent, local copies, and scratch folders."""
+"""Files that are complete or absent, local copies, scratch folders, and copies of what cannot be
+read at any place: made once, kept while needed, then removed."""
 
+import errno
+import multiprocessing
+import os
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from offline_packing.errors import StageError
+from offline_packing.errors import DiskFullError, StageError
+from offline_packing.measure.measure import measure
+from offline_packing.runs.run import Run
+from offline_packing.sources.reading import rows as row_reader
+from offline_packing.sources.reading.rows import RowFile
 from offline_packing.storage.files import (
     atomic_file,
     read_each,
@@ -14,7 +28,13 @@ from offline_packing.storage.files import (
     temporary_folder,
     write_atomically,
 )
+from offline_packing.storage.streams import unpacked_copy
+from offline_packing.verify.verify import verify
+from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import path_of
+from tests.helpers import formats
+from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
+from tests.helpers.outputs import repair
 
 
 def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
@@ -85,3 +105,174 @@ def test_temporary_folders_of_others_vanish_while_one_is_made() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(use, range(4))) == [None] * 4
+
+
+NUM_ROWS = 200
+
+
+def table_of(num_rows: int, first: int = 0) -> pa.Table:
+    """Rows whose images all differ: noise after the end of a picture."""
+    noise = np.random.default_rng(first)
+    images = [
+        image_bytes(28 * (2 + i % 4), 56) + noise.bytes(3000) + b"\xff\xd9" for i in range(num_rows)
+    ]
+    ids = [f"{first + i:05d}" for i in range(num_rows)]
+    return pa.table({"id": ids, "image": images, "caption": [f"Picture {i}." for i in ids]})
+
+
+@pytest.fixture(scope="module")
+def parquet_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows in one row group and in many."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name, size in (("huge", NUM_ROWS), ("small", 7)):
+        (folder / name).mkdir()
+        path = folder / name / "a.parquet"
+        pq.write_table(table_of(NUM_ROWS), path, row_group_size=size, data_page_size=4096)
+    return folder
+
+
+def parquet_run(folder: Path, out: Path) -> Run:
+    source = {"format": "parquet", "path": str(folder), "task": "captioning"}
+    return make_run(source, out, output={"packs_per_shard": 1, "key_prefix": ""})
+
+
+def shard_hashes(manifest: Manifest) -> list[str]:
+    return [shard.xxh3_128 for shard in manifest.shards]
+
+
+@pytest.mark.parametrize("small_group", [0, 1 << 30], ids=["copies", "decoded"])
+def test_huge_row_groups_give_the_packs_of_small_ones(
+    tmp_path: Path,
+    parquet_folder: Path,
+    small_group: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shard that decodes a group for itself and one that reads a copy write the same bytes."""
+    small = pack_all(parquet_run(parquet_folder / "small", tmp_path / "small"))
+    monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
+    monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
+    run = parquet_run(parquet_folder / "huge", tmp_path / "huge")
+    huge = pack_all(run)
+    assert len(huge.shards) > 5
+    assert shard_hashes(huge) == shard_hashes(small)
+    assert not run.workspace.unpacked.exists()
+    result = verify(run, deep=True)
+    assert result.ok
+    assert result.num_images == NUM_ROWS
+    assert not run.workspace.unpacked.exists()
+
+
+def test_each_group_is_decoded_once_for_all_shards(
+    tmp_path: Path, parquet_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = parquet_run(parquet_folder / "huge", tmp_path / "out")
+    measure(run)
+    plan_index(run)
+    decoded = [0]
+    batches = RowFile.batches
+
+    def counted(self: RowFile, groups: range, columns: Any) -> Any:
+        decoded[0] += 1
+        return batches(self, groups, columns)
+
+    monkeypatch.setattr(RowFile, "batches", counted)
+    monkeypatch.setattr(row_reader, "SMALL_GROUP", 0)
+    monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
+    assert len(write_planned(run).shards) > 5
+    assert decoded == [1]
+
+
+def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> dict[str, Any]:
+    return {**formats.WRITERS[name](folder, formats.draw_samples(count)), "task": "bmr"}
+
+
+@pytest.mark.parametrize("name", ["jsonl_gz", "webdataset_gz"])
+def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: str) -> None:
+    source = compressed_source(tmp_path / "data", name)
+    run = make_run(source, tmp_path / "out")
+    manifest = pack_all(run)
+    assert not run.workspace.unpacked.exists()
+    # A kill between the manifest and the removal: the next run removes them.
+    run.workspace.unpacked.mkdir()
+    (run.workspace.unpacked / "left.unpacked").write_bytes(b"x")
+    assert write_planned(run) == manifest
+    assert not run.workspace.unpacked.exists()
+    assert verify(run, deep=True).ok
+    assert not run.workspace.unpacked.exists()
+    shard = run.workspace.root / manifest.shards[0].name
+    data = shard.read_bytes()
+    shard.unlink()
+    assert manifest.shards[0].name in repair(run)
+    assert shard.read_bytes() == data
+    assert not run.workspace.unpacked.exists()
+
+
+def test_unpacked_files_stay_for_the_shards_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that fails leaves them."""
+    run = make_run(compressed_source(tmp_path / "data"), tmp_path / "out")
+    measure(run)
+    plan_index(run)
+    monkeypatch.setattr("offline_packing.write.write.write_manifest", _fail)
+    with pytest.raises(StageError, match="stopped"):
+        write_planned(run)
+    (copy,) = run.workspace.unpacked.glob("*.unpacked")
+    monkeypatch.undo()
+    assert copy.exists()
+    write_planned(run)
+    assert not run.workspace.unpacked.exists()
+
+
+def _fail(*_: object) -> Manifest:
+    raise StageError("stopped")
+
+
+def _slow_copy(folder: Path, content: bytes, started: str, pause: float) -> None:
+    def make(target: Any) -> None:
+        target.write(content[: len(content) // 2])
+        target.flush()
+        with open(started, "ab") as log:
+            log.write(b"x")
+        time.sleep(pause)
+        target.write(content[len(content) // 2 :])
+
+    unpacked_copy("name", "the file", folder, make)
+
+
+def test_copies_are_made_by_one_and_survive_a_kill(tmp_path: Path) -> None:
+    """The first process is killed half-way; of the next four only one makes the copy."""
+    folder, started, content = tmp_path / "unpacked", tmp_path / "started", os.urandom(1 << 16)
+    context = multiprocessing.get_context("fork")
+    first = context.Process(target=_slow_copy, args=(folder, content, str(started), 600.0))
+    first.start()
+    while not (started.exists() and started.read_bytes()):
+        assert first.is_alive()
+        time.sleep(0.01)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    assert not list(folder.glob("*.unpacked"))
+    others = [
+        context.Process(target=_slow_copy, args=(folder, content, str(started), 0.5))
+        for _ in range(4)
+    ]
+    for process in others:
+        process.start()
+    for process in others:
+        process.join()
+        assert process.exitcode == 0
+    (copy,) = folder.glob("*.unpacked")
+    assert copy.read_bytes() == content
+    assert started.read_bytes() == b"xx"
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_no_room_to_unpack(tmp_path: Path) -> None:
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFullError, match=r"no room to unpack a\.gz to .* bytes are free"):
+        unpacked_copy("name", "a.gz", tmp_path / "unpacked", full)
+    assert not list((tmp_path / "unpacked").glob("*.unpacked"))
+    assert not list((tmp_path / "unpacked").glob("*.tmp"))

@@ -1,4 +1,6 @@
-"""blend: several outputs as one dataset that Energon's loader reads."""
+"""blend: several outputs as one dataset that Energon's loader reads. status: how much of how much
+is done, also of a run that was stopped in the middle. pack: a packed dataset in one call from
+Python."""
 
 import re
 import shutil
@@ -11,21 +13,28 @@ import yaml
 from click.testing import CliRunner
 from megatron.energon import WorkerConfig, get_loader
 
+import offline_packing
 from offline_packing.cli.commands import cli
-from offline_packing.errors import StageError
+from offline_packing.config.packing import parse_config
+from offline_packing.errors import ConfigError, StageError
+from offline_packing.measure.measure import measure
+from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.run import Run
+from offline_packing.storage.files import seal, to_json
 from offline_packing.upkeep.blend import blend
+from offline_packing.upkeep.status import status
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
-from tests.helpers.datasets import captioning_pairs, make_run, pack_all
+from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all, packed_run
 from tests.helpers.formats import lines, write_file
+from tests.world import World
 
 
 def output(tmp_path: Path, name: str, count: int, **sections: dict[str, object]) -> Path:
-    root = captioning_pairs(tmp_path / f"data_{name}", count)
     settings = {"output": {"key_prefix": name, "split": {"train": 0.8, "val": 0.2}}, **sections}
-    pack_all(make_run(root, tmp_path / name, **settings))
+    packed_run(captioning_pairs(tmp_path / f"data_{name}", count), tmp_path / name, **settings)
     return tmp_path / name
 
 
@@ -123,7 +132,7 @@ def test_outputs_made_with_defaults(tmp_path: Path) -> None:
     made = {"a": (data, {}), "b": (again, {}), "c": (data, {"seed": 1}), "d": (other, {})}
     keys = {}
     for name, (root, pack) in made.items():
-        pack_all(make_run(root, tmp_path / name, pack={"seq_length": 512, **pack}))
+        packed_run(root, tmp_path / name, pack={"seq_length": 512, **pack})
         keys[name] = [pack.key for pack in PackedFolder(tmp_path / name)]
     shards = [tmp_path / name / "train-000000.tar" for name in "ab"]
     assert shards[0].read_bytes() == shards[1].read_bytes()
@@ -159,12 +168,73 @@ def test_stages_of_one_index_share_what_both_chose(
     source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "vqa", "keep": "score"}
     pack_all(make_run({**source, "text_only": True}, tmp_path / "all"))
     for name, clause in (("low", ["<", 4]), ("high", [">=", 4]), ("few", [">=", 7])):
-        pack = {"where": [["score", *clause]]}
-        pack_all(
-            make_run({"format": "index", "path": str(tmp_path / "all")}, tmp_path / name, pack=pack)
-        )
+        index = {"format": "index", "path": str(tmp_path / "all")}
+        packed_run(index, tmp_path / name, pack={"where": [["score", *clause]]})
     blend([tmp_path / "low", tmp_path / "high"])
     assert not caplog.text
     for one, other, count in (("all", "low", 4), ("high", "few", 2)):
         blend([tmp_path / one, tmp_path / other])
         assert f"{other}: {count} of {count} samples are in {tmp_path / one}, too" in caplog.text
+
+
+def test_how_much_is_done(captions: Path, tmp_path: Path) -> None:
+    run = make_run(captions, tmp_path / "out")
+    assert status(run) == "measure   not begun\nplan      not done\n"
+    tokens = f"{measure(run).info.num_tokens:,}"
+    assert f"measure   done: 40 samples, {tokens} tokens; set aside: none" in status(run)
+    run.workspace.index_info.unlink()
+    (run.workspace.index / "part-00002.parquet").unlink()
+    (run.workspace.index / "part-00001.parquet").unlink()
+    run.workspace.measure_total.write_bytes(to_json(seal({"parts": 3, "records": 40})))
+    assert "measure   16 of 40 (40%) records, 1 of 3 (33%) parts" in status(run)
+    manifest = pack_all(run)
+    (packs,) = manifest.counts.packs.values()
+    shards = len(manifest.shards)
+    assert f"{packs} of {packs} (100%) packs, {tokens} tokens in {shards} shards" in status(run)
+    assert not run.workspace.measure_total.exists()
+    run.workspace.manifest.unlink()
+    for path in sorted(run.workspace.write.glob("*-??????.json"))[1:]:
+        path.unlink()
+    assert " of " in status(run)
+    assert "tokens in 1 shards, 0 shards failed" in status(run)
+
+
+def test_remedy_of_another_plan_does_not_lead_in_a_circle(world: World) -> None:
+    """Planning again would refuse to replace the shards."""
+    packed = world.run("captioning")
+
+    def changed(packed: Run, **sections: dict[str, Any]) -> Run:
+        return make_run(world.source("captioning"), packed.workspace.root, **sections)
+
+    text = status(packed)
+    assert "complete: 40 samples in" in text
+    assert "not what" not in text
+    assert text == status(changed(packed, pack={"max_set_aside": 1}))
+    with pytest.raises(StageError, match=r"pack\.seed was 0, is 1; .* run with output\.overwrite"):
+        open_plan(changed(packed, pack={"seed": 1}))
+
+
+def test_a_dict_a_file_and_a_configuration_give_the_same(tmp_path: Path) -> None:
+    source = captioning_pairs(tmp_path / "data", 20)
+    config = make_config(source, tmp_path / "from_dict")
+    content = config.model_dump(mode="json", exclude_unset=True)
+    packed = offline_packing.pack(content, deep=True)
+    assert packed.path == tmp_path / "from_dict"
+    assert packed.manifest.counts.packed == packed.verified.num_samples == 20
+    assert packed.report.is_file()
+    file = tmp_path / "pack.yaml"
+    file.write_text(yaml.safe_dump(content))
+    from_file = offline_packing.pack(file, f"output.path={tmp_path / 'from_file'}")
+    assert from_file.manifest == packed.manifest
+    assert offline_packing.pack(parse_config(content)).manifest == packed.manifest  # as it is
+
+
+def test_what_goes_wrong_raises(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pack"):
+        offline_packing.pack({"pack": {"sequence_length": 1}})
+    source = {"format": "pairs", "path": str(tmp_path), "task": "captioning"}
+    content = {"source": source, "output": {"path": str(tmp_path.parent / "out")}}
+    with pytest.raises(StageError, match=str(tmp_path)):
+        offline_packing.pack(content)
+    with pytest.raises(TypeError, match="overrides"):
+        offline_packing.pack(content, "pack.seed=1")

@@ -123,48 +123,39 @@ def test_what_else_it_depends_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert not holds(run)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        None,
-        lambda _: {},
-        lambda _: {"deep": True},
-        lambda found: {**found, "deep": "maybe"},
-        lambda found: {**found, "time": "yesterday"},
-        lambda found: {**found, "depends_on": []},
-        lambda found: {**found, "result": {"num_packs": "many"}},
-        lambda found: {**found, "result": {"records": -1}},
-    ],
-)
-@pytest.mark.parametrize("is_sealed", [True, False])
-def test_what_is_no_verdict_is_damage(
-    run: Run, tmp_path: Path, change: Callable[[Any], Any] | None, is_sealed: bool
-) -> None:
+NO_VERDICTS: list[Callable[[Any], Any]] = [
+    lambda _: {},
+    lambda _: {"deep": True},
+    lambda found: {**found, "deep": "maybe"},
+    lambda found: {**found, "time": "yesterday"},
+    lambda found: {**found, "depends_on": []},
+    lambda found: {**found, "result": {"num_packs": "many"}},
+    lambda found: {**found, "result": {"records": -1}},
+]
+
+
+def test_what_is_no_verdict_is_damage(run: Run, tmp_path: Path) -> None:
     """It is moved, or written again by the check that does not take it."""
     config, path = config_file(tmp_path / "pack.yaml", run.config), run.workspace.verdict
     assert "problems        0" in invoke("run", config).stdout
-
-    def spoil() -> None:
-        if change is None:
-            path.unlink()
-            path.mkdir()
-            return
-        found = json.loads(path.read_bytes())
-        del found["xxh3_128_of_this"]
-        path.write_bytes(to_json(seal(change(found)) if is_sealed else change(found)))
-
-    spoil()
-    assert not holds(run)
-    assert "problems        0" in invoke("run", config).stdout
-    assert holds(run)
-    spoil()
-    assert "verdict.json is not what was written" in invoke("verify", config, "--discard").stdout
-    assert not path.exists()
-    assert "problems        0" in invoke("run", config).stdout
-    assert holds(run)
-    spoil()
-    assert "problems        0" in invoke("verify", config).stdout
-    assert holds(run)
+    whole = json.loads(path.read_bytes())
+    del whole["xxh3_128_of_this"]
+    for change in NO_VERDICTS:
+        for content in (change(whole), seal(change(whole))):
+            path.write_bytes(to_json(content))
+            assert not holds(run)
+    spoiled = path.read_bytes()
+    for verb in ("run", "verify", "verify --discard"):
+        for spoil in (lambda: path.write_bytes(spoiled), path.mkdir):
+            path.unlink(missing_ok=True)
+            spoil()
+            said = invoke(*verb.split(), config).stdout
+            if verb == "verify --discard":
+                assert "verdict.json is not what was written" in said
+                assert not path.exists()
+                said = invoke("run", config).stdout
+            assert "problems        0" in said
+            assert holds(run)
 
 
 def test_deep_and_shallow(run: Run) -> None:

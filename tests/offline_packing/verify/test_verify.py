@@ -1,22 +1,36 @@
-"""verify names damage to shards, and measured lengths that are wrong."""
+"""Damage of every kind, in any file of a finished output: verify names it, and it is made again
+byte for byte, or refused with the true reason. Lengths that were measured wrongly are named too."""
 
+import contextlib
+import os
+import random
 import re
+import shutil
+import sqlite3
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from offline_packing.errors import ConfigError
+from offline_packing.errors import ConfigError, DamagedError, StageError
+from offline_packing.layouts.energon_metadata import hash_metadata
+from offline_packing.measure.measure import measure
+from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
+from offline_packing.runs.manifest import require_manifest
+from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
+from offline_packing.storage.files import hash_file
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import Drawn, verify
+from offline_packing.verify.verify import Drawn, discard, find_all_damage, verify
 from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SourceSample
+from task_encoders.storage.paths import REMEDY
 from tests.helpers.command import invoke
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -25,14 +39,343 @@ from tests.helpers.datasets import (
     make_run,
     pack_all,
     packed_run,
+    plan_index,
+    write_planned,
 )
-from tests.helpers.outputs import flip_byte
+from tests.helpers.outputs import flip_byte, repair
+from tests.world import World, copy_of
+from tools.kill_test import kill_after, start
+
+#: Damage that verify need not notice, and why.
+UNCHECKED = {
+    r"_packing/lock": "empty; holds the lock of a run",
+    r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
+    r"_packing/index/_started\.json": "read while the index is not complete only",
+}
+UNRECORDED = ("lock", "_started.json", "report.html", "report.json")
+LAYOUTS = ("energon", "references", "indexed")
+DAMAGES, KILLS = 100, 60
+
+Edit = Callable[[Path], None]
+
+
+def flip(path: Path) -> None:
+    """One bit; of a database, in a row: its pages have bytes that nothing is read from."""
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"ps_0000") if path.suffix == ".sqlite" else len(content) // 2
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+EDITS: tuple[Edit, ...] = (flip, Path.unlink, make_folder)
+
+
+def pack(folder: Path, layout: str = "energon") -> Run:
+    """A small output of two parts, two splits and a sample set aside."""
+    root = captioning_pairs(folder / "data", 24)
+    (root / "part1" / "broken.json").write_text("{")
+    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 1}
+    return packed_run(root, folder / "out", output=output)
 
 
 @pytest.fixture
-def run(captions: Path, tmp_path: Path) -> Run:
-    """Packs that a test may change."""
-    return packed_run(captions, tmp_path / "out")
+def packed(world: World, tmp_path: Path) -> Run:
+    """Captions in one split, which a test may change."""
+    return copy_of(world.run("captioning"), tmp_path / "out")
+
+
+def content(root: Path) -> dict[str, str]:
+    """Hash of each file; of a database, if it can be read, of its rows."""
+    hashes = {}
+    for path in root.rglob("*"):
+        if path.is_file() and path.name != "lock":
+            try:
+                hashes[str(path.relative_to(root))] = hash_metadata(path)
+            except StageError:
+                hashes[str(path.relative_to(root))] = hash_file(path)
+    return hashes
+
+
+@pytest.mark.parametrize(
+    ("layout", "edit"), [*(("energon", edit) for edit in EDITS), ("references", flip)]
+)
+def test_every_file_is_checked(layout: str, edit: Edit, world: World, tmp_path: Path) -> None:
+    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}}
+    run = copy_of(world.run("captioning", output=output), tmp_path / "out")
+    report(run)
+    root, unnoticed, used = run.workspace.root, [], set()
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    assert len(files) > 20
+    assert verify(run).problems == []
+    for path in files:
+        name = str(path.relative_to(root))
+        reason = next((pattern for pattern in UNCHECKED if re.fullmatch(pattern, name)), None)
+        used.add(reason)
+        if reason is None:
+            before = path.read_bytes()
+            edit(path)
+            try:
+                found = "\n".join(verify(run).problems)
+            except StageError as error:
+                found = str(error)
+            # A manifest that is gone makes the output one that is not complete.
+            texts = [name, str(path), f"no manifest in {root}; run write first"]
+            if not any(text in found for text in texts[: 2 + (name == "manifest.json")]):
+                unnoticed.append((name, found))
+            if edit is make_folder:
+                shutil.rmtree(path)
+            path.write_bytes(before)
+    assert unnoticed == []
+    assert used - {None} == set(UNCHECKED) - {r"_packing/lock"}
+    assert verify(run).problems == []
+
+
+def test_database_is_compared_by_its_rows(packed: Run) -> None:
+    """Other bytes, as another version of SQLite gives them, are not damage; a missing index is."""
+    path = packed.workspace.nv_meta / "index.sqlite"
+    before = path.read_bytes()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("PRAGMA page_size = 8192")
+        database.execute("VACUUM")
+        assert path.read_bytes() != before
+        assert verify(packed).ok
+        database.execute("DROP INDEX idx_samples_by_tar_and_idx")
+        assert ".nv-meta/index.sqlite differs" in verify(packed).problems[0]
+        database.execute("UPDATE samples SET byte_offset = 0")
+    repair(packed)
+    assert verify(packed).ok
+
+
+def test_no_source_is_needed(packed: Run, tmp_path: Path) -> None:
+    """Neither to verify a copy, nor to repair all but shards."""
+    sources = [{**packed.config.source[0].model_dump(), "path": str(tmp_path / "gone")}]
+    copy = make_run(sources, packed.workspace.root)
+    result = verify(copy)
+    assert result.ok, result.problems
+    assert result.num_samples == 40
+    with pytest.raises(StageError, match=r"verify --deep needs the source: .*gone"):
+        verify(copy, deep=True)
+    for path in (copy.workspace.plan / "sample_ids.npy", *copy.workspace.nv_meta.glob("*")):
+        path.unlink()
+    repair(copy)
+    assert verify(copy).ok
+    (copy.workspace.root / "train-000000.tar").unlink()
+    with pytest.raises(StageError, match="gone"):
+        repair(copy)
+    shutil.rmtree(copy.workspace.packing)
+    with pytest.raises(StageError, match="_packing is missing, and with it the plan"):
+        verify(copy)
+
+
+def test_index_of_another_source_is_not_taken(tmp_path: Path) -> None:
+    """Measured again it is another one: index and plan stay what they were."""
+    run = pack(tmp_path)
+    record = next((tmp_path / "data").rglob("0*.json"))
+    record.write_bytes(record.read_bytes().replace(b" ", b"_"))  # other tokens, the same size
+    flip(run.workspace.index / "part-00000.parquet")
+    before = content(run.workspace.root)
+    with pytest.raises(StageError, match=rf"as recorded: .* modification time .*{record.name}"):
+        repair(run)
+    after = content(run.workspace.root)
+    after.pop("_packing/damaged/found.json")
+    assert after == before
+
+
+def test_a_damaged_plan_is_named(packed: Run) -> None:
+    """By every verb that reads it; an id beyond the index would be an IndexError."""
+    for name in ("sample_ids.npy", "pack_offsets.npy", "set_aside_ids.npy"):
+        path = packed.workspace.plan / name
+        before = path.read_bytes()
+        header = before[:8] + b"\xff\xff" + before[10:]  # its length
+        ids = np.load(path)
+        if len(ids):
+            ids[-1] = 1 << 20
+        np.save(path, ids)
+        beyond = path.read_bytes()
+        for damaged in (header, beyond)[: 1 + len(ids)]:
+            path.write_bytes(damaged)
+            for verb in (plan_index, write_planned, report):
+                with pytest.raises(StageError, match=re.escape(name)) as caught:
+                    verb(packed)
+                assert damaged is header or "differs from what was planned" in str(caught.value)
+        path.write_bytes(before)
+
+
+def damage(run: Run, dice: random.Random) -> dict[str, str]:
+    """Damage one file, or several at once: name -> what was done."""
+    root = run.workspace.root
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    files = [path for path in files if path.name not in UNRECORDED]
+    done = {}
+    for path in dice.sample(files, dice.choice([1, 1, 2, 5])):
+        edit: Edit = dice.choice([flip, cut, Path.unlink])
+        edit(path)
+        done[str(path.relative_to(root))] = edit.__name__
+    return done
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(6, DAMAGES))]
+)
+def test_damage(seed: int, tmp_path: Path) -> None:
+    """Repaired, or refused where the source has grown or is gone; nothing is deleted."""
+    dice = random.Random(seed)
+    layout, fate = dice.choice(LAYOUTS), dice.choice(["kept", "kept", "kept", "grown", "gone"])
+    source, run = tmp_path / "data", pack(tmp_path, layout)
+    expected = content(run.workspace.root)
+    done = damage(run, dice)
+    damaged = content(run.workspace.root)
+    case = (layout, fate, done)
+    if fate == "grown":
+        for name in ("000000.json", "000000.png"):
+            shutil.copy(source / "part0" / name, source / "part0" / name.replace("000000", "more"))
+    elif fate == "gone":
+        source.rename(tmp_path / "gone")
+    found = {one.name for one in find_all_damage(run)}
+    if done.get("manifest.json") != "unlink":
+        assert found & {*done}, case
+    discard(run)
+    apart = content(run.workspace.root)
+    moved = {name.removeprefix("_packing/damaged/"): one for name, one in apart.items()}
+    assert all(moved.get(name) == one for name, one in damaged.items()), case
+    intact = {name for name, one in damaged.items() if expected.get(name) == one}
+    # What an index cannot give does not keep the rest from being made again.
+    for attempt in range(2):
+        try:
+            pack_all(run)
+        except StageError as error:
+            text = str(error)
+            assert fate != "kept", (case, text)
+            if not attempt:  # afterwards a damaged file is back in its place
+                assert REMEDY not in text, (case, text)
+                assert "more" in text or "data" in text, (case, text)
+        left = content(run.workspace.root)
+        assert all(left.get(name) == expected[name] for name in intact), case
+    wrong = {name for name, _ in left.items() ^ expected.items()}
+    wrong = {name for name in wrong if not name.startswith("_packing/damaged")}
+    if fate == "kept":
+        assert not wrong, case
+        assert verify(run, deep=True).ok, case
+    assert wrong <= {*done} | found, case
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(3, KILLS))]
+)
+def test_kill(seed: int, tmp_path: Path) -> None:
+    """Kill discard or the run after it, once or more; the rest of both ends with the same bytes."""
+    dice = random.Random(seed)
+    run = pack(tmp_path, dice.choice(LAYOUTS))
+    expected = content(run.workspace.root)
+    damage(run, dice)
+    for _ in range(dice.choice([1, 1, 2])):
+        kill_after(start(lambda: repair(run)), dice.uniform(0, 0.4))
+    with contextlib.suppress(DamagedError):  # killed before all that is damaged was moved away
+        pack_all(run)
+    repair(run)
+    assert content(run.workspace.root) == expected
+    assert verify(run).ok
+
+
+def test_half_written_files_go_with_the_repair(packed: Run) -> None:
+    """Killed after the last file came back, beside the half of another."""
+    expected = content(packed.workspace.root)
+    loader = packed.workspace.nv_meta / "sample_loader.py"
+    whole = loader.read_bytes()
+    flip(loader)
+    discard(packed)
+    loader.write_bytes(whole)
+    loader.with_name(f"{loader.name}.0123456789ab.tmp").write_bytes(whole[:99])
+    pack_all(packed)
+    assert content(packed.workspace.root) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "joined"), [("references", "train.jsonl"), ("indexed", "packed_seq_dataset.bin")]
+)
+def test_pieces_that_are_joined_go(layout: str, joined: str, world: World, tmp_path: Path) -> None:
+    """Killed after shards were joined, before their own files were removed."""
+    run = copy_of(world.run("captioning", output={"layout": layout}), tmp_path / "out")
+    root, expected = run.workspace.root, content(run.workspace.root)
+    size = require_manifest(root).shards[0].bytes
+    piece = (root / joined).read_bytes()[:size]
+    (root / f"train-000000{Path(joined).suffix}").write_bytes(piece)
+    pack_all(run)
+    assert content(root) == expected
+
+
+def test_flipped_bit_in_an_index_part_costs_that_part_only(packed: Run) -> None:
+    workspace, expected = packed.workspace, content(packed.workspace.root)
+    part = workspace.index / "part-00001.parquet"
+    others = [path for path in workspace.root.rglob("*") if path.is_file() and path != part]
+    inodes = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in others}
+    del inodes[workspace.started]
+    flip(part)
+    assert discard(packed).startswith("1 files moved to")
+    pack_all(packed)
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in inodes} == inodes
+    assert not workspace.damaged.exists()
+    assert content(workspace.root) == expected
+
+
+def test_shard_of_a_source_that_changed(tmp_path: Path) -> None:
+    """Times alone do not count; other bytes do, and the file is named."""
+    run = pack(tmp_path)
+    tar = run.workspace.root / "train-000001.tar"
+    for path in (tmp_path / "data").rglob("*.*"):
+        os.utime(path)
+    flip(tar)
+    repair(run)
+    assert verify(run, deep=True).ok
+    for path in (tmp_path / "data").rglob("*.json"):
+        path.write_bytes(path.read_bytes().replace(b"red", b"der"))
+    flip(tar)
+    damaged = tar.read_bytes()
+    with pytest.raises(StageError, match=r"\.json, .* changed since .*another shard than was rec"):
+        repair(run)
+    assert tar.read_bytes() == damaged
+    assert is_repairing(run.workspace)
+
+
+def test_an_index_that_was_only_started_and_a_folder_in_place_of_the_lock(tmp_path: Path) -> None:
+    run = make_run(captioning_pairs(tmp_path / "data", 4), tmp_path / "out")
+    run.workspace.index.mkdir(parents=True)
+    run.workspace.index_started.write_text("{}")
+    with pytest.raises(DamagedError, match=r"_started\.json is damaged"):
+        measure(run)
+    assert "_packing/index/_started.json" in discard(run)
+    assert measure(run).info.num_samples == 4
+    (run.workspace.packing / "lock").unlink(missing_ok=True)
+    (run.workspace.packing / "lock").mkdir()
+    with pytest.raises(StageError, match=r"lock is a folder; remove it"), run.workspace.lock():
+        pass
+
+
+def test_verify_discard_goes_alone(
+    packed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_file(tmp_path / "pack.yaml", packed.config)
+    assert invoke("verify", "--discard", config).output == "nothing is damaged\n"
+    flip(packed.workspace.plan / "sample_ids.npy")
+    assert "1 files would move to" in invoke("verify", "--discard", "--dry-run", config).output
+    monkeypatch.setenv("PACKING_RANK", "0")
+    monkeypatch.setenv("PACKING_WORLD_SIZE", "2")
+    for other in ("--deep", "engine.name=slurm"):
+        with pytest.raises(ConfigError, match="verify --discard goes alone"):
+            invoke("verify", "--discard", config, other)
+    with packed.workspace.lock(), pytest.raises(StageError, match="another run is working on"):
+        invoke("verify", "--discard", config)
+    assert "1 files moved to" in invoke("verify", "--discard", config).output
+    assert "problems        0" in invoke("run", config).output
 
 
 def flip_bit(root: Path) -> None:
@@ -43,49 +386,45 @@ def flip_bit(root: Path) -> None:
 
 def swap_shards(root: Path) -> None:
     first, second = root / "train-000000.tar", root / "train-000001.tar"
-    content = first.read_bytes()
+    whole = first.read_bytes()
     first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
+    second.write_bytes(whole)
 
 
-def change_length(root: Path) -> None:
-    path = root / "train-000001.tar"
-    data = path.read_bytes()
-    found = re.search(rb'"num_tokens":\[(\d)', data)
-    assert found is not None
-    flipped = b"9" if found[1] != b"9" else b"8"
-    path.write_bytes(data[: found.start(1)] + flipped + data[found.end(1) :])
+def change(pattern: bytes, *others: bytes) -> Callable[[Path], None]:
+    """Replace the byte after a pattern by the first of others that it is not."""
 
+    def edit(root: Path) -> None:
+        path = root / "train-000001.tar"
+        data = path.read_bytes()
+        place = data.index(pattern) + len(pattern)
+        other = next(one for one in others if one != data[place : place + 1])
+        path.write_bytes(data[:place] + other + data[place + 1 :])
 
-def change_text(root: Path) -> None:
-    path = root / "train-000001.tar"
-    data = path.read_bytes()
-    start = data.index(b'"captions":["') + len(b'"captions":["')
-    path.write_bytes(data[:start] + b"#" + data[start + 1 :])
+    return edit
 
 
 @pytest.mark.parametrize(
-    ("damage", "problem"),
+    ("edit", "problem"),
     [
         (flip_bit, "image bytes differ from the source"),
         (swap_shards, "does not hold the packs"),
-        (change_length, "meta.num_tokens is not what was measured"),
-        (change_text, "text differs from the source"),
+        (change(b'"num_tokens":[', b"9", b"8"), "meta.num_tokens is not what was measured"),
+        (change(b'"captions":["', b"#"), "text differs from the source"),
     ],
 )
-def test_verify_names_the_damage(run: Run, damage: Callable[[Path], None], problem: str) -> None:
-    assert verify(run, deep=True).ok
-    damage(run.workspace.root)
-    result = verify(run, deep=True)
+def test_verify_names_the_damage(packed: Run, edit: Edit, problem: str) -> None:
+    edit(packed.workspace.root)
+    result = verify(packed, deep=True)
     assert not result.ok
     assert any(problem in found for found in result.problems), result.problems
 
 
 def test_verify_finds_a_wrong_length(
-    captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A measuring encoder that is off by one in one sample."""
-    run = make_run(captions, tmp_path / "out")
+    run = make_run(world.source("captioning"), tmp_path / "out")
     true_measure = FamilyEncoder.measure
 
     def off_by_one(encoder: FamilyEncoder, sample: SourceSample, *args: Any) -> SampleLength:
@@ -100,11 +439,10 @@ def test_verify_finds_a_wrong_length(
     assert re.search(r"'part0/000004': encodes to \d+ tokens, measured", result.problems[0])
 
 
-def test_verify_counts(run: Run) -> None:
-    manifest = pack_all(run)
-    result = verify(run, deep=True)
-    tokens = sum(row["num_tokens"] for row in index_rows(run))
-    assert result == VerifyResult(
+def test_verify_counts_hashes_and_draws(packed: Run, tmp_path: Path) -> None:
+    manifest = require_manifest(packed.workspace.root)
+    tokens = sum(row["num_tokens"] for row in index_rows(packed))
+    assert verify(packed, deep=True) == VerifyResult(
         num_shards=len(manifest.shards),
         num_packs=manifest.counts.packs["train"],
         num_samples=40,
@@ -114,25 +452,27 @@ def test_verify_counts(run: Run) -> None:
         num_videos=0,
         num_tokens=tokens,
     )
-
-
-def test_hashes_alone_and_drawn_packs(run: Run) -> None:
-    found = verify(run, hash_only=True)
+    config = config_file(tmp_path / "pack.yaml", packed.config)
+    assert "drawn with seed 3" in invoke("verify", config, "--samples=2", "--seed=3").output
+    assert "not opened" in invoke("verify", config, "--hash-only").output
+    with pytest.raises(ConfigError, match="leave out --deep and --samples"):
+        invoke("verify", config, "--hash-only", "--deep")
+    found = verify(packed, hash_only=True)
     assert (found.problems, found.num_samples) == ([], 40)
-    flip_bit(run.workspace.root)
-    assert "its hash differs" in verify(run, hash_only=True).problems[0]
-    some = verify(run, drawn=Drawn(0.01))
+    flip_bit(packed.workspace.root)
+    assert "its hash differs" in verify(packed, hash_only=True).problems[0]
+    some = verify(packed, drawn=Drawn(0.01))
     assert (some.problems, some.num_packs) == ([], 1)
-    swap_shards(run.workspace.root)
-    problems = verify(run, drawn=Drawn(0.999)).problems
+    swap_shards(packed.workspace.root)
+    problems = verify(packed, drawn=Drawn(0.999)).problems
     assert any("train-000000.tar" in one for one in problems)  # the bit is in the other
 
 
-@pytest.mark.parametrize("layout", ["energon", "references", "indexed"])
-def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) -> None:
-    output = {"packs_per_shard": 2, "layout": layout, "split": {"train": 0.6, "val": 0.4}}
-    run = make_run(captions, tmp_path / "out", output=output, pack={"seq_length": 256})
-    packs = sum(pack_all(run).counts.packs.values())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_drawn_at_random(layout: str, world: World) -> None:
+    output = {"layout": layout, "split": {"train": 0.6, "val": 0.4}}
+    run = world.run("captioning", output=output, pack={"seq_length": 256})
+    packs = sum(require_manifest(run.workspace.root).counts.packs.values())
     some = verify(run, drawn=Drawn(12), deep=True)
     assert some.problems == []
     assert 12 <= some.num_samples == some.num_images < 40
@@ -143,20 +483,11 @@ def test_samples_drawn_at_random(captions: Path, tmp_path: Path, layout: str) ->
     assert len(seeds) > 1
 
 
-def test_options_of_parts(run: Run, tmp_path: Path) -> None:
-    config = config_file(tmp_path / "pack.yaml", run.config)
-    assert "drawn with seed 3" in invoke("verify", config, "--samples=2", "--seed=3").output
-    assert "not opened" in invoke("verify", config, "--hash-only").output
-    with pytest.raises(ConfigError, match="leave out --deep and --samples"):
-        invoke("verify", config, "--hash-only", "--deep")
-
-
 def test_a_picture_that_is_damaged_in_the_source_is_named_as_such(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 8)
     picture = root / "part0" / "000000.png"
     flip_byte(picture, picture.stat().st_size // 2)  # shows when its pixels are read
-    run = packed_run(root, tmp_path / "out")
-    result = verify(run, deep=True)
+    result = verify(packed_run(root, tmp_path / "out"), deep=True)
     assert (result.num_problems, result.num_in_source) == (1, 1)
     assert result.problems[0].endswith(
         "; the source has the same bytes: repair or remove the sample in part0/000000.png"
