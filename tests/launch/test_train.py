@@ -1,7 +1,6 @@
 """The command: its messages, and what it sets before CUDA starts."""
 
 import os
-import subprocess
 import warnings
 from pathlib import Path
 
@@ -116,13 +115,3 @@ def test_kernels_start_in_order_where_ranks_share_layers_or_rows(
     )
     result = CliRunner().invoke(command, ["run.yaml", *overrides], catch_exceptions=False)
     assert (result.exit_code, seen) == (0, [expected]), result.output
-
-
-def test_the_script_leaves_the_order_of_kernels_to_the_command() -> None:
-    """FSDP must not have it."""
-    script = Path(__file__).parents[2] / "launch" / "run_training.sh"
-    source = f"exec() {{ env; }}; CONFIG=a OFFLINE_PACKED_DATA=1; . {script}"
-    own = {name: value for name, value in os.environ.items() if name != ORDER}
-    ran = subprocess.run(["bash", "-c", source], env=own, capture_output=True, text=True)
-    assert "OFFLINE_PACKED_DATA=1" in ran.stdout, ran.stderr
-    assert ORDER not in ran.stdout

@@ -40,21 +40,6 @@ def by_prefix_in(folder: Path, **other: Any) -> dict[str, Any]:
     return {"data_prefix": str(folder / "packed_seq_dataset"), **other}
 
 
-def test_the_losses_are_those_of_the_tars(folders: dict[str, Path], tmp_path: Path) -> None:
-    found = {}
-    for layout in LAYOUTS:
-        data = by_prefix_in(folders[layout]) if layout == "indexed" else {}
-        config = make_config(
-            folders[layout],
-            tmp_path / layout,
-            data={"path": str(folders[layout]), "num_workers": 0, **data},
-            validation={"every": 8},
-        )
-        trainer, batches, _ = make_trainer(config)
-        assert trainer.run()
-        found[layout] = (batches.keys, losses(tmp_path / layout))
-    assert found["indexed"] == found["energon"]
-    assert len(found["indexed"][1]) == 8
 
 
 def test_a_prefix_is_its_folder(folders: dict[str, Path]) -> None:

@@ -98,50 +98,14 @@ def test_steps_are_those_of_the_samples_without_trees(
     assert len(validated[0]) == 1
 
 
-STEPS: dict[str, Any] = {
-    "train": {"iterations": 4},
-    "batch": {"global_batch_packs": 4},
-    "checkpoint": {"every": 2},
-}
 
 
-def killed_and_resumed(folder: Path, output: Path, tensor: int) -> list[torch.Tensor]:
-    """Train to the end, and again with a kill in the third step; returns the weights of both."""
-    sections = {**STEPS, "parallel": {"tensor": tensor}}
-    whole = list(train(folder, output / "whole", **sections).parameters())
-    config = make_config(folder, output / "killed", **sections)
-    ranks = parallel_state.get_data_parallel_world_size()
-    killed, _, _ = make_trainer(config, fail_at=2 * (4 // ranks) + 1)
-    with pytest.raises(KilledError):
-        killed.run()
-    resumed, _, model = make_trainer(config)
-    resumed.resume()
-    assert resumed.iteration == 2
-    assert resumed.run()
-    assert all(map(torch.equal, model.parameters(), whole))
-    return whole
 
 
-def test_a_killed_run_goes_on_to_the_last_bit(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    killed_and_resumed(folders[1], tmp_path, 1)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
-def _in_ranks(folder: Path, output: Path, tensor: int) -> None:
-    initialize_parallel(tensor)
-    killed_and_resumed(folder, output, tensor)
-    parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_ranks_train_alike(tensor: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Two tensor or data parallel ranks train as one does without trees, also when resumed."""
-    train(folders[0], tmp_path / "alone", **STEPS)
-    run_ranks(2, tmp_path / "ranks", _in_ranks, folders[1], tmp_path / "several", tensor)
-    found = losses(tmp_path / "several" / "whole")
-    assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
-    assert losses(tmp_path / "several" / "killed") == found
 
 
 #: A model whose angles depend on a sample's length.
@@ -335,13 +299,3 @@ def test_attention_computes_in_the_dtype_of_autocast(
     assert found == {torch.bfloat16}
 
 
-@pytest.mark.exhaustive
-def test_sharded_ranks_train_alike(case: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = case("qwen2_vl")
-    options = ["batch.global_batch_packs=4", "train.iterations=3"]
-    plain = [f"data.path={folder / 'plain'}", *options]
-    train_transformers(command(folder, tmp_path / "plain", *plain))
-    sharded = [f"data.path={folder / 'trees'}", "model.fsdp=true", *options]
-    arguments = command(folder, tmp_path / "sharded", *sharded)
-    assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)

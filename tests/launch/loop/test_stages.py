@@ -453,25 +453,3 @@ def test_balanced_packs_of_a_mixture_are_warned_of(
         assert said == (order == "balanced")
 
 
-def test_transformers_models_are_trained_in_stages(case: Case, tmp_path: Path) -> None:
-    """Stopped in each, and as if they had not been."""
-    folder = case("qwen2_vl")
-    longer = tmp_path / "longer"
-    pack_dialogues("qwen2_vl", folder, longer, pack={"seq_length": 1024})
-    options = [
-        f"data.path=[{folder / 'packed'}, {longer}]",
-        "train.iterations=null",
-        "data.num_workers=1",
-    ]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(command(folder, whole, *options))
-    arguments = command(folder, stopped, *options)
-    stop(arguments, "SIGKILL", 4)
-    stop(arguments, "SIGTERM", len(losses(whole)) - 5)
-    assert len(state_of(stopped)["begins"]) == 2
-    train(arguments)
-    assert_equal_runs(whole, stopped, len(losses(whole)))
-    assert state_of(stopped)["trained"] == state_of(whole)["trained"]
-    assert packs_of(state_of(whole)).keys() == {
-        pack.key for path in (folder / "packed", longer) for pack in PackedFolder(path)
-    }
