@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +46,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/transformers_trainer.py"
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2_5_vl",
-        "qwen3_5 of experts",
-        "llava_1_5",
-        "glm46v of videos",
-        "gemma4",
-        "mistral3",
-        "internvl3",
-    ],
-)
+@pytest.mark.parametrize("name", ["qwen3_5 of experts", "glm46v of videos", "gemma4", "mistral3"])
 def test_a_checkpoint_of_any_family(name: str, case: Case, tmp_path: Path) -> None:
     folder, output = case(name), tmp_path / "run"
     family = name.partition(" of ")[0]
@@ -103,35 +91,21 @@ def test_steps_are_those_of_the_samples_alone(
 
 
 @pytest.mark.parametrize(
-    ("family", "how", "where", "at", "done"),
+    ("how", "where", "at", "done"),
     [
-        ("qwen2_vl", "SIGTERM", "_step", 3, 3),
-        ("qwen2_vl", "SIGKILL", "_step", 10, 9),
-        ("qwen2_vl", "SIGTERM", "_validate", 1, 5),
-        ("qwen2_vl", "full disk", "_save", 2, 4),
-        pytest.param("qwen2_vl", "SIGTERM", "_save", 1, 3, marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(
-                family, how, "_step", 5, 5 - (how == "SIGKILL"), marks=pytest.mark.exhaustive
-            )
-            for family, how in zip(FAMILIES, cycle(("SIGINT", "SIGKILL", "SIGTERM")), strict=False)
-        ),
+        ("SIGTERM", "_step", 3, 3),
+        ("SIGKILL", "_step", 10, 9),
+        ("SIGTERM", "_validate", 1, 5),
+        ("full disk", "_save", 2, 4),
     ],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
-    family: str,
-    how: str,
-    where: str,
-    at: int,
-    done: int,
-    case: Case,
-    undisturbed: Callable[..., Path],
-    tmp_path: Path,
+    how: str, where: str, at: int, done: int, case: Case, undisturbed: Any, tmp_path: Path
 ) -> None:
     """The order holds in the second epoch, too; a full disk keeps the checkpoint before."""
     options = ["train.iterations=12", "validation.every=4"]
     output = tmp_path / "stopped"
-    arguments = command(case(family), output, *options, family=family)
+    arguments = command(case("qwen2_vl"), output, *options)
     said = stop(arguments, how, at, where)
     checkpoints = output / "checkpoints"
     if how == "full disk":
@@ -142,7 +116,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
         assert names == {"iter_00000002", full.name}
     assert len(losses(output)) == done
     train(arguments)
-    assert_equal_runs(undisturbed(family, *options), output, steps=12)
+    assert_equal_runs(undisturbed("qwen2_vl", *options), output, steps=12)
     assert not list(checkpoints.glob("*.tmp"))
 
 
@@ -150,20 +124,11 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     ("family", "ranks", "fsdp"),
     [
         ("qwen2_vl", 2, True),
-        *(
-            pytest.param(family, ranks, fsdp, marks=pytest.mark.exhaustive)
-            for family in FAMILIES
-            for ranks, fsdp in [(2, False), (4, True)]
-        ),
+        *(pytest.param(one, 2, False, marks=pytest.mark.exhaustive) for one in FAMILIES),
     ],
 )
 def test_ranks_change_no_loss(
-    family: str,
-    ranks: int,
-    fsdp: bool,
-    case: Case,
-    undisturbed: Callable[..., Path],
-    tmp_path: Path,
+    family: str, ranks: int, fsdp: bool, case: Case, undisturbed: Any, tmp_path: Path
 ) -> None:
     """They train alike although some ranks lack images in a step, and validate fewer rows."""
     options = ["validation.every=3", "train.iterations=8", "schedule.learning_rate=1e-4"]
@@ -241,32 +206,27 @@ def test_the_example_chooses_attention_for_the_dtype_that_is_computed_with(
         (["model.family=llava_onevision_1_5"], "llava_onevision_1_5 has no model in transformers"),
         (["model.family=qwen3_vl"], "set model.family=qwen2_vl"),
         (["parallel.tensor=2"], "only launch.train has it"),
-        (
-            ["model.attention=torch_varlen"],
-            "'torch_varlen' cannot be used for",
-        ),
+        (["model.attention=torch_varlen"], "'torch_varlen' cannot be used for"),
         (["model.attention=flash_attn"], "model.attention"),
         (["model.lora={}", "model.freeze=[vision]"], "lora freezes all weights but its own"),
         (["model.lora.targets=[nothing]"], "name no matrix of the language model"),
         (["model.lora.targets=[q_proj, vproj]"], "['vproj'] name no matrix of the language model;"),
-        (
-            ["model.lora.dropout=0.95"],
-            "model.lora.dropout=0.95: input should be less than or equal",
-        ),
-        (
-            ["model.lora.rank=9999"],
-            "rank 9999 > the smaller side of every matrix (the widest: model.",
-        ),
+        (["model.lora.dropout=0.95"], "model.lora.dropout=0.95: input should be less than or"),
+        (["model.lora.rank=9999"], "rank 9999 > the smaller side of every matrix (the widest: "),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_line(
-    overrides: list[str], line: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], line: str, case: Case, tmp_path: Path
 ) -> None:
     arguments = command(case("qwen2_vl"), tmp_path / "run", *overrides)
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code in (1, 2)
     assert line in result.output
     assert "Traceback" not in result.output
+    if "lora" in overrides[0]:  # which launch.train lacks
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 2
+        assert "model.lora" in result.output
 
 
 def test_a_long_sample_must_not_change_the_others(case: Case, tmp_path: Path) -> None:
@@ -287,12 +247,6 @@ def test_a_long_sample_must_not_change_the_others(case: Case, tmp_path: Path) ->
     train(command(folder, tmp_path / "run", "train.iterations=1", family="internvl3"))
 
 
-def test_launch_train_refuses_what_it_lacks(case: Case, tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, command(case("qwen2_vl"), tmp_path / "run", "model.lora={}"))
-    assert result.exit_code == 2
-    assert "model.lora" in result.output
-
-
 @pytest.fixture
 def store(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Address of the folder of a case in a store of multi-storage-client."""
@@ -303,7 +257,7 @@ def store(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "msc://packs"
 
 
-@pytest.mark.parametrize("form", ["references", "indexed", "remote", "remote, written"])
+@pytest.mark.parametrize("form", ["references", "indexed", "remote"])
 def test_the_same_packs_in_another_form(
     form: str, case: Case, undisturbed: Callable[..., Path], store: str, tmp_path: Path
 ) -> None:
@@ -312,9 +266,8 @@ def test_the_same_packs_in_another_form(
     options = ["train.iterations=2", "validation.every=2", "checkpoint.export=false"]
     tars = undisturbed("qwen2_vl", *options)
     packed: Any = tmp_path / "packed"
-    if form.startswith("remote"):
+    if form == "remote":
         packed = f"{store}/packed"
-        options += ["data.order=written"] * form.endswith("written")
     else:
         pack_dialogues("qwen2_vl", folder, packed, output={"layout": form})
     train(command(folder, tmp_path / "other", *options, f"data.path={packed}"))
@@ -348,21 +301,15 @@ def test_frozen_parts_stay_with_recomputation(family: str, case: Case, tmp_path:
     assert all("merger" in name or "projector" in name for name in changed)
 
 
-TIED = ["model.checkpoint=null", "model.tie_word_embeddings=true", "checkpoint.every=0"]
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_tied_embeddings_are_one_matrix(fsdp: bool, case: Case, tmp_path: Path) -> None:
-    arguments = command(case("qwen2_5_vl"), tmp_path / "run", *TIED, family="qwen2_5_vl")
-    arguments += ["train.iterations=2", f"model.fsdp={str(fsdp).lower()}"]
-    if fsdp:
-        train([*arguments, "model.fsdp=false", f"output.path={tmp_path / 'one'}"])
-        assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
-        ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "one")
-        assert max(float((ours[n] - theirs[n]).abs().max()) for n in theirs) < 1e-4
-    else:
-        train(arguments)
+def test_tied_embeddings_are_one_matrix(case: Case, tmp_path: Path) -> None:
+    options = ["model.checkpoint=null", "model.tie_word_embeddings=true", "checkpoint.every=0"]
+    options += ["train.iterations=2", "model.fsdp=true"]
+    arguments = command(case("qwen2_5_vl"), tmp_path / "run", *options, family="qwen2_5_vl")
+    train([*arguments, "model.fsdp=false", f"output.path={tmp_path / 'one'}"])
+    assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
+    ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "one")
+    assert max(float((ours[n] - theirs[n]).abs().max()) for n in theirs) < 1e-4
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert "lm_head.weight" not in weights(tmp_path / "run")

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from launch.config import DataConfig
 from launch.data.micro_batches import build_loader, build_task_encoder
@@ -103,8 +102,3 @@ def test_two_processes_share_an_epoch(folder: Path, tmp_path: Path) -> None:
         logged = [line[name] for line in step_lines(tmp_path / "run")]
         assert logged == pytest.approx([idle_shares(of[s], phase[s])[number] for s in steps])
         assert max(logged) > 0
-
-
-def test_packs_as_token_ids_are_refused() -> None:
-    with pytest.raises(ValidationError, match="order=balanced: packs as token ids"):
-        DataConfig(path="packs", data_prefix="packs/packed_seq_dataset", order="balanced")

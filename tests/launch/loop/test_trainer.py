@@ -30,6 +30,7 @@ from tests.helpers.packed_runs import (
     make_trainer,
     step_lines,
 )
+from tests.helpers.unpacked_folders import blend_of
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -80,19 +81,18 @@ def test_micro_batches_do_not_change_a_step(
     normalization: str, folder: Path, tmp_path: Path
 ) -> None:
     runs = {}
-    for size in (1, 2, 4):
+    for size in (1, 4):
         output = tmp_path / str(size)
         config = make_config(
             folder,
             output,
             data={"micro_batch_size": size},
             batch={"global_batch_packs": 4},
-            train={"iterations": 5, "normalization": normalization},
+            train={"iterations": 3, "normalization": normalization},
         )
         keys, _ = train(config)
         runs[size] = losses(output), keys
-    assert runs[1][1] == runs[2][1] == runs[4][1]
-    assert runs[2][0] == pytest.approx(runs[1][0], abs=1e-5)
+    assert runs[1][1] == runs[4][1]
     assert runs[4][0] == pytest.approx(runs[1][0], abs=1e-5)
 
 
@@ -272,22 +272,13 @@ def test_a_run_that_is_there_is_not_overwritten(folder: Path, tmp_path: Path) ->
     assert len(losses(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_blend_goes_on_where_it_was(
-    num_workers: int,
-    folder: Path,
-    captions: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, captions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OFFLINE_PACKING_BMR")
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"      - {{path: {folder}, weight: 1}}\n      - {{path: {captions}, weight: 2}}\n"
-    )
+    blend = blend_of(tmp_path / "blend.yaml", [folder, f"path: {captions}, weight: 2"])
     device = initialize_parallel()
-    config = make_config(blend, tmp_path, data={"num_workers": num_workers}).data
+    config = make_config(blend, tmp_path, data={"num_workers": 2}).data
 
     def batches() -> LoaderBatches:
         task_encoder = build_task_encoder(config, read_packed_data(blend))

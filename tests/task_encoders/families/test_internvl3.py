@@ -28,9 +28,10 @@ from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import by_both
 from tests.helpers.texts_and_images import random_image, random_side
-from tests.helpers.tiny_families import INTERNVL, save_tokenizer
+from tests.helpers.tiny_families import INTERNVL
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video, odd_clips
+from tests.world import World
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
 #: Of one tile each.
@@ -44,11 +45,9 @@ NORMAL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("internvl")
-    save_tokenizer("internvl3", folder)
-    return folder
+@pytest.fixture
+def folder(world: World) -> Path:
+    return world.tokenizer("internvl3")
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 12), (1, 1), (3, 6)])

@@ -26,16 +26,15 @@ from tests.helpers.texts_and_images import (
     random_turns,
 )
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer
+from tests.world import World
 
 SIZE = 56
 IMAGE = -200  # LLaVA's number in place of an image
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llava")
-    save_llama_tokenizer(folder)
-    return folder
+@pytest.fixture
+def folder(world: World) -> Path:
+    return world.tokenizer("llava_1_5")
 
 
 def processor_of(folder: Path, *, pad: bool) -> Any:

@@ -27,7 +27,8 @@ from tests.helpers.encoder_contract import unequal
 from tests.helpers.media_references import by_both
 from tests.helpers.mistral_tokenizer import SPECIAL, save_tekken
 from tests.helpers.texts_and_images import random_image, random_side
-from tests.helpers.tiny_families import needs_family, save_tokenizer
+from tests.helpers.tiny_families import needs_family
+from tests.world import World
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "75"))
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates"
@@ -35,11 +36,9 @@ IMAGE, BREAK, END = 10, 12, 13
 PIXEL = image_bytes(28, 28)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mistral")
-    save_tokenizer("mistral3", folder)
-    return folder
+@pytest.fixture
+def folder(world: World) -> Path:
+    return world.tokenizer("mistral3")
 
 
 def expanded(height: int, width: int) -> list[int]:

@@ -89,8 +89,6 @@ READERS: dict[str, Callable[..., Iterator[PackedBatch]]] = {
         ("folder", 0, "alike", "energon"),
         ("folder", 1, "mixed", "energon"),
         ("folder", 0, "alike", "references"),
-        pytest.param("Energon", 0, "mixed", "energon", marks=pytest.mark.exhaustive),
-        pytest.param("folder", 0, "mixed", "energon", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_reader_stops_at_packs_of_another_plan(

@@ -1,5 +1,6 @@
 """`model.control_tokens`: special tokens that texts spell."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from offline_packing.errors import ConfigError
 from offline_packing.runs.artifacts import open_index
 from offline_packing.verify.verify import verify
-from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families import build_sample_encoder
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettingsError
@@ -18,24 +19,25 @@ from tests.helpers.datasets import dialogue, make_run, pack_all
 from tests.helpers.energon_batches import batches_of, encoder_of
 from tests.helpers.formats import lines, write_file
 from tests.helpers.texts_and_images import random_text
-from tests.helpers.tiny_families import encoder_options, save_tokenizer
+from tests.helpers.tiny_families import encoder_options
 
 BOX = ("<|box_start|>", "<|box_end|>")
 SAID = "It is <|box_start|>(10,20),(30,40)<|box_end|> there."
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "llava_1_5"])  # it has none
-def test_ids_are_those_of_the_tokenizer(family: str, tmp_path: Path) -> None:
+def test_ids_are_those_of_the_tokenizer(folder: Path) -> None:
     """Texts spell two of its special tokens, which are text without the option."""
-    folder = str(tmp_path / family)
-    save_tokenizer(family, Path(folder))
-    options = encoder_options(family)
-    usual: Any = build_sample_encoder(family, folder, **options)
+    if folder.name == "llava_1_5":
+        pytest.skip("it has none")
+    build = functools.partial(
+        build_sample_encoder, folder.name, str(folder), **encoder_options(folder.name)
+    )
+    usual: Any = build()
     free = [one for one in usual.tokenizer.control_tokens if one not in usual.written_tokens]
     spelled = tuple(one for one in free if one.isascii() and one not in ("<image>", "<video>"))[:2]
     assert spelled
-    encoder: Any = build_sample_encoder(family, folder, control_tokens=spelled, **options)
-    theirs = checkpoint_tokenizer(folder)
+    encoder: Any = build(control_tokens=spelled)
+    theirs = checkpoint_tokenizer(str(folder))
     rng = np.random.default_rng(0)
     for _ in range(40):
         parts = [random_text(rng, 2), *rng.choice([*spelled, "", " "], 4), random_text(rng, 2)]
@@ -55,19 +57,17 @@ def test_ids_are_those_of_the_tokenizer(family: str, tmp_path: Path) -> None:
     assert "control_tokens" not in usual.fingerprint
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_template_media_and_ends_are_refused(family: str, tmp_path: Path) -> None:
-    folder = str(tmp_path / family)
-    save_tokenizer(family, Path(folder))
-    usual: Any = build_sample_encoder(family, folder, **encoder_options(family))
+def test_tokens_of_template_media_and_ends_are_refused(folder: Path) -> None:
+    build = functools.partial(
+        build_sample_encoder, folder.name, str(folder), **encoder_options(folder.name)
+    )
+    usual: Any = build()
     media = usual.MEDIA_TOKENS["image_token_id"]
     for token in {usual.PAD_TOKEN, media, *sorted(usual.written_tokens)[:3]}:
         with pytest.raises(ValueError, match=r"model\.control_tokens: .* leave it out"):
-            build_sample_encoder(family, folder, control_tokens=(token,), **encoder_options(family))
+            build(control_tokens=(token,))
     with pytest.raises(ValueError, match=r"no special token '<\|none\|>'"):
-        build_sample_encoder(
-            family, folder, control_tokens=("<|none|>",), **encoder_options(family)
-        )
+        build(control_tokens=("<|none|>",))
 
 
 def run_of(folder: Path, name: str, said: str = SAID, **model: Any) -> Any:
