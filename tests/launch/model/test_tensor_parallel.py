@@ -1,28 +1,151 @@
-"""Two tensor parallel ranks hold one model: same weights, same gradients where they overlap."""
+"""Ranks that share a row or layers compute what one rank computes: losses, gradients, weights; and
+what cannot be divided."""
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import distributed
 from torch import distributed as dist
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import (
     initialize_parallel,
 )
-from launch.model.config import ModelConfig
+from launch.model.config import ModelConfig, transformers_classes
+from launch.model.context_parallel import part_of_rank
 from launch.model.hf_checkpoint import gather_weights
 from launch.model.megatron_model import PackedMegatronModel, build_model, check_supported
+from launch.model.vision_tower import share_frames
+from task_encoders.packs.tokenized import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,
     forward,
+    gathered_gradients,
     packed_batch,
     row_samples,
     transformers_model,
     write_checkpoint,
 )
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+#: Every kind of sample is in them.
+ROWS = ("mixed", "images_and_videos")
+Cases = dict[tuple[str, str], Any]
+
+
+def row_of(lengths: Sequence[int]) -> PackedSeqParams:
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return PackedSeqParams(cu_seqlens_q=cu_seqlens, max_seqlen_q=max(lengths))
+
+
+def test_segments_are_cut_zigzag() -> None:
+    """As in the module's example."""
+    parts = [part_of_rank(row_of([4, 8]), 2, rank) for rank in range(2)]
+    assert [part.own.tolist() for part in parts] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+    assert parts[1].cu_seqlens_q.tolist() == [0, 1, 2, 4, 6]
+    assert parts[1].cu_seqlens_kv.tolist() == [0, 2, 5, 9, 15]
+
+
+def test_segments_of_other_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"segments of \[4, 6\] tokens .* \(pad_multiple=4\)"):
+        part_of_rank(row_of([4, 6]), 2, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 4), flops=st.lists(st.integers(1, 50), max_size=7))
+def test_frames_are_shared_as_evenly_as_order_allows(size: int, flops: list[int]) -> None:
+    bounds = share_frames(np.array(flops, np.float64), size)
+    ways = itertools.combinations_with_replacement(range(len(flops) + 1), size - 1)
+    most = min(max(shares([0, *way, len(flops)], flops)) for way in ways)
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(flops), size + 1)
+    assert max(shares(bounds, flops)) == most
+
+
+def shares(bounds: Sequence[int], flops: Sequence[int]) -> list[int]:
+    return [sum(flops[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def compute(
+    folder: Path, context: int = 1, tensor: int = 1
+) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """Losses of the labelled tokens, with boundaries and without, and gradients of their sum; on
+    the first rank, the gradients by their published names."""
+    device = initialize_parallel(tensor, context)
+    group = parallel_state.get_context_parallel_group()
+    found: Cases = {}
+    for family, row in itertools.product(FAMILIES, ROWS):
+        checkpoint = folder / family
+        reference = transformers_classes(family).model.from_pretrained(checkpoint)
+        config = ModelConfig.model_validate({"family": family, "checkpoint": checkpoint})
+        model = build_model(config, device=device)
+        samples = row_samples(reference, row)
+        batch = packed_batch(samples, multiple=2 * context if context > 1 else 1)
+        labels = shift_labels(batch.labels)
+        labelled = labels[0] != IGNORE_INDEX
+        with torch.no_grad():
+            one_segment = dataclasses.replace(batch, cu_lengths=batch.cu_lengths[:, [0, -1]])
+            control = forward(model, one_segment, labels, group)
+        losses = forward(model, batch, labels, group)
+        losses.sum().backward()
+        losses = losses.detach().clone()
+        for whole in (control, losses):
+            distributed.all_reduce(whole, group=group)
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            distributed.all_reduce(parameter.grad, group=group)
+        found[family, row] = gathered_gradients(model) | {
+            "losses": losses[0, labelled],
+            "control": control[0, labelled],
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILIES:
+        write_checkpoint(folder / family, family, tied=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints: Path) -> Cases:
+    """These rows on one rank."""
+    return compute(checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor"),
+    [(2, 1), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((4, 1), (2, 2)))],
+)
+def test_loss_and_gradients_are_those_of_one_rank(
+    context: int, tensor: int, checkpoints: Path, alone: Cases, tmp_path: Path
+) -> None:
+    ranks = run_ranks(context * tensor, tmp_path, compute, checkpoints, context, tensor)
+    for case, found in ranks[0].items():
+        expected = alone[case]
+        assert found.keys() == expected.keys()
+        assert len(found) > 3 * 11  # weights and biases of three layers, and more
+        assert len(expected["losses"]) > 20
+        torch.testing.assert_close(found["losses"], expected["losses"], atol=1e-5, rtol=0)
+        assert (found["control"] - expected["losses"]).abs().max() >= 1, case
+        for name in expected.keys() - {"losses", "control"}:
+            difference = (found[name] - expected[name]).abs().max()
+            assert difference <= 1e-5 * expected[name].abs().max(), (case, name)
+    assert len(ranks[0]) == len(FAMILIES) * len(ROWS)
+
 
 CONFIG = ModelConfig(preset="tiny")
 
