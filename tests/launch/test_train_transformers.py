@@ -251,36 +251,6 @@ def test_a_long_sample_must_not_change_the_others(case: Case, tmp_path: Path) ->
     train(command(folder, tmp_path / "run", "train.iterations=1", family="internvl3"))
 
 
-@pytest.fixture
-def store(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Address of the folder of a case in a store of multi-storage-client."""
-    provider = {"type": "file", "options": {"base_path": str(case("qwen2_vl"))}}
-    config = tmp_path / "msc.json"
-    config.write_text(json.dumps({"profiles": {"packs": {"storage_provider": provider}}}))
-    monkeypatch.setenv("MSC_CONFIG", str(config))
-    return "msc://packs"
-
-
-@pytest.mark.parametrize("form", ["references", "indexed", "remote"])
-def test_the_same_packs_in_another_form(
-    form: str, case: Case, undisturbed: Callable[..., Path], store: str, tmp_path: Path
-) -> None:
-    """Give the same losses, in training and validation."""
-    folder = case("qwen2_vl")
-    options = ["train.iterations=2", "validation.every=2", "checkpoint.export=false"]
-    tars = undisturbed("qwen2_vl", *options)
-    packed: Any = tmp_path / "packed"
-    if form == "remote":
-        packed = f"{store}/packed"
-    else:
-        pack_dialogues("qwen2_vl", folder, packed, output={"layout": form})
-    train(command(folder, tmp_path / "other", *options, f"data.path={packed}"))
-    lines = [(path / "metrics.jsonl").read_text() for path in (tars, tmp_path / "other")]
-    assert losses(tmp_path / "other") == losses(tars)
-    validated = [line.partition('"validation_loss"')[2] for line in lines]
-    assert validated[0] == validated[1] != ""
-
-
 def test_packs_of_several_epochs(case: Case, tmp_path: Path) -> None:
     """Two passes train each sample twice, in other packs."""
     folder, packed = case("qwen2_vl"), tmp_path / "packed"

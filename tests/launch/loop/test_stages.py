@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import pyarrow.parquet as pq
 import pytest
@@ -204,52 +203,6 @@ def test_the_state_names_what_was_trained(done: Done) -> None:
     assert [entry["path"] for entry in state["trained"]] == list(done.config.data.paths)
     assert state["begins"] == list(done.plan.bounds[:-1])
     assert packs_of(state) == collections.Counter(done.keys)
-
-
-ORDERS = ("written", "balanced")
-
-
-def leg(paths: list[str], output: Path, stop_in: int) -> dict[str, list[str]]:
-    """Run as one rank of a group until a step in which it is stopped, or to the end; its packs by
-    their order."""
-    keys = {}
-    for order in ORDERS:
-        data, batch = {"order": order}, {"global_batch_packs": 4}
-        config = config_of(paths, output / order, data=data, batch=batch)
-        trainer, seen, _ = make_trainer(config)
-        trainer.resume()
-        act = partial(signal.raise_signal, signal.SIGTERM)
-        stopping = Interrupted(stop_in - trainer.iteration, act, Trainer._step)
-        trainer._step = stopping.__get__(trainer, Trainer)  # type: ignore[method-assign]
-        assert trainer.run() == (trainer.iteration == trainer._plan.iterations)
-        keys[order] = seen.keys
-    return keys
-
-
-def test_ranks_change_within_stages(stages: list[str], tmp_path: Path) -> None:
-    """In the first and in the second: each stage has its packs as one rank trains them, and the
-    state counts them, those that fill the last step, too."""
-    sizes = [len(PackedFolder(path)) for path in stages]
-    ends = np.cumsum([-(-size // 4) for size in sizes])
-    legs = [(1, 1), (2, int(ends[0]) + 1), (1, int(ends[2]) + 9)]
-    ranks = [
-        run_ranks(count, tmp_path / f"ranks_{step}", leg, stages, tmp_path, step)
-        for count, step in legs
-    ]
-    for order in ORDERS:
-        output = tmp_path / order
-        keys = [key for group in ranks for own in group for key in own[order]]
-        assert [line["packs"] for line in step_lines(output)] == [4] * int(ends[2])
-        state = state_of(output)
-        assert [entry["loader"]["num_ranks"] for entry in state["trained"]] == [2, 1, 1]
-        assert packs_of(state) == collections.Counter(keys)
-    alone, seen, _ = make_trainer(
-        config_of(stages, tmp_path / "alone", batch={"global_batch_packs": 4})
-    )
-    assert alone.run()
-    keys = [key for group in ranks for own in group for key in own["written"]]
-    assert sorted(keys) == sorted(seen.keys)
-    assert losses(tmp_path / "written") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 def resumed(config: LaunchConfig, *accept: str) -> Any:
@@ -486,7 +439,7 @@ def run_of(packs: Path, output: Path) -> LaunchConfig:
     )
 
 
-def stopped_leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
+def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
     """Go on to a step, as one rank of a group; keys of the packs that were trained."""
     trainer, seen, _ = make_trainer(run_of(packs, output), accept=accept)
     trainer.resume()
@@ -520,7 +473,7 @@ def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
     first = stage_of(index, tmp_path / "a", 256, mixture=mixture(0.8, 0.4))
     pack_all(first)
     packs = tmp_path / "a"
-    a_keys = stopped_leg(packs, output, 10)
+    a_keys = leg(packs, output, 10)
     assert len(a_keys) == 40 < len(PackedFolder(packs))
     done = samples_of(packs, a_keys)
 
@@ -535,7 +488,7 @@ def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
     assert trained_column(second, tmp_path) == counts | done
 
     packs, accept = tmp_path / "b", ("data.packs",)
-    ranks = run_ranks(2, tmp_path / "two", stopped_leg, packs, output, 13, accept)
+    ranks = run_ranks(2, tmp_path / "two", leg, packs, output, 13, accept)
     b_keys = [key for own in ranks for key in own]
     # Killed at the second pack of step 15: step 14 was saved, and is not trained again.
     trainer, seen, _ = make_trainer(run_of(packs, output), fail_at=5)
@@ -544,8 +497,8 @@ def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
         trainer.run()
     assert trainer.iteration == 14
     b_keys += seen.keys[:4]
-    b_keys += stopped_leg(packs, output, 16)
-    ranks = run_ranks(2, tmp_path / "again", stopped_leg, packs, output, 18)
+    b_keys += leg(packs, output, 16)
+    ranks = run_ranks(2, tmp_path / "again", leg, packs, output, 18)
     b_keys += [key for own in ranks for key in own]
 
     wanted = done + samples_of(packs, b_keys)
@@ -572,7 +525,7 @@ def test_what_names_no_packs_is_refused(tmp_path: Path) -> None:
     # packs of another source
     other = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "d", 12, 3)), "task": "bmr"}
     pack_all(make_run(other, tmp_path / "packed", pack={"seq_length": 256}))
-    stopped_leg(tmp_path / "packed", tmp_path / "other", 1)
+    leg(tmp_path / "packed", tmp_path / "other", 1)
     again = stage_of(index, tmp_path / "e", 512, skip=skip)
     measure(again)
     with pytest.raises(StageError, match=r"no pack that .*other trained is of .*short"):

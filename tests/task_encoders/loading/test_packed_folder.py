@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from launch.data.packed_data import read_packed_data
 from offline_packing.errors import StageError
 from offline_packing.runs.run import Run
-from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_dataset import (
     get_packed_train_dataset,
     get_packed_val_dataset,

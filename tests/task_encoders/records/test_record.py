@@ -33,58 +33,46 @@ def turns(*texts: str) -> tuple[Turn, ...]:
     return tuple(Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True))
 
 
+def of(task: str, *texts: str, images: tuple[str, ...] = (), **more: Any) -> SourceSample:
+    """The sample of these prompts and answers."""
+    return SourceSample("k", task, turns(*texts), images, **more)
+
+
+X, XY = ("x.jpg",), ("x.jpg", "y.jpg")
+SAID = [{"role": "system", "content": "s"}, *dialogue("a", "b")]
+
+
 @pytest.mark.parametrize(
-    ("content", "task", "expected"),
+    ("content", "expected"),
     [
         (
             {"messages": dialogue("<image>a", "b", "c", "d"), "images": ["x.jpg"]},
-            "bmr",
-            SourceSample("k", "bmr", turns("<image>a", "b", "c", "d"), ("x.jpg",)),
+            of("bmr", "<image>a", "b", "c", "d", images=X),
         ),
-        (
-            {"messages": [{"role": "system", "content": "s"}, *dialogue("a", "b")], "images": []},
-            "bmr",
-            SourceSample("k", "bmr", turns("a", "b"), (), "s"),
-        ),
-        (
-            {"captions": [{"content": "a"}], "images": ["x.jpg", "y.jpg"]},
-            "captioning",
-            SourceSample("k", "captioning", turns("", "a"), ("x.jpg", "y.jpg")),
-        ),
-        (
-            {"captions": ["a"], "image": "x.jpg"},
-            "captioning",
-            SourceSample("k", "captioning", turns("", "a"), ("x.jpg",)),
-        ),
+        ({"messages": SAID, "images": []}, of("bmr", "a", "b", system="s")),
+        ({"captions": [{"content": "a"}], "images": [*XY]}, of("captioning", "", "a", images=XY)),
+        ({"captions": ["a"], "image": "x.jpg"}, of("captioning", "", "a", images=X)),
         (
             {"caption": " a\n", "image": "x.jpg", "images": None},
-            "captioning",
-            SourceSample("k", "captioning", turns("", " a\n"), ("x.jpg",)),
+            of("captioning", "", " a\n", images=X),
         ),
         (
             {"prompt": "q", "answers": ["a"], "captions": None, "images": []},
-            "vqa",
-            SourceSample("k", "vqa", turns("q", "a")),
+            of("vqa", "q", "a"),
         ),
-        (
-            {"context": "q", "answer": "a", "other": {"deep": 1}},
-            "vqa",
-            SourceSample("k", "vqa", turns("q", "a")),
-        ),
+        ({"context": "q", "answer": "a", "other": {"deep": 1}}, of("vqa", "q", "a")),
         (
             {"question": ["q", "r"], "answers": ["a", {"content": "b"}], "images": []},
-            "bmr",
-            SourceSample("k", "bmr", turns("q", "a", "r", "b")),
+            of("bmr", "q", "a", "r", "b"),
         ),
         (
             {"messages": dialogue("Describe it.", "a"), "images": ["x.jpg"]},
-            "captioning",
-            SourceSample("k", "captioning", turns("Describe it.", "a"), ("x.jpg",)),
+            of("captioning", "Describe it.", "a", images=X),
         ),
     ],
 )
-def test_forms(content: dict[str, Any], task: str, expected: SourceSample) -> None:
-    assert to_sample(content, "k", task) == expected
+def test_forms(content: dict[str, Any], expected: SourceSample) -> None:
+    assert to_sample(content, "k", expected.task) == expected
 
 
 @pytest.mark.parametrize(
