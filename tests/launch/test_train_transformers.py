@@ -26,6 +26,7 @@ from launch.model.config import LoraOptions, TransformersModelConfig, transforme
 from launch.model.transformers_model import build_transformers_model
 from launch.train import cli
 from launch.train_transformers import load_config, main
+from offline_packing.runs.manifest import require_manifest
 from tests.helpers.hf_trainers import several_packs
 from tests.helpers.packed_runs import losses, step_lines
 from tests.helpers.parity import check_losses, token_losses_alone
@@ -35,8 +36,8 @@ from tests.helpers.transformers_runs import (
     FAMILIES,
     Case,
     assert_equal_runs,
+    case_run,
     command,
-    pack_dialogues,
     run_here,
     stop,
     stop_here,
@@ -44,6 +45,7 @@ from tests.helpers.transformers_runs import (
     weights,
 )
 from tests.helpers.varlen import CpuVarlen
+from tests.world import World
 
 EXAMPLE = Path(__file__).parents[2] / "examples/transformers_trainer.py"
 
@@ -251,16 +253,16 @@ def test_a_long_sample_must_not_change_the_others(case: Case, tmp_path: Path) ->
     train(command(folder, tmp_path / "run", "train.iterations=1", family="internvl3"))
 
 
-def test_packs_of_several_epochs(case: Case, tmp_path: Path) -> None:
+def test_packs_of_several_epochs(case: Case, world: World, tmp_path: Path) -> None:
     """Two passes train each sample twice, in other packs."""
-    folder, packed = case("qwen2_vl"), tmp_path / "packed"
     output = {"layout": "references", "split": {"train": 1.0}}
-    made = pack_dialogues("qwen2_vl", folder, packed, pack={"epochs": 2}, output=output)
-    options = [f"data.path={packed}", "train.iterations=null", "train.epochs=2"]
+    run = case_run(world, "qwen2_vl", pack={"epochs": 2}, output=output)
+    options = [f"data.path={run.workspace.root}", "train.iterations=null", "train.epochs=2"]
     options += ["data.repeat=false", "checkpoint={every: 0, export: false}"]
-    train(command(folder, tmp_path / "run", *options))
+    train(command(case("qwen2_vl"), tmp_path / "run", *options))
     lines = step_lines(tmp_path / "run")
-    assert sum(line["sub_samples"] for line in lines) == 2 * made.of_an_epoch("samples")
+    manifest = require_manifest(run.workspace.root)
+    assert sum(line["sub_samples"] for line in lines) == 2 * manifest.of_an_epoch("samples")
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava_1_5"])

@@ -22,7 +22,7 @@ from task_encoders.rows.unpacked import unpacked_sub_sample
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
-from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all
+from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.legacy_packs import (
     CRUDE_YAML,
     DATASET_YAML,
@@ -102,17 +102,6 @@ def test_the_layout_people_already_have_loads(dataset_yaml: str, tmp_path: Path)
         ]
         assert labelled == expected
     assert tokenizer_text == [f"ps_{i:08d}" for i in range(12)]
-
-
-def test_micro_batches_merge_packs_into_one_row(folder: Path) -> None:
-    singles = list(batches(folder))
-    doubles = list(batches(folder, micro_batch_size=2))
-    assert len(doubles) == 6
-    for first, second, double in zip(singles[::2], singles[1::2], doubles, strict=True):
-        assert torch.equal(double.tokens, torch.cat([first.tokens, second.tokens], dim=1))
-        ends = second.cu_lengths[:, 1:] + first.tokens.shape[1]
-        assert torch.equal(double.cu_lengths, torch.cat([first.cu_lengths, ends], dim=1))
-        assert torch.equal(double.imgs, torch.cat([first.imgs, second.imgs]))
 
 
 def test_one_sample_can_be_restored_by_its_key(folder: Path) -> None:
@@ -206,21 +195,13 @@ def test_a_row_that_its_padding_does_not_divide_is_refused() -> None:
         task_encoder(pad_to_seq_length=True, pad_multiple=24)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_pixels_sent_as_bytes_become_the_same_values(folder: Path, micro_batch_size: int) -> None:
+def test_pixels_sent_as_bytes_become_the_same_values(folder: Path) -> None:
     """They come through shared memory from a worker process, as a trainer's do."""
-    sent = {
-        transport: list(
-            batches(
-                folder,
-                task_encoder(pixel_transport=transport),
-                num_workers=1,
-                micro_batch_size=micro_batch_size,
-            )
-        )
+    sent = (
+        batches(folder, task_encoder(pixel_transport=transport), num_workers=1, micro_batch_size=2)
         for transport in ("float32", "uint8")
-    }
-    for values, as_bytes in zip(sent["float32"], sent["uint8"], strict=True):
+    )
+    for values, as_bytes in zip(*sent, strict=True):
         assert as_bytes.imgs.dtype == torch.uint8
         assert values.imgs.nbytes >= 7 * as_bytes.imgs.nbytes
         same = normalise_pixels(as_bytes)
@@ -345,26 +326,6 @@ def test_several_images_and_members_named_with_their_key() -> None:
     lost = unpacked_sub_sample(CrudeRecord(**base, parts={**pictures, "json": gone}))
     assert isinstance(lost.sample, SampleError)
     assert lost.sample.reason == "missing_image"
-
-
-def test_the_same_rows_as_in_packs(tmp_path: Path) -> None:
-    """Measured, written and restored, or read as it is: the same tokens, labels and pixels."""
-    folder = crude_folder(tmp_path / "crude", 12, shards=1)
-    source = {"format": "energon", "path": str(folder), "task": "bmr"}
-    packs = tmp_path / "packs"
-    pack_all(make_run(source, packs, pack={"seq_length": SEQ_LENGTH}))
-    encoder = unpacked_encoder(PackingSettings(packed=True, bmr=True))
-    alone = {batch.sub_sample_keys[0]: batch for batch in unpacked_batches(folder)}
-    seen = []
-    for batch in unpacked_batches(packs, encoder):
-        ends = batch.cu_lengths[0].tolist()
-        rows = [alone[key.rpartition("/")[2]] for key in batch.sub_sample_keys]
-        for name in ("tokens", "labels"):
-            expected = torch.cat([getattr(row, name) for row in rows], dim=1)
-            assert torch.equal(getattr(batch, name), expected)
-        assert ends[1:] == list(itertools.accumulate(row.tokens.shape[1] for row in rows))
-        seen += batch.sub_sample_keys
-    assert len(seen) == 12
 
 
 @pytest.mark.parametrize("epochs", [None, 1])

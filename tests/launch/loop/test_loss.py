@@ -1,10 +1,8 @@
 """A token's weight: it does not depend on how a step is cut into ranks and micro batches, and may
 be a fraction, from the record to the loss and its gradient."""
 
-import dataclasses
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,14 @@ from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import Pack
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.records.record import to_sample
-from task_encoders.settings import PackingSettings, PackingSettingsError
-from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
+from task_encoders.settings import PackingSettingsError
+from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, write_json
+from tests.helpers.formats import write_file
 from tests.helpers.packed_runs import SEQ_LENGTH, make_config, make_trainer
+from tests.world import Source, World, copy_of, task_encoder
 
 _ = IGNORE_INDEX
 
@@ -113,33 +112,25 @@ def weights_by_hand(encoder: Any, tokens: list[int]) -> list[float]:
     return weights
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    root = tmp_path_factory.mktemp("weights")
-    (root / "source").mkdir()
-    (root / "source" / "a.jpg").write_bytes(image_bytes())
-    plain = [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": "All of it."}]
+def weighted(folder: Path) -> Source:
+    """Conversations with a picture and without, and questions that count whole."""
+    write_file(folder / "a.jpg", image_bytes())
     for i in range(5):
-        write_json(root / "source" / f"a{i}.json", conversation(image=True))
-        write_json(root / "source" / f"b{i}.json", conversation())
-        write_json(root / "source" / f"c{i}.json", {"messages": plain, "images": []})
-    outputs: dict[str, dict[str, Any]] = {
-        "tars": {},
-        "pretokenized": {"pretokenize": True},
-        "indexed": {"layout": "indexed"},
+        write_json(folder / f"a{i}.json", conversation(image=True))
+        write_json(folder / f"b{i}.json", conversation())
+        write_json(folder / f"c{i}.json", {"messages": dialogue("Ask.", "So."), "images": []})
+    return {"format": "pairs", "path": str(folder), "task": "bmr"}
+
+
+@pytest.fixture
+def runs(world: World) -> dict[str, Run]:
+    output = {"split": {"train": 0.7, "val": 0.3}, "split_seed": 3}
+    return {
+        layout: world.run(
+            weighted, pack={"seq_length": SEQ_LENGTH}, output={"layout": layout, **output}
+        )
+        for layout in ("energon", "indexed")
     }
-    source, made = {"format": "pairs", "path": str(root / "source"), "task": "bmr"}, {}
-    for name, output in outputs.items():
-        output |= {"split": {"train": 0.7, "val": 0.3}, "split_seed": 3}
-        limits = {"seq_length": SEQ_LENGTH}
-        made[name] = make_run(source, root / name, pack=limits, output=output)
-        assert pack_all(made[name]).loss_weights == "fractional"
-    return made
-
-
-def task_encoder(run: Run) -> PackedTaskEncoder:
-    settings = PackingSettings(packed=True, bmr=True)
-    return PackedTaskEncoder(seq_length=SEQ_LENGTH, model=run.config.model, settings=settings)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava_onevision_1_5"])
@@ -159,31 +150,22 @@ def test_every_token_has_the_weight_of_its_answer(family: str) -> None:
 
 
 def test_packs_of_texts_and_of_token_ids_have_the_same_weights(runs: dict[str, Run]) -> None:
-    encoder = task_encoder(runs["tars"])
-    row = PackedFolder(runs["tars"].workspace.root, encoder).batch([0])
+    encoder = task_encoder(runs["energon"])
+    row, other = (PackedFolder(run.workspace.root, encoder).batch([0]) for run in runs.values())
     expected = weights_by_hand(encoder.encoder, row.tokens[0].tolist())
     assert row.loss_mask[0].tolist() == expected
     assert "labels" not in to_transformers_kwargs(row)
-    others = PackedFolder(runs["pretokenized"].workspace.root, encoder)
-    indexed = PackedFolder(runs["indexed"].workspace.root, encoder)
-    for other in (others.batch([0]), indexed.batch([0])):
-        assert torch.equal(other.loss_mask, row.loss_mask)
-        assert torch.equal(other.labels, row.labels)
-    for run in runs.values():
-        assert verify(run, deep=True).ok
-    (pack,) = preview(runs["tars"], packs=["0"])
+    assert torch.equal(other.loss_mask, row.loss_mask)
+    assert torch.equal(other.labels, row.labels)
+    (pack,) = preview(runs["energon"], packs=["0"])
     weights = [span.weight for sub in pack.sub_samples for span in sub.spans]
     assert weights.count(0.25) > 1
     assert set(weights) == {0, 0.25, 1}
 
 
-@pytest.mark.parametrize("name", ["tars", "indexed"])
-def test_verify_compares_weights(runs: dict[str, Run], name: str, tmp_path: Path) -> None:
-    original = runs[name].workspace.root
-    shutil.copytree(original, tmp_path / "out")
-    run = runs[name]
-    output = run.config.output.model_copy(update={"path": str(tmp_path / "out")})
-    run = dataclasses.replace(run, config=run.config.model_copy(update={"output": output}))
+@pytest.mark.parametrize("layout", ["energon", "indexed"])
+def test_verify_compares_weights(runs: dict[str, Run], layout: str, tmp_path: Path) -> None:
+    run = copy_of(runs[layout], tmp_path / "out")
     changed = 0
     for path in (tmp_path / "out").rglob("*"):
         if path.suffix in (".bin", ".tar") and "_packing" not in path.parts[-3:]:
@@ -192,7 +174,7 @@ def test_verify_compares_weights(runs: dict[str, Run], name: str, tmp_path: Path
             path.write_bytes(data.replace(b"0.25", b"0.75"))
     assert changed
     problems = "\n".join(verify(run, deep=True).problems)
-    assert ("text differs" if name == "tars" else "token ids differ") in problems
+    assert ("text differs" if layout == "energon" else "token ids differ") in problems
 
 
 @pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
@@ -203,7 +185,7 @@ def test_loss_and_gradient_are_those_by_hand(
     bmr_environment: None,
 ) -> None:
     config = make_config(
-        runs["tars"].workspace.root,
+        runs["energon"].workspace.root,
         tmp_path,
         batch={"global_batch_packs": 1},
         train={"iterations": 1, "normalization": normalization},
@@ -244,8 +226,8 @@ def test_loss_and_gradient_are_those_by_hand(
 
 
 def test_a_trainer_whose_loss_takes_none_refuses_them(runs: dict[str, Run]) -> None:
-    root = runs["tars"].workspace.root
-    encoder = task_encoder(runs["tars"])
+    root = runs["energon"].workspace.root
+    encoder = task_encoder(runs["energon"])
     folder = PackedFolder(root, encoder)
     with pytest.raises(PackingSettingsError, match="other than 0 and 1, which the loss of TRL"):
         encoder.check_trainer("TRL")

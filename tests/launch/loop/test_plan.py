@@ -87,11 +87,11 @@ def test_a_folder_is_counted_by_its_train_split(captions: Path) -> None:
 
 
 def test_the_task_encoder_is_of_the_family_that_is_trained(
-    case: Case, bmr_environment: None
+    case: Case, world: World, bmr_environment: None
 ) -> None:
     """With one tokenizer packs fit both; positions of videos are the model's own."""
-    folder = case("qwen2_vl")
-    config = DataConfig(path=str(folder / "packed"), processor=str(folder / "tokenizer"))
+    folder, tokenizer = case("qwen2_vl"), world.tokenizer("qwen2_vl")
+    config = DataConfig(path=str(folder / "packed"), processor=str(tokenizer))
     data = read_packed_data(folder / "packed")
     encoders = [build_task_encoder(config, data, family).encoder for family in (None, "qwen2_5_vl")]
     assert [encoder.options.family for encoder in encoders] == ["qwen2_vl", "qwen2_5_vl"]

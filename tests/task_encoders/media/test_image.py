@@ -539,9 +539,8 @@ def mutated(count: int, seed: int) -> list[bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:.*(EXIF|APNG|MPO)")
-@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.exhaustive)])
-def test_damaged_heads_have_pillows_outcome(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    damaged = mutated(count, seed=count)
+def test_damaged_heads_have_pillows_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = mutated(count := 300, seed=300)
     fast = [outcome(data) for data in damaged]
     num_plain = sum(read_plain(io.BytesIO(data)) is not None for data in damaged)
     assert count / 4 < num_plain < count * 3 / 4  # both ways were taken
@@ -612,11 +611,10 @@ def test_pillows_bytes(longest: int) -> None:
 
 
 @pytest.mark.parametrize("resize", BACKENDS)
-@pytest.mark.parametrize(("width", "height"), [(2500, 2000), (1200, 5000)])
-def test_images_that_pillow_holds_in_blocks(resize: str, width: int, height: int) -> None:
+def test_images_that_pillow_holds_in_blocks(resize: str) -> None:
     """Patches of 5 megapixels: their memory is not handed out."""
     vision = build_sample_encoder("qwen2_vl", resize=resize, max_pixels=200_000).vision  # type: ignore[attr-defined]
-    image = smooth(np.random.default_rng(3), width, height)
+    image = smooth(np.random.default_rng(3), 1200, 5000)
     with pytest.raises(ValueError, match=r"not contiguous|in multiple array blocks"):
         pa.array(image)
     grid = grid_of(image, vision)
