@@ -128,7 +128,10 @@ def alone(checkpoints: Path) -> Cases:
 
 @pytest.mark.parametrize(
     ("context", "tensor"),
-    [(2, 1), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((4, 1), (2, 2)))],
+    [
+        (2, 1),
+        *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((4, 1), (2, 2), (4, 2))),
+    ],
 )
 def test_loss_and_gradients_are_those_of_one_rank(
     context: int, tensor: int, checkpoints: Path, alone: Cases, tmp_path: Path
