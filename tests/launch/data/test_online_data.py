@@ -94,23 +94,22 @@ def test_rows_are_padded_after_their_packs_are_merged(tmp_path: Path) -> None:
     assert last.max_lengths.tolist() == [80 - PACK]
 
 
-pytestmark = pytest.mark.usefixtures("bmr_environment")
-
-
 @pytest.fixture
-def folder(world: World) -> Path:
+def indexed(world: World, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (PACKED, BMR):
+        monkeypatch.setenv(name, "1")
     return world.packed("bmr", output={"layout": "indexed"})
 
 
-def test_a_prefix_is_its_folder(folder: Path) -> None:
-    prefix = str(folder / "packed_seq_dataset")
-    assert DataConfig(path=str(folder)) == DataConfig(path="demo", data_prefix=prefix)
+def test_a_prefix_is_its_folder(indexed: Path) -> None:
+    prefix = str(indexed / "packed_seq_dataset")
+    assert DataConfig(path=str(indexed)) == DataConfig(path="demo", data_prefix=prefix)
     with pytest.raises(ValidationError, match="online packs data that are not packed"):
-        DataConfig.model_validate({"path": str(folder), "online": {"seq_length": 512}})
+        DataConfig.model_validate({"path": str(indexed), "online": {"seq_length": 512}})
     with pytest.raises(ValidationError, match="order=balanced: packs as token ids"):
         DataConfig(path="packs", data_prefix=prefix, order="balanced")
     rows = []
-    for path in (folder, Path(prefix)):
+    for path in (indexed, Path(prefix)):
         packs, encoder = open_as_measured(path, "PackedTrainer")
         assert encoder.seq_length == 512
         rows.append(packs.batch([0, 1]))
@@ -119,13 +118,13 @@ def test_a_prefix_is_its_folder(folder: Path) -> None:
 
 
 def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    indexed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a model is read."""
     for variable in ("OFFLINE_PACKING_BMR", "OFFLINE_PACKED_DATA"):
         monkeypatch.delenv(variable)
         with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1 OFFLINE_PACKING"):
-            open_as_measured(folder / "packed_seq_dataset", "PackedTrainer")
+            open_as_measured(indexed / "packed_seq_dataset", "PackedTrainer")
 
 
 NUM_SAMPLES = 40

@@ -214,7 +214,8 @@ def test_how_often_packs_are_trained_is_said(caplog: pytest.LogCaptureFixture) -
 
 
 def test_sharding_over_one_rank_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    config = TransformersConfig.model_validate({**MINIMAL, "model": {"fsdp": True}})
+    batch = {"global_batch_packs": 2}
+    config = TransformersConfig.model_validate({**MINIMAL, "batch": batch, "model": {"fsdp": True}})
     for ranks in (2, 1):
         assert "fsdp" not in caplog.text
         plan_training(config, [data_of(1_000, 8_000)], ranks)
