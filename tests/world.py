@@ -127,6 +127,12 @@ class World:
 
         return self.made(f"checkpoints/{family}", save)[0]
 
+    def tokenizer(self, family: str) -> Path:
+        """Return a folder, named as the family, with a small tokenizer of it."""
+        from tests.helpers.tiny_families import save_tokenizer
+
+        return self.made(f"tokenizers/{family}", lambda folder: save_tokenizer(family, folder))[0]
+
     def changed(self) -> list[str]:
         """Return the names of files that were changed, removed or added since they were made."""
         found = []

@@ -53,9 +53,14 @@ class TypedTokens:
             if i % 2:
                 ids += media(part) or [self.tokenizer.convert_tokens_to_ids(part)]
             elif part:
-                part = re.sub("\ue000(\\d+)\ue001", lambda m: self.names[int(m[1])], part)
-                ids += self.tokenizer(part, split_special_tokens=True)["input_ids"]
+                ids += self.tokenizer(
+                    self.shown(part), split_special_tokens=True, add_special_tokens=False
+                )["input_ids"]
         return ids
+
+    def shown(self, text: str) -> str:
+        """Names that a text spells, in the place of what `write` hid them by."""
+        return re.sub("\ue000(\\d+)\ue001", lambda m: self.names[int(m[1])], text)
 
     def labels(self, sample: SourceSample, messages: Any, tools: Any, marked: str) -> list[int]:
         """The assistant mask of transformers by a marked template, without the answers that carry

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -17,46 +16,36 @@ from safetensors.torch import load_file
 from launch.loop.setup import run
 from launch.loop.trainer import Trainer
 from launch.train_transformers import load_config, main
-from task_encoders.families import build_sample_encoder
-from task_encoders.packs.manifest import Manifest
-from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from offline_packing.runs.run import Run
 from tests.helpers.packed_runs import KilledError, losses
-from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
-from tests.helpers.video_packs import video_packs
+from tests.helpers.tiny_families import encoder_options
+from tests.world import World
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_1_5", "mistral3", "internvl3"]
 STEPS = 6
 Case = Callable[[str], Path]
 
 
-def make_case(name: str, folder: Path) -> None:
-    """Write a family's tiny checkpoint with a tokenizer to `model`, and dialogues packed for it.
-    They have pictures; those of a case "of videos" also videos."""
+def case_run(world: World, name: str, **sections: dict[str, Any]) -> Run:
+    """Return a run over dialogues, with pictures or "of videos", for a family's tiny checkpoint."""
     family, _, kind = name.partition(" of ")
-    save_tokenizer(family, folder / "tokenizer")
-    token_ids = build_sample_encoder(family, str(folder / "tokenizer")).media_token_ids
-    model = tiny_model(family, token_ids, experts=kind == "experts")
-    shutil.copytree(folder / "tokenizer", folder / "model")
-    model.save_pretrained(folder / "model")
-    if kind == "videos":
-        video_packs("bmr", folder, family=family, processor=str(folder / "model"))
-        return
-    mixed_pairs(folder / "source", 30)
-    pack_dialogues(family, folder, folder / "packed")
-
-
-def pack_dialogues(family: str, folder: Path, packed: Path, **sections: dict[str, Any]) -> Manifest:
-    """Pack the dialogues of a case, with other options."""
-    model = {"family": family, "processor": str(folder / "model"), "max_pixels": None}
+    checkpoint = world.checkpoint(f"{family}_moe" if kind == "experts" else family)
+    model = {"family": family, "processor": str(checkpoint), "max_pixels": None}
     output = {"packs_per_shard": 8, "split": {"train": 0.85, "val": 0.15}}
-    made = make_run(
-        {"format": "pairs", "path": str(folder / "source"), "task": "bmr"},
-        packed,
+    return world.run(
+        "videos" if kind == "videos" else "bmr",
         model=model | encoder_options(family),
-        pack={"seq_length": 512} | sections.get("pack", {}),
-        output=output | sections.get("output", {}),
+        output=output | sections.pop("output", {}),
+        **sections,
     )
-    return pack_all(made)
+
+
+def make_case(world: World, name: str, folder: Path) -> None:
+    """Link a tiny checkpoint with a tokenizer as `model`, and dialogues for it as `packed`."""
+    run = case_run(world, name)
+    folder.mkdir()
+    (folder / "model").symlink_to(str(run.config.model.processor))
+    (folder / "packed").symlink_to(run.workspace.root)
 
 
 def command(folder: Path, output: Path, *overrides: str, family: str = "qwen2_vl") -> list[str]:

@@ -10,6 +10,7 @@ from launch.model import transformers_model
 from tests.helpers.packed_runs import bmr_folder, captioning_folder
 from tests.helpers.transformers_runs import Case, command, make_case, train
 from tests.helpers.varlen import CpuVarlen
+from tests.world import World
 
 
 @pytest.fixture(scope="session")
@@ -25,15 +26,15 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(world: World, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A family's tiny checkpoint with a tokenizer, in `model`, and dialogues packed for it, with
-    pictures, or "of videos" too."""
+    pictures, or "of videos" too, in `packed`; for reading only."""
     root = tmp_path_factory.mktemp("families")
 
     def made(name: str) -> Path:
         folder = root / name.replace(" ", "_")
         if not folder.exists():
-            make_case(name, folder)
+            make_case(world, name, folder)
         return folder
 
     return made

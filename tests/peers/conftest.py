@@ -63,9 +63,9 @@ def task(
 
 
 @pytest.fixture(scope="module")
-def family() -> str:
-    """Family of `case`; a module of tests may name another."""
-    return "qwen2_5_vl"
+def family(request: pytest.FixtureRequest) -> str:
+    """Family of `case`: that of a test's parameter, or the module's FAMILY."""
+    return str(getattr(request, "param", getattr(request.module, "FAMILY", "qwen2_5_vl")))
 
 
 @pytest.fixture(scope="module")

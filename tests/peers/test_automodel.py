@@ -196,11 +196,6 @@ VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
 
 
 @pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest) -> Any:
-    return getattr(request, "param", "qwen2_5_vl")
-
-
-@pytest.fixture(scope="module")
 def loaded() -> Any:
     """A model with the whole vocabulary, and its processor."""
     builtin = builtin_processor()

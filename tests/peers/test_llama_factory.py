@@ -198,11 +198,7 @@ def order_of_knapsack(lengths: Sequence[int]) -> list[int]:
 
 Say = Callable[[str], None]
 VERSION = f"LLaMA-Factory {version('llamafactory')}"
-
-
-@pytest.fixture(scope="module")
-def family() -> str:
-    return "qwen2_vl"
+FAMILY = "qwen2_vl"
 
 
 @pytest.fixture(scope="module")

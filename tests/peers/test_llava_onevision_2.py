@@ -1,21 +1,17 @@
 """LLaVA-OneVision-2 on packs of its layout: its processor, loader and task encoder, to the batch.
 
 It is not a package: LLAVA_ONEVISION_2 names a checkout of EvolvingLMMs-Lab/LLaVA-OneVision-2.
-
-Packs are written by .venv's Python: its Energon is older than the one that writes them.
 """
 
 import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from megatron.core.datasets import megatron_tokenizer
-from megatron.energon import WorkerConfig, get_loader, get_train_dataset
-from PIL import ExifTags, Image
+from PIL import Image
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
@@ -35,13 +29,18 @@ from task_encoders.model_inputs import media_kwargs
 from task_encoders.packs.pack import Pack, SubSample, parse_json, sub_samples_of_pack
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.text.pieces import to_messages
+from tests.helpers.layout_readers import (
+    batches_by_key,
+    is_turned,
+    pack_by_command,
+    pictures,
+)
 from tests.helpers.texts_and_images import random_sample
 
 if not os.environ.get("LLAVA_ONEVISION_2"):
     pytest.skip("LLAVA_ONEVISION_2=DIR names no checkout of it", allow_module_level=True)
 CHECKOUT = Path(os.environ["LLAVA_ONEVISION_2"]).resolve()
 OWN_CODE = CHECKOUT / "transformers_impl/llavaonevision2"
-REPOSITORY = Path(__file__).parents[2]
 
 Say = Callable[[str], None]
 VERSION = f"LLaVA-OneVision-2 on energon {version('megatron-energon')}"
@@ -128,50 +127,17 @@ def conversations(root: Path, count: int) -> Path:
     return root / "data.jsonl"
 
 
-def pack(root: Path, source: Path, model: dict[str, Any], **more: Any) -> Path:
-    """Packs in its layout, through the command."""
-    config = {
-        "source": {"format": "jsonl", "path": str(source), "task": "bmr"},
-        "model": model,
-        "pack": {"seq_length": SEQ_LENGTH, "max_set_aside": 0.5},
-        "output": {"path": str(root / "packed"), "layout": "llava_onevision2"},
-        "engine": {"workers": 0},
-    }
-    (root / "pack.yaml").write_text(yaml.safe_dump(config))
-    command = [
-        ".venv/bin/python",
-        "-m",
-        "offline_packing",
-        "run",
-        "--deep",
-        str(root / "pack.yaml"),
-    ]
-    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-    return root / "packed"
+def pack(root: Path, source: Path, model: dict[str, Any]) -> Path:
+    """Packs in its layout."""
+    jsonl = {"format": "jsonl", "path": str(source), "task": "bmr"}
+    return pack_by_command(root, jsonl, model, layout="llava_onevision2", seq_length=SEQ_LENGTH)
 
 
 def batches(packed: Path, encoder: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Key and batch of each pack, in one epoch through Energon's loader as its
-    `dataloader_provider.py` opens it. A pack that it cannot use is logged and left out."""
+    """Key and batch of each pack, as its `dataloader_provider.py` opens the loader."""
     from aiak_training_llm.data.multimodal.task_encoder import print_error_handler
 
-    dataset = get_train_dataset(
-        str(packed),
-        batch_size=1,
-        task_encoder=encoder,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        packing_buffer_size=None,
-        handler=print_error_handler,
-        image_decode="pil",
-        shuffle_buffer_size=None,
-        max_samples_per_sequence=None,
-    )
-    keys = {raw.key for raw in PackedFolder(packed)}
-    for batch in islice(get_loader(dataset), len(keys)):
-        key = batch["__key__"][0].partition("/")[2].partition(".")[0]
-        assert key in keys, f"{key} comes again, though {sorted(keys)} did not come"
-        keys.remove(key)
-        yield key, batch
+    return batches_by_key(packed, encoder, print_error_handler)
 
 
 @pytest.mark.parametrize(
@@ -219,20 +185,16 @@ def compare_images(files: list[bytes], ours: list[EncodedSample], batch: dict[st
     found = media_kwargs(rows, grids, layout=ours[0].image_layout)
     theirs = batch | {"pixel_values": batch["imgs"]}
     turned = 0
-    for data, own, its in zip(files, pictures(found), pictures(theirs), strict=True):
-        if Image.open(io.BytesIO(data)).getexif().get(ExifTags.Base.Orientation, 1) == 1:
-            assert all(map(torch.equal, own, its))
-        else:
-            assert own[0].sort().values.tolist() == its[0].sort().values.tolist()
+    names = ("image_grid_thw", "pixel_values", "patch_positions")
+    both = ([*pictures(*(one[name] for name in names))] for one in (found, theirs))
+    for data, own, its in zip(files, *both, strict=True):
+        if is_turned(Image.open(io.BytesIO(data))):
+            assert sorted(own[0]) == sorted(its[0])
             turned += 1
+        else:
+            assert own[0] == its[0]
+            assert all(map(torch.equal, own[1:], its[1:]))
     return turned
-
-
-def pictures(inputs: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Grid, patches and positions of each image."""
-    sizes = inputs["image_grid_thw"].prod(-1).tolist()
-    parts = (inputs[name].split(sizes) for name in ("pixel_values", "patch_positions"))
-    return zip(inputs["image_grid_thw"].long(), *parts, strict=True)
 
 
 def test_packs_are_as_its_packer_writes_them_and_its_own_are_read(tmp_path: Path, say: Say) -> None:

@@ -1,26 +1,21 @@
 """LoongForge on packs of its layout: its loader, cookers and task encoder, up to the batch.
 
 It is not a package: LOONGFORGE names a checkout of github.com/baidu-baige/LoongForge.
-
-Packs are written by .venv's Python: its Energon is older than the one that writes them.
 """
 
 import io
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from megatron.energon import WorkerConfig, get_loader, get_train_dataset
-from PIL import ExifTags, Image
+from PIL import Image
 from transformers import AutoTokenizer, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
@@ -40,6 +35,13 @@ from task_encoders.text.qwen_templates import QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
 from tests.helpers import loongforge
 from tests.helpers.datasets import dialogue, image_bytes, write_json
+from tests.helpers.layout_readers import (
+    REPOSITORY,
+    batches_by_key,
+    is_turned,
+    pack_by_command,
+    pictures,
+)
 from tests.helpers.loongforge import tool_dialogues
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 from tests.helpers.videos import make_video
@@ -50,10 +52,7 @@ loongforge.install(Path(os.environ["LOONGFORGE"]).resolve())
 
 Say = Callable[[str], None]
 VERSION = f"LoongForge on energon {version('megatron-energon')}"
-REPOSITORY = Path(__file__).parents[2]
 PIXELS = {"min_pixels": 4096, "max_pixels": 32_768}
-#: Grid and patches of an image or video.
-Picture = tuple[list[int], torch.Tensor]
 
 
 class Compared(NamedTuple):
@@ -72,43 +71,15 @@ class Compared(NamedTuple):
 
 
 def pack(root: Path, source: Any, model: dict[str, Any], seq_length: int) -> Path:
-    """Packs in its layout, through the command."""
-    config = {
-        "source": source,
-        "model": model,
-        "pack": {"seq_length": seq_length, "max_set_aside": 0.5},
-        "output": {"path": str(root / "packed"), "layout": "loongforge"},
-        "engine": {"workers": 0},
-    }
-    root.mkdir(exist_ok=True)
-    (root / "pack.yaml").write_text(yaml.safe_dump(config))
-    command = [".venv/bin/python", "-m", "offline_packing", "run", str(root / "pack.yaml")]
-    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-    return root / "packed"
+    """Packs in its layout."""
+    return pack_by_command(root, source, model, layout="loongforge", seq_length=seq_length)
 
 
 def batches(packed: Path, encoder: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Key and batch of each pack, in one epoch through Energon's loader with its arguments. A pack
-    that it cannot use is logged and left out, and the next epoch begins early."""
+    """Key and batch of each pack, as its loader is opened."""
     from loongforge.data.multimodal.base.task_encoder import print_error_handler
 
-    dataset = get_train_dataset(
-        str(packed),
-        batch_size=1,
-        task_encoder=encoder,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        packing_buffer_size=None,
-        handler=print_error_handler,
-        image_decode="pil",
-        shuffle_buffer_size=None,
-        max_samples_per_sequence=None,
-    )
-    keys = {raw.key for raw in PackedFolder(packed)}
-    for batch in islice(get_loader(dataset), len(keys)):
-        key = batch["__key__"][0].partition("/")[2].partition(".")[0]
-        assert key in keys, f"{key} comes again, though {sorted(keys)} did not come"
-        keys.remove(key)
-        yield key, batch
+    return batches_by_key(packed, encoder, print_error_handler)
 
 
 def compare(packed: Path, encoder: Any, model: dict[str, Any], *, newline: bool) -> Compared:
@@ -147,18 +118,14 @@ def compare(packed: Path, encoder: Any, model: dict[str, Any], *, newline: bool)
     return Compared(**counts)
 
 
-def pictures(grids: torch.Tensor | None, values: torch.Tensor) -> Iterator[Picture]:
-    """Grid and patches of each image or video."""
-    if grids is not None and len(grids):
-        yield from zip(grids.tolist(), values.split(grids.prod(-1).tolist()), strict=True)
-
-
-def compare_images(files: list[bytes], ours: EncodedSample, theirs: Iterator[Picture]) -> None:
+def compare_images(
+    files: list[bytes], ours: EncodedSample, theirs: Iterator[tuple[Any, ...]]
+) -> None:
     """Patches of a sample's images are equal; it does not turn images upright by their EXIF."""
     found = pictures(torch.from_numpy(ours.image_grid_thw), torch.from_numpy(ours.pixel_values))
     for data, (grid, values) in zip(files, found, strict=False):
         its_grid, its_values = next(theirs)
-        if Image.open(io.BytesIO(data)).getexif().get(ExifTags.Base.Orientation, 1) == 1:
+        if not is_turned(Image.open(io.BytesIO(data))):
             assert its_grid == grid
             torch.testing.assert_close(its_values, values, rtol=0, atol=1e-6)
         assert sorted(its_grid) == sorted(grid)

@@ -277,11 +277,6 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest) -> Any:
-    return getattr(request, "param", "qwen2_5_vl")
-
-
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is the GPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, **_: tensor)

@@ -41,14 +41,10 @@ COMMAND = (
     "--use-distributed-optimizer --eval-interval 10 --eval-iters 0 --log-interval 1 "
     "--num-workers 0 --distributed-backend gloo --no-gradient-accumulation-fusion"
 ).split()  # the last is a kernel of Apex
+#: With DeepStack, and norms of queries and keys, whose gradients are sums over ranks.
+FAMILY = "qwen3_vl"
 #: Loss and norm of the gradients of a step, by its number.
 Steps = dict[int, tuple[float, float]]
-
-
-@pytest.fixture(scope="module")
-def family() -> str:
-    """With DeepStack, and norms of queries and keys, whose gradients are sums over ranks."""
-    return "qwen3_vl"
 
 
 def environment(*paths: Path, **more: str) -> dict[str, str]:

@@ -179,11 +179,7 @@ def make_trainer(
 
 Say = Callable[[str], None]
 VERSION = f"ms-swift {swift.__version__}"
-
-
-@pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest) -> Any:
-    return getattr(request, "param", "qwen2_vl")
+FAMILY = "qwen2_vl"
 
 
 @pytest.fixture(scope="module")

@@ -143,16 +143,12 @@ def parts(content: Any) -> list[tuple[str, Any]]:
 
 Say = Callable[[str], None]
 VERSION = f"VeOmni {version('veomni')}"
+FAMILY = "qwen2_vl"
 
 
 @pytest.fixture(autouse=True)
 def _one_rank() -> None:
     initialize_parallel(1)  # its loader asks for the rank
-
-
-@pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest) -> Any:
-    return getattr(request, "param", "qwen2_vl")
 
 
 @pytest.fixture(scope="module")

@@ -97,23 +97,21 @@ def test_an_absent_package_is_left_to_its_import(monkeypatch: pytest.MonkeyPatch
     require_supported(*SUPPORTED)
 
 
-@pytest.mark.parametrize("package", SUPPORTED)
-def test_training_says_so_in_one_line(package: str, tmp_path: Path) -> None:
-    install(package, TOO_OLD[package], tmp_path)
-    for module in ("launch.start", "launch.train_transformers"):
-        arguments = (
-            ["-m", "launch.train", "none.yaml"] if module == "launch.start" else ["none", "out"]
-        )
-        ran = run(tmp_path, "-m", module, *arguments)
-        assert ran.stderr == f"error: {refusal(package)}\n"
-        assert ran.returncode == 1
-
-
-@pytest.mark.parametrize("package", ["megatron-energon", "transformers"])
-def test_the_command_line_says_so_in_one_line(package: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("megatron-core", "launch.start -m launch.train none.yaml"),
+        ("megatron-energon", "launch.start -m launch.train none.yaml"),
+        ("transformers", "launch.start -m launch.train none.yaml"),
+        ("transformers", "launch.train_transformers none out"),
+        ("megatron-energon", "offline_packing demo {folder}/demo"),
+        ("transformers", "offline_packing demo {folder}/demo"),
+    ],
+)
+def test_commands_say_so_in_one_line(package: str, command: str, tmp_path: Path) -> None:
     """Before the demo draws its data."""
     install(package, TOO_OLD[package], tmp_path)
-    ran = run(tmp_path, "-m", "offline_packing", "demo", str(tmp_path / "demo"))
+    ran = run(tmp_path, "-m", *command.format(folder=tmp_path).split())
     assert ran.stderr == f"error: {refusal(package)}\n"
     assert ran.returncode == 1
     assert not (tmp_path / "demo").exists()
@@ -123,7 +121,6 @@ def test_the_command_line_says_so_in_one_line(package: str, tmp_path: Path) -> N
     ("package", "use"),
     [
         ("megatron-energon", "task_encoders.PackedTaskEncoder"),
-        ("megatron-energon", "task_encoders.get_packed_train_dataset"),
         ("transformers", "task_encoders.build_sample_encoder('qwen2_vl', '/checkpoint')"),
     ],
 )

@@ -1,21 +1,131 @@
-"""Training on data that are packed while it runs."""
+"""Data as a run reads them: micro batches and their state at every step, packs as token ids, and
+samples that are packed while it trains."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
 
+from launch.config import DataConfig
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
+from launch.data.open_packs import open_as_measured
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
 from launch.loop.setup import build_trainer
 from offline_packing.errors import StageError
-from task_encoders.settings import BMR, PACKED, VQA
-from tests.helpers.legacy_packs import CRUDE_YAML
+from task_encoders.packed_task_encoder import PackedTaskEncoder
+from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
+from tests.helpers.legacy_packs import CRUDE_YAML, DATASET_YAML, text_folder, write_folder
 from tests.helpers.packed_runs import WHOLE_VOCABULARY, losses, make_config, make_trainer
 from tests.helpers.unpacked_folders import crude_folder, folder_of
+from tests.world import World
+
+NUM_PACKS = 7
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_state_of_any_step_gives_the_rest(repeat: bool, tmp_path: Path) -> None:
+    """Across the end of an epoch, and read without running code."""
+    folder = text_folder(tmp_path / "packs", NUM_PACKS)
+    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+    config = DataConfig(path=str(folder), num_workers=0, repeat=repeat)
+
+    def next_keys(batches: LoaderBatches) -> list[str] | None:
+        row = batches.next()
+        return None if row is None else row.__key__
+
+    whole = LoaderBatches(config, encoder, initialize_parallel())
+    states, seen = [], []
+    for _ in range(NUM_PACKS + 3):
+        torch.save(whole.state(), tmp_path / "state.pt")
+        states.append(torch.load(tmp_path / "state.pt", weights_only=True))
+        seen.append(next_keys(whole))
+    assert (seen[NUM_PACKS:] == seen[:3]) if repeat else (seen[NUM_PACKS:] == [None] * 3)
+    for step, state in enumerate(states):
+        restored = LoaderBatches(config, encoder, initialize_parallel())
+        restored.restore(state)
+        assert [next_keys(restored) for _ in seen[step:]] == seen[step:], step
+
+
+def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that ranks keep in step; many in a row end the run."""
+    good = {"images": [[]], "prompt": [["Say it."]], "captions": [["It."]]}
+    bad = {**good, "captions": [["It.", "Again."]]}
+    for name, kinds in (("some", "gbg"), ("all", "b")):
+        records = [{"g": good, "b": bad}[kind] for kind in kinds]
+        packs = {f"{i:02d}": {"json": json.dumps(r).encode()} for i, r in enumerate(records)}
+        write_folder(tmp_path / name, [packs], DATASET_YAML)
+    encoder = PackedTaskEncoder(seq_length=64, settings=PackingSettings(packed=True, bmr=True))
+    config = DataConfig(path=str(tmp_path / "some"), num_workers=0, repeat=False)
+    batches = LoaderBatches(config, encoder, initialize_parallel())
+    rows = [row for row in iter(batches.next, None) if row is not None]
+    assert [row.num_tokens for row in rows] == [PACK, 0, PACK]
+    assert [float(row.loss_mask.sum()) > 0 for row in rows] == [True, False, True]
+    assert "left out, in pack 01 or before: 01: bad_record" in caplog.text
+    config = DataConfig(path=str(tmp_path / "all"), num_workers=0)
+    batches = LoaderBatches(config, encoder, initialize_parallel())
+    with pytest.raises(StageError, match="100 consecutive rows have no usable sample: 00: "):
+        list(iter(batches.next, None))
+
+
+#: Tokens of a pack of `text_folder`.
+PACK = 25
+
+
+def test_rows_are_padded_after_their_packs_are_merged(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "packs", 3)
+    encoder = PackedTaskEncoder(seq_length=40, settings=PackingSettings(packed=True, bmr=True))
+    options = {"micro_batch_size": 2, "pad_to_length": True, "repeat": False}
+    config = DataConfig(path=str(folder), num_workers=0, **options)
+    batches = LoaderBatches(config, encoder, initialize_parallel())
+    first, last = batches.next(), batches.next()
+    assert first is not None
+    assert last is not None
+    assert first.cu_lengths.tolist() == [[0, PACK, 2 * PACK, 80]]
+    assert last.cu_lengths.tolist() == [[0, PACK, 80]]
+    assert first.num_tokens == 2 * PACK
+    assert last.max_lengths.tolist() == [80 - PACK]
+
+
+@pytest.fixture
+def indexed(world: World, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (PACKED, BMR):
+        monkeypatch.setenv(name, "1")
+    return world.packed("bmr", output={"layout": "indexed"})
+
+
+def test_a_prefix_is_its_folder(indexed: Path) -> None:
+    prefix = str(indexed / "packed_seq_dataset")
+    assert DataConfig(path=str(indexed)) == DataConfig(path="demo", data_prefix=prefix)
+    with pytest.raises(ValidationError, match="online packs data that are not packed"):
+        DataConfig.model_validate({"path": str(indexed), "online": {"seq_length": 512}})
+    with pytest.raises(ValidationError, match="order=balanced: packs as token ids"):
+        DataConfig(path="packs", data_prefix=prefix, order="balanced")
+    rows = []
+    for path in (indexed, Path(prefix)):
+        packs, encoder = open_as_measured(path, "PackedTrainer")
+        assert encoder.seq_length == 512
+        rows.append(packs.batch([0, 1]))
+    assert rows[0].__key__ == rows[1].__key__
+    assert torch.equal(rows[0].tokens, rows[1].tokens)
+
+
+def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
+    indexed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a model is read."""
+    for variable in ("OFFLINE_PACKING_BMR", "OFFLINE_PACKED_DATA"):
+        monkeypatch.delenv(variable)
+        with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1 OFFLINE_PACKING"):
+            open_as_measured(indexed / "packed_seq_dataset", "PackedTrainer")
+
 
 NUM_SAMPLES = 40
 ONLINE: dict[str, Any] = {
@@ -32,13 +142,13 @@ def _unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crude(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return crude_folder(tmp_path_factory.mktemp("crude") / "crude", NUM_SAMPLES)
 
 
-def test_the_steps_of_an_epoch_are_estimated(folder: Path, tmp_path: Path) -> None:
+def test_the_steps_of_an_epoch_are_estimated(crude: Path, tmp_path: Path) -> None:
     config = make_config(
-        folder,
+        crude,
         tmp_path,
         data={"online": ONLINE, "repeat": False},
         train={"iterations": None},
@@ -57,10 +167,10 @@ def test_the_steps_of_an_epoch_are_estimated(folder: Path, tmp_path: Path) -> No
     assert plan.iterations == -(-data.num_packs // plan.stages[0].packs_per_step)
 
 
-def test_a_run_trains_and_resumes(folder: Path, tmp_path: Path) -> None:
+def test_a_run_trains_and_resumes(crude: Path, tmp_path: Path) -> None:
     def train(output: str, iterations: int) -> list[str]:
         config = make_config(
-            folder,
+            crude,
             tmp_path / output,
             data={"online": ONLINE},
             batch={"global_batch_packs": 1},
@@ -77,7 +187,7 @@ def test_a_run_trains_and_resumes(folder: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "twice") == losses(tmp_path / "once")
 
 
-def test_the_seed_of_a_run_decides_the_packs(folder: Path, tmp_path: Path) -> None:
+def test_the_seed_of_a_run_decides_the_packs(crude: Path, tmp_path: Path) -> None:
     packs = []
     for seed in (0, 0, 7):
         sections: dict[str, Any] = {
@@ -85,20 +195,20 @@ def test_the_seed_of_a_run_decides_the_packs(folder: Path, tmp_path: Path) -> No
             "data": {"online": ONLINE, "repeat": False},
             "train": {"seed": seed},
         }
-        trainer, _ = build_trainer(make_config(folder, tmp_path, **sections), initialize_parallel())
+        trainer, _ = build_trainer(make_config(crude, tmp_path, **sections), initialize_parallel())
         packs.append([row.sub_sample_keys for row in iter(trainer.stages[0].train.next, None)])
     assert packs[0] == packs[1]
     assert sorted(itertools.chain(*packs[0])) == sorted(itertools.chain(*packs[2]))
     assert list(itertools.chain(*packs[0])) != list(itertools.chain(*packs[2]))
 
 
-def test_what_online_data_have_not_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_online_data_have_not_is_refused(crude: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.online has packs while training only: set"):
-        make_config(folder, tmp_path, data={"online": ONLINE, "order": "balanced"})
+        make_config(crude, tmp_path, data={"online": ONLINE, "order": "balanced"})
     with pytest.raises(ValueError, match=r"validation\.every=0"):
-        make_config(folder, tmp_path, data={"online": ONLINE}, validation={"every": 2})
+        make_config(crude, tmp_path, data={"online": ONLINE}, validation={"every": 2})
     own = {"online": ONLINE, "task_encoder": "task_encoders:PackedTaskEncoder"}
-    config = make_config(folder, tmp_path, data=own).data
+    config = make_config(crude, tmp_path, data=own).data
     with pytest.raises(ValueError, match="PackedTaskEncoder' is not a subclass of Online"):
         build_task_encoder(config, read_data(config))
 

@@ -1,5 +1,5 @@
-"""Training on packs whose samples share prefixes: as on the same packs without, resumed to the last
-bit, on several ranks; and what is refused before weights are read."""
+"""Training on packs whose samples share prefixes: as on the same packs without; and what is refused
+before weights are read."""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 from megatron.energon.errors import FatalSampleError
 from torch import distributed
@@ -27,22 +26,21 @@ from launch.train_transformers import TransformersConfig
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettingsError
 from tests.helpers.packed_runs import (
-    KilledError,
-    losses,
     make_config,
     make_trainer,
     step_lines,
 )
+from tests.helpers.peers import small_checkpoint
 from tests.helpers.prefix_packs import tree_folders
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
-from tests.helpers.transformers_runs import command, run_here, weights
+from tests.helpers.tiny_families import encoder_options, tiny_model
+from tests.helpers.transformers_runs import command
 from tests.helpers.transformers_runs import train as train_transformers
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
@@ -96,52 +94,6 @@ def test_steps_are_those_of_the_samples_without_trees(
     ]
     assert validated[1] == pytest.approx(validated[0], rel=1e-5)
     assert len(validated[0]) == 1
-
-
-STEPS: dict[str, Any] = {
-    "train": {"iterations": 4},
-    "batch": {"global_batch_packs": 4},
-    "checkpoint": {"every": 2},
-}
-
-
-def killed_and_resumed(folder: Path, output: Path, tensor: int) -> list[torch.Tensor]:
-    """Train to the end, and again with a kill in the third step; returns the weights of both."""
-    sections = {**STEPS, "parallel": {"tensor": tensor}}
-    whole = list(train(folder, output / "whole", **sections).parameters())
-    config = make_config(folder, output / "killed", **sections)
-    ranks = parallel_state.get_data_parallel_world_size()
-    killed, _, _ = make_trainer(config, fail_at=2 * (4 // ranks) + 1)
-    with pytest.raises(KilledError):
-        killed.run()
-    resumed, _, model = make_trainer(config)
-    resumed.resume()
-    assert resumed.iteration == 2
-    assert resumed.run()
-    assert all(map(torch.equal, model.parameters(), whole))
-    return whole
-
-
-def test_a_killed_run_goes_on_to_the_last_bit(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    killed_and_resumed(folders[1], tmp_path, 1)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-
-
-def _in_ranks(folder: Path, output: Path, tensor: int) -> None:
-    initialize_parallel(tensor)
-    killed_and_resumed(folder, output, tensor)
-    parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_ranks_train_alike(tensor: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Two tensor or data parallel ranks train as one does without trees, also when resumed."""
-    train(folders[0], tmp_path / "alone", **STEPS)
-    run_ranks(2, tmp_path / "ranks", _in_ranks, folders[1], tmp_path / "several", tensor)
-    found = losses(tmp_path / "several" / "whole")
-    assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
-    assert losses(tmp_path / "several" / "killed") == found
 
 
 #: A model whose angles depend on a sample's length.
@@ -260,65 +212,17 @@ def test_rows_that_are_padded_or_sent_keep_their_trees(
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A family's tiny checkpoint in `model`; packs measured with it, in `plain`, and as trees."""
-    root = tmp_path_factory.mktemp("families")
-
-    def made(family: str) -> Path:
-        folder = root / family
-        if not folder.exists():
-            save_tokenizer(family, folder / "model")
-            ids = build_sample_encoder(family, str(folder / "model")).media_token_ids
-            tiny_model(family, ids).save_pretrained(folder / "model")
-            processor = {"family": family, "processor": str(folder / "model"), "max_pixels": None}
-            tree_folders(folder, model=processor | encoder_options(family))
-        return folder
-
-    return made
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen2_vl", ("model.lora={}", "train.normalization=sample")),
-        *(
-            pytest.param(family, options, marks=pytest.mark.exhaustive)
-            for family, options in (
-                ("gemma4", ("model.recompute=full",)),
-                ("internvl3", ("model.lora={}",)),
-                ("llava_1_5", ("train.normalization=sqrt", "model.recompute=full")),
-                ("mistral3", ()),
-                ("qwen3_vl", ("data.micro_batch_size=2",)),
-            )
-        ),
-    ],
-)
-def test_models_of_transformers_train_alike(
-    family: str, options: tuple[str, ...], case: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = case(family)
-    arguments = {
-        name: command(
-            folder,
-            tmp_path / name,
-            f"data.path={folder / name}",
-            "train.iterations=3",
-            "schedule.learning_rate=1e-4",  # at more, AdamW widens rounding tenfold in a step
-            *options,
-            family=family,
-        )
-        for name in ("plain", "trees")
-    }
-    for own in arguments.values():
-        train_transformers(own)
-    assert losses(tmp_path / "trees") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
-    ours, theirs = weights(tmp_path / "trees"), weights(tmp_path / "plain")
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-4
-    assert "prefix_trees" not in (tmp_path / "trees" / "hf" / "config.json").read_text()
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint in `model`; packs measured with it, in `plain`, and as trees."""
+    folder = tmp_path_factory.mktemp("case")
+    model = str(small_checkpoint("qwen2_vl", folder / "model"))
+    options = {"processor": model, "max_pixels": None} | encoder_options("qwen2_vl")
+    tree_folders(folder, model=options)
+    return folder
 
 
 def test_attention_computes_in_the_dtype_of_autocast(
-    case: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where weights are float32, rotated queries are, too, which flash attention does not take."""
     found = set[torch.dtype]()
@@ -329,19 +233,7 @@ def test_attention_computes_in_the_dtype_of_autocast(
         return kernel(*tensors)
 
     monkeypatch.setattr(packed_attention, "KERNELS", {"sdpa": recorded})
-    folder = case("qwen2_vl")
-    options = [f"data.path={folder / 'trees'}", "train.iterations=1", "model.dtype=bfloat16"]
-    train_transformers(command(folder, tmp_path / "run", *options))
+    options = [f"data.path={case / 'trees'}", "train.iterations=1", "model.dtype=bfloat16"]
+    train_transformers(command(case, tmp_path / "run", *options))
     assert found == {torch.bfloat16}
-
-
-@pytest.mark.exhaustive
-def test_sharded_ranks_train_alike(case: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = case("qwen2_vl")
-    options = ["batch.global_batch_packs=4", "train.iterations=3"]
-    plain = [f"data.path={folder / 'plain'}", *options]
-    train_transformers(command(folder, tmp_path / "plain", *plain))
-    sharded = [f"data.path={folder / 'trees'}", "model.fsdp=true", *options]
-    arguments = command(folder, tmp_path / "sharded", *sharded)
-    assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    assert "prefix_trees" not in (tmp_path / "run" / "hf" / "config.json").read_text()

@@ -1,179 +1,322 @@
-"""Killed at any step and resumed, a run must be the run that was never killed, bit by bit."""
+"""A run that was killed, damaged, changed or extended goes on from its newest whole checkpoint, to
+the last bit, or says why it does not."""
 
+import logging
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from launch.config import LaunchConfig
 from launch.loop.setup import run
-from offline_packing.errors import ConfigError, MismatchError, StageError
-from tests.helpers.packed_runs import (
-    KilledError,
-    bmr_folder,
-    losses,
-    make_config,
-    make_trainer,
-)
+from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
+from offline_packing.runs.training_run import VERSION
+from offline_packing.storage.files import hash_file, read_json, seal, to_json
+from tests.helpers.packed_runs import KilledError, bmr_folder, losses, make_config, make_trainer
 from tests.helpers.transformers_runs import Case
 
-STEPS = 8
-PACKS_PER_STEP = 3
-SAVE_EVERY = 2
-
+STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 3, 2
+WEIGHTS = "shard-00001-model-00001-of-00003.safetensors"
+Damage = Callable[[Path], object]
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
 
-def run_config(folder: Path, output: Path, num_workers: int = 0, **sections: Any) -> LaunchConfig:
-    return make_config(
-        folder,
-        output,
-        data={"num_workers": num_workers},
-        train={"iterations": STEPS},
-        batch={"global_batch_packs": PACKS_PER_STEP},
-        checkpoint={"every": SAVE_EVERY},
-        **sections,
-    )
+class Whole(NamedTuple):
+    """A run that was never killed."""
+
+    output: Path
+    losses: list[float]
+    keys: list[str]
+    weights: list[torch.Tensor]
 
 
-Run = tuple[list[float], list[str], list[torch.Tensor], LaunchConfig]
+def config_of(
+    folder: Path, output: Path, num_workers: int = 0, **sections: dict[str, Any]
+) -> LaunchConfig:
+    sections["train"] = {"iterations": STEPS} | sections.get("train", {})
+    sections["checkpoint"] = {"every": SAVE_EVERY} | sections.get("checkpoint", {})
+    sections["data"] = {"num_workers": num_workers} | sections.get("data", {})
+    return make_config(folder, output, **sections)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Losses, pack keys, final weights and configuration of a whole run, by number of loader
-    processes."""
-    done: dict[int, Run] = {}
+def whole(
+    folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Whole]:
+    """The whole run, by number of loader processes."""
+    done: dict[int, Whole] = {}
 
-    def run(num_workers: int) -> Run:
+    def made(num_workers: int = 0) -> Whole:
         if num_workers not in done:
             output = tmp_path_factory.mktemp("whole")
             (output / "checkpoints" / "iter_00000099.tmp").mkdir(parents=True)  # left by a kill
-            config = run_config(folder, output, num_workers)
-            trainer, recorded, model = make_trainer(config)
+            trainer, seen, model = make_trainer(config_of(folder, output, num_workers))
             assert trainer.run()
-            done[num_workers] = (
-                *(losses(output), recorded.keys, list(model.parameters())),
-                config,
-            )
+            done[num_workers] = Whole(output, losses(output), seen.keys, [*model.parameters()])
         return done[num_workers]
 
-    return run
+    return made
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "killed_at"),
-    [(0, 1), (0, 2), (0, 7), (2, 3)],
-)
+@pytest.fixture
+def finished(whole: Any, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(whole().output, tmp_path / "run"))
+
+
+def resumed(folder: Path, output: Path, *accept: str, **sections: Any) -> Any:
+    trainer = make_trainer(config_of(folder, output, **sections), accept=accept)[0]
+    trainer.resume()
+    return trainer
+
+
+@pytest.mark.parametrize(("num_workers", "killed_at"), [(0, 2), (0, 5), (2, 3)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    num_workers: int, killed_at: int, folder: Path, uninterrupted: Any, tmp_path: Path
+    num_workers: int, killed_at: int, folder: Path, whole: Any, tmp_path: Path
 ) -> None:
-    expected_losses, expected_keys, expected_weights, _ = uninterrupted(num_workers)
-    assert len(expected_losses) == STEPS
-    assert len(expected_keys) == STEPS * PACKS_PER_STEP
-    config = run_config(folder, tmp_path, num_workers)
+    expected = whole(num_workers)
+    assert len(expected.losses) == STEPS
+    assert len(expected.keys) == STEPS * PACKS_PER_STEP
+    config = config_of(folder, tmp_path, num_workers)
     fail_at = (killed_at - 1) * PACKS_PER_STEP + 1  # in the middle of that step
     killed, seen, _ = make_trainer(config, fail_at=fail_at)
     with pytest.raises(KilledError):
         killed.run()
-    assert seen.keys == expected_keys[:fail_at]
-    resumed, seen_again, model = make_trainer(config)
-    resumed.resume()
+    assert seen.keys == expected.keys[:fail_at]
+    again, seen_again, model = make_trainer(config)
+    again.resume()
     saved = (killed_at - 1) // SAVE_EVERY * SAVE_EVERY
-    assert resumed.iteration == saved
-    assert resumed.run()
-    assert losses(tmp_path) == expected_losses
-    assert seen_again.keys == expected_keys[saved * PACKS_PER_STEP :]
-    assert all(map(torch.equal, model.parameters(), expected_weights))
+    assert again.iteration == saved
+    assert again.run()
+    assert losses(tmp_path) == expected.losses
+    assert seen_again.keys == expected.keys[saved * PACKS_PER_STEP :]
+    assert all(map(torch.equal, model.parameters(), expected.weights))
 
 
 def test_a_finished_run_keeps_its_newest_checkpoints_and_does_nothing_more(
-    uninterrupted: Any,
+    folder: Path, whole: Any
 ) -> None:
-    *_, config = uninterrupted(0)
-    again, seen, _ = make_trainer(config)
+    output = whole().output
+    again, seen, _ = make_trainer(config_of(folder, output))
     again.resume()
     assert again.run()
     assert seen.keys == []
-    assert len(losses(config.output.path)) == STEPS
-    names = sorted(path.name for path in (config.output.path / "checkpoints").iterdir())
-    assert names == ["iter_00000006", "iter_00000008"]
+    assert len(losses(output)) == STEPS
+    names = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert names == ["iter_00000004", "iter_00000006"]
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def into_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def holding(text: str) -> Damage:
+    return lambda path: path.write_text(text)
+
+
+def changed(**fields: Any) -> Damage:
+    """Sealed, as whoever does not know the fields would write it."""
+    return lambda path: path.write_bytes(to_json(seal({**read_json(path), **fields})))
+
+
+def without_run(path: Path) -> None:
+    content = read_json(path)
+    del content["run"]
+    path.write_bytes(to_json(seal(content)))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "named"),
+    [
+        (WEIGHTS, flip_bit, f"{WEIGHTS} is not what was written"),
+        (WEIGHTS, cut, f"{WEIGHTS} is not what was written"),
+        ("rank_00000.pt", flip_bit, "rank_00000.pt is not what was written"),
+        ("rank_00000.pt", Path.unlink, "rank_00000.pt cannot be read: No such file or directory"),
+        ("state.json", Path.unlink, "state.json is missing"),
+        ("state.json", cut, "state.json is damaged: "),
+        ("state.json", flip_bit, "state.json is damaged: "),
+        ("state.json", into_folder, "state.json is damaged: [Errno 21] Is a directory"),
+        ("state.json", holding("{}"), "state.json is damaged: version: Field required"),
+        ("state.json", holding('{"version": 7}'), "state.json is damaged: run: Field required"),
+        ("state.json", without_run, "state.json is damaged: run: Field required"),
+        ("state.json", changed(files=[]), "state.json is damaged: files: "),
+        ("state.json", changed(run={}), "state.json is damaged: run.data.packs: "),
+        ("state.json", changed(begins=[9]), "state.json is damaged: begins (9,) "),
+        ("state.json", changed(version="7"), "state.json is damaged: version: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    name: str,
+    damage: Damage,
+    named: str,
+    folder: Path,
+    finished: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    newest = finished / "checkpoints" / "iter_00000006"
+    damage(newest / name)
+    with caplog.at_level(logging.INFO, "launch"):
+        assert resumed(folder, finished).iteration == 4
+    own = [record for record in caplog.records if record.name == "launch.loop.checkpoint"]
+    (line,) = [record.getMessage() for record in own]
+    assert f"checkpoint {newest} is damaged: {named}" in line
+    assert "; training goes on from iter_00000004, and" in line
+
+
+def test_what_was_damaged_is_written_again(folder: Path, whole: Any, finished: Path) -> None:
+    newest = finished / "checkpoints" / "iter_00000006"
+    cut(newest / WEIGHTS)
+    assert resumed(folder, finished).run()
+    assert losses(finished) == whole().losses
+    assert resumed(folder, finished).iteration == STEPS
+    written, expected = (
+        load_file(path / "checkpoints" / newest.name / WEIGHTS)
+        for path in (finished, whole().output)
+    )
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
+
+
+def test_damaged_checkpoints_alone_are_refused(folder: Path, finished: Path) -> None:
+    flip_bit(finished / "checkpoints" / "iter_00000004" / WEIGHTS)
+    (finished / "checkpoints" / "iter_00000006" / "state.json").unlink()
+    with pytest.raises(DamagedError) as refused:
+        resumed(folder, finished)
+    assert str(refused.value) == (
+        f"{finished / 'checkpoints'} holds no whole checkpoint: iter_00000006 (state.json is "
+        f"missing), iter_00000004 ({WEIGHTS} is not what was written); restore these files, or "
+        "remove the folder to train from the beginning"
+    )
+
+
+def test_a_damaged_checkpoint_does_not_stand_for_a_whole_one(folder: Path, finished: Path) -> None:
+    """It is newer than those that the resumed run saves, which keeps one."""
+    flip_bit(finished / "checkpoints" / "iter_00000006" / WEIGHTS)
+    config = config_of(folder, finished, checkpoint={"every": 1, "keep": 1})
+    trainer, *_ = make_trainer(config, fail_at=PACKS_PER_STEP)  # in step 6
+    trainer.resume()
+    with pytest.raises(KilledError):
+        trainer.run()
+    assert [path.name for path in (finished / "checkpoints").iterdir()] == ["iter_00000005"]
+    assert resumed(folder, finished).iteration == 5
+
+
+def test_a_checkpoint_of_another_version_is_not_damaged(folder: Path, finished: Path) -> None:
+    changed(version=VERSION - 1)(finished / "checkpoints" / "iter_00000006" / "state.json")
+    with pytest.raises(StageError, match=rf"has version {VERSION - 1}, .* the release that wrote"):
+        resumed(folder, finished)
+
+
+class _Foreign:
+    """Torch loads no such object without running code."""
+
+
+def bad_header(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + b"}" + content[9:])
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        (WEIGHTS, bad_header),
+        (WEIGHTS, lambda path: path.write_bytes(b"")),
+        (WEIGHTS, lambda path: path.write_bytes(b"\xff" * 100)),
+        ("rank_00000.pt", lambda path: path.write_bytes(b"no zip")),
+        ("rank_00000.pt", lambda path: torch.save({"data": _Foreign()}, path)),
+        ("rank_00000.pt", lambda path: torch.save({"generators": {}}, path)),
+        ("rank_00000.pt", lambda path: torch.save({"data": {}, "generators": {}}, path)),
+    ],
+)
+def test_foreign_files_are_refused_in_a_line_of_ours(
+    name: str, write: Damage, folder: Path, finished: Path
+) -> None:
+    """Their hashes are right: somebody else wrote them."""
+    newest = finished / "checkpoints" / "iter_00000006"
+    write(newest / name)
+    files = read_json(newest / "state.json")["files"] | {name: hash_file(newest / name)}
+    changed(files=files)(newest / "state.json")
+    with pytest.raises(DamagedError) as refused:
+        resumed(folder, finished)
+    text = str(refused.value)
+    assert str(newest) in text
+    assert "remove it to go on from the checkpoint before it" in text
+    assert "\n" not in text
+    assert "weights_only" not in text
+    shutil.rmtree(newest)
+    assert resumed(folder, finished).iteration == 4
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "train.iterations": {"train": {"iterations": 2}},
-    "train.normalization": {"train": {"iterations": 1, "normalization": "sample"}},
-    "schedule.learning_rate": {"schedule": {"learning_rate": 3e-5, "warmup": 0.25}},
-    "schedule.decay": {"schedule": {"learning_rate": 3e-3, "warmup": 0.25, "decay": "linear"}},
+    "train.iterations": {"train": {"iterations": 7}},
+    "train.normalization": {"train": {"normalization": "sample"}},
+    "schedule.learning_rate": {"schedule": {"learning_rate": 3e-5}},
+    "schedule.decay": {"schedule": {"decay": "linear"}},
     "optimizer.beta2": {"optimizer": {"beta2": 0.5}},
     "batch.global_batch_packs": {"batch": {"global_batch_packs": 6}},
-    "data.cross_sample_attention": {"data": {"num_workers": 0, "cross_sample_attention": True}},
+    "data.cross_sample_attention": {"data": {"cross_sample_attention": True}},
 }
-
-
-@pytest.fixture(scope="module")
-def one_step(folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("one")
-    assert make_trainer(make_config(folder, output, train={"iterations": 1}))[0].run()
-    return output
 
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_another_setting_is_refused_unless_it_is_named(
-    field: str, folder: Path, one_step: Path
+    field: str, folder: Path, whole: Any
 ) -> None:
-    sections = {"train": {"iterations": 1}, **CHANGES[field]}
-    other = make_config(folder, one_step, **sections)
-    trainer, _, _ = make_trainer(other)
+    again = partial(resumed, folder, whole().output, **CHANGES[field])
     with pytest.raises(MismatchError) as refused:
-        trainer.resume()
+        again()
     head, line = str(refused.value).splitlines()
     assert f"add --accept-mismatch {field} if that is meant" in head
     assert line.startswith(f"  {field} was ")
     assert ", is " in line
-    accepting, _, _ = make_trainer(other, accept=[field])
-    accepting.resume()
-    assert accepting.iteration == 1
+    assert again(field).iteration == STEPS
 
 
-def test_only_fields_that_may_differ_can_be_accepted(folder: Path, one_step: Path) -> None:
-    sections = {"train": {"iterations": 1}, "data": {"micro_batch_size": 3, "num_workers": 0}}
-    config = make_config(folder, one_step, **sections)
+def test_only_fields_that_may_differ_can_be_accepted(
+    folder: Path, whole: Any, tmp_path: Path
+) -> None:
+    again = partial(resumed, folder, whole().output, data={"micro_batch_size": 3})
     for name in ("optimizer.beta3", "data.micro_batch_size"):
         with pytest.raises(ConfigError, match=f"--accept-mismatch {name}: .*; valid: "):
-            make_trainer(config, accept=[name])[0].resume()
+            again(name)
     with pytest.raises(StageError, match=r"data\.micro_batch_size was 1, is 3"):
-        make_trainer(config)[0].resume()
-
-
-def test_other_packs_are_named_by_their_paths(one_step: Path, tmp_path: Path, folder: Path) -> None:
-    other = bmr_folder(tmp_path / "other", 20)
-    trainer, _, _ = make_trainer(make_config(other, one_step, train={"iterations": 1}))
-    with pytest.raises(MismatchError) as refused:
-        trainer.resume()
-    assert f"data.packs was those of {folder}" in str(refused.value)
-    assert f"is those of {other}" in str(refused.value)
-    (tmp_path / "moved").symlink_to(folder)  # the same packs at another path
-    moved, _, _ = make_trainer(make_config(tmp_path / "moved", one_step, train={"iterations": 1}))
-    moved.resume()
-    assert moved.iteration == 1
-
-
-def test_nothing_is_accepted_without_a_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """If output.path is misspelt, for example, the run would begin anew."""
+        again()
+    # If output.path is misspelt, for example, the run would begin anew.
     with pytest.raises(ConfigError, match=r"holds no checkpoint to resume from; correct output"):
         run(make_config(folder, tmp_path), ["train.iterations"])
 
 
-def test_accepted_settings_of_the_optimizer_take_effect(folder: Path, one_step: Path) -> None:
-    sections = {"train": {"iterations": 1}, "optimizer": {"beta2": 0.5, "weight_decay": 0.3}}
-    trainer, _, _ = make_trainer(
-        make_config(folder, one_step, **sections),
-        accept=["optimizer.beta2", "optimizer.weight_decay"],
-    )
-    trainer.resume()
+def test_other_packs_are_named_by_their_paths(folder: Path, whole: Any, tmp_path: Path) -> None:
+    other = bmr_folder(tmp_path / "other", 20)
+    with pytest.raises(MismatchError) as refused:
+        resumed(other, whole().output)
+    assert f"data.packs was those of {folder}" in str(refused.value)
+    assert f"is those of {other}" in str(refused.value)
+    (tmp_path / "moved").symlink_to(folder)  # the same packs at another path
+    assert resumed(tmp_path / "moved", whole().output).iteration == STEPS
+
+
+def test_accepted_settings_of_the_optimizer_take_effect(folder: Path, whole: Any) -> None:
+    optimizer = {"beta2": 0.5, "weight_decay": 0.3}
+    accept = [f"optimizer.{name}" for name in optimizer]
+    trainer = resumed(folder, whole().output, *accept, optimizer=optimizer)
     groups = trainer._optimizer._adamw.param_groups
     assert {group["betas"] for group in groups} == {(0.9, 0.5)}
     assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
@@ -191,14 +334,17 @@ def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
         config = make_config(case("qwen2_vl") / "packed", tmp_path, **sections)
         assert run(config, accept) == 0
 
+    def files(name: str) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
     train(1)
-    exported = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    exported = files("hf")
     train(1)
     with pytest.raises(MismatchError, match=r"train\.iterations was 1, is 2"):
         train(2)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == exported
+    assert files("hf") == exported
     train(2, "train.iterations")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "hf_1").iterdir()} == exported
-    assert (tmp_path / "hf" / "model.safetensors").read_bytes() != exported["model.safetensors"]
+    assert files("hf_1") == exported
+    assert files("hf")["model.safetensors"] != exported["model.safetensors"]
     assert sorted(path.name for path in tmp_path.glob("hf*")) == ["hf", "hf_1"]
     assert len(losses(tmp_path)) == 2

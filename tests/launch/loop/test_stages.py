@@ -1,5 +1,6 @@
 """Stages: packs of several outputs trained one after another, stopped anywhere, extended, and left
-for other packs."""
+for other packs; and `source.skip: {trained: RUN}`, with which a run goes on with samples that are
+left."""
 
 import collections
 import logging
@@ -10,20 +11,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import orjson
+import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 from launch.config import LaunchConfig, load_config
 from launch.data.packed_data import largest_of, read_packed_data
 from launch.loop.metrics import StepCounts, read_metrics
 from launch.loop.plan import TrainPlan, plan_stage
 from launch.loop.trainer import Trainer
+from offline_packing.cli.commands import cli
 from offline_packing.errors import ConfigError, MismatchError, StageError
+from offline_packing.measure.measure import measure
 from offline_packing.online.ranks.pack_costs import schedule_of
+from offline_packing.plan.plan import make_plan
+from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.run import Run
 from offline_packing.storage.files import read_json
+from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import LoaderState, trained_items
-from tests.helpers.datasets import make_run, mixed_pairs, pack_all
+from tests.helpers.datasets import config_file, make_run, mixed_pairs, pack_all
+from tests.helpers.outputs import set_aside_in_plan
 from tests.helpers.packed_runs import (
     KilledError,
     captioning_folder,
@@ -34,13 +44,7 @@ from tests.helpers.packed_runs import (
 )
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (
-    Case,
     Interrupted,
-    assert_equal_runs,
-    command,
-    pack_dialogues,
-    stop,
-    train,
 )
 from tests.helpers.unpacked_folders import blend_of
 
@@ -161,32 +165,31 @@ def test_each_stage_validates_on_its_own_packs(done: Done) -> None:
     assert sum("validation_packs" in line for line in lines) == -(-bounds[-1] // 3)
 
 
-@pytest.mark.parametrize("killed_in", [0, 1, 2, "at the end of 0"])
-def test_a_run_killed_in_any_stage_goes_on(
-    killed_in: Any, done: Done, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("between", [False, True])
+def test_a_run_killed_in_a_stage_goes_on(
+    between: bool, done: Done, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if nothing had happened, to the last bit."""
+    """As if nothing had happened, to the last bit; in the second, or between the last step of the
+    first and the next."""
     config = done.config.model_copy(
         update={"output": done.config.output.model_copy(update={"path": tmp_path})}
     )
-    bounds, stages = done.plan.bounds, done.plan.stages
-    stage = 0 if isinstance(killed_in, str) else killed_in
-    if isinstance(killed_in, str):  # between the last step of the stage and the next
+    bounds, (first, second, _) = done.plan.bounds, done.plan.stages
+    fail_at = first.iterations * first.packs_per_step + 1
+    if between:
         every = config.checkpoint.model_copy(update={"every": bounds[1]})
         config = config.model_copy(update={"checkpoint": every})
-    packs = [s.iterations * s.packs_per_step for s in stages[:stage]]
-    fail_at = sum(packs) + 2 * stages[stage].packs_per_step + 1
-    if isinstance(killed_in, str):
-        fail_at = stages[0].iterations * stages[0].packs_per_step + 1
+    else:
+        fail_at += 2 * second.packs_per_step
     killed, _, _ = make_trainer(config, fail_at=fail_at)
     with pytest.raises(KilledError):
         killed.run()
-    if isinstance(killed_in, str):
+    if between:
         assert state_of(tmp_path)["begins"] == [0]
         assert state_of(tmp_path)["iteration"] == bounds[1]
     resumed, seen, _ = make_trainer(config)
     resumed.resume()
-    assert resumed.iteration < bounds[stage + 1] or isinstance(killed_in, str)
+    assert resumed.iteration <= bounds[1 + (not between)]
     with caplog.at_level(logging.INFO, "launch"):
         assert resumed.run()
     assert losses(tmp_path) == done.losses
@@ -200,52 +203,6 @@ def test_the_state_names_what_was_trained(done: Done) -> None:
     assert [entry["path"] for entry in state["trained"]] == list(done.config.data.paths)
     assert state["begins"] == list(done.plan.bounds[:-1])
     assert packs_of(state) == collections.Counter(done.keys)
-
-
-ORDERS = ("written", "balanced")
-
-
-def leg(paths: list[str], output: Path, stop_in: int) -> dict[str, list[str]]:
-    """Run as one rank of a group until a step in which it is stopped, or to the end; its packs by
-    their order."""
-    keys = {}
-    for order in ORDERS:
-        data, batch = {"order": order}, {"global_batch_packs": 4}
-        config = config_of(paths, output / order, data=data, batch=batch)
-        trainer, seen, _ = make_trainer(config)
-        trainer.resume()
-        act = partial(signal.raise_signal, signal.SIGTERM)
-        stopping = Interrupted(stop_in - trainer.iteration, act, Trainer._step)
-        trainer._step = stopping.__get__(trainer, Trainer)  # type: ignore[method-assign]
-        assert trainer.run() == (trainer.iteration == trainer._plan.iterations)
-        keys[order] = seen.keys
-    return keys
-
-
-def test_ranks_change_within_stages(stages: list[str], tmp_path: Path) -> None:
-    """In the first and in the second: each stage has its packs as one rank trains them, and the
-    state counts them, those that fill the last step, too."""
-    sizes = [len(PackedFolder(path)) for path in stages]
-    ends = np.cumsum([-(-size // 4) for size in sizes])
-    legs = [(1, 1), (2, int(ends[0]) + 1), (1, int(ends[2]) + 9)]
-    ranks = [
-        run_ranks(count, tmp_path / f"ranks_{step}", leg, stages, tmp_path, step)
-        for count, step in legs
-    ]
-    for order in ORDERS:
-        output = tmp_path / order
-        keys = [key for group in ranks for own in group for key in own[order]]
-        assert [line["packs"] for line in step_lines(output)] == [4] * int(ends[2])
-        state = state_of(output)
-        assert [entry["loader"]["num_ranks"] for entry in state["trained"]] == [2, 1, 1]
-        assert packs_of(state) == collections.Counter(keys)
-    alone, seen, _ = make_trainer(
-        config_of(stages, tmp_path / "alone", batch={"global_batch_packs": 4})
-    )
-    assert alone.run()
-    keys = [key for group in ranks for own in group for key in own["written"]]
-    assert sorted(keys) == sorted(seen.keys)
-    assert losses(tmp_path / "written") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 def resumed(config: LaunchConfig, *accept: str) -> Any:
@@ -327,17 +284,13 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     assert [entry["path"] for entry in state_of(tmp_path)["trained"]] == [a, c, b, a]
 
 
-def test_no_steps_left_for_other_packs(stages: list[str], tmp_path: Path) -> None:
+def test_the_loader_is_fixed_while_its_packs_go_on(stages: list[str], tmp_path: Path) -> None:
+    """And other packs need steps that are left."""
     one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 1}}
     resumed(config_of(stages[:1], tmp_path, **one))
     trainer, *_ = make_trainer(config_of(stages[1:2], tmp_path, **one), accept=["data.packs"])
     with pytest.raises(ValueError, match=r"train\.iterations=1 counts all steps, and 1 are done"):
         trainer.resume()
-
-
-def test_the_loader_is_fixed_while_its_packs_go_on(stages: list[str], tmp_path: Path) -> None:
-    one = {"batch": {"global_batch_packs": 2}, "train": {"iterations": 1}}
-    resumed(config_of(stages[:1], tmp_path, **one))
     other = config_of(stages[:1], tmp_path, data={"order": "balanced"}, **one)
     with pytest.raises(MismatchError, match=r"data\.order must be the same to resume"):
         make_trainer(other)[0].resume()
@@ -451,25 +404,137 @@ def test_balanced_packs_of_a_mixture_are_warned_of(
         assert said == (order == "balanced")
 
 
-def test_transformers_models_are_trained_in_stages(case: Case, tmp_path: Path) -> None:
-    """Stopped in each, and as if they had not been."""
-    folder = case("qwen2_vl")
-    longer = tmp_path / "longer"
-    pack_dialogues("qwen2_vl", folder, longer, pack={"seq_length": 1024})
-    options = [
-        f"data.path=[{folder / 'packed'}, {longer}]",
-        "train.iterations=null",
-        "data.num_workers=1",
+NAMES = ("short", "long")
+
+
+def index_of(root: Path) -> Path:
+    """An index of two sources."""
+    sources = [
+        {"format": "pairs", "path": str(mixed_pairs(root / name, 90, seed)), "task": "bmr"}
+        for seed, name in enumerate(NAMES)
     ]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(command(folder, whole, *options))
-    arguments = command(folder, stopped, *options)
-    stop(arguments, "SIGKILL", 4)
-    stop(arguments, "SIGTERM", len(losses(whole)) - 5)
-    assert len(state_of(stopped)["begins"]) == 2
-    train(arguments)
-    assert_equal_runs(whole, stopped, len(losses(whole)))
-    assert state_of(stopped)["trained"] == state_of(whole)["trained"]
-    assert packs_of(state_of(whole)).keys() == {
-        pack.key for path in (folder / "packed", longer) for pack in PackedFolder(path)
-    }
+    named = [{**one, "name": name} for one, name in zip(sources, NAMES, strict=True)]
+    measure(make_run(named, root / "all"))
+    return root / "all"
+
+
+def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = (), **pack: Any) -> Run:
+    sources = [
+        {"format": "index", "path": str(index), "name": name, "skip": skip} for name in NAMES
+    ]
+    return make_run(sources, output, pack={"seq_length": seq_length, **pack})
+
+
+def mixture(short: float, later: float) -> dict[str, Any]:
+    lines = [{"short": one, "long": 1 - one} for one in (short, later)]
+    return dict(zip(("start", "end"), lines, strict=True))
+
+
+def run_of(packs: Path, output: Path) -> LaunchConfig:
+    batch = {"global_batch_packs": 4, "global_batch_size": None}
+    return make_config(
+        packs, output, batch=batch, train={"iterations": None}, checkpoint={"every": 2}
+    )
+
+
+def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
+    """Go on to a step, as one rank of a group; keys of the packs that were trained."""
+    trainer, seen, _ = make_trainer(run_of(packs, output), accept=accept)
+    trainer.resume()
+    act = partial(signal.raise_signal, signal.SIGTERM)
+    stopping = Interrupted(stop_at - trainer.iteration, act, Trainer._step)
+    trainer._step = stopping.__get__(trainer, Trainer)  # type: ignore[method-assign]
+    trainer.run()
+    assert trainer.iteration == stop_at
+    return seen.keys
+
+
+def samples_of(packs: Path, keys: list[str]) -> collections.Counter[str]:
+    """How often samples stand in the packs, by keys without the number of a copy."""
+    names = {pack.key: orjson.loads(pack.record)["meta"]["keys"] for pack in PackedFolder(packs)}
+    return collections.Counter(name.partition("#")[0] for key in keys for name in names[key])
+
+
+def trained_column(run: Run, folder: Path) -> dict[str, int]:
+    """The column `trained` of `plan --output`, by sample."""
+    table = folder / "samples.parquet"
+    arguments = ["plan", str(config_file(folder / "pack.yaml", run.config))]
+    result = CliRunner().invoke(cli, [*arguments, "--output", str(table)])
+    assert result.exit_code == 0, result.output
+    rows = pq.read_table(table, columns=["key", "trained"]).to_pylist()
+    return {row["key"].partition("#")[0]: row["trained"] for row in rows}
+
+
+def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
+    """10 steps; then, of what is left, other packs on 2 ranks, on 1, killed there, and on 2."""
+    index, output = index_of(tmp_path), tmp_path / "run"
+    first = stage_of(index, tmp_path / "a", 256, mixture=mixture(0.8, 0.4))
+    pack_all(first)
+    packs = tmp_path / "a"
+    a_keys = leg(packs, output, 10)
+    assert len(a_keys) == 40 < len(PackedFolder(packs))
+    done = samples_of(packs, a_keys)
+
+    skip = {"trained": str(output)}
+    second = stage_of(index, tmp_path / "b", 512, skip=skip, mixture=mixture(0.3, 0.6))
+    pack_all(second)
+    assert verify(second, deep=True).ok
+    left_out = [row["key"] for row in set_aside_in_plan(second) if row["reason"] == "trained"]
+    assert sorted(left_out) == sorted(done)
+    assert 0 < len(left_out) < open_index(second).info.num_samples
+    counts = dict.fromkeys(open_index(second).table("key")["key"].to_pylist(), 0)
+    assert trained_column(second, tmp_path) == counts | done
+
+    packs, accept = tmp_path / "b", ("data.packs",)
+    ranks = run_ranks(2, tmp_path / "two", leg, packs, output, 13, accept)
+    b_keys = [key for own in ranks for key in own]
+    # Killed at the second pack of step 15: step 14 was saved, and is not trained again.
+    trainer, seen, _ = make_trainer(run_of(packs, output), fail_at=5)
+    trainer.resume()
+    with pytest.raises(KilledError):
+        trainer.run()
+    assert trainer.iteration == 14
+    b_keys += seen.keys[:4]
+    b_keys += leg(packs, output, 16)
+    ranks = run_ranks(2, tmp_path / "again", leg, packs, output, 18)
+    b_keys += [key for own in ranks for key in own]
+
+    wanted = done + samples_of(packs, b_keys)
+    found = trained_column(second, tmp_path)
+    assert found == counts | wanted
+    lines = step_lines(output)
+    assert [line["iteration"] for line in lines] == list(range(1, 19))
+    assert sum(found.values()) == sum(line["sub_samples"] for line in lines)
+    # The plan keeps to what was trained when it was made; another output leaves out more.
+    assert pack_all(second).counts.packed == verify(second).num_samples
+    third = stage_of(index, tmp_path / "c", 512, skip=skip, mixture=mixture(0.5, 0.5))
+    measure(third)
+    aside = make_plan(third, open_index(third)).set_aside
+    assert aside.reasons["trained"] == len(wanted) > len(done)
+
+
+def test_what_names_no_packs_is_refused(tmp_path: Path) -> None:
+    index = index_of(tmp_path)
+    skip = {"trained": str(tmp_path / "other")}
+    run = stage_of(index, tmp_path / "b", 512, skip=skip)
+    measure(run)
+    with pytest.raises(StageError, match="has no checkpoint that names packs: only"):
+        make_plan(run, open_index(run))
+    # packs of another source
+    other = {"format": "pairs", "path": str(mixed_pairs(tmp_path / "d", 12, 3)), "task": "bmr"}
+    pack_all(make_run(other, tmp_path / "packed", pack={"seq_length": 256}))
+    leg(tmp_path / "packed", tmp_path / "other", 1)
+    again = stage_of(index, tmp_path / "e", 512, skip=skip)
+    measure(again)
+    with pytest.raises(StageError, match=r"no pack that .*other trained is of .*short"):
+        make_plan(again, open_index(again))
+    # packs that were written anew since
+    own = {**other, "skip": [skip]}
+    same = make_run(own, tmp_path / "f", pack={"seq_length": 256})
+    pack_all(same)
+    change = {"seq_length": 256, "seed": 1}
+    pack_all(make_run(other, tmp_path / "packed", pack=change, output={"overwrite": True}))
+    anew = make_run(own, tmp_path / "g", pack={"seq_length": 256})
+    measure(anew)
+    with pytest.raises(StageError, match="packed, which are gone or packed anew since"):
+        make_plan(anew, open_index(anew))

@@ -1,5 +1,6 @@
-"""Every family: a packed row, through its encoder and
-`to_transformers_kwargs`, gives the logits, loss and gradients of its samples alone."""
+"""Every family: a packed row, through its encoder and `to_transformers_kwargs`, gives the logits,
+loss and gradients of its samples alone; recurrent layers also of short segments; and what is
+refused."""
 
 import io
 from dataclasses import dataclass
@@ -8,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from packaging.version import Version
+from transformers import (
+    DynamicCache,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from launch.model.packed_attention import use_varlen_attention
 from launch.model.segments import isolate_segments, why_no_flash
@@ -17,7 +30,7 @@ from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
-from tests.helpers.tiny_checkpoints import packed_batch
+from tests.helpers.tiny_checkpoints import packed_batch, randomise
 from tests.helpers.tiny_families import (
     CLIP,
     QWEN,
@@ -27,6 +40,7 @@ from tests.helpers.tiny_families import (
     save_tokenizer,
     tiny_model,
 )
+from tests.helpers.transformers_sources import VERSION
 from tests.helpers.varlen import CpuVarlen
 
 CASES = [(family, "") for family in (*QWEN, "llava_1_5", "glm4v", "glm46v", "gemma4", "mistral3")]
@@ -156,3 +170,114 @@ def test_pictures_of_a_video_are_a_video_of_transformers(family: str, tmp_path: 
         "mm_token_type_ids": 2 * row["mm_token_type_ids"],
     }
     torch.testing.assert_close(case.logits(row), expected, atol=1e-5, rtol=0)
+
+
+#: Some are shorter than the window of the convolution.
+SHORT = [1, 70, 2, 3, 1, 9]
+
+
+def recurrent_model() -> Any:
+    sizes = {**FAMILIES["qwen3_5"].presets["tiny"].text, "vocab_size": 500}
+    return randomise(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)))
+
+
+def short_row() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(500, (1, sum(SHORT)), generator=generator),
+        "position_ids": torch.cat([torch.arange(length) for length in SHORT])[None],
+        "use_cache": False,
+    }
+
+
+def segments_alone(model: Any) -> torch.Tensor:
+    parts = short_row()["input_ids"].split(SHORT, dim=1)
+    return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+
+
+def gradients(model: Any, logits: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    logits.square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_short_segments_also_where_activations_are_computed_again() -> None:
+    model = recurrent_model()
+    names = list(model.state_dict())
+    expected = segments_alone(model)
+    expected_gradients = gradients(model, expected)
+    assert isolate_segments(model) == isolate_segments(model) == 3
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model(**short_row()).logits, expected, atol=1e-5, rtol=0)
+    model.train()
+    model.gradient_checkpointing_enable()
+    found = model(**short_row()).logits
+    model(**{**short_row(), "position_ids": None})  # another row before the first one's backward
+    for gradient, other in zip(gradients(model, found), expected_gradients, strict=True):
+        assert (gradient - other).norm() <= 1e-4 * other.norm()
+
+
+def test_boundaries_that_are_given() -> None:
+    model = recurrent_model()
+    boundaries = torch.tensor([0, *SHORT]).cumsum(0)
+    if Version("5.20") <= VERSION:  # 5.18 leaks instead
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            model(**short_row(), cu_seq_lens_q=boundaries)
+    isolate_segments(model)
+    with torch.no_grad():
+        found = model(**short_row(), cu_seq_lens_q=boundaries, seq_idx=boundaries[None]).logits
+        torch.testing.assert_close(found, segments_alone(model), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_rows_without_boundaries_stay_as_they_are() -> None:
+    model, other = recurrent_model(), recurrent_model()
+    isolate_segments(model)
+    tokens = short_row()["input_ids"].reshape(2, -1)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    for kwargs in ({}, {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}):
+        assert torch.equal(model(tokens, **kwargs).logits, other(tokens, **kwargs).logits)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask}
+    assert torch.equal(model.generate(tokens, **options), other.generate(tokens, **options))
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", None])
+def test_a_cache_of_any_name_is_refused(name: str | None) -> None:
+    model = recurrent_model()
+    isolate_segments(model)
+    layer, cache = model.model.layers[0].linear_attn, DynamicCache(config=model.config)
+    args, kwargs = ([], {name: cache}) if name else ([cache], {})
+    hidden_states = torch.zeros(1, sum(SHORT), model.config.hidden_size)
+    with pytest.raises(ValueError, match="a packed row cannot be cached; set use_cache=False"):
+        layer(hidden_states, *args, segment_lengths=SHORT, **kwargs)
+
+
+def test_what_would_leak_is_refused() -> None:
+    model = recurrent_model()
+    isolate_segments(model)
+    with pytest.raises(ValueError, match="a packed row cannot be cached; set use_cache=False"):
+        model(**{**short_row(), "use_cache": True})
+    two = {name: value.expand(2, -1) for name, value in short_row().items() if name != "use_cache"}
+    with pytest.raises(ValueError, match="2 packed rows in a batch; give one"):
+        model(**two, use_cache=False)
+    config = Lfm2Config(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM has layers of type 'conv', which would"):
+        isolate_segments(Lfm2ForCausalLM(config))
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+    recurrent = [
+        MambaForCausalLM(MambaConfig(**sizes)),
+        RwkvForCausalLM(RwkvConfig(**sizes, attention_hidden_size=32, intermediate_size=32)),
+    ]
+    for other in recurrent:
+        kind = "'(linear_attention|mamba)'"  # transformers 5.12 has the second
+        with pytest.raises(ValueError, match=f"layers of type {kind}, which would"):
+            isolate_segments(other)

@@ -3,10 +3,9 @@ transformers' own, with the chat template it is published with, and what is meas
 encoded."""
 
 import io
-import json
 import math
 import os
-import re
+from collections import Counter
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 import torch
@@ -32,9 +30,12 @@ from task_encoders.families.base.spans import Medium
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
-from task_encoders.text.pieces import to_chat
-from tests.helpers.conversations import random_conversation
+from task_encoders.samples import SourceSample, Turn
+from tests.helpers.conversations import (
+    TypedTokens,
+    encoded_conversations,
+    messages_and_tools,
+)
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.gemma_tokenizer import TEMPLATE, gemma_tokenizer, save_gemma_tokenizer
@@ -65,9 +66,7 @@ def encoder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build_sample_encoder(family, str(folder), resize="pil", max_soft_tokens=70)
 
 
-#: In place of characters of control tokens that a user typed, and around an answer's words.
-_HIDE = str.maketrans('<>|"', "\ue002\ue003\ue004\ue005")
-_SHOW = str.maketrans("\ue002\ue003\ue004\ue005", '<>|"')
+#: Around what a model writes.
 _BEGIN, _END = "\ue010", "\ue011"
 
 
@@ -96,44 +95,36 @@ def marked(template: str) -> str:
 class Reference:
     """Ids and labels by the published template."""
 
-    def __init__(self) -> None:
-        self.tokenizer = gemma_tokenizer()
-        names = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
-        self.special = re.compile(f"({'|'.join(map(re.escape, names))})")
+    def __init__(self, encoder: Any) -> None:
+        self.encoder, self.tokenizer = encoder, gemma_tokenizer()
+        self.typed = TypedTokens(self.tokenizer, self.tokenizer.all_special_tokens)
         self.template = TEMPLATE.read_text()
         self.marked = marked(self.template)
 
-    def render(self, sample: SourceSample, template: str) -> str | None:
-        """The template's text, in which what is typed in texts is hidden; None where it cannot."""
-        given = [to_chat(sample), json.loads(sample.tools or "null")]
-        plain = json.dumps(given, ensure_ascii=False)
-        messages, tools = json.loads(self.special.sub(lambda m: m[0].translate(_HIDE), plain))
-        for call in (call["function"] for m in messages for call in m.get("tool_calls", ())):
-            if isinstance(call["arguments"], str):
-                call["arguments"] = json.loads(call["arguments"])
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, tokenize=False
-            )
-        except jinja2.TemplateError:
-            return None
-        return str(text).rstrip()
+    def text(self, sample: SourceSample, template: str) -> str | None:
+        text = self.typed.write(*messages_and_tools(sample, as_objects=True), template)
+        return text and text.rstrip()
 
-    def ids_and_labels(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of a rendered text; labels where a token overlaps what is marked."""
+    def ids(self, sample: SourceSample) -> list[int] | None:
+        """Tokens as transformers writes them; None where the template refuses the conversation."""
+        text = self.text(sample, self.template)
+        return None if text is None else self.typed.ids(text)
+
+    def labels(self, sample: SourceSample) -> list[int]:
+        """Labels where a token overlaps what is marked."""
         # The model hands over with the token that opens a result, and has no say in what follows.
+        text = str(self.text(sample, self.marked))
         text = text.replace(f"{_END}<|tool_response>", f"<|tool_response>{_END}")
         text = text.replace(f"<tool_response|>{_BEGIN}<turn|>{_END}", "<tool_response|><turn|>")
-        ids: list[int] = []
         labels: list[int] = []
         inside = False
-        for i, part in enumerate(self.special.split(text)):
+        for i, part in enumerate(self.typed.pattern.split(text)):
             if i % 2:
-                ids.append(self.tokenizer.convert_tokens_to_ids(part))
-                labels.append(ids[-1] if inside else IGNORE_INDEX)
+                own = self.tokenizer.convert_tokens_to_ids(part)
+                labels.append(own if inside else IGNORE_INDEX)
                 continue
             shown, trained = "", []
-            for character in part.translate(_SHOW):
+            for character in self.typed.shown(part):
                 if character in (_BEGIN, _END):
                     inside = character == _BEGIN
                 else:
@@ -145,10 +136,9 @@ class Reference:
                 add_special_tokens=False,
                 return_offsets_mapping=True,
             )
-            ids += found.input_ids
             for one, (begin, end) in zip(found.input_ids, found.offset_mapping, strict=True):
                 labels.append(one if any(trained[begin:end]) else IGNORE_INDEX)
-        return ids, labels
+        return labels
 
 
 def one_per_medium(encoder: Any, encoded: Any) -> tuple[list[int], list[int]]:
@@ -267,32 +257,19 @@ def test_pixels(family: str, tmp_path: Path) -> None:
 
 def test_conversations(encoder: Any) -> None:
     """Ids and labels of the published template, with control tokens that a user typed."""
-    reference = Reference()
-    rng = np.random.default_rng(3)
-    encoded_samples = with_tools = typed = refused_plain = 0
-    for index in range(SAMPLES):
-        special = TYPED if index % 3 == 0 else ()
-        sample = random_conversation(rng, index, special=special)
-        turns = tuple(replace(turn, weight=1) for turn in sample.turns)
-        sample = replace(sample, turns=turns)
-        written = reference.render(sample, reference.marked)
-        sizes = [(56, 56)] * len(sample.images)
-        try:
-            encoded = encoder.encode(sample, [IMAGE] * len(sizes))
-        except SampleError:
-            refused_plain += written is not None and sample.is_plain
-            continue
-        assert written is not None
+    reference, counts = Reference(encoder), Counter[str]()
+    for sample, expected, encoded, typed in encoded_conversations(
+        reference, SAMPLES, IMAGE, counts, seed=3, special=TYPED
+    ):
         tokens, labels = one_per_medium(encoder, encoded)
-        assert (tokens, labels) == reference.ids_and_labels(written)
-        length = encoder.measure(sample, sizes)
-        assert length.num_tokens == len(encoded.tokens)
-        assert length.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
-        encoded_samples += 1
-        with_tools += bool(sample.tools)
-        typed += bool(special)
-    assert (encoded_samples > 0.6 * SAMPLES, refused_plain) == (True, 0)
-    assert min(with_tools, typed) > 0.1 * SAMPLES
+        assert tokens == expected
+        if all(turn.weight for turn in sample.turns):
+            assert labels == reference.labels(sample)
+            counts["labels"] += 1
+        counts["typed"] += typed
+    assert counts["refused plain"] == 0
+    assert counts["written"] > 0.6 * SAMPLES
+    assert min(counts["tools"], counts["typed"], counts["labels"]) > 0.1 * SAMPLES
 
 
 def test_a_turn_with_calls_goes_on_after_their_results(encoder: Any) -> None:

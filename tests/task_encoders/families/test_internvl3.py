@@ -28,9 +28,10 @@ from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import by_both
 from tests.helpers.texts_and_images import random_image, random_side
-from tests.helpers.tiny_families import INTERNVL, save_tokenizer
+from tests.helpers.tiny_families import INTERNVL
 from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.helpers.videos import make_video, odd_clips
+from tests.world import World
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "120"))
 #: Of one tile each.
@@ -44,16 +45,13 @@ NORMAL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("internvl")
-    save_tokenizer("internvl3", folder)
-    return folder
+@pytest.fixture
+def folder(world: World) -> Path:
+    return world.tokenizer("internvl3")
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 12), (1, 1), (3, 6)])
-@pytest.mark.parametrize("count", [1_000, pytest.param(20_000, marks=pytest.mark.exhaustive)])
-def test_tiles_are_transformers_own(folder: Path, least: int, most: int, count: int) -> None:
+def test_tiles_are_transformers_own(folder: Path, least: int, most: int) -> None:
     encoder = build_sample_encoder("internvl3", str(folder), min_tiles=least, max_tiles=most)
     size = {"height": 448, "width": 448}
     processor = tiling.GotOcr2ImageProcessorPil(
@@ -62,7 +60,7 @@ def test_tiles_are_transformers_own(folder: Path, least: int, most: int, count: 
     sample = SourceSample("k", "captioning", (Turn("", "A."),), ("a",))
     text = len(encoder.tokenizer.encode("A.")) + 1
     rng = np.random.default_rng(0)
-    sides = np.exp(rng.uniform(0, np.log(8000), (count, 2))).astype(int)
+    sides = np.exp(rng.uniform(0, np.log(8000), (1000, 2))).astype(int)
     sides[::5] = 448 * rng.integers(1, 7, sides[::5].shape)  # ratios of several arrangements
     for height, width in sides.tolist():
         tiles = processor.get_number_of_image_patches(height, width)

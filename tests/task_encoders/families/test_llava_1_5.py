@@ -26,16 +26,15 @@ from tests.helpers.texts_and_images import (
     random_turns,
 )
 from tests.helpers.tiny_tokenizer import save_llama_tokenizer
+from tests.world import World
 
-SIZE = 56
+SIZE, COUNT = 56, 70
 IMAGE = -200  # LLaVA's number in place of an image
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llava")
-    save_llama_tokenizer(folder)
-    return folder
+@pytest.fixture
+def folder(world: World) -> Path:
+    return world.tokenizer("llava_1_5")
 
 
 def processor_of(folder: Path, *, pad: bool) -> Any:
@@ -112,19 +111,18 @@ def files() -> list[bytes]:
     return [random_image(rng, width, height) for width, height in sides]
 
 
-@pytest.mark.parametrize("count", [70, pytest.param(900, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("aspect", "template"), [("pad", "v1"), ("square", "v1"), ("pad", "plain")]
 )
 def test_every_array_equals_the_processors(
-    folder: Path, files: list[bytes], aspect: str, template: str, count: int
+    folder: Path, files: list[bytes], aspect: str, template: str
 ) -> None:
     processor = processor_of(folder, pad=aspect == "pad")
     options = {"image_size": SIZE, "image_aspect": aspect, "template": template}
     encoder = build_sample_encoder("llava_1_5", str(folder), **options)
     rng = np.random.default_rng(3)
     num_blanks = 0
-    for index in range(count):
+    for index in range(COUNT):
         kind = KINDS[index % len(KINDS)]
         chosen = rng.integers(len(files), size={"text_only": 0, "multi_image": 3}.get(kind, 1))
         images = [files[i] for i in chosen]
@@ -157,7 +155,7 @@ def test_every_array_equals_the_processors(
         assert measured.num_tokens == len(encoded.tokens)
         assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
         assert encoded.position_ids.tolist() == [list(range(len(encoded.tokens)))]
-    assert num_blanks > count / 9  # answers that begin with a blank of its own
+    assert num_blanks > COUNT / 9  # answers that begin with a blank of its own
 
 
 def test_only_trained_answers_carry_loss_and_tools_are_refused(folder: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from task_encoders.concatenate import concatenate, split_row
-from task_encoders.families import FAMILIES
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import Pack, SubSample, sub_samples_of_pack
 from task_encoders.packs.pack_format import PackedSubSample, Tree, media_part_names, pack_json
@@ -19,16 +18,9 @@ from task_encoders.sample_encoder import Prefix
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.settings import PackingSettings
 from tests.helpers.texts_and_images import random_image
-from tests.helpers.tiny_families import CLIP, STILL, encoder_options, save_tokenizer
+from tests.helpers.tiny_families import CLIP, STILL, encoder_options
 
 IMAGE, OTHER = (random_image(np.random.default_rng(i), 100, 70) for i in range(2))
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizers") / request.param
-    save_tokenizer(request.param, folder)
-    return folder
 
 
 def task_encoder(folder: Path, task: str) -> PackedTaskEncoder:
@@ -49,31 +41,31 @@ def ids_of(prefix: Prefix) -> bytes:
     return orjson.dumps([tuple(span) for span in prefix.spans], option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def test_leading_media(family: Path) -> None:
-    one = prefix_of(family, "<image>\nWhat?")
+def test_leading_media(folder: Path) -> None:
+    one = prefix_of(folder, "<image>\nWhat?")
     assert one is not None
     assert one[2:] == (1, 0)
     for prompt in ("<image>Why so?", "<image>\nWhat is this?", "<image>\nWhat?\nAnd why?"):
-        same = prefix_of(family, prompt)
+        same = prefix_of(folder, prompt)
         assert same is not None
         assert same[1:] == one[1:]
         assert ids_of(same) == ids_of(one)
-    assert prefix_of(family, "No picture?", images=0) is None
-    behind = prefix_of(family, "What?<image>")
+    assert prefix_of(folder, "No picture?", images=0) is None
+    behind = prefix_of(folder, "What?<image>")
     assert behind is not None
-    in_front = family.name in ("llava_1_5", "mistral3")  # by the template
+    in_front = folder.name in ("llava_1_5", "mistral3")  # by the template
     assert (behind.num_tokens > one.num_tokens) != in_front
-    two = prefix_of(family, "<image>\n<image>\nWhich?", images=2)
+    two = prefix_of(folder, "<image>\n<image>\nWhich?", images=2)
     assert two is not None
     assert two.num_images == 2
     for prompts, count in (
-        (["<image>Or:<image>"], 1 + (family.name == "llava_1_5")),
+        (["<image>Or:<image>"], 1 + (folder.name == "llava_1_5")),
         (["<image>\nWhat?", "And<image>?"], 1),
     ):
-        apart = prefix_of(family, *prompts, images=2)
+        apart = prefix_of(folder, *prompts, images=2)
         assert apart is not None
         assert apart.num_images == count
-    assert prefix_of(family, "Hello.", "<image>What?") is None  # after a trained answer
+    assert prefix_of(folder, "Hello.", "<image>What?") is None  # after a trained answer
 
 
 def as_pack(subs: Sequence[SubSample], tree: Tree, task: str) -> Pack:
@@ -95,9 +87,9 @@ def as_pack(subs: Sequence[SubSample], tree: Tree, task: str) -> Pack:
 
 
 @pytest.mark.parametrize("case", ["vqa", "captioning", "bmr", "video"])
-def test_trees_of_measured_prefixes(family: Path, case: str) -> None:
+def test_trees_of_measured_prefixes(folder: Path, case: str) -> None:
     task = {"video": "vqa"}.get(case, case)
-    if case == "video" and family.name in STILL:
+    if case == "video" and folder.name in STILL:
         pytest.skip("no videos")
     is_video = case == "video"
     media = {"videos": ("x",)} if is_video else {"images": ("a",)}
@@ -114,10 +106,10 @@ def test_trees_of_measured_prefixes(family: Path, case: str) -> None:
         turns[0] = Turn("<image>" + turns[0].prompt, turns[0].answer)
         further = SourceSample("s2", task, tuple(turns), ("a", "b"))
         subs[2] = SubSample("s2", further, (IMAGE, OTHER))
-    encoder = task_encoder(family, task)
+    encoder = task_encoder(folder, task)
     found = [measure(sub, encoder.encoder).prefix for sub in subs]
     if found[0] is None:
-        assert (family.name, case) == ("llava_1_5", "captioning")
+        assert (folder.name, case) == ("llava_1_5", "captioning")
         return
     assert {one and one[1:] for one in found} == {found[0][1:]}
     tree = Tree(1, 3, found[0].num_tokens, *found[0][2:])

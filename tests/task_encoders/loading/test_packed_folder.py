@@ -1,68 +1,60 @@
-"""Packs by their number equal those of Energon's loader, bytes and tensors; and how often the packs
-of a folder or a metadataset come in an epoch."""
+"""Packs by their number, here and in object storage, equal those of Energon's loader, bytes and
+tensors; and how often the packs of a folder or a metadataset come in an epoch."""
 
+import dataclasses
+import itertools
+import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import webdataset
+from megatron.energon.epathlib import EPath
 from torch.utils.data import DataLoader
 
-from task_encoders.concatenate import merge_rows, split_row
+from launch.data.packed_data import read_packed_data
+from offline_packing.errors import StageError
+from offline_packing.runs.run import Run
+from task_encoders.loading.packed_dataset import (
+    get_packed_train_dataset,
+    get_packed_val_dataset,
+)
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
-from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all, vqa_pairs
-from tests.helpers.energon_batches import assert_same, batches_of
+from task_encoders.storage.energon_paths import energon_url
+from task_encoders.storage.paths import StorageError, path_of
+from task_encoders.storage.remote_requests import RemoteError
+from tests.helpers.energon_batches import assert_same, batches_of, loading
 from tests.helpers.legacy_packs import legacy_vqa_folder, text_folder
+from tests.helpers.object_store import ObjectStore
+from tests.helpers.packed_runs import SEQ_LENGTH
 from tests.helpers.unpacked_folders import blend_of
-
-SEQ_LENGTH = 512
-MODEL: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 28 * 28 * 64}
-TASKS: dict[str, Any] = {
-    "captioning": captioning_pairs,
-    "vqa": lambda root: vqa_pairs(root, 60),
-    "bmr": mixed_pairs,
-}
+from tests.world import World, task_encoder
 
 
-def task_encoder(task: str = "captioning", **options: Any) -> PackedTaskEncoder:
-    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    return PackedTaskEncoder(**{"seq_length": SEQ_LENGTH, "settings": settings, **MODEL, **options})
+@pytest.fixture
+def run(world: World) -> Run:
+    """Packed dialogues; packs with one sample, and with several."""
+    return world.run("bmr", output={"split": {"train": 0.8, "val": 0.2}})
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packs per task, of the captions a val split too."""
-    root = tmp_path_factory.mktemp("packed")
-    for task, draw in TASKS.items():
-        run = make_run(
-            {"format": "pairs", "path": str(draw(root / "data" / task)), "task": task},
-            root / task,
-            output={"split": {"train": 0.8, "val": 0.2}},
-        )
-        pack_all(run)
-    return root
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_batches_equal_the_loaders(task: str, size: int, packed: Path) -> None:
-    encoder = task_encoder(task)
-    theirs = batches_of(packed / task, encoder, micro_batch_size=size)
-    folder = PackedFolder(packed / task, encoder)
+def test_rows_of_several_packs_equal_the_loaders(run: Run) -> None:
+    encoder = task_encoder(run)
+    theirs = batches_of(run.workspace.root, encoder, micro_batch_size=2)
+    folder = PackedFolder(run.workspace.root, encoder)
     assert len(folder) > 3
-    starts = range(0, len(folder), size)
-    ours = [folder.batch(range(i, min(i + size, len(folder)))) for i in starts]
+    starts = range(0, len(folder), 2)
+    ours = [folder.batch(range(i, min(i + 2, len(folder)))) for i in starts]
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_bytes_equal_the_shards(task: str, packed: Path) -> None:
-    folder = PackedFolder(packed / task)
+def test_bytes_equal_the_shards(run: Run) -> None:
+    folder = PackedFolder(run.workspace.root)
     packs = list(folder)
     assert [pack.number for pack in packs] == list(range(len(folder)))
     stored = [
@@ -83,54 +75,24 @@ def test_bytes_equal_the_shards(task: str, packed: Path) -> None:
     assert type(folder[np.int64(1)].number) is int
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_default_collation_is_refused(workers: int, packed: Path) -> None:
-    """Records of other keys would end in a bare KeyError."""
-    folder = PackedFolder(packed / "bmr")
-    with pytest.raises(PackedFolderError, match=r"give the DataLoader collate_fn=folder\.collate"):
-        list(DataLoader(folder, batch_size=4, num_workers=workers))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_rows_are_split_into_their_sub_samples(task: str, packed: Path) -> None:
-    encoder = task_encoder(task)
-    folder = PackedFolder(packed / task, encoder)
-    images = 0
-    for number in range(len(folder)):
-        row = folder.row(number)
-        parts = split_row(row.row)
-        assert len(parts) == len(row.sub_sample_keys)
-        for part in parts:
-            patches = int((part.tokens == encoder.encoder.media_token_ids["image_token_id"]).sum())
-            assert len(part.pixel_values) == 4 * patches
-            images += len(part.image_grid_thw)
-        assert torch.equal(merge_rows(parts).pixel_values, row.row.pixel_values)
-    assert images > 5
-
-
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
-def test_a_dataloader_reads_it(context: str, packed: Path) -> None:
-    """torch's map-style protocol: the folder travels to the workers, which encode."""
-    folder = PackedFolder(packed / "bmr", task_encoder("bmr"))
+def test_a_dataloader_reads_it(run: Run) -> None:
+    """torch's map-style protocol: the folder travels to the workers, which encode. Without its
+    collation, records of other keys would end in a bare KeyError."""
+    folder: Any = PackedFolder(run.workspace.root, task_encoder(run))
     numbers = [[3, 0], [1], [2, 2]]
-    loader: DataLoader[Any] = DataLoader(
-        folder,  # type: ignore[arg-type]
-        batch_sampler=numbers,
-        collate_fn=folder.collate,
-        num_workers=1,
-        multiprocessing_context=context,
-    )
+    options: dict[str, Any] = {"batch_sampler": numbers, "num_workers": 1}
+    loader = DataLoader(folder, collate_fn=folder.collate, **options)
     assert_same(list(loader), [folder.batch(own) for own in numbers])
+    with pytest.raises(PackedFolderError, match=r"give the DataLoader collate_fn=folder\.collate"):
+        list(DataLoader(folder, **options))
 
 
-def test_a_blend(packed: Path, tmp_path: Path) -> None:
+def test_a_blend(run: Run, world: World, tmp_path: Path) -> None:
     """Each pack once, and the datasets mixed."""
-    single = {task: batches_of(packed / task, task_encoder(task)) for task in ("captioning", "bmr")}
-    path = blend_of(tmp_path / "blend.yaml", [packed / task for task in single], epochs=1)
-    encoder = PackedTaskEncoder(
-        seq_length=SEQ_LENGTH, settings=PackingSettings(packed=True), **MODEL
-    )
-    folder = PackedFolder(path, encoder)
+    runs = (run, world.run("captioning"))
+    single = {one.config.task: batches_of(one.workspace.root, task_encoder(one)) for one in runs}
+    path = blend_of(tmp_path / "blend.yaml", [one.workspace.root for one in runs], epochs=1)
+    folder = PackedFolder(path, task_encoder(run, settings=PackingSettings(packed=True)))
     found = [folder.batch([number]) for number in range(len(folder))]
     origins = [batch.__subflavors__[0]["offline_packing"] for batch in found]
     assert len(found) == sum(map(len, single.values()))
@@ -140,9 +102,20 @@ def test_a_blend(packed: Path, tmp_path: Path) -> None:
         assert task in origins[len(origins) // 2 :]
 
 
-def test_folders_of_others(tmp_path: Path) -> None:
+def test_its_settings_are_checked(run: Run) -> None:
+    root = run.workspace.root
+    with pytest.raises(PackingSettingsError, match="seq_length 512 tokens >"):
+        PackedFolder(root, task_encoder(run, seq_length=256))
+    with pytest.raises(PackingSettingsError, match="holds bmr packs"):
+        PackedFolder(root, task_encoder(run, settings=PackingSettings(packed=True, vqa=True)))
+    with pytest.raises(PackedFolderError, match="need a task_encoder"):
+        PackedFolder(root).row(0)
+
+
+def test_folders_of_others(run: Run, tmp_path: Path) -> None:
     """Prepared by Energon itself; with shards left out."""
-    encoder = task_encoder("vqa", seq_length=2048, check_lengths=False)
+    settings = PackingSettings(packed=True, vqa=True)
+    encoder = task_encoder(run, seq_length=2048, check_lengths=False, settings=settings)
     legacy = legacy_vqa_folder(tmp_path / "legacy", packs=4)
     folder = PackedFolder(legacy, encoder)
     batches = batches_of(legacy, encoder)
@@ -155,15 +128,6 @@ def test_folders_of_others(tmp_path: Path) -> None:
     split.write_text(text.replace("exclude: []", "exclude: [shard_0.tar/ps_00000000]"))
     with pytest.raises(PackedFolderError, match="excludes single packs"):
         PackedFolder(legacy)
-
-
-def test_its_settings_are_checked(packed: Path) -> None:
-    with pytest.raises(PackingSettingsError, match="seq_length 512 tokens >"):
-        PackedFolder(packed / "vqa", task_encoder("vqa", seq_length=256))
-    with pytest.raises(PackingSettingsError, match="holds vqa packs"):
-        PackedFolder(packed / "vqa", task_encoder("bmr"))
-    with pytest.raises(PackedFolderError, match="need a task_encoder"):
-        PackedFolder(packed / "vqa").row(0)
 
 
 @pytest.fixture
@@ -271,3 +235,126 @@ def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:
     path = blend(tmp_path, "path: nowhere, weight: 1")
     with pytest.raises(PackedFolderError, match=r"Energon cannot read it .*nowhere"):
         PackedFolder(path)
+
+
+SETTINGS = PackingSettings(packed=True, bmr=True)
+
+
+@pytest.fixture
+def layouts(world: World) -> Callable[[str], Path]:
+    """The same dialogues in each layout."""
+    pack = {"seq_length": SEQ_LENGTH}
+    return lambda layout: world.packed("bmr", pack=pack, output={"layout": layout})
+
+
+@pytest.fixture
+def store(
+    object_store: ObjectStore, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path, str], str]:
+    """Stores a folder; its URL, of the storage or of a profile of multi-storage-client."""
+    options = {"base_path": bucket.removeprefix("s3://"), "endpoint_url": object_store.endpoint}
+    provider = {"type": "s3", "options": {**options, "region_name": "us-east-1"}}
+    config = {"profiles": {bucket[5:]: {"storage_provider": provider}}}
+    (tmp_path / "msc.json").write_text(json.dumps(config))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+
+    def stored(folder: Path, protocol: str) -> str:
+        object_store.put_folder(folder, f"{bucket}/out/packs")
+        return f"{protocol}://{bucket[5:]}/out/packs"
+
+    return stored
+
+
+def make_encoder(settings: PackingSettings = SETTINGS) -> PackedTaskEncoder:
+    return PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=50176, settings=settings)
+
+
+@pytest.mark.parametrize(("layout", "protocol"), [("energon", "s3"), ("references", "msc")])
+def test_energons_loader_saved_in_the_middle(
+    layout: str, protocol: str, layouts: Any, store: Any
+) -> None:
+    url, encoder = store(layouts(layout), protocol), make_encoder()
+    with loading(url, encoder, 1) as loader:
+        found = list(itertools.islice(loader, 5))
+        state = loader.save_state_rank()
+    found += batches_of(url, encoder, 1, state=state)
+    assert_same(found, batches_of(layouts(layout), encoder, 1))
+    assert not any(secret in repr(vars(state)) for secret in ("test-key", "test-secret"))
+
+
+def test_packs_by_number(layouts: Any, store: Any) -> None:
+    """In a forked process, which has connections of its own."""
+    path = layouts("indexed")
+    folder = PackedFolder(store(path, "msc"), make_encoder())
+    found = DataLoader(folder, collate_fn=folder.collate, num_workers=1)  # type: ignore[arg-type]
+    local = PackedFolder(path, make_encoder())
+    assert_same(list(found), [local.batch([number]) for number in range(len(local))])
+
+
+def test_a_blend_of_here_and_there(world: World, layouts: Any, store: Any, tmp_path: Path) -> None:
+    captions = world.packed("captioning", pack={"seq_length": SEQ_LENGTH})
+    url = energon_url(store(layouts("energon"), "s3"))
+    found = []
+    encoder = make_encoder(PackingSettings(packed=True))
+    for number, other in enumerate((url, layouts("energon"))):
+        entries = f"path: {captions}, repetitions: 1", f"path: '{other}', repetitions: 2"
+        blend = blend_of(tmp_path / f"{number}.yaml", entries)
+        batches = batches_of(blend, encoder)
+        assert len(PackedFolder(blend, encoder)) == len(batches)
+        found.append([dataclasses.replace(one, __key__=[]) for one in batches])
+    assert_same(*found)
+
+
+def test_a_blend_that_names_a_url_as_it_is(layouts: Any, store: Any, tmp_path: Path) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+        f"    path: '{store(layouts('energon'), 's3')}'\n"
+    )
+    remedy = r"Energon reads s3://BUCKET/\.\.\. as msc://_s3-BUCKET/\.\.\."
+    with pytest.raises(PackedFolderError, match=remedy):
+        PackedFolder(blend)
+    with pytest.raises(StageError, match=remedy):
+        read_packed_data(blend)
+
+
+def test_forked_workers_have_connections_of_their_own(bucket: str) -> None:
+    path = EPath(energon_url(bucket))
+    inherited = path.fs.delegate  # what holds the connections
+    child = os.fork()
+    if not child:
+        os._exit(int(path.fs.delegate is inherited))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert path.fs.delegate is inherited
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://no-such-bucket/packs", "(check that the bucket exists|does not exist)"),
+        ("{}/nothing", "does not exist; check the address"),
+        ("msc://no-such-profile/packs", 'Profile "no-such-profile"'),
+        ("gopher://packs", "(Unsupported filesystem|by a profile of multi-storage-client)"),
+    ],
+)
+def test_a_url_that_leads_nowhere(url: str, why: str, bucket: str) -> None:
+    url, encoder = url.format(bucket), make_encoder()
+    for read in (
+        PackedFolder,
+        lambda path: get_packed_train_dataset(path, encoder),
+        lambda path: get_packed_val_dataset(path, encoder),
+    ):
+        with pytest.raises((StorageError, RemoteError), match=why) as caught:
+            read(url)
+        text = str(caught.value)
+        assert url in text
+        assert text.count("\n") == 0
+
+
+def test_one_name_for_one_place() -> None:
+    assert str(path_of("msc://_s3-packs/out")) == "s3://packs/out"
+    assert energon_url("s3://packs/out") == "msc://_s3-packs/out"
+    assert path_of("out/packed") == Path("out/packed")
+    assert energon_url("out/packed") == "out/packed"
+    with pytest.raises(StorageError, match=r"Energon reads az:// by a profile .* as msc://PROFILE"):
+        energon_url("az://packs/out")

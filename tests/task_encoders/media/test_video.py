@@ -89,6 +89,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_header_says_what_decoding_gives(name: str) -> None:
+    """Read here, or by libavformat."""
     options = FILES[name]
     data = make_video(**options)
     header = header_of(data)
@@ -99,20 +100,13 @@ def test_the_header_says_what_decoding_gives(name: str) -> None:
     rows, (grid, *_) = video_patches(data, small_rule, VISION)
     assert grid == small_rule(header).grid
     assert len(rows) == math.prod(grid)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_the_own_header_reader_agrees_with_libavformat(name: str) -> None:
-    data = make_video(**FILES[name])
     plain = read_mp4_header(io.BytesIO(data))[0] if video_file.is_mp4(data[:12]) else None
-    theirs = by_pyav(data)
-    is_plain = FILES[name].get("container", "mp4") in ("mp4", "mov") and name != "fragments"
+    is_plain = options.get("container", "mp4") in ("mp4", "mov") and name != "fragments"
     assert (plain is not None) == is_plain
     if plain is not None:
+        theirs = by_pyav(data)
         assert plain.fps == pytest.approx(theirs.fps, rel=1e-9)
-        assert plain.num_frames == theirs.num_frames
-        assert (plain.height, plain.width) == (theirs.height, theirs.width)
-        assert plain.rotation == theirs.rotation
+        assert dataclasses.replace(plain, fps=theirs.fps, extension=theirs.extension) == theirs
 
 
 def test_frames_outside_the_edit_list_are_not_counted() -> None:
@@ -427,9 +421,12 @@ def survives(data: bytes) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["mp4", "front", "webm", "mkv", "avi"])
+WHOLE = {"mp4": MP4, "front": FRONT, "webm": WEBM, "mkv": MKV, "avi": AVI}
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_every_truncation(name: str) -> None:
-    data = {"mp4": MP4, "front": FRONT, "webm": WEBM, "mkv": MKV, "avi": AVI}[name]
+    data = WHOLE[name]
     step = max(1, len(data) // 150)
     accepted = [survives(data[:end]) for end in range(0, len(data), step)]
     assert len(accepted) >= 100
@@ -437,20 +434,10 @@ def test_every_truncation(name: str) -> None:
     assert survives(data)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mp4",
-        *(
-            pytest.param(one, marks=pytest.mark.exhaustive)
-            for one in ("front", "webm", "mkv", "avi")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["mp4", pytest.param("webm", marks=pytest.mark.exhaustive)])
 def test_flipped_bytes_of_the_header(name: str) -> None:
-    data = {"mp4": MP4, "front": FRONT, "webm": WEBM, "mkv": MKV, "avi": AVI}[name]
-    regions = {"mp4": (len(data) - 1200, len(data)), "front": (0, 1200)}
-    begin, end = regions.get(name, (0, min(1200, len(data))))
+    data = WHOLE[name]
+    begin, end = (len(data) - 1200, len(data)) if name == "mp4" else (0, 1200)
     rng = np.random.default_rng(7)
     accepted = 0
     for _ in range(200):

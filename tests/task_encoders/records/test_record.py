@@ -1,72 +1,78 @@
-"""Record forms: that each means what it says (test_bad_input.py has the refusals)."""
+"""Records, messages and documents in the forms that datasets have: each means what it says, and
+what packs cannot hold is refused, never left out."""
 
 import copy
+import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
 import pytest
 
-from task_encoders.records.record import RATED, to_sample
-from task_encoders.samples import SampleError, SourceSample, Turn
-from tests.helpers.datasets import dialogue
+from offline_packing.measure.measure import measure
+from offline_packing.sources.reading.locators import to_json
+from task_encoders.records.record import RATED, check_prompts_are_shown, to_sample
+from task_encoders.samples import (
+    SampleError,
+    SourceSample,
+    Turn,
+    check_sample,
+    join_sections,
+    sections,
+    split_at_media,
+)
+from tests.helpers.datasets import dialogue, image_bytes, make_run
+from tests.helpers.formats import lines, write_file
 
 
 def turns(*texts: str) -> tuple[Turn, ...]:
     return tuple(Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True))
 
 
+def of(task: str, *texts: str, images: tuple[str, ...] = (), **more: Any) -> SourceSample:
+    """The sample of these prompts and answers."""
+    return SourceSample("k", task, turns(*texts), images, **more)
+
+
+X, XY = ("x.jpg",), ("x.jpg", "y.jpg")
+SAID = [{"role": "system", "content": "s"}, *dialogue("a", "b")]
+
+
 @pytest.mark.parametrize(
-    ("content", "task", "expected"),
+    ("content", "expected"),
     [
         (
             {"messages": dialogue("<image>a", "b", "c", "d"), "images": ["x.jpg"]},
-            "bmr",
-            SourceSample("k", "bmr", turns("<image>a", "b", "c", "d"), ("x.jpg",)),
+            of("bmr", "<image>a", "b", "c", "d", images=X),
         ),
-        (
-            {"messages": [{"role": "system", "content": "s"}, *dialogue("a", "b")], "images": []},
-            "bmr",
-            SourceSample("k", "bmr", turns("a", "b"), (), "s"),
-        ),
-        (
-            {"captions": [{"content": "a"}], "images": ["x.jpg", "y.jpg"]},
-            "captioning",
-            SourceSample("k", "captioning", turns("", "a"), ("x.jpg", "y.jpg")),
-        ),
-        (
-            {"captions": ["a"], "image": "x.jpg"},
-            "captioning",
-            SourceSample("k", "captioning", turns("", "a"), ("x.jpg",)),
-        ),
+        ({"messages": SAID, "images": []}, of("bmr", "a", "b", system="s")),
+        ({"captions": [{"content": "a"}], "images": [*XY]}, of("captioning", "", "a", images=XY)),
+        ({"captions": ["a"], "image": "x.jpg"}, of("captioning", "", "a", images=X)),
         (
             {"caption": " a\n", "image": "x.jpg", "images": None},
-            "captioning",
-            SourceSample("k", "captioning", turns("", " a\n"), ("x.jpg",)),
+            of("captioning", "", " a\n", images=X),
         ),
         (
             {"prompt": "q", "answers": ["a"], "captions": None, "images": []},
-            "vqa",
-            SourceSample("k", "vqa", turns("q", "a")),
+            of("vqa", "q", "a"),
         ),
-        (
-            {"context": "q", "answer": "a", "other": {"deep": 1}},
-            "vqa",
-            SourceSample("k", "vqa", turns("q", "a")),
-        ),
+        ({"context": "q", "answer": "a", "other": {"deep": 1}}, of("vqa", "q", "a")),
         (
             {"question": ["q", "r"], "answers": ["a", {"content": "b"}], "images": []},
-            "bmr",
-            SourceSample("k", "bmr", turns("q", "a", "r", "b")),
+            of("bmr", "q", "a", "r", "b"),
         ),
         (
             {"messages": dialogue("Describe it.", "a"), "images": ["x.jpg"]},
-            "captioning",
-            SourceSample("k", "captioning", turns("Describe it.", "a"), ("x.jpg",)),
+            of("captioning", "Describe it.", "a", images=X),
         ),
     ],
 )
-def test_forms(content: dict[str, Any], task: str, expected: SourceSample) -> None:
-    assert to_sample(content, "k", task) == expected
+def test_forms(content: dict[str, Any], expected: SourceSample) -> None:
+    assert to_sample(content, "k", expected.task) == expected
 
 
 @pytest.mark.parametrize(
@@ -311,3 +317,370 @@ def test_odd_values_anywhere_are_read_or_refused(task: str) -> None:
             num_read += 1
             assert all(isinstance(name, str) for name in sample.media), content
     assert min(num_read, num_refused) > 100
+
+
+PART = {"type": "text", "text": "What is it?"}
+ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
+
+
+def asked(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER]}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "a.jpg"},
+        {"type": "image", "path": "a.jpg", "text": None},
+        {"type": "image", "image": {"bytes": None, "path": "a.jpg"}},
+        {"type": "image_url", "image_url": {"url": "a.jpg"}},
+        {"type": "image_url", "image_url": "a.jpg"},
+        {"type": "image_url", "value": "a.jpg"},
+        {"image": "a.jpg"},
+    ],
+)
+def test_parts_that_name_an_image(part: dict[str, Any]) -> None:
+    sample = to_sample(asked(part, PART), "k", "bmr")
+    assert sample.turns == (Turn("<image>What is it?", "A cat."),)
+    assert sample.images == ("a.jpg",)
+    assert to_sample({**asked(part, PART), "images": ["a.jpg"]}, "k", "bmr") == sample
+
+
+def test_parts_without_a_name_are_the_record_s_media() -> None:
+    content = asked({"type": "image"}, {"type": "video"}, PART)
+    sample = to_sample({**content, "image": "a.jpg", "videos": ["b.mp4"]}, "k", "bmr")
+    assert sample.turns[0].prompt == "<image><video>What is it?"
+    assert sample.media == ("a.jpg", "b.mp4")
+
+
+def test_turns_in_one_object() -> None:
+    texts = [{"user": "a", "assistant": "b", "source": "x"}, {"user": "c", "assistant": "d"}]
+    sample = to_sample({"texts": texts, "images": [{"path": "a.jpg"}]}, "k", "bmr")
+    assert (sample.turns, sample.images) == ((Turn("a", "b"), Turn("c", "d")), ("a.jpg",))
+    of_ms_swift = [{"human": "a", "assistant": "b"}, {"human": "c", "assistant": "d"}]
+    assert to_sample({"messages": of_ms_swift}, "k", "bmr").turns == sample.turns
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (asked({"type": "audio", "audio": "a.mp3"}, PART), "bad_record"),
+        (asked({"type": "image", "image": "a.jpg"}, {"type": "image"}, PART), "bad_record"),
+        ({**asked({"type": "image", "image": "a.jpg"}), "images": ["b.jpg"]}, "bad_record"),
+        (asked({"type": "image"}, PART), "image_count_mismatch"),
+        (asked({"type": "image", "image": ["a.jpg"]}, PART), "bad_record"),
+        (asked("What?"), "bad_record"),
+        ({"messages": dialogue("a", "b"), "tools": "[{"}, "bad_record"),
+        ({"messages": dialogue("a", "b"), "tools": [7]}, "bad_record"),
+        ({"messages": dialogue("<audio>a", "b"), "audios": ["a.mp3"]}, "bad_record"),
+        ({"messages": dialogue("Where?", "<bbox>"), "objects": {"bbox": [[1, 2]]}}, "bad_record"),
+        ({"messages": dialogue("<ref-object>?", "b"), "objects": {"ref": ["a"]}}, "bad_record"),
+        ({"messages": dialogue("a", "<image>"), "image": "a.jpg"}, "image_count_mismatch"),
+        ({"messages": dialogue("a", "b"), "system": "s", "image": 7}, "bad_record"),
+    ],
+)
+def test_what_cannot_be_packed(content: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SampleError) as error:
+        to_sample(content, "k", "bmr")
+    assert error.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss_weight": -0.5},
+        {"weight": "2"},
+        {"weight": 1e-9},
+        {"tool_calls": [{"type": "function"}]},
+        {"tool_calls": "no JSON"},
+        {"reasoning_content": ["a"]},
+        {"images": ["a.jpg"]},
+    ],
+)
+def test_answers_that_would_be_trained_as_others(fields: dict[str, Any]) -> None:
+    user, answer = dialogue("a", "b")
+    plain = {"loss_weight": 1.0, "weight": None, "tool_calls": None, "images": [], "reasoning": ""}
+    assert to_sample({"messages": [user, {**answer, **plain}]}, "k", "bmr").is_plain
+    with pytest.raises(SampleError, match="bad_record"):
+        to_sample({"messages": [user, {**answer, **fields}]}, "k", "bmr")
+    with pytest.raises(SampleError, match="bad_record"):
+        to_sample({"messages": [{**user, "loss_weight": 1}, answer]}, "k", "bmr")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: 0} for name in ("loss_weight", "weight")),
+        *({name: False} for name in ("loss", "train")),
+    ],
+)
+def test_answers_without_loss(fields: dict[str, Any]) -> None:
+    user, answer = dialogue("a", "b")
+    messages = [user, {**answer, **fields}, *dialogue("c", "d")]
+    turns = to_sample({"messages": messages}, "k", "bmr").turns
+    assert turns == (Turn("a", "b", weight=0), Turn("c", "d"))
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"name": "f", "arguments": {"a": 1}}
+WITH_TOOLS = (
+    Turn("q", "", calls=('{"name":"f","arguments":{"a":1}}',) * 2),
+    Turn("2", "d", role="tool", before=(("tool", "<image>1"),), thought="t"),
+)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], [FUNCTION]])
+def test_tools_their_calls_and_results_are_read(tools: Any) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": CALL}, CALL]}
+    result = {"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}
+    answer = {"role": "assistant", "content": "d", "reasoning_content": "t"}
+    messages = [
+        *({"role": "user", "content": "q"}, called),
+        *(result, {"role": "tool", "content": "2"}, answer),
+    ]
+    content = {"messages": messages, "tools": tools, "images": ["a.jpg"]}
+    sample = to_sample(content, "k", "bmr")
+    assert sample.turns == WITH_TOOLS
+    assert json.loads(sample.tools) == [TOOL]
+    assert to_sample(orjson.loads(to_json(sample)), "k", "bmr") == sample
+
+
+def test_tools_in_sharegpt() -> None:
+    said = [
+        *(("human", "q"), ("function_call", json.dumps(CALL)), ("function_call", json.dumps(CALL))),
+        *(("observation", "<image>1"), ("observation", "2"), ("gpt", "d")),
+    ]
+    messages = [{"from": who, "value": text} for who, text in said]
+    sample = to_sample({"conversations": messages, "images": ["a.jpg"]}, "k", "bmr")
+    first, last = WITH_TOOLS
+    assert sample.turns == (first, replace(last, thought=None))
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        *("user", "user user assistant", "assistant user assistant", "system assistant"),
+        *("user assistant assistant", "user critic assistant", "user assistant user", "user tool"),
+    ],
+)
+def test_roles_that_no_conversation_has(roles: str) -> None:
+    messages = [{"role": role, "content": "a"} for role in roles.split()]
+    with pytest.raises(SampleError, match="bad_roles"):
+        to_sample({"messages": messages}, "k", "bmr")
+
+
+def test_system_messages_of_questions_are_kept() -> None:
+    asked_of = {"question": "a", "answer": "b", "system": "Be brief."}
+    assert to_sample(asked_of, "k", "vqa").system == "Be brief."
+    inside = [{"role": "system", "content": "s"}, *dialogue("a", "b")]
+    assert to_sample({"messages": inside, "system": "s"}, "k", "bmr").system == "s"
+    with pytest.raises(SampleError, match="system"):
+        to_sample({"messages": inside, "system": "t"}, "k", "bmr")
+
+
+def test_one_of_two_media_fields_that_is_empty_does_not_hide_the_other() -> None:
+    content = {"question": "a", "answer": "b", "images": [], "image": "a.jpg"}
+    assert to_sample(content, "k", "vqa").images == ("a.jpg",)
+
+
+@pytest.mark.parametrize(
+    ("content", "is_lost"),
+    [
+        ({"messages": dialogue("<image>What is it?", "A cat.")}, True),
+        ({"question": "What is it?", "answer": "A cat."}, True),
+        ({"messages": dialogue("<image>\n", "A cat.")}, False),
+        ({"caption": "A cat."}, False),
+        ({"text": "Plain text."}, False),
+    ],
+)
+def test_prompts_that_captioning_would_not_show(content: dict[str, Any], is_lost: bool) -> None:
+    sample = to_sample({**content, "images": ["a.jpg"]}, "k", "captioning")
+    if is_lost:
+        with pytest.raises(SampleError, match=r"lost_prompt: .*source\.task to vqa or bmr"):
+            check_prompts_are_shown(sample)
+    else:
+        check_prompts_are_shown(sample)
+
+
+def test_the_wrong_task_trains_nothing_unless_asked_to(tmp_path: Path) -> None:
+    records = [
+        {"messages": dialogue(f"<image>What {i}?", "So."), "images": ["a.jpg"]} for i in range(6)
+    ]
+    write_file(tmp_path / "a.jpg", image_bytes())
+    write_file(tmp_path / "data.jsonl", lines(records))
+    source = {"format": "jsonl", "path": str(tmp_path / "data.jsonl"), "task": "captioning"}
+    assert measure(make_run(source, tmp_path / "a")).info.set_aside == {"lost_prompt": 6}
+    wanted = measure(make_run({**source, "ignore_prompts": True}, tmp_path / "b")).info
+    assert (wanted.num_samples, wanted.set_aside) == (6, {})
+
+
+def document(text: str, *images: str, videos: tuple[str, ...] = ()) -> SourceSample:
+    return SourceSample("k", "captioning", (Turn("", text),), images, None, videos)
+
+
+SENTENCE = {"type": "text", "text": "One."}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            {"text": "One. <image> Two. <image>", "images": ["a.jpg", {"path": "b.jpg"}]},
+            document("One. <image> Two. <image>", "a.jpg", "b.jpg"),
+        ),
+        ({"caption": "One.<image>", "image": "a.jpg"}, document("One.<image>", "a.jpg")),
+        ({"text": "One.", "images": ["a.jpg"]}, document("One.", "a.jpg")),
+        (
+            {"text": "<video>One.<image>", "image": "a.jpg", "video": "v.mp4"},
+            document("<video>One.<image>", "a.jpg", videos=("v.mp4",)),
+        ),
+        # LLaVA-Video's mark.
+        ({"text": "One.<image>", "video": "v.mp4"}, document("One.<video>", videos=("v.mp4",))),
+        ({"text": "What <video> means."}, document("What <video> means.")),
+        # OBELICS: a picture that was filtered out leaves two texts in a row.
+        (
+            {
+                "images": [None, "a.jpg", None, None, None, {"path": "b.jpg"}],
+                "texts": ["One.", None, "Two.", None, "Three.", None],
+                "metadata": "[]",
+            },
+            document("One.<image>Two.\n\nThree.<image>", "a.jpg", "b.jpg"),
+        ),
+        # MMC4.
+        (
+            {
+                "text_list": ["One.", "Two.", "Three."],
+                "image_info": [
+                    {"image_name": "c.jpg", "raw_url": "https://x", "matched_text_index": 2},
+                    {"image_name": "a.jpg", "matched_text_index": 0, "matched_sim": 0.3},
+                    {"image_name": "b.jpg", "matched_text_index": 2},
+                ],
+                "similarity_matrix": [[0.1]],
+            },
+            document("<image>One. Two. <image><image>Three.", "a.jpg", "c.jpg", "b.jpg"),
+        ),
+        # ms-swift, and Qwen's content lists.
+        (
+            {"messages": [{"role": "assistant", "content": "<image>One."}], "images": ["a.jpg"]},
+            document("<image>One.", "a.jpg"),
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [SENTENCE, {"type": "image", "image": "a.jpg"}],
+                    }
+                ]
+            },
+            document("One.<image>", "a.jpg"),
+        ),
+        (
+            {
+                "messages": [{"role": "assistant", "content": [{"type": "image"}, SENTENCE]}],
+                "images": ["a.jpg"],
+            },
+            document("<image>One.", "a.jpg"),
+        ),
+    ],
+)
+def test_documents(content: dict[str, Any], expected: SourceSample) -> None:
+    assert to_sample(content, "k", "captioning") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "task", "message"),
+    [
+        ({"text": "a<image>b<image>", "images": ["a.jpg"]}, "captioning", "image_count_mismatch"),
+        ({"text": "a<image>b"}, "captioning", "image_count_mismatch: 1 .* name them"),
+        (
+            {"text": "a<video>b<video>", "videos": ["v.mp4"]},
+            "captioning",
+            "video_count_mismatch",
+        ),
+        ({"text": "<image> \n", "images": ["a.jpg"]}, "captioning", "empty_answer"),
+        ({"texts": ["a"], "images": ["b", "c"]}, "captioning", "1 entries of 'texts' and 2 of"),
+        ({"texts": ["a"]}, "captioning", "1 entries of 'texts' and no of 'images'"),
+        ({"texts": ["a"], "images": [None]}, "bmr", "a document; set source.task=captioning"),
+        (
+            {"text_list": ["a"], "image_info": [{"matched_text_index": 1}]},
+            "captioning",
+            "names no sentence",
+        ),
+        ({"text_list": ["a"], "image_info": [{}]}, "captioning", "names no sentence"),
+        ({"text_list": "a"}, "captioning", "not a list of texts"),
+        (
+            {"text_list": ["a"], "image_info": [{"matched_text_index": 0}]},
+            "captioning",
+            "image_count_mismatch",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "bmr",
+            "bad_roles: roles are assistant: .* set source.task=captioning",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}]}, "captioning", "bad_roles"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "loss_weight": 0.5}]},
+            "captioning",
+            "a caption has no",
+        ),
+    ],
+)
+def test_what_is_refused(content: dict[str, Any], task: str, message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        to_sample(content, "k", task)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\n\nb\nc\n \n\n d", ["a\n\n", "b\nc\n \n\n", " d"]),
+        ("a<image>b\n\nc", ["a", "<image>b\n\n", "c"]),
+        ("a\n\n<image><image> <image>b", ["a\n\n", "<image><image> <image>b"]),
+        # A picture stays with the text after it, the last ones with the text before them.
+        (
+            "<image>\n\nb\n\n<image>\n\nc<image>\n\n",
+            ["<image>\n\nb\n\n", "<image>\n\nc<image>\n\n"],
+        ),
+        ("\n\na\n\n", ["\n\na\n\n"]),
+        ("a", ["a"]),
+    ],
+)
+def test_sections(text: str, expected: list[str]) -> None:
+    sample = document(text, *["i"] * text.count("<image>"))
+    found = sections(sample)
+    assert [turn.answer for turn in found] == expected
+    assert [turn.truncated for turn in found] == [True] * (len(found) - 1) + [False]
+    assert join_sections(sample, found) == sample.turns
+
+
+def test_random_sections() -> None:
+    """They are the text, each has text, and no medium ends one that is not the last."""
+    rng = np.random.default_rng(0)
+    pieces = ["<image>", "<video>", "a", " ", "\n", "\n\n", "\n \n"]
+    several = 0
+    for _ in range(3000):
+        text = "".join(rng.choice(pieces, rng.integers(1, 16)))
+        videos = ("v",) * (text.count("<video>") if rng.random() < 0.5 else 0)
+        sample = document(text, *["i"] * text.count("<image>"), videos=videos)
+        if not "".join(split_at_media(sample, text)[::2]).strip():
+            with pytest.raises(SampleError, match="empty_answer"):
+                check_sample(sample)
+            continue
+        check_sample(sample)
+        found = sections(sample)
+        assert join_sections(sample, found) == sample.turns
+        several += len(found) > 1
+        for number, turn in enumerate(found):
+            texts, is_last = split_at_media(sample, turn.answer)[::2], number == len(found) - 1
+            assert any(one.strip() for one in texts)
+            assert is_last or texts[-1].strip()
+            assert not re.search(r"\S\s*\n\s*\n\s*\S", texts[0]) or not texts[0].strip()
+    assert several > 500
+
+
+def test_media_in_front_are_placed() -> None:
+    placed = [turn.answer for turn in sections(document("a\n\nb", "i", "j"))]
+    assert placed == ["<image><image>a\n\n", "b"]

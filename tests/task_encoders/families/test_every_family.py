@@ -1,5 +1,5 @@
-"""Documents of every family: what is encoded is the whole text, tokenized at once with its media
-written as control tokens, as the family's processor does it."""
+"""Every family: documents, of which the whole text is tokenized at once with its media written as
+control tokens, as the family's processor does it; answers that are cut; and blank images."""
 
 import os
 from collections.abc import Sequence
@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from task_encoders.families import FAMILIES, build_sample_encoder
+from task_encoders.model_inputs import media_kwargs, segment_kwargs
 from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SourceSample, Turn, split_at_media
+from task_encoders.samples import SampleError, SourceSample, Turn, split_at_media
 from task_encoders.text.tokenizer import checkpoint_tokenizer
+from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.texts_and_images import random_documents, random_image
-from tests.helpers.tiny_families import STILL, encoder_options, save_tokenizer
+from tests.helpers.tiny_families import STILL, encoder_options, tiny_model
 
 #: Control tokens in front of a caption.
 NUM_STARTS = {
@@ -28,13 +31,6 @@ ROWS_ARE_IMAGES = {"llava_1_5": {"patches", "patches of the grids"}}
 #: Families of stills; and InternVL, which tokenizes the label of a video with the text before it.
 NO_CLIPS = (*STILL, "internvl3")
 SAMPLES = 300 if os.environ.get("FUZZED_SAMPLES") else 12
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizers") / request.param
-    save_tokenizer(request.param, folder)
-    return folder
 
 
 def spelled(encoder: Any, sample: SourceSample, media: dict[str, list[Sequence[int]]]) -> list[int]:
@@ -123,3 +119,55 @@ def test_loss_after_media(folder: Path) -> None:
     weights = [one.encode(plain, []).loss_weights.tolist() for one in (encoder, usual)]
     assert weights[0] == weights[1]
     assert encoder.fingerprint["loss_on"] == "after_media"
+
+
+TURNS = (Turn("<image>What is it?", "A circle."), Turn("And its colour?", "It is red, as I said."))
+
+
+def test_no_end_token_follows_a_truncated_answer(folder: Path) -> None:
+    encoder = build_sample_encoder(folder.name, str(folder), **encoder_options(folder.name))
+    whole = SourceSample("a", "bmr", TURNS, ("a.jpg",), "Be kind.")
+    ids = encoder.encode(whole, [image_bytes()]).tokens.tolist()
+    sample = replace(whole, turns=(TURNS[0], replace(TURNS[1], truncated=True)))
+    encoded = encoder.encode(sample, [image_bytes()])
+    assert encoder.measure(sample, [(56, 56)]).num_tokens == len(encoded.tokens)
+    assert encoded.tokens.tolist() == ids[: len(encoded.tokens)]
+    assert len(encoded.tokens) < len(ids)
+    assert encoded.loss_weights[-1] == 1
+
+
+def test_only_the_last_answer_can_be_truncated() -> None:
+    encoder = build_sample_encoder()
+    first = replace(TURNS[0], prompt="What?", truncated=True)
+    for turns in (
+        (first, TURNS[1]),
+        (TURNS[1], replace(first, weight=0.0)),
+        (replace(first, calls=('{"name": "look", "arguments": {}}',)),),
+    ):
+        with pytest.raises(SampleError, match="truncated; only the last one can be"):
+            encoder.measure(SourceSample("a", "bmr", turns), [])
+
+
+@torch.no_grad()
+def test_the_model_takes_a_blank_image(folder: Path) -> None:
+    """Its forward compares the features of images with their tokens."""
+    family = FAMILIES[folder.name]
+    if not family.transformers_name:
+        pytest.skip("it has no model in transformers")
+    encoder: Any = build_sample_encoder(folder.name, str(folder), **encoder_options(folder.name))
+    model = tiny_model(folder.name, encoder.media_token_ids).eval()
+    blank = family.build.blank_image(model.config)
+    layout = family.build.IMAGE_LAYOUT
+    media = media_kwargs(torch.zeros(blank.shape), torch.tensor([blank.grid]), layout=layout)
+    image = encoder.media_token_ids["image_token_id"]
+
+    def logits(num_tokens: int) -> torch.Tensor:
+        tokens = torch.tensor([[*[image] * num_tokens, 5]])
+        positions = torch.arange(tokens.shape[1]).expand(encoder.POSITION_ROWS, 1, -1)
+        ends = torch.tensor([0, tokens.shape[1]])
+        positions = segment_kwargs(positions, ends)["position_ids"]
+        return model(tokens, position_ids=positions, use_cache=False, **media).logits
+
+    assert logits(blank.num_tokens).isfinite().all()
+    with pytest.raises(ValueError, match=r"[Ii]mage"):
+        logits(blank.num_tokens + 1)

@@ -1,5 +1,5 @@
-"""Runs of several ranks, which may share rows: steps, validations, kills and resumes are those of
-one rank."""
+"""Runs of several ranks, which may share rows and layers: steps, validations, kills and resumes are
+those of one rank; and what is refused."""
 
 import os
 import shutil
@@ -30,6 +30,8 @@ from tests.helpers.rank_processes import run_ranks
 
 STEPS, PACKS_PER_STEP, SAVE_EVERY = 6, 4, 2
 
+pytestmark = pytest.mark.usefixtures("bmr_environment")
+
 
 class Layout(NamedTuple):
     """Division of the work among ranks."""
@@ -43,17 +45,7 @@ class Layout(NamedTuple):
         return self.context * self.tensor * self.data
 
 
-LAYOUTS: list[Any] = [
-    Layout(2),
-    Layout(tensor=2, data=2),
-    *(
-        pytest.param(layout, marks=pytest.mark.exhaustive)
-        for layout in (Layout(4), Layout(2, 2), Layout(2, 1, 2))
-    ),
-]
-
-
-def run_config(folder: Path, output: Path, layout: Layout, *, once: bool = False) -> LaunchConfig:
+def config_of(folder: Path, output: Path, layout: Layout, *, once: bool = False) -> LaunchConfig:
     return make_config(
         folder,
         output,
@@ -71,7 +63,7 @@ def train(
 ) -> tuple[list[str], list[torch.Tensor]]:
     """One rank's packs and final weights; at pack `fail_at` it is killed. `once`: an epoch, of
     steps that leave a rank short in the last one."""
-    config = run_config(folder, output, layout, once=once)
+    config = config_of(folder, output, layout, once=once)
     trainer, seen, model = make_trainer(config, fail_at=fail_at)
     trainer.resume()
     try:
@@ -81,12 +73,25 @@ def train(
     return seen.keys, [parameter.detach() for parameter in model.parameters()]
 
 
-pytestmark = pytest.mark.usefixtures("bmr_environment")
+def train_here(folder: Path, output: Path) -> list[str]:
+    """The packs of the only rank."""
+    keys, _ = train(folder, output, Layout())
+    shutdown_parallel()
+    return keys
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bmr_folder(tmp_path_factory.mktemp("bmr"), 62, context_parallel=4)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    folder: Path, bmr_environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], Path]:
+    """Packs and output of a run of one rank."""
+    output = tmp_path_factory.mktemp("alone")
+    return train_here(folder, output), output
 
 
 def packs_of_steps(*keys_of_ranks: list[str]) -> list[list[str]]:
@@ -101,32 +106,41 @@ def validation_losses(output: Path) -> list[float]:
     return [line["validation_loss"] for line in lines if "validation_loss" in line]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2),
+        Layout(tensor=2, data=2),
+        pytest.param(Layout(2, 2), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
-    layout: Layout, folder: Path, tmp_path: Path
+    layout: Layout, folder: Path, alone: Any, tmp_path: Path
 ) -> None:
-    def run(name: str, layout: Layout, **options: Any) -> list[Any]:
-        ranks = tmp_path / f"{name}_{len(list(tmp_path.iterdir()))}"
-        arguments = folder, tmp_path / name, layout
-        return run_ranks(layout.world_size, ranks, train, *arguments, *options.values())
+    """Also where one rank goes on with what several that shared rows left."""
 
-    alone = run("alone", Layout())
-    whole = run("whole", layout)
+    def run(name: str, output: Path, *fail_at: int) -> list[Any]:
+        arguments = folder, output, layout, *fail_at
+        return run_ranks(layout.world_size, tmp_path / name, train, *arguments)
+
+    keys_alone, output_alone = alone
+    outputs = {name: tmp_path / f"{name}_run" for name in ("whole", "killed", "moved")}
+    whole = run("whole", outputs["whole"])
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run("killed", layout, fail_at=4 * PACKS_PER_STEP // layout.data)
-    resumed = run("killed", layout)
+        run("killed", outputs["killed"], 4 * PACKS_PER_STEP // layout.data)
+    shutil.copytree(outputs["killed"], outputs["moved"])
+    resumed = run("resumed", outputs["killed"])
 
-    expected = losses(tmp_path / "alone")
+    expected = losses(output_alone)
     assert len(expected) == STEPS
-    assert losses(tmp_path / "whole") == pytest.approx(expected, abs=2e-5)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert len(validation_losses(tmp_path / "whole")) == 2
+    assert losses(outputs["whole"]) == pytest.approx(expected, abs=2e-5)
+    assert losses(outputs["killed"]) == losses(outputs["whole"])
+    validated = validation_losses(output_alone)
+    assert len(validated) == 2
     for name in ("whole", "killed"):
-        assert validation_losses(tmp_path / name) == pytest.approx(
-            validation_losses(tmp_path / "alone"), abs=2e-5
-        )
+        assert validation_losses(outputs[name]) == pytest.approx(validated, abs=2e-5)
     together = layout.context * layout.tensor
-    assert packs_of_steps(*(keys for keys, _ in whole[::together])) == packs_of_steps(alone[0][0])
+    assert packs_of_steps(*(keys for keys, _ in whole[::together])) == packs_of_steps(keys_alone)
     for rank, (keys, weights) in enumerate(whole):
         assert keys == whole[rank - rank % together][0]
         later, same = resumed[rank]
@@ -134,14 +148,16 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
         assert len(later) == 2 * len(keys) // STEPS
         assert all(map(torch.equal, weights, same))
     counted = ("packs", "tokens", "loss_tokens", "sub_samples")
-    for one, other in zip(
-        step_lines(tmp_path / "alone"), step_lines(tmp_path / "whole"), strict=True
-    ):
+    for one, other in zip(step_lines(output_alone), step_lines(outputs["whole"]), strict=True):
         assert [one[name] for name in counted] == [other[name] for name in counted]
         if layout.context > 1:
             shares = [other[f"tower_{rank}"] for rank in range(layout.context)]
             assert max(shares) == 0 or sum(shares) == pytest.approx(1)
             assert 0 <= other["tower_idle"] < 1
+    if layout.tensor == 1:
+        keys = train_here(folder, outputs["moved"])
+        assert keys == keys_alone[-len(keys) :]
+        assert losses(outputs["moved"]) == pytest.approx(expected, abs=2e-5)
 
 
 def test_ranks_end_an_epoch_together_and_pass_over_a_damaged_checkpoint(
@@ -149,12 +165,12 @@ def test_ranks_end_an_epoch_together_and_pass_over_a_damaged_checkpoint(
 ) -> None:
     """They have seen each pack once, not all have one in the last step, and it is a file of one
     rank that is damaged."""
-    arguments = train, folder, tmp_path / "out", Layout(1, 2, 2), None, True
-    first = run_ranks(4, tmp_path / "first", *arguments)
+    arguments = train, folder, tmp_path / "out", Layout(data=2), None, True
+    first = run_ranks(2, tmp_path / "first", *arguments)
     newest = max((tmp_path / "out" / "checkpoints").glob("iter_*"))
     (newest / "shard-00002-model-00003-of-00003.safetensors").write_bytes(b"")
-    second = run_ranks(4, tmp_path / "second", *arguments)
-    keys = first[0][0] + first[2][0]
+    second = run_ranks(2, tmp_path / "second", *arguments)
+    keys = first[0][0] + first[1][0]
     assert sorted(keys) == sorted(pack.key for pack in PackedFolder(folder))
     packs = [line["packs"] for line in step_lines(tmp_path / "out")]
     assert sum(packs) == len(keys)
@@ -164,23 +180,61 @@ def test_ranks_end_an_epoch_together_and_pass_over_a_damaged_checkpoint(
         assert all(map(torch.equal, weights, same))
 
 
-def test_a_run_goes_on_with_other_ranks_to_a_row(folder: Path, tmp_path: Path) -> None:
-    """A run of two ranks is killed; one rank goes on and deals the rest of the epoch anew."""
-    with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run_ranks(
-            2, tmp_path / "two", train, folder, tmp_path / "out", Layout(2), 4 * PACKS_PER_STEP
-        )
-    keys, _ = train(folder, tmp_path / "out", Layout())
-    shutdown_parallel()
-    whole, _ = train(folder, tmp_path / "alone", Layout())
-    shutdown_parallel()
-    assert keys == whole[-len(keys) :]
-    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), abs=2e-5)
+class Leg(NamedTuple):
+    """One rank's packs; weights and moments of its part before the first step and after the last,
+    from all ranks that share it."""
+
+    keys: list[str]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
 
 
-def test_ranks_that_cannot_be_divided_are_refused() -> None:
+def train_leg(folder: Path, output: Path, last_step: int) -> Leg:
+    config = make_config(
+        folder,
+        output,
+        batch={"global_batch_packs": PACKS_PER_STEP},
+        train={"iterations": last_step},
+        parallel={"tensor": 2},
+    )
+    trainer, seen, _ = make_trainer(config, accept=["train.iterations"])
+
+    def parts() -> dict[str, torch.Tensor]:
+        return {
+            f"{kind}.{name}": tensor.full_tensor().clone()
+            for kind, named in trainer._optimizer.state().items()
+            for name, tensor in named.items()
+        }
+
+    trainer.resume()
+    before = parts()
+    assert trainer.run()
+    return Leg(seen.keys, before, parts())
+
+
+def test_tensor_parallel_ranks_go_on_with_their_own_parts(folder: Path, tmp_path: Path) -> None:
+    """Two ranks with the weights and moments of four."""
+    four, two = (
+        run_ranks(ranks, tmp_path / f"ranks_{ranks}", train_leg, folder, tmp_path / "out", step)
+        for ranks, step in ((4, 1), (2, 2))
+    )
+    for rank in range(2):
+        saved, restored = four[2 + rank].after, two[rank].before
+        assert saved.keys() == restored.keys()
+        assert all(torch.equal(saved[name], restored[name]) for name in saved)
+        assert all(saved[name].any() for name in saved if "linear" in name)
+    keys = four[0].keys + four[2].keys + two[0].keys
+    assert len(set(keys)) == len(keys) == 2 * PACKS_PER_STEP
+    assert two[0].keys == two[1].keys
+
+
+def test_what_cannot_be_divided_is_refused(folder: Path) -> None:
     with pytest.raises(ParallelError, match="tensor_parallel 1 × context_parallel 2 does not div"):
         initialize_parallel(1, 2)
+    config = DataConfig(path=str(folder), pad_to_length=True, num_workers=0)
+    encoder = build_task_encoder(config, read_packed_data(folder), pad_multiple=24)
+    with pytest.raises(ValueError, match="pad_to_length: 256 tokens are not a multiple of 24"):
+        LoaderBatches(config, encoder, initialize_parallel())
 
 
 def test_packs_without_room_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -198,7 +252,7 @@ def test_packs_without_room_are_refused(folder: Path, tmp_path: Path) -> None:
 def test_packs_with_room_are_padded(tmp_path: Path) -> None:
     """One sample each, all shorter than what they may take."""
     folder = bmr_folder(tmp_path / "single", 20, max_samples=1)
-    config = run_config(folder, tmp_path, Layout(2))
+    config = config_of(folder, tmp_path, Layout(2))
     check_room(folder, 2)
     device = initialize_parallel()
     encoder = build_task_encoder(config.data, read_packed_data(folder), pad_multiple=4)
@@ -206,10 +260,3 @@ def test_packs_with_room_are_padded(tmp_path: Path) -> None:
     lengths = [batches.next().cu_lengths.diff() for _ in range(10)]
     shutdown_parallel()
     assert all((length % 4 == 0).all() for length in lengths)
-
-
-def test_lengths_of_rows_that_cannot_be_cut_are_refused(folder: Path, tmp_path: Path) -> None:
-    config = DataConfig(path=str(folder), pad_to_length=True, num_workers=0)
-    encoder = build_task_encoder(config, read_packed_data(folder), pad_multiple=24)
-    with pytest.raises(ValueError, match="pad_to_length: 256 tokens are not a multiple of 24"):
-        LoaderBatches(config, encoder, initialize_parallel())
