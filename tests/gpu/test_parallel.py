@@ -13,10 +13,6 @@ import pytest
 import torch
 import yaml
 
-from launch.config import LaunchConfig
-from launch.data.packed_data import read_packed_data
-from launch.loop import memory, setup
-from launch.loop.parallel import initialize_parallel
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, GPU_MODEL, bmr_folder, losses
 
 #: All words of the packs.
@@ -136,34 +132,3 @@ def test_sharded_weights_train_as_whole_ones(ranks: int, folder: Path, tmp_path:
         for fsdp in (False, True)
     )
     assert sharded == pytest.approx(whole, abs=0.03)
-
-
-def test_a_step_needs_the_memory_that_was_estimated(
-    folder: Path, tmp_path: Path, cuda: torch.device
-) -> None:
-    """Of a model whose layers take most of it, the peak is what `launch` says it will be."""
-    layers = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
-    model = {**WHOLE, "text": {**WHOLE["text"], **layers, **heads}}
-    model["vision"] = {**GPU_MODEL["vision"], "hidden_size": 1024}
-    config = LaunchConfig.model_validate(
-        {
-            "model": model,
-            "data": {"path": str(folder), "num_workers": 0, "micro_batch_size": 16},
-            "batch": {"global_batch_packs": 16},
-            "train": {"iterations": 3},
-            "checkpoint": {"every": 0, "export": False},
-            "output": {"path": str(tmp_path / "run")},
-        }
-    )
-    device = initialize_parallel(1)
-    data = read_packed_data(folder)
-    encoder = setup.build_task_encoder(config.data, data, config.model.family).encoder
-    options = {"device": device, "seed": 0, "trees": False, "shares_rows": False}
-    needed = memory.estimate(config, data, encoder, options)["none"]
-    estimated = max(sum(moment.values()) for moment in needed)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    trainer, _ = setup.build_trainer(config, device)
-    assert trainer.run()
-    assert torch.cuda.max_memory_allocated() == pytest.approx(estimated, rel=0.15)
