@@ -197,8 +197,6 @@ class OutputConfig(Section):
     #: put before every pack's key, without a dot (default: 8 digits from the source's files and
     #: the plan)
     key_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,48}$")] | None = None
-    #: store token ids in the packs, so that training need not tokenize
-    pretokenize: bool = False
     #: replace artifacts of another configuration instead of refusing to go on
     overwrite: bool = False
 
@@ -216,15 +214,8 @@ class OutputConfig(Section):
             raise ValueError(f"shares sum to {sum(split.values()):g}; make them sum to 1")
         return split
 
-    @property
-    def holds_token_ids(self) -> bool:
-        """Whether packs are written with token ids."""
-        return self.pretokenize or LAYOUTS[self.layout].TOKEN_IDS == "always"
-
     @model_validator(mode="after")
     def _check_layout(self) -> "OutputConfig":
-        if self.pretokenize and LAYOUTS[self.layout].TOKEN_IDS == "never":
-            raise ValueError(f"layout {self.layout} holds no token ids; remove pretokenize")
         if self.shards_per_folder is not None and LAYOUTS[self.layout].PIECE:
             raise ValueError(
                 f"layout {self.layout} has no file per shard in the end; remove shards_per_folder"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,6 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import Pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
-from task_encoders.packs.tokenized import TokenizedPack, fingerprint_digest
 from task_encoders.samples import TASKS, SourceSample
 from task_encoders.storage.paths import REMEDY
 
@@ -52,8 +51,8 @@ class Layout(ABC):
     TASKS: ClassVar[Sequence[str]] = TASKS
     #: families whose samples its reader would encode otherwise, and how
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    #: token ids in its packs: never, if `output.pretokenize` asks for them, or always
-    TOKEN_IDS: ClassVar[Literal["never", "if_asked", "always"]] = "if_asked"
+    #: whether its packs are token ids, so that writing tokenizes
+    HOLDS_TOKENS: ClassVar[bool] = False
     #: whether all samples of a pack must have images, or videos, or neither
     ONE_MEDIUM: ClassVar[bool] = False
     #: whether its packs hold our JSON (`packs.pack_format`), with over how many ranks they go
@@ -187,15 +186,9 @@ class Layout(ABC):
             PackedSubSample(content, sample.own_extensions, sample.num_tokens)
             for content, sample in zip(read, samples, strict=True)
         ]
-        tokenized = None
-        if task.tokenizes is not None:
-            encoder = encoder_of(task.tokenizes)
-            digest = fingerprint_digest(encoder.fingerprint)
-            tokenized = TokenizedPack([encoder.tokenize(sample) for sample in read], digest)
         return pack_json(
             subs,
             task.task,
-            tokenized,
             trees=[tree for tree in trees_of(samples) if tree.num_samples > 1],
             generation=task.generation,
             media=media,

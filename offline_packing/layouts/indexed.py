@@ -54,7 +54,7 @@ _FILE: Final = re.compile(rf"({PREFIX}(_[A-Za-z0-9_]+)?\.(bin|idx)|[A-Za-z0-9_]+
 class IndexedLayout(JoinedLayout):
     """Documents of token ids."""
 
-    TOKEN_IDS = "always"
+    HOLDS_TOKENS = True
     PIECE = ".bin"
     MEDIA_ROOTS = MEDIA_ROOTS
 
@@ -89,7 +89,7 @@ class IndexedLayout(JoinedLayout):
                 )
 
     def write(self, task: ShardTask) -> ShardFragment:
-        assert task.tokenizes is not None  # TOKEN_IDS
+        assert task.tokenizes is not None  # HOLDS_TOKENS
         encoder = encoder_of(task.tokenizes)
         digest, packs, size = xxhash.xxh3_128(), [], 0
         with atomic_file(task.folder / self.piece(task.shard.name)) as file:

@@ -89,7 +89,6 @@ class LlavaOneVisionLayout(EnergonLayout):
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
     #: the images of a pack, in `_SAMPLE_LOADER`
     IMAGES: ClassVar[str] = 'parts[name] for name in record["images"]'
-    TOKEN_IDS = "never"
     OWN_JSON = False
     TRAINS_ALL = True
     RULES: ClassVar[Sequence[Rule]] = _RULES

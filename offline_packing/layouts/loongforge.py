@@ -78,7 +78,6 @@ class LoongForgeLayout(EnergonLayout):
     REFUSED: ClassVar[Mapping[str, str]] = {
         QWEN3_5.name: "LoongForge writes an empty thought before the answers of every turn"
     }
-    TOKEN_IDS = "never"
     OWN_JSON = False
     TRAINS_ALL = True
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")

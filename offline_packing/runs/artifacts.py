@@ -212,7 +212,7 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
         "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),
         "output.key_prefix": output.key_prefix,
         "output.shards_per_folder": output.shards_per_folder or 0,
-        "output.pretokenize": int(output.pretokenize),
+        "output.pretokenize": 0,  # as before it was taken out, so that shards stay the same
     }
 
 

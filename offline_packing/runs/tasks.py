@@ -140,7 +140,7 @@ def iterate_tasks(
     tables = samples_of_shards(samples, columns, ids, workspace.write)
     copies = plan.copy_numbers()
     output = config.output
-    tokenizes = output.holds_token_ids
+    tokenizes = LAYOUTS[output.layout].HOLDS_TOKENS
     started = workspace.read_started() or {}
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         yield ShardTask(

@@ -21,8 +21,7 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default); if any has them, also `tools` (JSON; "": none) and `turns`, the fields of turns besides
-prompt and answer (`Turn.details`; null: none). Tokenized packs have `token_ids`, `loss` and
-`loss_weights` (see `TokenizedText`) with `tokenized_with`. `trees` lists sub-samples that begin
+prompt and answer (`Turn.details`; null: none). `trees` lists sub-samples that begin
 with the same media, each entry a `Tree`; their media are named by all of them, and are members
 once. `generation` is the output's (see `Manifest`); `checksums` are of the media in the pack, by
 member name.
@@ -40,7 +39,6 @@ from typing import Any, Final, NamedTuple
 import orjson
 import xxhash
 
-from task_encoders.packs.tokenized import TokenizedPack
 from task_encoders.samples import SourceSample
 
 #: NeVA's name of the files of a dataset packed as token ids, without their endings.
@@ -130,7 +128,6 @@ checksum = xxhash.xxh3_64_hexdigest
 def pack_json(
     sub_samples: Sequence[PackedSubSample],
     task: str,
-    tokenized: TokenizedPack | None = None,
     *,
     trees: Sequence[Tree] = (),
     generation: str = "",
@@ -173,8 +170,6 @@ def pack_json(
     details = [[turn.details for turn in sample.turns] for sample in samples]
     if any(map(any, details)):
         record["meta"]["turns"] = [found if any(found) else None for found in details]
-    if tokenized is not None:
-        record["meta"] |= tokenized.meta()
     if trees:
         record["meta"]["trees"] = [list(tree) for tree in trees]
     if generation:

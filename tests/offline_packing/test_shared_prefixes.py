@@ -13,7 +13,6 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-import torch
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
@@ -268,16 +267,6 @@ def test_captions(tmp_path: Path) -> None:
     assert sum(len(row.row.tokens) for row in rows) == tokens[0] < 0.7 * tokens[1]
     trained = sum(int((row.row.loss_weights > 0).sum()) for row in rows)
     assert trained == sum(row["num_loss_tokens"] for row in index_rows(runs[1]))
-
-
-def test_token_ids(shared: Run, world: World) -> None:
-    run = world.run("shared media", **options(output={"pretokenize": True}))
-    assert verify(run, deep=True).problems == []
-    for found, expected in zip(rows_of(run), rows_of(shared), strict=True):
-        assert found.sub_sample_keys == expected.sub_sample_keys
-        assert torch.equal(found.row.tokens, expected.row.tokens)
-        assert torch.equal(found.row.parents, expected.row.parents)
-        assert torch.equal(found.row.position_ids, expected.row.position_ids)
 
 
 def test_preview_shows_a_trunk_with_its_branches(shared: Run, plain: Run) -> None:

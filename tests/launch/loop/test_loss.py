@@ -242,8 +242,7 @@ def test_whole_weights_are_written_as_ever(tmp_path: Path) -> None:
     content["messages"][3]["weight"] = 1
     write_json(tmp_path / "source" / "a.json", content)
     source = {"format": "pairs", "path": str(tmp_path / "source"), "task": "bmr"}
-    limits, output = {"seq_length": SEQ_LENGTH}, {"pretokenize": True}
-    run = make_run(source, tmp_path / "out", pack=limits, output=output)
+    run = make_run(source, tmp_path / "out", pack={"seq_length": SEQ_LENGTH})
     assert "loss_weights" not in pack_all(run)
     (pack,) = PackedFolder(tmp_path / "out")
     meta = json.loads(pack.record)["meta"]

@@ -6,7 +6,6 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import DataLoader
 
-from offline_packing.errors import ConfigError, StageError
+from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
-from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
+from task_encoders.energon_samples import BATCH_TENSORS
 from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
@@ -30,7 +29,6 @@ from task_encoders.settings import PackingSettings
 from tests.helpers.datasets import (
     dialogue,
     image_bytes,
-    make_config,
     make_run,
     mixed_pairs,
     pack_all,
@@ -38,7 +36,7 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
-from tests.helpers.energon_batches import batches_of, encoder_of
+from tests.helpers.energon_batches import batches_of
 from tests.helpers.outputs import files_of
 from tests.helpers.videos import make_video
 from tests.world import Source, World, copy_of, task_encoder
@@ -228,54 +226,3 @@ def test_settings_that_do_not_match_are_refused(runs: dict[str, Run], tmp_path: 
     copy.with_suffix(".bin").write_bytes(b"\0" * 8)
     with pytest.raises(PackedFolderError, match=r"\.bin is damaged: it is not as long as \.idx"):
         PackedFolder(copy, encoder)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Run]:
-    root = tmp_path_factory.mktemp("pretokenized")
-    source = {"format": "pairs", "path": str(mixed_pairs(root / "source")), "task": "bmr"}
-    runs = {}
-    for pretokenize in (False, True):
-        runs[pretokenize] = make_run(
-            source,
-            root / str(pretokenize),
-            pack={"seq_length": SEQ_LENGTH},
-            output={"pretokenize": pretokenize},
-        )
-        pack_all(runs[pretokenize])
-    return runs
-
-
-def batches(run: Run, encoder: PackedTaskEncoder | None = None) -> list[PackedBatch]:
-    return batches_of(run.workspace.root, encoder or encoder_of(run))
-
-
-def test_rows_are_the_same_without_a_tokenizer(folders: dict[bool, Run]) -> None:
-    without = encoder_of(folders[False])
-    without.encoder.texts = SimpleNamespace()  # type: ignore[attr-defined]
-    expected = batches(folders[False])
-    found = batches(folders[True], without)
-    assert len(expected) > 2
-    for one, other in zip(expected, found, strict=True):
-        for name in BATCH_TENSORS:
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert batches(folders[False], without) == []
-
-
-def test_ids_of_another_tokenizer_are_not_used(folders: dict[bool, Run]) -> None:
-    encoder = encoder_of(folders[True])
-    encoder.digest = "0" * 16
-    for one, other in zip(batches(folders[False]), batches(folders[True], encoder), strict=True):
-        assert torch.equal(one.tokens, other.tokens)
-    encoder.encoder.texts = SimpleNamespace()  # type: ignore[attr-defined]
-    assert batches(folders[True], encoder) == []
-
-
-def test_they_are_verified_as_others_are(folders: dict[bool, Run]) -> None:
-    assert verify(folders[True], deep=True).ok
-
-
-def test_a_layout_without_room_for_them_is_refused(tmp_path: Path) -> None:
-    output = {"pretokenize": True, "layout": "llava_onevision"}
-    with pytest.raises(ConfigError, match="layout llava_onevision holds no token ids"):
-        make_config(mixed_pairs(tmp_path / "source", 2), tmp_path, output=output)
