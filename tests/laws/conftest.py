@@ -7,7 +7,7 @@ import pytest
 
 from offline_packing.runs.run import Run
 from tests.laws.kills import Moment, Mortal, make
-from tests.scenarios import SCENARIOS, SLOW, Scenario
+from tests.scenarios import SCENARIOS, Scenario
 from tests.world import World
 
 
@@ -15,12 +15,6 @@ from tests.world import World
 def name(request: pytest.FixtureRequest) -> str:
     """A name in SCENARIOS; a law that holds for some is parametrized with their names."""
     return str(request.param)
-
-
-#: For laws that run a scenario often.
-OFTEN = [
-    pytest.param(name, marks=pytest.mark.exhaustive) if name == SLOW else name for name in SCENARIOS
-]
 
 
 @pytest.fixture

@@ -12,9 +12,14 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verdict import check
 from task_encoders.storage.remote_paths import RemotePath
 from tests.helpers.datasets import pack_all
+from tests.scenarios import SCENARIOS, SLOW
 
 #: Scenarios for which workers are spawned and killed.
 EIGHT = ("bmr", "parquet", "cut", "repeat", "trees", "references", "indexed", "qwen3_vl")
+#: For laws that run a scenario again and again.
+OFTEN = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == SLOW else name for name in SCENARIOS
+]
 #: A stage's function, its task, and the advance of that task.
 Moment = tuple[str, str, int]
 #: The functions of the stages that advance, each with the file that is written when the stage is

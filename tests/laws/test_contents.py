@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
@@ -15,6 +16,7 @@ from offline_packing.verify.verify import discard, verify
 from task_encoders.storage.paths import as_remote
 from tests.helpers.datasets import index_rows, pack_all
 from tests.helpers.outputs import files_of
+from tests.laws.kills import OFTEN
 from tests.scenarios import Scenario, packs_of
 from tests.world import copy_of
 
@@ -75,6 +77,7 @@ EDITS: tuple[Callable[[Path], None], ...] = (flip, cut, lose)
 UNRECORDED = ("_started.json", ".sqlite")
 
 
+@pytest.mark.parametrize("name", OFTEN)
 def test_damage_is_found_and_repaired(name: str, whole: Run, place: str) -> None:
     """Of one file, and of three at once, where the first may have recorded what the others were."""
     run = copy_of(whole, place)

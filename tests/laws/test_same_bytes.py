@@ -12,6 +12,7 @@ from offline_packing.runs.run import Run
 from tests.helpers.outputs import files_of
 from tests.laws.kills import (
     EIGHT,
+    OFTEN,
     STAGES,
     Killed,
     Moment,
@@ -33,6 +34,7 @@ def trained_files(root: Path) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name not in apart}
 
 
+@pytest.mark.parametrize("name", OFTEN)
 def test_parts_of_another_size(scenario: Scenario, world: World, whole: Run, place: str) -> None:
     make(other := scenario.run(world, place, engine={"samples_per_part": 4}))
     found, expected = trained_files(other.workspace.root), trained_files(whole.workspace.root)
@@ -40,6 +42,7 @@ def test_parts_of_another_size(scenario: Scenario, world: World, whole: Run, pla
     assert found == expected
 
 
+@pytest.mark.parametrize("name", OFTEN)
 def test_killed_at_every_stage(finished: tuple[Run, list[Moment]], place: str) -> None:
     """Killed at the first, the middle and the last advance of each stage, and before the file that
     says that the stage is complete; each run goes on where the last one was killed."""
