@@ -204,7 +204,12 @@ def jsonl(folder: Path, *options: dict[str, Any]) -> list[dict[str, Any]]:
 
 def write_index(folder: Path, rows: list[dict[str, Any]], cut: bool = False) -> Index:
     """Write samples with a few columns each as an index; `cut`: by on_overlong=split_turns."""
-    empty = dict.fromkeys(INDEX_SCHEMA.names, 0) | {"task": "bmr", "part": None, "kept": None}
+    empty = dict.fromkeys(INDEX_SCHEMA.names, 0) | {
+        "task": "bmr",
+        "part": None,
+        "kept": None,
+        "unfit": None,
+    }
     empty |= {"json": {"size": 1}, "media": []}
     with index.table_writer(folder / "part-00000.parquet", INDEX_SCHEMA) as write:
         write(pa.Table.from_pylist([empty | row for row in rows], INDEX_SCHEMA))
