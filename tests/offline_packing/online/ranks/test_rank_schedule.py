@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from offline_packing import plan_packs
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
-from offline_packing.planner.ranks.layout import RankLayout
 from task_encoders.families import FAMILIES
 from task_encoders.loading.schedule import RankSampler
 from tools.benchmarks.length_distributions import draw_sft
@@ -41,17 +40,6 @@ def test_eight_ranks_cost_the_same_at_each_step() -> None:
         assert epoch.cost.sum() == pytest.approx((TOKENS**2.0 if cost is None else cost).sum())
         assert cost is None or ratio.max() <= 1.05
         assert len(ratio) > 900
-
-
-def test_one_packed_folder_serves_all_layouts() -> None:
-    layout = RankLayout(8, 2)
-    plan = plan_packs(TOKENS, BUDGET, order=layout, cost=TOKENS**2.0)
-    cost = np.add.reduceat(TOKENS[plan.sample_ids] ** 2.0, plan.pack_offsets[:-1])
-    for num_ranks in (4, 8, 16, 64):
-        epoch = RankSchedule(np.full(len(cost), BUDGET), cost, num_ranks).epoch(0)
-        assert epoch.idle_share <= 0.01, num_ranks
-    assert layout.idle_shares(cost)[0] < 0.005
-    assert RankLayout(16, 2).idle_shares(cost)[0] > 0.2  # as written
 
 
 @pytest.fixture(scope="module")

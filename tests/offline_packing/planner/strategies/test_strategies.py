@@ -1,4 +1,4 @@
-"""Strategies: each sample once, no pack over any limit; a new one is a file and a line."""
+"""Strategies: each sample once, no pack over any limit, and their options."""
 
 from pathlib import Path
 
@@ -7,38 +7,17 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
 
-from offline_packing import plan_packs
 from offline_packing.cli.commands import cli
 from offline_packing.config.packing import parse_config
 from offline_packing.errors import ConfigError
 from offline_packing.planner.strategies import STRATEGIES, describe_options
 from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
-from offline_packing.planner.strategies.strategy import Packs, Strategy, StrategyOptions
 from tests.helpers.sizes import limited_sizes
 from tools.benchmarks.length_distributions import draw_sft
 
 ABLE = [name for name, strategy in STRATEGIES.items() if not strategy.lengths_only]
 GUIDE = Path(__file__).parents[4] / "docs" / "configuration.md"
-
-
-class PairsOptions(StrategyOptions):
-    """Options of the strategy below."""
-
-    per_pack: int = Field(2, ge=1, description="neighbours that share a pack")
-
-
-def _pairs(sizes: np.ndarray, limits: np.ndarray, *, options: PairsOptions, seed: int) -> Packs:
-    """Neighbours share a pack, whatever their lengths."""
-    ends = np.arange(0, len(sizes), options.per_pack)
-    return Packs(np.arange(len(sizes)), np.append(ends, len(sizes)))
-
-
-@pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one line that a new strategy takes."""
-    monkeypatch.setitem(STRATEGIES, "pairs", Strategy(_pairs, PairsOptions))
 
 
 def test_options_are_in_the_guide_and_in_help() -> None:
@@ -52,22 +31,11 @@ def test_options_are_in_the_guide_and_in_help() -> None:
         assert " ".join(meaning.split()) in " ".join(shown.split())
 
 
-@pytest.mark.usefixtures("pairs")
-def test_a_new_strategy_is_one_file_and_one_line() -> None:
-    plan = plan_packs(
-        np.full(7, 10), 100, strategy="pairs", strategy_options={"per_pack": 3}, assignment=()
-    )
-    assert [sorted(pack.tolist()) for pack in plan] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert "pairs: per_pack" in CliRunner().invoke(cli, ["plan", "--help"]).output
-    config = {
-        "source": {"format": "pairs", "path": "data", "task": "vqa"},
-        "output": {"path": "out"},
-        "pack": {"strategy": "pairs", "strategy_options": {"per_pack": 4}},
-    }
-    assert parse_config(config).pack.strategy == "pairs"
-    config["pack"] = {"strategy": "pairs", "strategy_options": {"per_pack": 0}}
-    with pytest.raises(ConfigError, match="per_pack: Input should be greater than or equal to 1"):
-        parse_config(config)
+def test_options_of_a_configuration_are_checked() -> None:
+    pack = {"strategy": "knapsack", "strategy_options": {"extra_packs": -1}}
+    source = {"format": "pairs", "path": "data", "task": "vqa"}
+    with pytest.raises(ConfigError, match="extra_packs: Input should be greater than or equal"):
+        parse_config({"source": source, "output": {"path": "out"}, "pack": pack})
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
