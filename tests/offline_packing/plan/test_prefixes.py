@@ -193,7 +193,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def jsonl(folder: Path, *options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two sources that are never read, with options of each."""
+    """Return two sources that are never read, with options of each."""
     sources = [
         {"format": "jsonl", "path": f"{folder}/{name}.jsonl", "task": "bmr", **own}
         for name, own in zip("ab", options, strict=True)

@@ -64,7 +64,7 @@ def noise(seed: int, side: int = 56) -> bytes:
 
 
 def two_sources(folder: Path) -> Source:
-    """Two sources over the same pictures; in the second, these are other files."""
+    """Write two sources over the same pictures; in the second, these are other files."""
     for source in "ab":
         for i in range(NUM_PICTURES):
             write_file(folder / source / f"{i}.jpg", image_bytes(56, 56 + 7 * i))

@@ -73,7 +73,7 @@ def test_uses_follow_from_key_and_seed(repeat: float) -> None:
 
 
 def two_folders(folder: Path) -> Source:
-    """Captions of two sources."""
+    """Write captions of two sources."""
     named = {"format": "pairs", "task": "captioning"}
     paths = captioning_pairs(folder / "a", 40), captioning_pairs(folder / "b", 30, seed=1)
     return [{**named, "path": str(path)} for path in paths]
@@ -81,7 +81,7 @@ def two_folders(folder: Path) -> Source:
 
 @pytest.fixture(scope="module")
 def blend(world: World) -> Run:
-    """A finished run over both, whose index is read."""
+    """Return a finished run over both, whose index is read."""
     return world.run(two_folders, pack={"seq_length": 512})
 
 

@@ -35,7 +35,7 @@ from tests.world import MakeSource, Source, World, copy_of
 
 
 def with_faults(folder: Path) -> Source:
-    """Two samples that cannot be parsed, one too long for 512 tokens and one for 1,024."""
+    """Write dialogues: two that cannot be parsed, one too long for 512 tokens, one for 1,024."""
     mixed_pairs(folder)
     (folder / "broken.json").write_text("{")
     (folder / "worse.json").write_text("[1")
