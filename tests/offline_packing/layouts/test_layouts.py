@@ -17,7 +17,7 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.datasets import make_run, pack_all, packed_run
-from tests.helpers.outputs import flip_byte, repair, sqlite_rows
+from tests.helpers.outputs import sqlite_rows
 from tests.world import World, copy_of
 
 
@@ -97,19 +97,11 @@ def test_other_layouts_refuse_them(tmp_path: Path, layout: str) -> None:
         make_run(tmp_path, tmp_path / "out", output={"layout": layout, "shards_per_folder": 2})
 
 
-def test_what_is_damaged_or_was_not_written_is_written(world: World, tmp_path: Path) -> None:
+def test_a_shard_that_was_not_finished_is_written(world: World, tmp_path: Path) -> None:
     run = world.run("captioning", pack={"seq_length": 256}, output=FOLDERS)
     run = copy_of(run, tmp_path / "out")
-    root, workspace = run.workspace.root, run.workspace
-    before = files(root)
-    flip_byte(root / "train-0001/train-000002.tar", 700)
-    workspace.fragment("val-0000/val-000000").unlink()
-    problems = verify(run).problems
-    for name in ("train-0001/train-000002.tar", "val-0000"):
-        assert any(name in problem for problem in problems)
-    assert repair(run).startswith("2 files")
-    assert files(root) == before
-    shard = "train-0000/train-000001"  # the next was killed while it wrote this one
+    root, workspace, before = run.workspace.root, run.workspace, files(run.workspace.root)
+    shard = "train-0000/train-000001"
     for path in (workspace.manifest, workspace.fragment(shard), root / f"{shard}.tar"):
         path.unlink()
     left = root / f"{shard}.tar.0123456789ab.tmp"

@@ -121,30 +121,6 @@ def test_weights_that_ask_for_too_many_copies(blend: Run) -> None:
         planned(with_options(blend, {"weight": 1}, {"weight": 1e6}))
 
 
-@pytest.mark.parametrize(
-    "pack",
-    [
-        {"assignment": ["locality", "balance"]},
-        {"strategy": "hash_bucket", "order": {"num_ranks": 2}},
-        {"homogeneous": True, "max_samples": 5},
-    ],
-    ids=str,
-)
-def test_a_sample_is_in_one_split_and_once_in_a_pack(blend: Run, pack: dict[str, Any]) -> None:
-    own = {"repeat": 2.5}, {"repeat": 4}
-    packs = planned(with_options(blend, *own, pack=pack, output={"packs_per_shard": 20}))
-    assert list(packs.info.splits) == ["train", "val"]
-    assert sum(packs.info.splits.values()) == packs.num_packs
-    members = list(packs)
-    assert all(len(np.unique(pack)) == len(pack) for pack in members)
-    end = packs.info.splits["train"]
-    train, val = np.concatenate(members[:end]), np.concatenate(members[end:])
-    assert not set(train) & set(val)
-    assert len(set(train) | set(val)) == 70
-    assert len(packs.sample_ids) == 70 + packs.info.num_copies > 150
-    assert 0.1 < len(val) / len(packs.sample_ids) < 0.3
-
-
 @pytest.mark.parametrize(("weight", "seed"), [(1, 3), (MAX_REPEAT * 0.8, 1)])
 def test_shares_hold_in_each_split(
     blend: Run, caplog: pytest.LogCaptureFixture, weight: float, seed: int

@@ -124,29 +124,6 @@ def test_every_item_comes_once_in_the_fewest_steps_of_one_kind(
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
-def test_optimizer_steps_of_eight_micro_batches_learn_from_alike(budget: int | None) -> None:
-    """Optimizer steps differ less than at random, although micro batches of a step are alike."""
-    count = 8200
-    tokens, tower, cost = TOKENS[:count], TOWER[:count], FLOPS[:count]
-    arrays = {"tower_cost": tower, "features": np.stack([tokens, tower], 1)}
-    epoch = RankSchedule(tokens, cost, 8, budget, **arrays).epoch(0)
-    micro_batches, rng = epoch.micro_batches, np.random.default_rng(0)
-    assert len(epoch.table) % 8 > 0  # where the step that is filled up is least noticed
-    for values in (tokens, tower, cost):
-        sums = np.add.reduceat(values[micro_batches.sample_ids], micro_batches.pack_offsets[:-1])
-
-        def spread(table: np.ndarray, sums: np.ndarray = sums) -> float:
-            whole = table[: len(table) // 8 * 8]
-            return float(sums[whole].reshape(-1, 64).sum(axis=1).std())
-
-        at_random = [
-            spread(rng.permutation(epoch.table.ravel()).reshape(epoch.table.shape))
-            for _ in range(5)
-        ]
-        assert spread(epoch.table) <= 1.1 * np.mean(at_random)
-
-
-@pytest.mark.parametrize("budget", [None, BUDGET])
 def test_epochs_and_seeds_differ(budget: int | None) -> None:
     drawn = [
         items_of(RankSchedule(TOKENS[:400], None, 4, budget, seed).epoch(epoch))
