@@ -217,18 +217,6 @@ def test_sources_that_fail_end_in_one_line(dataset, message) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_arguments_are_checked() -> None:
-    for options, message in (
-        ({"strategy": "best"}, "strategy 'best' is unknown"),
-        ({"rank": 1}, "rank and world_size go together"),
-        ({"rank": 2, "world_size": 2}, "rank is 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PackedIterableDataset([], **{"seq_length": 64, **options})
-    with pytest.raises(ValueError, match="shuffle needs a dataset with indices"):
-        PackedIterableDataset(Stream([]), seq_length=64, shuffle=True)
-
-
 def test_the_yaml_block(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
 
@@ -350,13 +338,6 @@ def test_limits_of_a_sample_set_it_aside_and_count_it() -> None:
     assert sorted(chain(*numbers(constant_length(Indexed(given))))) == [0, 1, 2, 3, 5]
 
 
-def test_lengths_without_images_are_refused() -> None:
-    """Packs would hold more images than their budget."""
-    dataset = drawn(20)
-    with pytest.raises(ValueError, match="lengths tell of no images"):
-        constant_length(dataset, lengths=[sample["length"] for sample in dataset])
-
-
 # --- DynamicBatches ---------------------------------------------------------------------------
 
 
@@ -409,11 +390,6 @@ def test_overlong_samples_are_set_aside() -> None:
         rows = list(samples)
         assert sum(row["input_ids"].shape[1] for row in rows) == 3 + limit
         assert samples.set_aside == {"overlong": 1}
-
-
-def test_a_length_that_a_batch_may_exceed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pad_to_length is 9, less than .* = 16"):
-        DynamicBatches([], micro_batch_size=2, max_seq_len=8, pad_to_length=9)
 
 
 Item = tuple[int, int, int]  # number, tokens, images

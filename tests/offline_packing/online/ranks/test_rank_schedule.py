@@ -159,28 +159,3 @@ def test_what_is_longer_than_the_budget_is_set_aside(caplog: pytest.LogCaptureFi
     assert schedule.set_aside_ids.tolist() == [1, 3, 4]
     assert "3 of 5 items are set aside: without tokens, or longer than the budget 8" in caplog.text
     assert [sorted(items) for items in RankSampler(schedule, 0)] == [[0, 2]]
-
-
-def test_bad_arguments_are_named() -> None:
-    lengths = np.array([3, 4])
-    with pytest.raises(ValueError, match=r"cost \(3,\) must have a value per length \(2,\)"):
-        RankSchedule(lengths, np.ones(3))
-    for nothing in (lengths[:0], lengths + 8):
-        with pytest.raises(ValueError, match=f"none of {len(nothing)} items to schedule fits"):
-            RankSchedule(nothing, None, 1, budget=8)
-    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
-        RankSampler(RankSchedule(lengths, None, 2), 2)
-    state = RankSampler(RankSchedule(lengths), 0).state_dict()
-    with pytest.raises(ValueError, match="schedule of other lengths"):
-        RankSampler(RankSchedule(lengths + 1), 0).load_state_dict(state)
-    for name in ("tower_cost", "kinds", "features"):
-        with pytest.raises(ValueError, match=rf"{name} \(3,\) must have a value per length"):
-            RankSchedule(lengths, **{name: np.ones(3, int)})
-        value = np.ones((2, 1) if name == "features" else 2, int)
-        sampler = RankSampler(RankSchedule(lengths, **{name: value}), 0)
-        with pytest.raises(ValueError, match="schedule of other lengths"):
-            sampler.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"tower_cost\[1\] is 17 > cost 16; cost is the sum"):
-        RankSchedule(lengths, tower_cost=np.array([1, 17]))
-    with pytest.raises(ValueError, match="pass an integer per length"):
-        RankSchedule(lengths, kinds=np.array([0.5, 1]))
