@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offline_packing.config.packing import parse_config
 from offline_packing.errors import StageError
 from offline_packing.index.table import key_hash
+from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, preview_plan
 from offline_packing.plan.uses import choose_uses, count_uses, source_repeats
 from offline_packing.planner.pack_plan import PackPlan
@@ -18,7 +19,7 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.sources.options import MAX_REPEAT
 from tests.helpers.datasets import captioning_pairs, index_rows, make_run
-from tests.world import Source, World
+from tests.world import Source, World, copy_of
 
 HASHES = np.array([key_hash(0, f"key{i}") for i in range(4000)], np.uint64)
 SPLIT = {"split": {"train": 0.8, "val": 0.2}}
@@ -97,8 +98,11 @@ def planned(run: Run) -> PackPlan:
     return make_plan(run, open_index(run)).packs
 
 
-def test_the_summary_shows_what_weights_make_of_sources(blend: Run) -> None:
-    run = with_options(blend, {"weight": 4}, {"weight": 1})
+def test_the_summary_shows_what_weights_make_of_sources(blend: Run, tmp_path: Path) -> None:
+    run = copy_of(with_options(blend, {"weight": 4}, {"weight": 1}), tmp_path / "out")
+    written = run.workspace.index_info.stat().st_mtime_ns
+    measure(run)
+    assert run.workspace.index_info.stat().st_mtime_ns == written  # it is not measured again
     lines = preview_plan(run, open_index(run)).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("source  "))
     assert " ".join(lines[start].split()) == "source samples times used tokens share bytes"
