@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from torch import distributed
-
-from tests.helpers.rank_processes import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("offline_packing", "task_encoders", "launch")
@@ -179,18 +176,3 @@ def test_folders_mirror_the_packages() -> None:
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} - {Path()}
     strays = {str(folder) for folder in folders if not (ROOT / folder).is_dir()}
     assert strays <= OTHERS, strays - OTHERS
-
-
-def fail(without: Path | None = None) -> None:
-    """Raise on every rank; with a path, only until it exists."""
-    if without is not None and without.exists():
-        return
-    distributed.barrier()
-    if without is not None:
-        without.touch()
-    raise RuntimeError(f"rank {distributed.get_rank()} in _new_process_group_helper")
-
-
-def test_ranks_whose_group_was_not_formed_are_run_once_more(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="a process group was not formed"):
-        assert run_ranks(2, tmp_path / "ranks", fail, tmp_path / "formed") == [None, None]

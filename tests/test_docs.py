@@ -3,13 +3,17 @@ somewhere, programs run, every name in them exists."""
 
 import importlib
 import itertools
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import pyarrow.parquet as pq
 import pytest
 from nbclient import NotebookClient
 
@@ -17,6 +21,8 @@ from launch.config import load_config
 from launch.data.packed_data import read_packed_data
 from offline_packing import plan_packs
 from offline_packing.cli.commands import cli
+from offline_packing.demo.generate import generate_demo_dataset
+from offline_packing.runs.manifest import require_manifest
 from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.packs.manifest import html_table
@@ -259,3 +265,29 @@ def test_the_tree_is_the_tree() -> None:
         for path in (ROOT / package).rglob("__init__.py")
     }
     assert packages <= set(named), packages - set(named)
+
+
+@pytest.mark.exhaustive
+def test_the_page_of_mixtures_runs(tmp_path: Path) -> None:
+    """Its files and commands, one after the other, on the demo's data."""
+    generate_demo_dataset(tmp_path / "demo_output/data", num_samples=120, progress=False)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    said = []
+    for block in blocks((ROOT / "docs/mixtures.md").read_text()):
+        if block.language == "yaml":
+            name, _, text = block.text.partition("\n")
+            (tmp_path / name.removeprefix("# ")).write_text(text)
+            continue
+        command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-ec"]
+        done = subprocess.run(
+            [*command, block.text], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+        said.append(done.stdout + done.stderr)
+    assert "mixture" in said[1]
+    first, second = (require_manifest(tmp_path / "out" / name) for name in ("first", "second"))
+    assert first.counts.set_aside["not_chosen"] > 0
+    assert second.counts.set_aside["trained"] > 0
+    rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    assert {row["trained"] for row in rows} > {0, 1}

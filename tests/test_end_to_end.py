@@ -191,7 +191,7 @@ TOOLS = [{"type": "function", "function": {"name": "zoom", "description": "Shows
 
 
 def with_tools(folder: Path) -> Source:
-    """Twelve records with calls, results, and answers without loss; tools and calls are JSON, as
+    """Write records with calls, results, and answers without loss; tools and calls are JSON, as
     tables keep them."""
     records = []
     for i in range(12):

@@ -74,6 +74,14 @@ def test_ms_swift_carries_its_last_pack_over() -> None:
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
+def test_killed_uploads_are_made_again() -> None:
+    """Half of the kills are of a worker, the others of the whole run."""
+    command = [sys.executable, "-m", "tools.kill_uploads", "--kills", "2", "--workers", "2"]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    assert "rerun made the local run's objects and left none" in done.stdout
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_damaged_records_are_counted(tmp_path: Path, name: str) -> None:
     root = tmp_path / "data"

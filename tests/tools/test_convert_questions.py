@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.accounting import account, measured_rows, open_one
 from tests.helpers.datasets import dialogue, image_bytes
-from tests.helpers.formats import WRITERS, lines, write_file
+from tests.helpers.formats import lines, write_file
 from tools.convert_questions import main
 
 QUESTIONS = [
@@ -67,36 +67,6 @@ def test_dialogue(questions: Path, tmp_path: Path, max_turns: int, stems: list[s
     assert texts(out / "a.json") == expected[: 2 * max_turns]
     rows = measured_rows(open_one({"format": "pairs", "path": str(out)}, tmp_path))
     assert sum(row["num_turns"] for row in rows) == len(QUESTIONS) + 1  # nothing lost
-
-
-@pytest.mark.parametrize("name", [*WRITERS])
-def test_dialogues_of_every_format(name: str, tmp_path: Path) -> None:
-    """Records of equal pictures, wherever these lie, are one dialogue; nothing is lost."""
-    pictures = [image_bytes(56, 56 + 28 * i, ("JPEG", "PNG")[i % 2]) for i in range(2)]
-    samples = [
-        (f"s{i}", dialogue(f"<image>\nWhat {i}?", f"It is {i}."), [pictures[i * i % 3]])
-        for i in range(9)  # squares leave 0 and 1 modulo 3
-    ]
-    source = WRITERS[name](tmp_path / "data", samples)
-    out = tmp_path / "pairs"
-    named = [f"--{key.replace('_', '-')}={source[key]}" for key in ("image_root",) if key in source]
-    named += ["--fields", *(f"{name}={at}" for name, at in source.get("fields", {}).items())]
-    named += ["--options", *(f"dataset={source['dataset']}" for _ in range("dataset" in source))]
-    assert main([source["format"], source["path"], str(out), "--form", "dialogue", *named]) == 0
-    found = {
-        path.read_bytes(): texts(path.with_suffix(".json"))
-        for path in out.iterdir()
-        if path.is_file() and path.suffix != ".json"
-    }
-    asked = {picture: [i for i in range(9) if i * i % 3 == j] for j, picture in enumerate(pictures)}
-    assert {
-        picture: [text.replace("<image>", "").strip() for text in said]
-        for picture, said in found.items()
-    } == {
-        picture: [text for i in own for text in (f"What {i}?", f"It is {i}.")]
-        for picture, own in asked.items()
-    }
-    assert [said[0].count("<image>") for said in found.values()] == [1, 1]
 
 
 def test_dialogues_of_a_number_of_tokens(questions: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def indexed_run(source: Any, folder: Path, **output: Any) -> Run:
 
 
 def with_clips(folder: Path) -> Source:
-    """Dialogues with no image, one, two, or a video and an image."""
+    """Write dialogues with no image, one, two, or a video and an image."""
     mixed_pairs(folder, 40)
     for i in range(3):
         (folder / f"clip{i}.mp4").write_bytes(make_video(4 + i))
@@ -65,7 +65,7 @@ def with_clips(folder: Path) -> Source:
 
 @pytest.fixture(scope="module")
 def runs(world: World) -> dict[str, Run]:
-    """The same plan in tars and as token ids."""
+    """Return the same plan in tars and as token ids."""
     output = {"packs_per_shard": 3}
     return {
         layout: world.run(with_clips, pack=PACK, output={**output, "layout": layout})

@@ -1,23 +1,35 @@
-"""Splits and shards of every layout, shards in folders, and files that are not ours."""
+"""Splits and shards of every layout, shards in folders, and files that are not ours; and Energon's
+metadata: equal to what `energon prepare` makes of the same shards."""
 
+import json
+import re
+import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+from packaging.specifiers import SpecifierSet
 
-from offline_packing.errors import ConfigError
+from offline_packing.errors import ConfigError, DiskFullError, StageError
+from offline_packing.layouts import energon_metadata
+from offline_packing.layouts.energon_metadata import ENERGON_VERSION, index_pack_folder
 from offline_packing.layouts.shards import lay_out_shards
 from offline_packing.online.ranks.pack_costs import pack_costs
 from offline_packing.report.preview import preview
-from offline_packing.storage.tars import tar_size
+from offline_packing.runs.manifest import require_manifest
+from offline_packing.storage.tars import TarShardWriter, tar_size
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.datasets import make_run, pack_all, packed_run
-from tests.helpers.outputs import flip_byte, repair, sqlite_rows
+from task_encoders.versions import SUPPORTED
+from tests.helpers.datasets import image_bytes, make_run, pack_all, packed_run
+from tests.helpers.outputs import copy_tars, sqlite_rows
 from tests.world import World, copy_of
 
 
@@ -97,19 +109,11 @@ def test_other_layouts_refuse_them(tmp_path: Path, layout: str) -> None:
         make_run(tmp_path, tmp_path / "out", output={"layout": layout, "shards_per_folder": 2})
 
 
-def test_what_is_damaged_or_was_not_written_is_written(world: World, tmp_path: Path) -> None:
+def test_a_shard_that_was_not_finished_is_written(world: World, tmp_path: Path) -> None:
     run = world.run("captioning", pack={"seq_length": 256}, output=FOLDERS)
     run = copy_of(run, tmp_path / "out")
-    root, workspace = run.workspace.root, run.workspace
-    before = files(root)
-    flip_byte(root / "train-0001/train-000002.tar", 700)
-    workspace.fragment("val-0000/val-000000").unlink()
-    problems = verify(run).problems
-    for name in ("train-0001/train-000002.tar", "val-0000"):
-        assert any(name in problem for problem in problems)
-    assert repair(run).startswith("2 files")
-    assert files(root) == before
-    shard = "train-0000/train-000001"  # the next was killed while it wrote this one
+    root, workspace, before = run.workspace.root, run.workspace, files(run.workspace.root)
+    shard = "train-0000/train-000001"
     for path in (workspace.manifest, workspace.fragment(shard), root / f"{shard}.tar"):
         path.unlink()
     left = root / f"{shard}.tar.0123456789ab.tmp"
@@ -121,3 +125,140 @@ def test_what_is_damaged_or_was_not_written_is_written(world: World, tmp_path: P
     assert files(root) == before
     run.discard_shards()
     assert not list(root.glob("train*"))
+
+
+@pytest.fixture
+def packed(world: World) -> Path:
+    return world.packed("captioning", output={"split": {"train": 0.6, "val": 0.4}})
+
+
+def files_of(folder: Path, tars: list[str]) -> dict[str, Any]:
+    """Return what Energon reads of a folder: bytes of indices, and contents of the database, whose
+    statements are put into one spelling."""
+    found: dict[str, Any] = {name: (folder / f"{name}.idx").read_bytes() for name in tars}
+    found |= {table: sqlite_rows(folder, table) for table in ("samples", "sample_parts")}
+    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as database:
+        rows = database.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchall()
+    found["schema"] = sorted((*names, re.sub(r"\s+", "", sql or "")) for *names, sql in rows)
+    info = json.loads((folder / ".nv-meta/.info.json").read_text())
+    return found | {"info": info.keys(), "counts": info["shard_counts"]}
+
+
+def test_equal_to_energon_prepare(packed: Path, tmp_path: Path) -> None:
+    names = copy_tars(packed, tmp_path / "prepared")
+    WebdatasetPreparator.prepare_dataset(
+        tmp_path / "prepared", names, split_parts_ratio=[("train", 1)], shuffle_seed=None, workers=1
+    )
+    found = files_of(packed, names)
+    assert found == files_of(tmp_path / "prepared", names)
+    assert len(found["samples"]) >= 5
+    dataset = yaml.safe_load((packed / ".nv-meta/dataset.yaml").read_text())
+    assert dataset["sample_type"] == {
+        "__module__": "task_encoders.energon_samples",
+        "__class__": "PackedCaptioningSample",
+    }
+    assert SpecifierSet(SUPPORTED["megatron-energon"]).contains(ENERGON_VERSION)
+    generation = require_manifest(packed).generation
+    assert dataset["subflavors"] == {"offline_packing": "captioning", "generation": generation}
+    split = yaml.safe_load((packed / ".nv-meta/split.yaml").read_text())["split_parts"]
+    assert [split["train"][0], split["val"][0]] == ["train-000000.tar", "val-000000.tar"]
+    assert split["test"] == []
+
+
+def test_a_full_disk(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "copy"
+    copy_tars(packed, folder)
+    meta = folder / ".nv-meta"
+    meta.mkdir()
+    (meta / "index.sqlite.0123456789ab.tmp").write_bytes(b"of a run that was killed")
+    small = f"PRAGMA max_page_count = 4; {energon_metadata._TABLES}"
+    monkeypatch.setattr(energon_metadata, "_TABLES", small)
+    with pytest.raises(DiskFullError, match=r"index\.sqlite cannot be written: No space left"):
+        index_pack_folder(folder, "captioning")
+    assert not list(meta.iterdir())
+
+
+def test_uuid_follows_the_content(world: World) -> None:
+    folders = (world.packed("captioning", pack={"seed": seed}) for seed in (0, 1))
+    assert len({(folder / ".nv-meta/index.uuid").read_text() for folder in folders}) == 2
+
+
+def legacy_pack(index: int) -> tuple[str, list[tuple[str, bytes]]]:
+    """The layout that people already have: `prompts`, `img0.jpg`, no `meta`."""
+    record = {"images": ["img0.jpg"], "prompts": ["Colour?"], "captions": [f"Blue {index}."]}
+    return f"ps_{index:08d}", [("img0.jpg", image_bytes()), ("json", json.dumps(record).encode())]
+
+
+def test_vqa_packs_that_lost_their_prompts_stop(tmp_path: Path) -> None:
+    """As upstream's converter writes them of files with `prompt`."""
+    packs = [legacy_pack(i) for i in range(3)]
+    for number in (0, 2):
+        key, (image, (name, data)) = packs[number]
+        emptied = json.dumps({**json.loads(data), "prompts": []}).encode()
+        packs[number] = (key, [image, (name, emptied)])
+    write_shard(tmp_path / "a.tar", packs)
+    with pytest.raises(StageError, match=r"2 of 3 sub-samples have no prompt .* export writes"):
+        index_pack_folder(tmp_path, "vqa")
+    assert not (tmp_path / ".nv-meta").exists()
+    assert index_pack_folder(tmp_path, "captioning") == 3
+
+
+def write_shard(path: Path, packs: list[tuple[str, list[tuple[str, bytes]]]]) -> None:
+    with open(path, "wb") as file:
+        writer = TarShardWriter(file)
+        for key, members in packs:
+            writer.add(key, members)
+        writer.finish()
+
+
+def test_index_of_our_own_tars_is_the_same(packed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    names = copy_tars(packed, copy)
+    assert index_pack_folder(copy) == sum(require_manifest(packed).counts.packs.values())
+    assert files_of(copy, names) == files_of(packed, names)
+    ours, theirs = (
+        yaml.safe_load((folder / ".nv-meta/dataset.yaml").read_text()) for folder in (packed, copy)
+    )
+    del ours["subflavors"]["generation"]  # packs of others have none
+    assert theirs == ours
+
+
+def test_index_of_a_folder_by_others(tmp_path: Path) -> None:
+    write_shard(tmp_path / "b.tar", [legacy_pack(2)])
+    write_shard(tmp_path / "a.tar", [legacy_pack(0), legacy_pack(1)])
+    with pytest.raises(StageError, match=r"do not say what they are; pass --task captioning\|vqa"):
+        index_pack_folder(tmp_path)
+    assert index_pack_folder(tmp_path, "vqa") == 3
+    counts = json.loads((tmp_path / ".nv-meta/.info.json").read_text())["shard_counts"]
+    assert counts == {"a.tar": 2, "b.tar": 1}
+
+
+JSON: Any = [("json", b"{")]
+NO_IMAGES: Any = [("json", b'{"captions": ["a"], "images": []}')]
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([], r"holds no \*\.tar"),
+        ([[]], "holds no pack"),
+        ([[("ps_0", [("img0.jpg", b"")])]], r"a\.tar: 'ps_0' has no json"),
+        ([[("ps_0", JSON)]], "JSON cannot be parsed"),
+        ([[("ps_0", NO_IMAGES)]], "0 images for 1 captions"),
+        ([[legacy_pack(0)]] * 2, r"key 'ps_00000000' is in a\.tar and in b\.tar"),
+        ([None], "is cut off|cannot be read"),
+        ("ours", "ps_00000000' is a captioning pack, not vqa"),
+    ],
+)
+def test_index_refuses(shards: Any, message: str, packed: Path, tmp_path: Path) -> None:
+    if shards == "ours":
+        shutil.copy(packed / "train-000000.tar", tmp_path / "a.tar")
+        shards = []
+    for name, packs in zip("ab", shards, strict=False):
+        path = tmp_path / f"{name}.tar"
+        write_shard(path, [legacy_pack(0)] if packs is None else packs)
+        if packs is None:
+            path.write_bytes(path.read_bytes()[:1536])
+    with pytest.raises(StageError, match=message):
+        index_pack_folder(tmp_path, "vqa")
+    assert not (tmp_path / ".nv-meta").exists()

@@ -59,7 +59,7 @@ def pairs(folder: Path, task: str) -> dict[str, Any]:
 
 
 def questions(folder: Path) -> Source:
-    """One picture and one question each; some say where the picture goes."""
+    """Write one picture and one question each; some say where the picture goes."""
     names = pictures(folder)
     for i in range(12):
         prompt = "<image>\n" * (i % 2) + f"How many squares are in picture {i}?"
@@ -69,7 +69,8 @@ def questions(folder: Path) -> Source:
 
 
 def conversations(folder: Path) -> Source:
-    """Of no image to three, before, in and between the questions, or marked nowhere."""
+    """Write dialogues on no image to three, before, in and between the questions, or marked
+    nowhere."""
     names = pictures(folder)
     for i in range(24):
         images, marks = names[: i % 4], ["<image>"] * (i % 4) if i % 3 else []
@@ -136,7 +137,7 @@ def check_pack(loader: dict[str, Any], marks: int, parts: dict[str, bytes]) -> i
 def test_packs_of_the_second_are_as_its_packer_writes_them(
     source: Any, images: set[int], world: World
 ) -> None:
-    """And our encoder makes of them what it makes of the samples alone."""
+    """Our encoder makes of them what it makes of the samples alone."""
     run = world.run(source, **TWO)
     task, encoder, loader = run.config.task, task_encoder(run), written_loader(run.workspace.root)
     encoded, seen = PackedFolder(run.workspace.root, encoder), Counter[int]()
@@ -175,7 +176,7 @@ def test_packs_of_the_second_are_as_its_packer_writes_them(
 
 
 def of_one(*texts: str, **more: Any) -> dict[str, Any]:
-    """A dialogue about the first picture."""
+    """Return a dialogue about the first picture."""
     return {"messages": dialogue(*texts), "images": ["0.png"], **more}
 
 

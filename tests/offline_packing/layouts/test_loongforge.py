@@ -64,7 +64,7 @@ def records_of(run: Run) -> list[dict[str, Any]]:
 
 
 def mixed_media(root: Path) -> Path:
-    """Dialogues with images, with videos and with neither, twenty of each; and one with both."""
+    """Write dialogues with images, with videos and with neither, twenty of each; one with both."""
     (root / "source").mkdir(parents=True)
     (root / "source/0.webp").write_bytes(image_bytes(84, 56, "WEBP"))
     (root / "source/0.mkv").write_bytes(make_video(8, container="matroska"))

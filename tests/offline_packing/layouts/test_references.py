@@ -49,7 +49,7 @@ def reference_run(source: Any, folder: Path, **output: Any) -> Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run with two splits over files that a test may change."""
+    """Return a run with two splits over files that a test may change."""
     source = {**formats.pairs(tmp_path / "data", SAMPLES), "task": "bmr"}
     return reference_run(source, tmp_path / "out", split={"train": 0.7, "val": 0.3}, split_seed=2)
 

@@ -22,7 +22,7 @@ from offline_packing.storage.yaml_file import validate
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.loading.schedule import RankSampler
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from tests.helpers.online_samples import numbered
+from tests.helpers.online_samples import Stream, numbered
 
 SAMPLES = numbered([3, 4, 5])
 TOKENS = np.array([3, 4, 5])
@@ -86,30 +86,75 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert planned(seq_length=np.int64(8), seed=np.uint8(1)).num_packs == 2
 
 
+STREAM = Stream([])
+#: Images are in samples, and not in their lengths.
+WITH_IMAGES = [{"length": 3, "images": []}] * 3
+ones = np.ones(4, int)
+
+
 @pytest.mark.parametrize(
-    ("cost", "message"),
+    ("call", "message"),
     [
-        ([1, float("nan"), 1], r"cost\[1\] is nan; it must be finite and at least 0"),
-        ([1, 1, -2.0], r"cost\[2\] is -2.0; it must be finite"),
-        ([1, 1, float("inf")], r"cost\[2\] is inf; it must be finite"),
-        (["1", "2", "3"], "cost has type .*; pass an array of numbers"),
+        (partial(packed, strategy="best"), "strategy 'best' is unknown"),
+        (partial(packed, rank=1), "rank and world_size go together"),
+        (partial(packed, rank=2, world_size=2), "rank is 2"),
+        (partial(packed, lengths=TOKENS * 1.5), "pass a one-dimensional integer array"),
+        (partial(packed, lengths=TOKENS.astype(str)), "pass a one-dimensional integer array"),
+        (partial(packed, lengths=[3, -4, 5]), r"lengths\[1\] is -4 < 0"),
+        (
+            partial(PackedIterableDataset, STREAM, seq_length=8, shuffle=True),
+            "shuffle needs a dataset with indices",
+        ),
+        (
+            partial(ConstantLengthDataset, WITH_IMAGES, seq_length=8, lengths=[3, 3, 3]),
+            "lengths tell of no images",
+        ),
+        (partial(dynamic, micro_batch_size=2, pad_to_length=9), "is 9, less than .* = 16"),
+        (partial(get_packed_loader, [1]), "dataset is a list; it must be a dataset of Energon"),
+        (partial(OnlineTaskEncoder, seq_length=8, min_pixels=-1), "min_pixels"),
+        (partial(RankSchedule, TOKENS * 1.5), "pass a one-dimensional integer array"),
+        (partial(RankSchedule, TOKENS.astype(str)), "pass a one-dimensional integer array"),
+        (partial(RankSchedule, TOKENS[:0], budget=8), "none of 0 items to schedule fits"),
+        (partial(RankSchedule, TOKENS + 8, budget=8), "none of 3 items to schedule fits"),
+        (partial(schedule, kinds=[0.5, 1, 1]), "pass an integer per length"),
+        (partial(schedule, tower_cost=[1, 17, 1]), r"tower_cost\[1\] is 17.* > cost 16.*; cost is"),
+        *(
+            (partial(schedule, **{name: ones}), rf"{name} \(4,\) must have a value per length \(3,")
+            for name in ("cost", "tower_cost", "kinds", "features")
+        ),
+        (partial(RankSampler, RankSchedule(TOKENS, None, 2), 2), "rank 2 is not one of 2 ranks"),
+        *(
+            (partial(made, cost=np.array(cost)), message)
+            for made in (schedule, planned)
+            for cost, message in (
+                ([1, float("nan"), 1], r"cost\[1\] is nan; it must be finite and at least 0"),
+                ([1, 1, -2.0], r"cost\[2\] is -2.0; it must be finite"),
+                ([1, 1, float("inf")], r"cost\[2\] is inf; it must be finite"),
+                (["1", "2", "3"], "cost has type .*; pass an array of numbers"),
+            )
+        ),
     ],
 )
-def test_costs_are_finite_and_not_negative(cost: list[Any], message: str) -> None:
+def test_what_does_not_go_together_is_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        schedule(cost)
-    with pytest.raises(ValueError, match=message):
-        planned(cost=np.array(cost))
+        call()
 
 
-def test_sizes_are_whole_numbers() -> None:
-    for lengths in (TOKENS * 1.5, TOKENS.astype(str)):
-        with pytest.raises(ValueError, match="pass a one-dimensional integer array"):
-            RankSchedule(lengths)
-        with pytest.raises(ValueError, match="pass a one-dimensional integer array"):
-            packed(lengths=lengths)
-    with pytest.raises(ValueError, match=r"lengths\[1\] is -4 < 0"):
-        packed(lengths=[3, -4, 5])
+@pytest.mark.parametrize(
+    "other",
+    [
+        RankSchedule(TOKENS + 1),
+        *(RankSchedule(TOKENS, **{name: np.ones(3, int)}) for name in ("tower_cost", "kinds")),
+        RankSchedule(TOKENS, features=np.ones((3, 1), int)),
+    ],
+)
+def test_a_state_of_another_schedule_is_refused(other: RankSchedule) -> None:
+    state = RankSampler(RankSchedule(TOKENS), 0).state_dict()
+    with pytest.raises(ValueError, match="schedule of other lengths"):
+        RankSampler(other, 0).load_state_dict(state)
+
+
+def test_sizes_of_an_item_are_whole_numbers() -> None:
     pool = PackingPool[str](windows(budgets={"images": 2}))
     for tokens, images in ((5.5, 1), (5, 0.5)):
         with pytest.raises(ValueError, match=r"sizes of an item are .*; they must be integers"):
@@ -119,11 +164,7 @@ def test_sizes_are_whole_numbers() -> None:
     assert pool.waiting == []
 
 
-def test_options_of_other_kinds_are_named() -> None:
-    with pytest.raises(ValueError, match="dataset is a list; it must be a dataset of Energon"):
-        get_packed_loader([1])
-    with pytest.raises(ValueError, match="min_pixels"):
-        OnlineTaskEncoder(seq_length=8, min_pixels=-1)
+def test_a_block_of_other_options_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"packing: max_length=True: a number is needed"):
         validate(PackingBlock, {"max_length": True}, "packing")
     with pytest.raises(ConfigError, match=r"packing: strategy='best'.*choose one of: binpack"):

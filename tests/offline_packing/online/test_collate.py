@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from offline_packing.online.collate import count_tokens, padding_free_collator
 from offline_packing.online.datasets import (
@@ -20,7 +19,6 @@ from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, lettered
 from tests.helpers.tiny_checkpoints import (
-    randomise,
     row_samples,
     transformers_model,
     unpacked_inputs,
@@ -195,43 +193,6 @@ def test_a_sample_without_labels_beside_others_is_refused() -> None:
     first.pop("labels")
     labels = padding_free_collator([first, second])["labels"]
     assert labels.tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5]]
-
-
-def by_boundaries(module, query, key, value, mask, *, cu_seq_lens_q, max_length_q, **kwargs):
-    """Attention that sees nothing of a row but flash attention's arguments."""
-    assert mask is None
-    assert max_length_q == kwargs["max_length_k"]
-    assert torch.equal(cu_seq_lens_q, kwargs["cu_seq_lens_k"])
-    lengths = cu_seq_lens_q.diff().tolist()
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)
-        for part in zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-def test_flash_attention_needs_nothing_else() -> None:
-    """A text model, whose attention gets only the four arguments, gives what it gives for the
-    samples alone."""
-    AttentionInterface.register("by_boundaries", by_boundaries)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = randomise(LlamaForCausalLM(config))
-    samples = lettered(7, 1, 12, 5)
-    with torch.no_grad():
-        alone = torch.cat([model(input_ids=s["input_ids"][None]).logits[0] for s in samples])
-        model.set_attn_implementation("by_boundaries")
-        packed = model(**padding_free_collator(samples, pad_to_length=32)).logits[0, :25]
-        one = padding_free_collator([{"input_ids": torch.arange(1, 26)}])
-        control = model(**one).logits[0]
-    assert (packed - alone).abs().max() <= 1e-5
-    assert (control - alone).abs().max() >= 0.1
 
 
 Rows = list[dict[str, Any]]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from launch.data.loader_state import from_plain, to_plain
@@ -29,9 +28,9 @@ from task_encoders.energon_samples import BATCH_TENSORS
 from task_encoders.loading.packed_dataset import PackedLoader
 from task_encoders.settings import PackingSettings
 from tests.helpers import energon_batches
+from tests.helpers.context_ranks import as_rank
 from tests.helpers.faults import kill_worker
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered, numbers
-from tests.helpers.rank_processes import run_ranks
 from tests.helpers.unpacked_folders import crude_folder
 
 LENGTHS = np.random.default_rng(3).integers(1, 50, 60)
@@ -255,12 +254,10 @@ def test_other_settings_readers_and_samples_are_refused() -> None:
             iter(other)
 
 
-def rank_numbers() -> tuple[int, list[list[int]], bytes]:
-    return distributed.get_rank(), numbers(packed()), pickle.dumps(packed())
-
-
-def test_ranks_are_those_of_torch_distributed(tmp_path: Path) -> None:
+def test_ranks_are_those_of_torch_distributed() -> None:
     """Also in a spawned worker, which gets the dataset pickled and is in no process group."""
-    for rank, found, pickled in run_ranks(2, tmp_path, rank_numbers):
+    for rank in range(2):
+        with as_rank(rank, 2):
+            found, pickled = numbers(packed()), pickle.dumps(packed())
         assert found == numbers(packed(rank=rank, world_size=2))
         assert numbers(pickle.loads(pickled)) == found

@@ -106,7 +106,7 @@ def test_what_would_undo_it_is_refused(other: dict[str, Any], named: str) -> Non
 
 
 def captions(folder: Path) -> Source:
-    """Few captions, and many."""
+    """Write a source of few captions and one of many."""
     for name, count, seed in (("few", 30, 0), ("many", 90, 1)):
         captioning_pairs(folder / name, count, seed)
     named = {"format": "pairs", "task": "captioning"}

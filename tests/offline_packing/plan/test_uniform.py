@@ -39,7 +39,7 @@ def dialogues(folder: Path) -> Source:
 
 @pytest.fixture(scope="module")
 def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packs in two splits, each in order for itself."""
+    """Copy packs in two splits, each in order for itself, and check what is said of them."""
     made = world.run(dialogues, pack=PACK, output=OUTPUT)
     run = copy_of(made, tmp_path_factory.mktemp("packed") / "packed")
     folder = run.workspace.root

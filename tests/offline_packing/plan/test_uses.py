@@ -1,24 +1,46 @@
-"""Repeats and weights: how often each sample is used, in one split and never twice in a pack."""
+"""Repeats, weights and splits: how often each sample is used, never twice in a pack, and what is in
+one split only."""
 
+import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from offline_packing.config.packing import parse_config
 from offline_packing.errors import StageError
-from offline_packing.index.table import key_hash
+from offline_packing.index.table import Index, key_hash
+from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, preview_plan
-from offline_packing.plan.uses import choose_uses, count_uses, source_repeats
+from offline_packing.plan.uses import choose_uses, count_uses, draw_splits, source_repeats
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.sources.options import MAX_REPEAT
-from tests.helpers.datasets import captioning_pairs, index_rows, make_run
-from tests.world import Source, World
+from offline_packing.storage.files import read_json
+from offline_packing.verify.shard import VerifyResult
+from offline_packing.verify.verify import _check_apart, render_result, verify
+from tests.helpers.datasets import (
+    captioning_pairs,
+    dialogue,
+    image_bytes,
+    index_rows,
+    make_run,
+    pack_all,
+    packed_run,
+    plan_summary,
+)
+from tests.helpers.formats import lines, write_file
+from tests.world import Source, World, copy_of
 
 HASHES = np.array([key_hash(0, f"key{i}") for i in range(4000)], np.uint64)
 SPLIT = {"split": {"train": 0.8, "val": 0.2}}
@@ -73,7 +95,7 @@ def test_uses_follow_from_key_and_seed(repeat: float) -> None:
 
 
 def two_folders(folder: Path) -> Source:
-    """Captions of two sources."""
+    """Write captions of two sources."""
     named = {"format": "pairs", "task": "captioning"}
     paths = captioning_pairs(folder / "a", 40), captioning_pairs(folder / "b", 30, seed=1)
     return [{**named, "path": str(path)} for path in paths]
@@ -81,7 +103,7 @@ def two_folders(folder: Path) -> Source:
 
 @pytest.fixture(scope="module")
 def blend(world: World) -> Run:
-    """A finished run over both, whose index is read."""
+    """Return a finished run over both, whose index is read."""
     return world.run(two_folders, pack={"seq_length": 512})
 
 
@@ -97,8 +119,11 @@ def planned(run: Run) -> PackPlan:
     return make_plan(run, open_index(run)).packs
 
 
-def test_the_summary_shows_what_weights_make_of_sources(blend: Run) -> None:
-    run = with_options(blend, {"weight": 4}, {"weight": 1})
+def test_the_summary_shows_what_weights_make_of_sources(blend: Run, tmp_path: Path) -> None:
+    run = copy_of(with_options(blend, {"weight": 4}, {"weight": 1}), tmp_path / "out")
+    written = run.workspace.index_info.stat().st_mtime_ns
+    measure(run)
+    assert run.workspace.index_info.stat().st_mtime_ns == written  # it is not measured again
     lines = preview_plan(run, open_index(run)).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("source  "))
     assert " ".join(lines[start].split()) == "source samples times used tokens share bytes"
@@ -121,30 +146,6 @@ def test_weights_that_ask_for_too_many_copies(blend: Run) -> None:
         planned(with_options(blend, {"weight": 1}, {"weight": 1e6}))
 
 
-@pytest.mark.parametrize(
-    "pack",
-    [
-        {"assignment": "locality"},
-        {"strategy": "hash_bucket", "order": {"num_ranks": 2}},
-        {"homogeneous": True, "max_samples": 5},
-    ],
-    ids=str,
-)
-def test_a_sample_is_in_one_split_and_once_in_a_pack(blend: Run, pack: dict[str, Any]) -> None:
-    own = {"repeat": 2.5}, {"repeat": 4}
-    packs = planned(with_options(blend, *own, pack=pack, output={"packs_per_shard": 20}))
-    assert list(packs.info.splits) == ["train", "val"]
-    assert sum(packs.info.splits.values()) == packs.num_packs
-    members = list(packs)
-    assert all(len(np.unique(pack)) == len(pack) for pack in members)
-    end = packs.info.splits["train"]
-    train, val = np.concatenate(members[:end]), np.concatenate(members[end:])
-    assert not set(train) & set(val)
-    assert len(set(train) | set(val)) == 70
-    assert len(packs.sample_ids) == 70 + packs.info.num_copies > 150
-    assert 0.1 < len(val) / len(packs.sample_ids) < 0.3
-
-
 @pytest.mark.parametrize(("weight", "seed"), [(1, 3), (MAX_REPEAT * 0.8, 1)])
 def test_shares_hold_in_each_split(
     blend: Run, caplog: pytest.LogCaptureFixture, weight: float, seed: int
@@ -164,3 +165,203 @@ def test_shares_hold_in_each_split(
     else:
         assert times[1] == pytest.approx(times[0], abs=1)
     assert (said in caplog.text) == (weight > 1)
+
+
+SHARES = {"train": 0.6, "val": 0.2, "test": 0.2}
+NUM_PICTURES = 90
+
+
+def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Questions about pictures, a few about two of them, and texts; two of each document."""
+    rng = np.random.default_rng(seed)
+    records: list[dict[str, Any]] = []
+    for i in range(count):
+        names = [f"{n}.jpg" for n in rng.integers(NUM_PICTURES, size=2 if i % 11 == 0 else 1)]
+        text = {"question": f"What is {i}{' or so' * (i % 5)}?", "answer": f"It is {i}."}
+        images = {"image": sorted(set(names))} if i % 9 else {}
+        records.append({"id": f"{i}", "doc": f"doc {i // 2}", **images, **text})
+    return records
+
+
+def jsonl(path: Path, records: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """A source of records about pictures beside the file."""
+    write_file(path, lines(records))
+    return {"format": "jsonl", "path": str(path), "task": "bmr", **options}
+
+
+def noise(seed: int, side: int = 56) -> bytes:
+    picture = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(256, size=(side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(picture, "PNG")
+    return picture.getvalue()
+
+
+def two_sources(folder: Path) -> Source:
+    """Write two sources over the same pictures; in the second, these are other files."""
+    for source in "ab":
+        for i in range(NUM_PICTURES):
+            write_file(folder / source / f"{i}.jpg", image_bytes(56, 56 + 7 * i))
+    return [jsonl(folder / one / "r.jsonl", records_of(90, ord(one)), name=one) for one in "ab"]
+
+
+@pytest.fixture(scope="module")
+def measured(world: World) -> tuple[Run, Index]:
+    run = world.run(two_sources, output={"split": SHARES})
+    return run, open_index(run)
+
+
+def rows_of_splits(run: Run, samples: Index, **sections: dict[str, Any]) -> dict[str, list[int]]:
+    """Rows of the index in each split, once for each use."""
+    content = run.config.model_dump(mode="json", exclude_none=True)
+    for name, own in sections.items():
+        content[name] = {**content[name], **own}
+    plan = make_plan(replace(run, config=parse_config(content)), samples).packs
+    return {
+        name: plan.sample_ids[plan.pack_offsets[own.start] : plan.pack_offsets[own.stop]].tolist()
+        for name, own in splits_of_plan(plan, SHARES).items()
+    }
+
+
+def check_apart(samples: Index, splits: dict[str, list[int]]) -> None:
+    """No picture, nor equal text, stands in two splits; by a loop over all samples."""
+    rows = samples.table("media_hash", "sample_hash").to_pylist()
+    side: dict[int, str] = {}
+    shared = 0
+    for split, own in splits.items():
+        assert own
+        for row in own:
+            for one in rows[row]["media_hash"] or [rows[row]["sample_hash"]]:
+                shared += one in side
+                assert side.setdefault(one, split) == split
+    assert shared > 50
+
+
+def test_seeds_and_shares(measured: tuple[Run, Index]) -> None:
+    """Other splits by another split_seed, the same ones by another pack.seed; a larger share only
+    takes samples from other splits."""
+    found = []
+    for seed in range(6):
+        splits = rows_of_splits(*measured, output={"split_seed": seed})
+        check_apart(measured[1], splits)
+        assert sum(map(len, splits.values())) == 180
+        found.append(splits)
+    assert len({frozenset(splits["val"]) for splits in found}) == 6
+    means = {name: np.mean([len(splits[name]) for splits in found]) / 180 for name in SHARES}
+    assert means == pytest.approx(SHARES, abs=0.08)
+    again = rows_of_splits(*measured, pack={"seed": 5})
+    assert {name: set(own) for name, own in again.items()} == {
+        name: set(own) for name, own in found[0].items()
+    }
+    samples = measured[1]
+    small, large = (
+        np.flatnonzero(draw_splits(samples, {"train": 1 - share, "val": share}, 3) == 1)
+        for share in (0.1, 0.3)
+    )
+    assert 0 < len(small) < len(large)
+    assert np.isin(small, large).all()
+
+
+def test_they_are_proved_by_hash_and_told_of(measured: tuple[Run, Index], tmp_path: Path) -> None:
+    run = copy_of(measured[0], tmp_path / "out")
+    result = verify(run, deep=True)
+    assert result.ok, result.problems
+    line = "splits          no groups, images or videos stand in two of them, by all bytes\n"
+    assert line in render_result(result, deep=True)
+    report(run)
+    shown = read_json(run.workspace.report / "report.json")["plan"]["splits"]
+    assert [one["asked"] for one in shown] == list(SHARES.values())
+    assert sum(one["samples"] for one in shown) == 180
+    packs = require_manifest(run.workspace.root).counts.packs
+    assert {one["split"]: one["packs"] for one in shown} == packs
+    (line,) = [one for one in plan_summary(run).splitlines() if one.startswith("splits  ")]
+    for one in shown:
+        assert "{split} {samples} samples ({share:.1%}) in {packs} packs".format_map(one) in line
+    page = (run.workspace.report / "report.html").read_text()
+    assert "lead from one to another by an image or video, are in one split." in page
+
+
+def test_pictures_here_and_in_remote_storage_are_the_same(tmp_path: Path) -> None:
+    """Local pictures beside remote ones are hashed by as few bytes as those."""
+    assert len(noise(0)) > 8192
+    sources = []
+    for name, root in (("here", ""), ("there", "file://")):
+        for i in range(24):
+            write_file(tmp_path / name / f"{i}.png", noise(i))
+            write_file(tmp_path / name / f"{i}.json", orjson.dumps({"caption": f"{name} {i}"}))
+        path = f"{root}{tmp_path}/{name}"
+        sources.append({"format": "pairs", "path": path, "task": "captioning", "name": name})
+    output = {"split": {"train": 0.5, "val": 0.5}}
+    run = packed_run(sources, tmp_path / "out", pack={"seq_length": 128}, output=output)
+    result = verify(run, deep=True)
+    assert result.ok, result.problems
+    assert result.num_images == 48
+
+
+def test_a_group_counts_instead_of_pictures(world: World, tmp_path: Path) -> None:
+    """Both sources name documents, which are the same; pictures in two splits are warned of."""
+    sources: Any = world.source(two_sources)
+    named = [{**one, "fields": {"group": "doc"}} for one in sources]
+    run = packed_run(named, tmp_path / "out", output={"split": SHARES})
+    samples = open_index(run)
+    sides = [set(samples.array("group_hash")[own]) for own in rows_of_splits(run, samples).values()]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 45
+    warned = [one for one in plan_summary(run).splitlines() if "stand in split train" in one]
+    assert len(warned) == 2
+    assert all(one.endswith("without source.fields.group they are on one side") for one in warned)
+    result = verify(run, deep=True)
+    assert result.ok, result.problems
+    assert result.apart == "no groups, images or videos stand in two of them"
+
+
+@pytest.mark.parametrize("first", ["train", "val"])
+def test_an_empty_split_is_warned_of(tmp_path: Path, first: str) -> None:
+    """All samples show one picture, so that they are in one split."""
+    records = [{"image": "0.jpg", "question": "?", "answer": f"{i}."} for i in range(9)]
+    write_file(tmp_path / "0.jpg", image_bytes(56, 56))
+    names = sorted(("train", "val"), key=lambda name: name != first)
+    run = make_run(
+        jsonl(tmp_path / "r.jsonl", records, task="vqa"),
+        tmp_path / "out",
+        output={"split": dict.fromkeys(names, 0.5)},
+        pack={"seq_length": 128, "order": {"num_ranks": 2}},
+    )
+    packs = pack_all(run).counts.packs
+    (empty,) = [name for name, count in packs.items() if not count]
+    (line,) = [one for one in plan_summary(run).splitlines() if "is empty" in one]
+    assert f"split {empty} is empty: " in line
+    assert "set another output.split_seed, a larger share in output.split, or source" in line
+    assert verify(run, deep=True).problems == []
+    report(run)
+
+
+def test_parts_of_a_conversation_go_by_its_pictures(tmp_path: Path) -> None:
+    """Cut in two ways, or not at all: each conversation is in the same split, parts without its
+    picture included; so are conversations without any."""
+    said = [f"{who} " * 30 for _ in range(8) for who in ("human", "gpt")]
+    records = []
+    for i in range(30):
+        write_file(tmp_path / f"{i}.png", noise(i))
+        first = "<image>What is this?" if i % 3 else "Hello."
+        record = {"id": f"{i}", "messages": dialogue(first, f"This is {i}.", *said)}
+        records.append(record | ({"image": f"{i}.png"} if i % 3 else {}))
+    source = jsonl(tmp_path / "r.jsonl", records)
+    sides = []
+    for seq_length in (200, 400, 2048):
+        pack = {"seq_length": seq_length, "on_overlong": "split_turns"}
+        samples = measure(make_run(source, tmp_path / f"{seq_length}", pack=pack))
+        assert bool(samples.info.split) == (seq_length < 2048)
+        splits = draw_splits(samples, {"train": 0.5, "val": 0.5}, 0).tolist()
+        names = [key.partition("[")[0] for key in samples.table("key")["key"].to_pylist()]
+        of_records = set(zip(names, splits, strict=True))
+        assert len(of_records) == 30
+        sides.append(dict(of_records))
+    assert sides[0] == sides[1] == sides[2]
+    assert set(sides[0].values()) == {0, 1}
+
+
+def test_verify_finds_what_stands_in_two_splits() -> None:
+    one, other = np.array([4, 1, 2], np.uint64), np.array([2, 3, 0], np.uint64)
+    result = VerifyResult(apart="none")
+    _check_apart({"train": [one], "val": [other], "test": []}, "images", result)
+    assert result.problems == ["1 images stand in splits train and val"]
+    assert result.apart == ""

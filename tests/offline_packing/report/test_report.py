@@ -30,12 +30,12 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.elements import HOSTILE, Elements
 from tests.helpers.formats import lines, write_file
-from tests.scenarios import half_drawn, repeated
+from tests.scenarios import two
 from tests.world import MakeSource, Source, World, copy_of
 
 
 def with_faults(folder: Path) -> Source:
-    """Two samples that cannot be parsed, one too long for 512 tokens and one for 1,024."""
+    """Write dialogues: two that cannot be parsed, one too long for 512 tokens, one for 1,024."""
     mixed_pairs(folder)
     (folder / "broken.json").write_text("{")
     (folder / "worse.json").write_text("[1")
@@ -195,7 +195,18 @@ def test_examples_and_drawn_packs(run: Run) -> None:
         assert 0 < length <= width <= 512
 
 
-@pytest.mark.parametrize(("source", "repeat", "aside"), [(repeated, 2, 0), (half_drawn, 0.5, 5)])
+def used_twice(folder: Path) -> Source:
+    """Write two sources, of which the name of one begins with that of the other."""
+    first, second = two(folder, repeat=2)
+    return [{**first, "name": "x"}, {**second, "name": "x/y"}]
+
+
+def half_drawn(folder: Path) -> Source:
+    first, second = two(folder, repeat=0.5)
+    return [{**first, "name": "x"}, {**second, "name": "x/y"}]
+
+
+@pytest.mark.parametrize(("source", "repeat", "aside"), [(used_twice, 2, 0), (half_drawn, 0.5, 4)])
 def test_several_sources(
     source: MakeSource, repeat: float, aside: int, world: World, tmp_path: Path
 ) -> None:

@@ -1,7 +1,11 @@
-"""Equal numbers of micro batches of equal cost on all ranks; every item in every epoch."""
+"""Tokens and costs of written packs, by their index and plan; and schedules: equal numbers of micro
+batches of equal cost on all ranks, every item in every epoch."""
 
+import collections
 import itertools
 import logging
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offline_packing import plan_packs
+from offline_packing.errors import StageError
+from offline_packing.online.ranks.pack_costs import numbers_in_plans, pack_costs, schedule_of
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
-from offline_packing.planner.ranks.layout import RankLayout
+from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.runs.artifacts import open_index
+from offline_packing.runs.run import Run
 from task_encoders.families import FAMILIES
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import RankSampler
+from task_encoders.packs.pack import parse_json
+from tests.helpers.unpacked_folders import blend_of
+from tests.world import World, task_encoder
 from tools.benchmarks.length_distributions import draw_sft
 
 BUDGET = 8192
@@ -41,17 +53,6 @@ def test_eight_ranks_cost_the_same_at_each_step() -> None:
         assert epoch.cost.sum() == pytest.approx((TOKENS**2.0 if cost is None else cost).sum())
         assert cost is None or ratio.max() <= 1.05
         assert len(ratio) > 900
-
-
-def test_one_packed_folder_serves_all_layouts() -> None:
-    layout = RankLayout(8, 2)
-    plan = plan_packs(TOKENS, BUDGET, order=layout, cost=TOKENS**2.0)
-    cost = np.add.reduceat(TOKENS[plan.sample_ids] ** 2.0, plan.pack_offsets[:-1])
-    for num_ranks in (4, 8, 16, 64):
-        epoch = RankSchedule(np.full(len(cost), BUDGET), cost, num_ranks).epoch(0)
-        assert epoch.idle_share <= 0.01, num_ranks
-    assert layout.idle_shares(cost)[0] < 0.005
-    assert RankLayout(16, 2).idle_shares(cost)[0] > 0.2  # as written
 
 
 @pytest.fixture(scope="module")
@@ -136,36 +137,12 @@ def test_every_item_comes_once_in_the_fewest_steps_of_one_kind(
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
-def test_optimizer_steps_of_eight_micro_batches_learn_from_alike(budget: int | None) -> None:
-    """Optimizer steps differ less than at random, although micro batches of a step are alike."""
-    count = 8200
-    tokens, tower, cost = TOKENS[:count], TOWER[:count], FLOPS[:count]
-    arrays = {"tower_cost": tower, "features": np.stack([tokens, tower], 1)}
-    epoch = RankSchedule(tokens, cost, 8, budget, **arrays).epoch(0)
-    micro_batches, rng = epoch.micro_batches, np.random.default_rng(0)
-    assert len(epoch.table) % 8 > 0  # where the step that is filled up is least noticed
-    for values in (tokens, tower, cost):
-        sums = np.add.reduceat(values[micro_batches.sample_ids], micro_batches.pack_offsets[:-1])
-
-        def spread(table: np.ndarray, sums: np.ndarray = sums) -> float:
-            whole = table[: len(table) // 8 * 8]
-            return float(sums[whole].reshape(-1, 64).sum(axis=1).std())
-
-        at_random = [
-            spread(rng.permutation(epoch.table.ravel()).reshape(epoch.table.shape))
-            for _ in range(5)
-        ]
-        assert spread(epoch.table) <= 1.1 * np.mean(at_random)
-
-
-@pytest.mark.parametrize("budget", [None, BUDGET])
-def test_epochs_differ_and_are_reproducible(budget: int | None) -> None:
-    def drawn(seed: int, epoch: int) -> Any:
-        return items_of(RankSchedule(TOKENS[:400], None, 4, budget, seed).epoch(epoch))
-
-    assert drawn(0, 0) == drawn(0, 0)
-    assert drawn(0, 0) != drawn(0, 1)
-    assert drawn(0, 0) != drawn(1, 0)
+def test_epochs_and_seeds_differ(budget: int | None) -> None:
+    drawn = [
+        items_of(RankSchedule(TOKENS[:400], None, 4, budget, seed).epoch(epoch))
+        for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    ]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
@@ -197,26 +174,91 @@ def test_what_is_longer_than_the_budget_is_set_aside(caplog: pytest.LogCaptureFi
     assert [sorted(items) for items in RankSampler(schedule, 0)] == [[0, 2]]
 
 
-def test_bad_arguments_are_named() -> None:
-    lengths = np.array([3, 4])
-    with pytest.raises(ValueError, match=r"cost \(3,\) must have a value per length \(2,\)"):
-        RankSchedule(lengths, np.ones(3))
-    for nothing in (lengths[:0], lengths + 8):
-        with pytest.raises(ValueError, match=f"none of {len(nothing)} items to schedule fits"):
-            RankSchedule(nothing, None, 1, budget=8)
-    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
-        RankSampler(RankSchedule(lengths, None, 2), 2)
-    state = RankSampler(RankSchedule(lengths), 0).state_dict()
-    with pytest.raises(ValueError, match="schedule of other lengths"):
-        RankSampler(RankSchedule(lengths + 1), 0).load_state_dict(state)
-    for name in ("tower_cost", "kinds", "features"):
-        with pytest.raises(ValueError, match=rf"{name} \(3,\) must have a value per length"):
-            RankSchedule(lengths, **{name: np.ones(3, int)})
-        value = np.ones((2, 1) if name == "features" else 2, int)
-        sampler = RankSampler(RankSchedule(lengths, **{name: value}), 0)
-        with pytest.raises(ValueError, match="schedule of other lengths"):
-            sampler.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"tower_cost\[1\] is 17 > cost 16; cost is the sum"):
-        RankSchedule(lengths, tower_cost=np.array([1, 17]))
-    with pytest.raises(ValueError, match="pass an integer per length"):
-        RankSchedule(lengths, kinds=np.array([0.5, 1]))
+SPLIT = {"split": {"train": 0.6, "val": 0.4}}
+
+
+@pytest.fixture
+def captions(world: World) -> Run:
+    return world.run("captioning", output=SPLIT)
+
+
+@pytest.fixture
+def dialogues(world: World) -> Path:
+    return world.packed("bmr", output=SPLIT)
+
+
+def tokens_of(folder: PackedFolder) -> list[int]:
+    """As the packs themselves say."""
+    return [sum(parse_json(p.record, p.key)["meta"]["num_tokens"]) for p in folder]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_tokens_and_costs_of_packs(split: str, captions: Run) -> None:
+    folder = PackedFolder(captions.workspace.root, split=split)
+    tokens, cost = pack_costs(folder)
+    assert tokens.tolist() == tokens_of(folder)
+    assert len(cost) == len(folder) > 1
+    model = FAMILIES["qwen2_vl"].cost
+    rows = PackedFolder(folder.path, task_encoder(captions), split=split)
+    for number, own in enumerate(cost):
+        row = rows.row(number).row
+        expected = model.language_flops(row.cu_lengths.diff()).sum()
+        expected += model.tower_flops(row.image_grid_thw.prod(1)).sum()
+        assert own == pytest.approx(expected)
+
+
+def test_costs_of_a_blend(captions: Run, dialogues: Path, tmp_path: Path) -> None:
+    root = captions.workspace.root
+    parts = [f"path: {dialogues}, repetitions: 2", f"path: {root}, subset: {{range: [1, 3]}}"]
+    folder = PackedFolder(blend_of(tmp_path / "blend.yaml", parts))
+    tokens, cost = pack_costs(folder)
+    assert tokens.tolist() == tokens_of(folder)
+    is_caption = [pack.subflavors["offline_packing"] == "captioning" for pack in folder]
+    own_cost = pack_costs(PackedFolder(root))[1]
+    assert cost[is_caption].tolist() == own_cost[1:3].tolist()
+
+
+def test_the_schedule_is_that_of_a_blend(dialogues: Path, tmp_path: Path) -> None:
+    """Of the same datasets, with as many packs, another blend trains others at each step."""
+    roots = dialogues, shutil.copytree(dialogues, tmp_path / "copy")
+    options: dict[str, Any] = {"num_ranks": 1, "packs_per_row": 1, "seed": 0, "repeat": True}
+    found = collections.Counter()
+    for first in ("[0, 2]", "[1, 3]"):
+        for times in ((1, 2), (2, 1)):
+            parts = [
+                f"path: {root}, subset: {{range: {first}}}, repetitions: {n}"
+                for root, n in zip(roots, times, strict=True)
+            ]
+            folder = PackedFolder(blend_of(tmp_path / "blend.yaml", parts))
+            found[schedule_of(folder, order="written", **options).digest] += len(folder)
+    assert [*found.values()] == [6] * 4
+
+
+def test_a_split_in_one_file_is_found_in_the_plan(world: World) -> None:
+    """Also where another split was written before."""
+    output = {"layout": "indexed", "split": {"test": 0.4, "train": 0.6}}
+    run = world.run("bmr", output=output)
+    samples, plan = open_index(run), PackPlan.load(run.workspace.plan)
+    for split in ("train", "test"):
+        folder = PackedFolder(run.workspace.root, split=split)
+        ((root, numbers, planned),) = numbers_in_plans(folder)
+        assert root == folder.shards[0].root
+        assert numbers.tolist() == list(range(len(folder)))
+        for number, pack in enumerate(planned):
+            ids = plan.sample_ids[slice(*plan.pack_offsets[pack:][:2])]
+            keys = samples.table("key")["key"].take(ids).to_pylist()
+            assert [*folder[number].tokens.sub_sample_keys] == keys
+
+
+def test_packs_without_their_plan_are_named(captions: Run, dialogues: Path, tmp_path: Path) -> None:
+    for name in ("plan", "index.json"):
+        copy = tmp_path / name
+        shutil.copytree(dialogues, copy)
+        wrong = copy / "_packing" / name
+        shutil.rmtree(wrong) if wrong.is_dir() else wrong.unlink()
+        with pytest.raises(StageError, match=f"{name} has no index and plan"):
+            pack_costs(PackedFolder(copy))
+    shutil.rmtree(copy / "_packing")
+    shutil.copytree(captions.workspace.root / "_packing", copy / "_packing")
+    with pytest.raises(StageError, match="the shards are not those of its plan and index"):
+        pack_costs(PackedFolder(copy))
