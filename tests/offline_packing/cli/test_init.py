@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from offline_packing.cli.commands import cli
 from offline_packing.config.packing import load_config
-from offline_packing.errors import StageError
 from offline_packing.measure.measure import measure
 from offline_packing.sources.recognise import recognise
 from tests.helpers import formats
@@ -194,29 +193,6 @@ def test_a_picture_without_a_name_is_no_path(tmp_path: Path) -> None:
     assert len(found.examples[0].missing) == 1
 
 
-def test_a_checkpoint_of_no_family_is_refused(tmp_path: Path) -> None:
-    write_file(tmp_path / "model" / "config.json", b'{"model_type": "bert"}')
-    data = captioning_pairs(tmp_path / "data", 3)
-    for name, why in (("model", "is a 'bert'; the families are qwen2_vl"), ("data", "no config")):
-        arguments = ["init", str(data), "--to", str(tmp_path / "a.yaml")]
-        result = CliRunner().invoke(cli, [*arguments, "--processor", str(tmp_path / name)])
-        assert (result.exit_code, why in result.output) == (1, True)
-        assert not (tmp_path / "a.yaml").exists()
-
-
-def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
-    write_file(tmp_path / "a.pdf", b"%PDF")
-    with pytest.raises(StageError, match="is of no known format; the formats are pairs, captions"):
-        recognise(str(tmp_path))
-
-
-def test_remote_data_are_refused_by_name(tmp_path: Path) -> None:
-    for path, message in (("s3://bucket/data", "is remote"), (f"{tmp_path}/no", "does not exist")):
-        result = CliRunner().invoke(cli, ["init", path])
-        assert result.exit_code == 2
-        assert f"'{path}' {message}" in result.output
-
-
 def test_a_folder_of_img2dataset_is_tars(tmp_path: Path) -> None:
     """Beside each lie a table and a summary."""
     picture = SAMPLES[0][2][0]
@@ -268,18 +244,31 @@ def test_the_checkpoint_says_how_many_pixels(
     assert (model.min_pixels, model.max_pixels) == limits
 
 
-def test_what_is_not_one_dataset_is_refused_and_named(tmp_path: Path) -> None:
-    """Nothing is written: folders of several forms, InternVL's meta.json, a name in Latin-1."""
-    captioning_pairs(tmp_path / "several" / "a", 3)
+def test_what_is_refused_and_named(tmp_path: Path) -> None:
+    """Nothing is written: no data, folders of several forms, a checkpoint of no family, …"""
+    write_file(tmp_path / "none" / "a.pdf", b"%PDF")
+    write_file(tmp_path / "model" / "config.json", b'{"model_type": "bert"}')
+    data = captioning_pairs(tmp_path / "several" / "a", 3)
     formats.webdataset(tmp_path / "several" / "b", SAMPLES)
     write_json(tmp_path / "meta.json", {"own": {"root": "coco/", "annotation": "own.jsonl"}})
     latin = tmp_path / os.fsdecode(b"caf\xe9")
     captioning_pairs(latin, 3)
-    for path, why in (
-        (tmp_path / "several", "several forms: a is pairs, b is webdataset; call init with each"),
-        (tmp_path / "meta.json", "InternVL's list of datasets: own (annotation own.jsonl, root co"),
-        (latin, "is not UTF-8"),
-    ):
-        result = CliRunner().invoke(cli, ["init", os.fspath(path), "--to", f"{tmp_path}/a.yaml"])
-        assert why in str(result.exception), path
+    cases: list[tuple[list[Any], str]] = [
+        ([tmp_path / "none"], "is of no known format; the formats are pairs, captions"),
+        ([tmp_path / "several"], "several forms: a is pairs, b is webdataset; call init with each"),
+        (
+            [tmp_path / "meta.json"],
+            "InternVL's list of datasets: own (annotation own.jsonl, root co",
+        ),
+        ([latin], "is not UTF-8"),
+        (["s3://bucket/data"], "'s3://bucket/data' is remote"),
+        ([tmp_path / "no"], f"'{tmp_path}/no' does not exist"),
+        ([data, "--processor", tmp_path / "model"], "is a 'bert'; the families are qwen2_vl"),
+        ([data, "--processor", data], "no config"),
+    ]
+    for arguments, why in cases:
+        given = ["init", *map(os.fspath, arguments), "--to", f"{tmp_path}/a.yaml"]
+        result = CliRunner().invoke(cli, given)
+        assert result.exit_code != 0
+        assert why in f"{result.exception} {result.output}", why
         assert not (tmp_path / "a.yaml").exists()

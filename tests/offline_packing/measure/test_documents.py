@@ -128,13 +128,12 @@ def test_what_takes_no_documents(tmp_path: Path) -> None:
         {"id": "b", "text": "Alone", "images": ["2.jpg"]},
     ]
     for layout in ("loongforge", "llava_onevision"):
-        run = run_of(tmp_path, records, output={"layout": layout, "overwrite": True})
+        run = run_of(tmp_path / layout, records, output={"layout": layout})
         pack_all(run)
         (lost,) = set_aside_in_plan(run)
         assert lost["key"] == "a"
         assert "<image> in an answer or document" in lost["detail"]
-    pack, output = {"on_overlong": "split_turns"}, {"overwrite": True}
-    run = run_of(tmp_path, documents(8), pack=pack, output=output)
+    run = run_of(tmp_path, documents(8), pack={"on_overlong": "split_turns"})
     pack_all(run)
     with pytest.raises(StageError, match="holds a document, or a part of one, 'd"):
         export(run.workspace.root, tmp_path / "files", progress=False)

@@ -70,8 +70,13 @@ def sections(**more: Options) -> dict[str, Options]:
 
 @pytest.fixture
 def whole(world: World) -> Run:
-    """All three sources, packed."""
-    return world.run(three, **sections())
+    """All three sources, measured."""
+    sources = world.source(three)
+
+    def make(folder: Path) -> None:
+        measure(make_run(sources, folder, **sections()))
+
+    return make_run(sources, world.made("outputs/three sources", make)[0], **sections())
 
 
 def stage(whole: Run, folder: Path, /, **more: Any) -> Run:

@@ -79,10 +79,7 @@ def test_every_conversation_of_an_image_is_packed(tmp_path: Path) -> None:
     records = llava_records()
     write_llava(tmp_path / "data", [*records, records[5]])
     run = llava_run(tmp_path, samples_per_part=5)
-    counts = pack_all(run).counts
-    assert (counts.samples, counts.packed) == (13, 12)
-    assert counts.set_aside == {"duplicate_key": 1}
-    assert verify(run, deep=True).ok
+    assert pack_all(run).counts.set_aside == {"duplicate_key": 1}
     keys = keys_of(run)
     assert keys[:4] == [record["id"] for record in records[:4]]
     assert [key.partition("@")[0] for key in keys] == [r["id"] for r in [*records, records[5]]]
@@ -137,20 +134,13 @@ def test_another_run_renamed_the_part_meanwhile(tmp_path: Path) -> None:
 def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
     """Equal texts on other pictures are other samples; equal rows are duplicates."""
     images = [image_bytes(56), image_bytes(84), image_bytes(56)]
-    table = pa.table(
-        {
-            "id": pa.array([7, 7, 7]),
-            "image": pa.array(images),
-            "messages": pa.array([dialogue("<image>\nWhat?", "A square.")] * 3),
-        }
-    )
-    (tmp_path / "data").mkdir()
-    pq.write_table(table, tmp_path / "data" / "a.parquet")
-    source = {"format": "parquet", "path": str(tmp_path / "data"), "task": "vqa"}
+    said = [dialogue("<image>\nWhat?", "A square.")] * 3
+    table = pa.table({"id": [7, 7, 7], "image": images, "messages": said})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = {"format": "parquet", "path": str(tmp_path / "a.parquet"), "task": "vqa"}
     run = make_run(source, tmp_path / "out")
     counts = pack_all(run).counts
     assert (counts.packed, counts.set_aside) == (2, {"duplicate_key": 1})
-    assert verify(run, deep=True).ok
 
 
 def record(key: str, image: str = "0.jpg", text: str = "What?", **more: Any) -> dict[str, Any]:
@@ -181,8 +171,6 @@ def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:
         "100 of 500 samples show 1 image or video, such as '0'",
         "about 101 of 500 answers are 'None'",
     ]
-    run.workspace.index_info.unlink()
-    assert len(measure(run).info.warnings) == 3
 
 
 def test_frequent_answers_of_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -209,10 +197,6 @@ def pairs(root: Path) -> dict[str, Any]:
     return {"format": "pairs", "path": str(root), "task": "captioning"}
 
 
-def all_keys(run: Run) -> list[str]:
-    return sorted(open_index(run).table("key")["key"].to_pylist())
-
-
 def test_known_samples_are_not_even_read(tmp_path: Path) -> None:
     """Packed or set aside, for another model: their files may be gone or broken by now."""
     root = captioning_pairs(tmp_path / "data", 30)
@@ -228,7 +212,7 @@ def test_known_samples_are_not_even_read(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     manifest = pack_all(new)
     assert manifest.counts.samples == manifest.counts.packed == 10
-    assert all_keys(new) == sorted(f"part{i % 2}/{i:06d}" for i in range(30, 40))
+    assert sorted(keys_of(new)) == sorted(f"part{i % 2}/{i:06d}" for i in range(30, 40))
     assert verify(new, deep=True).ok
     info = IndexInfo.load(new.workspace.index_info)
     assert info is not None
@@ -242,8 +226,8 @@ def test_known_samples_are_not_even_read(tmp_path: Path) -> None:
     assert sorted(outcomes(third)) == ["part0/000040", "part0/000042", "part1/000041"]
 
 
-def line(identity: object, text: str, image: str | None = None) -> dict[str, Any]:
-    return {"id": identity, "caption": text, **({"image": image} if image else {})}
+def line(identity: object, text: str, **image: str) -> dict[str, Any]:
+    return {"id": identity, "caption": text, **image}
 
 
 def test_ids_that_records_share(tmp_path: Path) -> None:
@@ -251,7 +235,12 @@ def test_ids_that_records_share(tmp_path: Path) -> None:
     path = tmp_path / "data/a.jsonl"
     (tmp_path / "data").mkdir()
     (tmp_path / "data/7.jpg").write_bytes(image_bytes())
-    old = [line(7, "one", "7.jpg"), line(7, "two"), line(8, "gone", "8.jpg"), line(9, "nine")]
+    old = [
+        line(7, "one", image="7.jpg"),
+        line(7, "two"),
+        line(8, "gone", image="8.jpg"),
+        line(9, "nine"),
+    ]
     write_file(path, lines(old))
     source = {"format": "jsonl", "path": str(path), "task": "captioning"}
     manifest = pack_all(make_run(source, tmp_path / "old"))

@@ -23,9 +23,10 @@ from offline_packing.verify import verdict
 from offline_packing.verify.verdict import check, known_verdict
 from offline_packing.verify.verify import Drawn, discard
 from tests.helpers.command import Command, invoke
-from tests.helpers.datasets import captioning_pairs, config_file, make_run, pack_all, packed_run
+from tests.helpers.datasets import captioning_pairs, config_file, pack_all, packed_run
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.outputs import files_of, flip_byte, repair
+from tests.world import Source, World, copy_of
 
 LINE = re.compile(
     r"verify: complete on \d{4}-\d\d-\d\d \d\d:\d\d UTC( \(deep\))?, nothing changed since; "
@@ -33,12 +34,18 @@ LINE = re.compile(
 )
 
 
+OUTPUT = {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2, "packs_per_shard": 1}
+SECTIONS: dict[str, Any] = {"output": OUTPUT, "pack": {"seq_length": 256}}
+
+
+def few(folder: Path) -> Source:
+    return {"format": "pairs", "path": str(captioning_pairs(folder, 16)), "task": "captioning"}
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Packs in two splits and folders, which a test may change, as their source."""
-    root = captioning_pairs(tmp_path / "data", 16)
-    output = {"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2, "packs_per_shard": 1}
-    return packed_run(root, tmp_path / "out", output=output, pack={"seq_length": 256})
+def run(world: World, tmp_path: Path) -> Run:
+    """Packs in two splits and folders, which a test may change."""
+    return copy_of(world.run(few, **SECTIONS), tmp_path / "out")
 
 
 def holds(run: Run, *, deep: bool = False) -> bool:
@@ -158,7 +165,8 @@ def test_what_is_no_verdict_is_damage(run: Run, tmp_path: Path) -> None:
             assert holds(run)
 
 
-def test_deep_and_shallow(run: Run) -> None:
+def test_deep_and_shallow(tmp_path: Path) -> None:
+    run = packed_run(captioning_pairs(tmp_path / "data", 16), tmp_path / "out", **SECTIONS)
     check(run)
     assert (holds(run), holds(run, deep=True)) == (True, False)
     found = check(run, deep=True)
@@ -304,17 +312,9 @@ def test_pack_takes_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not holds(run)
 
 
-def test_objects(
-    tmp_path: Path,
-    object_store: ObjectStore,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_objects(world: World, object_store: ObjectStore, bucket: str) -> None:
     """By ETag and size, with a request per folder, not per object."""
-    root = captioning_pairs(tmp_path / "data", 16)
-    output = {"path": f"{bucket}/out", "packs_per_shard": 1}
-    run = make_run(root, Path(), output=output, pack={"seq_length": 256})
-    pack_all(run)
+    run = copy_of(world.run(few, **SECTIONS), f"{bucket}/out")
     assert check(run).ok
     assert len(object_store.keys(f"{bucket}/out")) > 30
     object_store.set_faults()
@@ -322,8 +322,8 @@ def test_objects(
     assert sum(object_store.counts().values()) < 20
     pack_all(run)
     assert holds(run)
-    name, key = bucket.removeprefix("s3://"), "out/train-000001.tar"
-    data = object_store.read(f"{bucket}/out/train-000001.tar")
+    name, key = bucket.removeprefix("s3://"), "out/train-0000/train-000001.tar"
+    data = object_store.read(f"{bucket}/{key}")
     object_store.client.put_object(Bucket=name, Key=key, Body=data)
     assert holds(run)
     object_store.client.put_object(Bucket=name, Key=key, Body=data[:-1] + b"x")
@@ -341,7 +341,6 @@ def test_remote_sources_and_storages_without_tags_are_read_again(
     run = packed_run(source, tmp_path / "out")
     assert check(run, deep=True).ok
     assert (holds(run), holds(run, deep=True)) == (True, False)
-    in_memory = make_run(root, Path(), output={"path": f"memory://{tmp_path.name}/out"})
-    pack_all(in_memory)
+    in_memory = copy_of(run, f"memory://{tmp_path.name}/out")
     assert check(in_memory).ok
     assert not holds(in_memory)
