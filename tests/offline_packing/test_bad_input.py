@@ -2,8 +2,6 @@
 
 import json
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from tests.helpers.datasets import (
     image_bytes,
     make_run,
     outcomes,
+    png,
     write_json,
 )
 
@@ -46,18 +45,6 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 def nested(depth: int) -> bytes:
     return b"[" * depth + b"]" * depth
-
-
-def huge_png(width: int, height: int) -> bytes:
-    """A complete PNG of a few bytes that claims to be enormous."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checksum = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + checksum
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def link_to(target: str) -> Callable[[Path], None]:
@@ -140,8 +127,8 @@ BAD: dict[str, tuple[str, Files]] = {
         "truncated_image",
         {".json": record(), ".png": image_bytes(image_format="PNG")[:-60]},
     ),
-    "image_bomb": ("image_too_large", {".json": record(), ".png": huge_png(60_000, 60_000)}),
-    "image_large": ("image_too_large", {".json": record(), ".png": huge_png(3_000, 3_000)}),
+    "image_bomb": ("image_too_large", {".json": record(), ".png": png(60_000, 60_000, b"", 2)}),
+    "image_large": ("image_too_large", {".json": record(), ".png": png(3_000, 3_000, b"", 2)}),
     "image_fills": ("too_costly", {".json": record(), ".jpg": b"\xff\xd8" + b"\xff" * 40_000}),
     "image_names": (
         "too_costly",

@@ -19,20 +19,18 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers.command import Command
-from tests.helpers.datasets import captioning_pairs, config_file, pack_all
+from tests.helpers.datasets import config_file, pack_all
 from tests.helpers.object_store import Faults, ObjectStore
 from tests.helpers.outputs import files_of, repair
-from tests.world import Source, World, at
-
-
-def few(folder: Path) -> Source:
-    return {"format": "pairs", "path": str(captioning_pairs(folder, 16)), "task": "captioning"}
+from tests.world import World, at
 
 
 @pytest.fixture
 def local(world: World) -> Run:
     """Packs in two splits and folders."""
-    return world.run(few, output={"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2})
+    return world.run(
+        "few captions", output={"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2}
+    )
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, plan_summary
-from tests.helpers.formats import lines, write_file
+from tests.helpers.formats import lines, of_lines, write_file
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.tiny_tokenizer import tiny_tokenizer
 from tests.helpers.videos import make_video
@@ -52,9 +52,7 @@ def record(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def run_of(folder: Path, records: list[dict[str, Any]], task: str = "bmr", **sections: Any) -> Run:
-    write_file(folder / "a.jsonl", lines(records))
-    source = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": task}
-    return make_run(source, folder / "out", **sections)
+    return make_run(of_lines(folder / "a.jsonl", records, task), folder / "out", **sections)
 
 
 def lost_by(folder: Path, records: list[dict[str, Any]], **sections: Any) -> dict[str, int]:
@@ -119,9 +117,7 @@ def test_skipped_records_have_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     records = [record(i) for i in range(NUM_RECORDS)]
     known = [one | {"id": str(i)} for i, one in enumerate(records)]
     pack_all(run_of(tmp_path / "old", known[:NUM_RECORDS:3]))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "bmr"}
-    write_file(tmp_path / "a.jsonl", lines(known))
-    source |= {"skip": [str(tmp_path / "old" / "out")]}
+    source = of_lines(tmp_path / "a.jsonl", known, skip=[str(tmp_path / "old" / "out")])
     keys = looked_at(monkeypatch, make_run(source, tmp_path / "new"))
     assert keys == [str(i) for i in [*range(NUM_FIRST), *LATER] if i % 3]
 

@@ -16,7 +16,6 @@ from offline_packing.index.table import IndexInfo, key_hash
 from offline_packing.measure import diagnosis, identity
 from offline_packing.measure.identity import rename_repeated
 from offline_packing.measure.measure import measure, preview_measure
-from offline_packing.plan.plan import make_plan
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
@@ -31,7 +30,7 @@ from tests.helpers.datasets import (
     packed_run,
     write_json,
 )
-from tests.helpers.formats import lines, tar_bytes, write_file
+from tests.helpers.formats import lines, of_lines, tar_bytes, write_file
 
 NUM_KINDS = 3  # conversation, detail, complex
 
@@ -75,27 +74,18 @@ def index_bytes(run: Run) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(run.workspace.index.glob("part-*")))
 
 
-def test_every_conversation_of_an_image_is_packed(tmp_path: Path) -> None:
-    records = llava_records()
-    write_llava(tmp_path / "data", [*records, records[5]])
-    run = llava_run(tmp_path, samples_per_part=5)
-    assert pack_all(run).counts.set_aside == {"duplicate_key": 1}
-    keys = keys_of(run)
-    assert keys[:4] == [record["id"] for record in records[:4]]
-    assert [key.partition("@")[0] for key in keys] == [r["id"] for r in [*records, records[5]]]
-    assert len(set(keys)) == 12
-    assert keys[12] == keys[5]
-    packed = sorted(make_plan(run, open_index(run)).packs.sample_ids.tolist())
-    assert packed == list(range(12))
-
-
 def test_keys_do_not_depend_on_parts_or_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_llava(tmp_path / "data", llava_records())
+    records = [*llava_records(), llava_records()[5]]
+    write_llava(tmp_path / "data", records)
     measure(run := llava_run(tmp_path, samples_per_part=5))
     measure(other := llava_run(tmp_path, "one", samples_per_part=4096))
-    assert keys_of(other) == keys_of(run)
+    assert (keys := keys_of(run)) == keys_of(other)
+    assert keys[:4] == [record["id"] for record in records[:4]]
+    assert [key.partition("@")[0] for key in keys] == [record["id"] for record in records]
+    assert len({*keys}) == len(keys) - 1
+    assert keys[12] == keys[5]
 
     replaced: list[Path] = []
     rename_part = identity._rename_part
@@ -149,9 +139,7 @@ def record(key: str, image: str = "0.jpg", text: str = "What?", **more: Any) -> 
 
 def run_of(folder: Path, records: list[dict[str, Any]]) -> Run:
     write_file(folder / "0.jpg", image_bytes(56, 56))
-    write_file(folder / "a.jsonl", lines(records))
-    source = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr"}
-    return make_run(source, folder / "out")
+    return make_run(of_lines(folder / "a.jsonl", records), folder / "out")
 
 
 def test_what_is_said_of_data_in_common(tmp_path: Path) -> None:
@@ -233,16 +221,14 @@ def line(identity: object, text: str, **image: str) -> dict[str, Any]:
 def test_ids_that_records_share(tmp_path: Path) -> None:
     """The content tells which of them is known; media of known records are not opened."""
     path = tmp_path / "data/a.jsonl"
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/7.jpg").write_bytes(image_bytes())
+    write_file(tmp_path / "data/7.jpg", image_bytes())
     old = [
         line(7, "one", image="7.jpg"),
         line(7, "two"),
         line(8, "gone", image="8.jpg"),
         line(9, "nine"),
     ]
-    write_file(path, lines(old))
-    source = {"format": "jsonl", "path": str(path), "task": "captioning"}
+    source = of_lines(path, old, "captioning")
     manifest = pack_all(make_run(source, tmp_path / "old"))
     assert manifest.counts.set_aside == {"missing_image": 1}
     (tmp_path / "data/7.jpg").unlink()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from offline_packing.config.sections import PackConfig
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.report.preview import preview
@@ -40,10 +39,10 @@ from tests.helpers.long_conversations import (
     check_packed,
     conversations,
     numbers,
+    run_of,
     spoken,
     whole_samples,
 )
-from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.videos import make_video
@@ -53,8 +52,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     records = conversations(11, seed=3, most=40)
     records[7]["messages"][-1]["content"] = " ".join(WORDS * 40)
     records.append({"id": "alone", "messages": dialogue("All?", " ".join(WORDS * 40))})
-    sections = {"pack": {"seq_length": 256}, "output": {"packs_per_shard": 4}}
-    packed = run_over(tmp_path, records, **sections)
+    packed = run_of(tmp_path, records, output={"packs_per_shard": 4})
     pack_all(packed)
     check_packed(packed, records)
     info = open_index(packed).info
@@ -83,7 +81,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     shown, kept = render_result(verify(packed), deep=False), len(records) - len(whole)
     assert f"{len(records)} = {kept} in packs + {len(whole)} set aside" in shown
     told = ", and cut conversations and documents that fit no pack\n"
-    assert preview_measure(run_over(tmp_path, records, "new", **sections)).endswith(told)
+    assert preview_measure(run_of(tmp_path, records, "new")).endswith(told)
 
 
 def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
@@ -96,7 +94,7 @@ def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
         spoken(20, key="d"),
     ]
     records[0]["messages"][3]["content"] = "Überlänge, 長い " * 300
-    run = run_over(tmp_path, records, pack={"seq_length": 256})
+    run = run_of(tmp_path, records)
     manifest = pack_all(run)
     assert [row["key"] for row in index_rows(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
     lost = {row["key"]: row["detail"] for row in set_aside_in_plan(run)}
@@ -105,40 +103,34 @@ def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
     check_packed(run, records)
 
 
+def answered(text: str, thought: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "reasoning_content": thought * 30}
+
+
+LOOK = {"function": {"name": "look", "arguments": {"at": "it"}}}
 CALLED = {
     "id": "tools",
     "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
     "messages": [
-        *dialogue("Hm?", "red " * 60),
-        {"role": "user", "content": "What is there?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}],
-        },
+        *dialogue("Hm?", "red " * 60, "What is there?"),
+        {"role": "assistant", "content": "", "tool_calls": [LOOK]},
         {"role": "tool", "content": "a circle"},
-        {"role": "assistant", "content": "A circle " * 40, "reasoning_content": "Hm. " * 30},
-        {"role": "user", "content": "And now?"},
-        {"role": "assistant", "content": "blue " * 90, "reasoning_content": "So. " * 30},
-        {"role": "user", "content": "Well?"},
-        {"role": "assistant", "content": "So it is.", "reasoning_content": "Yes. " * 30},
+        answered("A circle " * 40, "Hm. "),
+        *dialogue("And now?"),
+        answered("blue " * 90, "So. "),
+        *dialogue("Well?"),
+        answered("So it is.", "Yes. "),
     ],
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    save_tokenizer("qwen3_5", folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("context_turns", [0, 1])
-def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path) -> None:
+def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
     """A result stays with its call. Of a part the last thoughts are shown, as its template does."""
+    save_tokenizer("qwen3_5", checkpoint := tmp_path / "checkpoint")
     pack = {"seq_length": 1200, "split_turns": {"context_turns": context_turns}}
-    model = {"family": "qwen3_5", "processor": checkpoint, "min_pixels": 3136}
-    run = run_over(tmp_path, [CALLED], pack=pack, model=model)
+    model = {"family": "qwen3_5", "processor": str(checkpoint), "min_pixels": 3136}
+    run = run_of(tmp_path, [CALLED], pack=pack, model=model)
     pack_all(run)
     assert verify(run, deep=True).problems == []
     samples = {sample.key: sample for _, sample, _ in samples_of(run)}
@@ -146,7 +138,7 @@ def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path)
     assert [turn for one in taken for turn in range(*one)] == list(range(5))
     assert len(taken) > 1
     assert not any(first == 2 for first, _ in taken)
-    (whole,) = [to_sample(CALLED, "tools", "bmr")]
+    whole = to_sample(CALLED, "tools", "bmr")
     for key, sample in samples.items():
         first, end = numbers(key)
         own = [turn for turn in sample.turns if turn.weight]
@@ -158,27 +150,33 @@ def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path)
         assert len(shown) in (0, 2 * context_turns)
 
 
+CUT = {"on_overlong": "split_turns"}
+
+
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("pack", "others", "message"),
     [
-        ({"pack": {"split_turns": {"context_turns": 2}}}, "split_turns changes nothing under"),
-        ({"model": {"loss_on": "last"}, "pack": {"on_overlong": "split_turns"}}, "loss_on=last"),
+        ({"split_turns": {"context_turns": 2}}, {}, "split_turns changes nothing under"),
+        (CUT, {"model": {"loss_on": "last"}}, "loss_on=last"),
         (
-            {
-                "output": {"layout": "loongforge"},
-                "pack": {"on_overlong": "split_turns", "split_turns": {"context_turns": 2}},
-            },
+            {**CUT, "split_turns": {"context_turns": 2}},
+            {"output": {"layout": "loongforge"}},
             "context_turns=2 shows turns without loss, and output.layout='loongforge' would train",
+        ),
+        (
+            {**CUT, "split_turns": {"context_turns": 1}},
+            {"task": "captioning"},
+            "all text of a document is trained",
         ),
     ],
 )
-def test_what_is_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = {"format": "jsonl", "path": "a.jsonl", "task": "bmr"}
+def test_what_is_refused(
+    pack: dict[str, Any], others: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = {"format": "jsonl", "path": "a.jsonl", "task": others.get("task", "bmr")}
+    sections = {name: one for name, one in others.items() if name != "task"}
     with pytest.raises(ConfigError, match=message):
-        make_config(source, tmp_path, **sections)
-    shown = {"on_overlong": "split_turns", "split_turns": {"context_turns": 1}}
-    with pytest.raises(ConfigError, match="all text of a document is trained"):
-        make_config({**source, "task": "captioning"}, tmp_path, pack=shown)
+        make_config(source, tmp_path, pack=pack, **sections)
 
 
 def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
@@ -188,24 +186,12 @@ def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
     return {"id": key, "messages": dialogue(*texts), "images": list(pictures), **more}
 
 
-def run_of(
-    folder: Path, records: list[Record], name: str = "out", *, source: Any = None, **more: Any
-) -> Run:
-    most = PackConfig.model_fields["max_set_aside"].default
-    pack = {"seq_length": 256, "max_set_aside": most, **more.pop("pack", {})}
-    return run_over(folder, records, name, source=source, pack=pack, **more)
-
-
 def packed_well(run: Run) -> list[tuple[str, list[str]]]:
     """Pack, and check that all is right; (split, keys) of each pack."""
     pack_all(run)
     assert verify(run, deep=True).problems == []
     assert not set_aside_in_plan(run)
     return packs_of(run) if run.config.output.layout == "energon" else []
-
-
-def names(keys: list[str]) -> list[str]:
-    return [key.partition("[")[0].partition("#")[0] for key in keys]
 
 
 def test_conversations_whose_parts_no_template_takes(
@@ -221,7 +207,7 @@ def test_conversations_whose_parts_no_template_takes(
 
     monkeypatch.setattr(ConversationPart, "take", refuse)
     records = [record("no", 9), record("yes", 9), record("short", 1)]
-    run = run_of(tmp_path, records, pack={"max_set_aside": 1})
+    run = run_of(tmp_path, records)
     manifest = pack_all(run)
     (line,) = list_set_aside(run)
     why = "it fits no pack, and the chat template writes no part of it"
@@ -232,7 +218,7 @@ def test_conversations_whose_parts_no_template_takes(
 
 
 def test_new_conversations(tmp_path: Path) -> None:
-    """source.skip knows a record by any of its parts."""
+    """source.skip knows a record by any of its parts; these belong to packs of one length."""
     records = [record(f"c{i}", 9) for i in range(4)]
     old = run_of(tmp_path, records[:3], "old")
     packed_well(old)
@@ -240,7 +226,9 @@ def test_new_conversations(tmp_path: Path) -> None:
     new = run_of(tmp_path, records, "new", source={"skip": [str(old.workspace.root)]})
     info = measure(new).info
     assert info.num_skipped == 3
-    assert {name for row in index_rows(new) for name in names([row["key"]])} == {"c3"}
+    assert {row["part"]["key"] for row in index_rows(new)} == {"c3"}
+    with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
+        measure(run_of(tmp_path, records, "old", pack={"seq_length": 300}))
 
 
 def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
@@ -264,20 +252,10 @@ def test_room_for_what_a_layout_adds(tmp_path: Path) -> None:
     assert open_index(run).array("num_tokens").max() <= 255
 
 
-def test_an_index_of_another_length_is_refused(tmp_path: Path) -> None:
-    """Its parts are those of another pack."""
-    records = [record("c", 12)]
-    run = run_of(tmp_path, records)
-    measure(run)
-    longer = run_of(tmp_path, records, pack={"seq_length": 300})
-    with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
-        measure(longer)
-
-
 def test_records_that_share_an_id(tmp_path: Path) -> None:
     """Their parts have keys of their own; those of a copy are duplicates."""
     records = [record("c", 9), record("d", 9), {**record("x", 9), "id": "c"}]
-    run = run_of(tmp_path, [*records, records[0]], pack={"max_set_aside": 1})
+    run = run_of(tmp_path, [*records, records[0]])
     counts = pack_all(run).counts
     assert verify(run, deep=True).problems == []
     assert counts.records == {"read": 4, "packed": 3, "set_aside": 1}
@@ -412,7 +390,7 @@ def test_parts_are_those_of_a_slow_reference(
     seq_length: int, options: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
     records = conversations(count, seq_length)
-    run = run_over(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
+    run = run_of(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
     assert check_against_reference(run, records) > count
     plan_index(run)
     write_planned(run)
