@@ -8,6 +8,7 @@ its own algorithm beside its module.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.helpers.datasets import (
 from tests.helpers.formats import lines, write_file
 from tests.helpers.loongforge import tool_dialogues
 from tests.helpers.outputs import members_of
+from tests.helpers.shared_media import shared_media
 from tests.helpers.tiny_families import encoder_options
 from tests.world import SOURCES, MakeSource, Source, World
 
@@ -181,20 +183,23 @@ def nothing_copied(run: Run) -> None:
 
 def cut(run: Run) -> None:
     """Some samples are parts of records, no turn, or piece of text, is in two of them, and parts of
-    a record are in one split but in no pack together."""
+    a record are used equally often, in one split but in no pack together."""
+    keys = [(split, key) for split, pack in packs_of(run) for key in pack.keys]
     turns: dict[str, list[int]] = {}
-    splits: dict[str, set[str]] = {}
-    for split, pack in packs_of(run):
-        names = [key.partition("[")[0].partition("#")[0] for key in pack.keys]
-        assert len({*names}) == len(names)
-        for name in names:
-            splits.setdefault(name, set()).add(split)
-    for key in {key.partition("#")[0] for _, pack in packs_of(run) for key in pack.keys}:
-        name, _, span = key.rstrip("]").partition("[")
+    where: dict[str, set[tuple[str, int]]] = {}
+    uses = Counter(key.partition("#")[0] for _, key in keys)
+    for split, key in keys:
+        part = key.partition("#")[0]
+        where.setdefault(part.partition("[")[0], set()).add((split, uses[part]))
+    for part in uses:
+        name, _, span = part.rstrip("]").partition("[")
         turns.setdefault(name, []).extend(range(*map(int, span.split(":"))) if span else ())
     assert sum(map(bool, turns.values())) > 1
     assert all(len({*own}) == len(own) for own in turns.values())
-    assert all(len(own) == 1 for own in splits.values())
+    assert all(len(own) == 1 for own in where.values())
+    for _, pack in packs_of(run):
+        names = [key.partition("#")[0].partition("[")[0] for key in pack.keys]
+        assert len({*names}) == len(names)
 
 
 def weighed(run: Run) -> None:
@@ -288,6 +293,11 @@ def of_packs(folder: Path) -> Source:
     source = {**formats.jsonl(folder / "first", formats.draw_samples(11)), "task": "bmr"}
     run = packed_run(source, folder / "packed")
     return {"format": "packs", "path": str(run.workspace.root), "task": "bmr"}
+
+
+def shared_captions(folder: Path) -> Source:
+    """Captions, whose first token is trained, of the same few pictures and videos."""
+    return shared_media(folder / "data", (24, 4, 0), (5, 1), captions=True)
 
 
 def texts(folder: Path) -> Source:
@@ -446,6 +456,7 @@ SCENARIOS: dict[str, Scenario] = {
     "strategy": Scenario("bmr", pack(strategy="first_fit_decreasing"), Expected(30)),
     "mixture": Scenario(two, pack(mixture=LINES), Expected(23)),
     "trees": Scenario("shared media", TREES, Expected(31, check=with_trees)),
+    "trees of captions": Scenario(shared_captions, TREES, Expected(28, check=with_trees)),
     # the output
     "splits": Scenario(grouped, output(**SPLITS), Expected(24, check=apart)),
     "folders": Scenario("captioning", output(packs_per_shard=1, shards_per_folder=2),

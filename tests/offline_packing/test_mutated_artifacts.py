@@ -1,5 +1,5 @@
-"""Mutated JSON of an output and of an export, and names in it that lead elsewhere: each verb refuses
-it in one line, or makes it again; no file outside is written, moved or removed; and
+"""Mutated JSON of an output and of an export, and names in it that lead elsewhere: each verb
+refuses it in one line, or makes it again; no file outside is written, moved or removed; and
 `verify --discard`, then `run` give the same bytes."""
 
 import contextlib
@@ -295,6 +295,7 @@ PLACES: dict[str, dict[str, Callable[[Content, str], object]]] = {
     },
     "_packing/write/train-000000.json": {
         "shard": lambda content, name: content.update(name=name),
+        "split": lambda content, name: content.update(split=f"{name}/"),
     },
 }
 

@@ -206,24 +206,6 @@ def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(
     assert counts[1].tokens < 0.7 * counts[0].tokens
 
 
-def test_new_samples_of_the_same_media_are_packed_by_themselves(
-    shared: Run, tmp_path: Path
-) -> None:
-    (source,) = shared.config.source
-    data = tmp_path / "data"
-    shutil.copytree(Path(source.path).parent, data)
-    path = data / "questions.jsonl"
-    lines = path.read_text().splitlines()
-    own = {"format": "jsonl", "path": str(path), "task": "vqa"}
-    first = packed_run(own, tmp_path / "old", **options())
-    more = [json.dumps({**json.loads(line), "id": f"new{i}"}) for i, line in enumerate(lines[:20])]
-    more = [line.replace("Where is", "And where is") for line in more]
-    path.write_text("\n".join([*lines, *more]) + "\n")
-    new = packed_run({**own, "skip": [str(first.workspace.root)]}, tmp_path / "new", **options())
-    assert verify(new, deep=True).problems == []
-    assert {row["key"] for row in index_rows(new)} == {f"new{i}" for i in range(20)}
-
-
 @pytest.mark.parametrize("pad_multiple", [1, 16])
 def test_media_of_their_own_after_shared_ones(pad_multiple: int, tmp_path: Path) -> None:
     """Dialogues that begin with two pictures, or a picture and a video, and show more later."""
@@ -256,18 +238,6 @@ def test_media_of_their_own_after_shared_ones(pad_multiple: int, tmp_path: Path)
         assert max(len(row.row.tokens) for row in rows) <= 1024
         previews = list(preview(run, num_packs=100))
         assert shown == sum(len(s.images + s.videos) for one in previews for s in one.sub_samples)
-
-
-def test_captions(tmp_path: Path) -> None:
-    """Their first token is trained: the trunk's last token stands at the head of each branch."""
-    source = shared_media(tmp_path / "data", (40, 6, 0), (5, 2), captions=True)
-    runs = [packed_run(source, tmp_path / f"{on}", **options(share=on)) for on in (True, False)]
-    assert [verify(run, deep=True).problems for run in runs] == [[], []]
-    tokens = [require_manifest(run.workspace.root).counts.tokens for run in runs]
-    rows = list(rows_of(runs[0]))
-    assert sum(len(row.row.tokens) for row in rows) == tokens[0] < 0.7 * tokens[1]
-    trained = sum(int((row.row.loss_weights > 0).sum()) for row in rows)
-    assert trained == sum(row["num_loss_tokens"] for row in index_rows(runs[1]))
 
 
 def test_token_ids(shared: Run, world: World) -> None:
