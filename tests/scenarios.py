@@ -300,6 +300,24 @@ def shared_captions(folder: Path) -> Source:
     return shared_media(folder / "data", (24, 4, 0), (5, 1), captions=True)
 
 
+def more_media(folder: Path) -> Source:
+    """Dialogues that begin with two pictures, or a picture and a video, and show more later."""
+    source = shared_media(folder / "data", (12, 2, 0))
+    records = []
+    for i in range(24):
+        first = [["0.jpg", "1.jpg"], ["2.jpg", "0.mp4"], ["1.mp4"]][i % 3]
+        later = [[f"{3 + i % 9}.jpg"], [], ["0.mp4", "4.jpg"]][i // 3 % 3]
+        begin, end = (
+            "".join(f"<{'image' if name.endswith('jpg') else 'video'}>" for name in names)
+            for names in (first, later)
+        )
+        said = dialogue(f"{begin}\nWhat is {i}?", "This.", f"{end}And this?", f"It is {i}.")
+        media = formats.media_fields([*first, *later])
+        records.append({"id": f"{i}", "messages": said, **media})
+    write_file(folder / "data" / "questions.jsonl", lines(records))
+    return {**source, "task": "bmr"}
+
+
 def texts(folder: Path) -> Source:
     rng = np.random.default_rng(0)
     drawn = (" ".join(rng.choice(WORDS, rng.integers(3, 80))) for _ in range(25))
@@ -456,6 +474,10 @@ SCENARIOS: dict[str, Scenario] = {
     "strategy": Scenario("bmr", pack(strategy="first_fit_decreasing"), Expected(30)),
     "mixture": Scenario(two, pack(mixture=LINES), Expected(23)),
     "trees": Scenario("shared media", TREES, Expected(31, check=with_trees)),
+    "trees of more media": Scenario(
+        more_media, {**TREES, "pack": {**TREES["pack"], "pad_multiple": 16}},
+        Expected(24, check=with_trees),
+    ),
     "trees of captions": Scenario(shared_captions, TREES, Expected(28, check=with_trees)),
     # the output
     "splits": Scenario(grouped, output(**SPLITS), Expected(24, check=apart)),

@@ -430,7 +430,7 @@ def test_kills_at_random_moments(packed: Run, tmp_path: Path) -> None:
     """The short form of tools/kill_test.py, whose comparison sees a changed file, a missing one and
     a leftover."""
     (tmp_path / "kills").mkdir()
-    assert kill_test.run(tmp_path / "kills", 4, workers=0, seed=1, layout="energon").total() >= 4
+    assert kill_test.run(tmp_path / "kills", 2, workers=0, seed=1, layout="energon").total() >= 2
     root = packed.workspace.root
     expected = kill_test.content(root)
     assert kill_test.differences(expected, expected, complete=True) == []

@@ -1,7 +1,6 @@
 """Packs whose samples share prefixes, from plan to rows: each medium once, every reader that does
 not know such packs refuses them, and what others make of them."""
 
-import json
 import os
 import re
 import shutil
@@ -36,7 +35,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.references import metadataset_of
 from task_encoders.settings import PackingSettingsError
-from tests.helpers.datasets import dialogue, index_rows, packed_run
+from tests.helpers.datasets import index_rows, packed_run
 from tests.helpers.elements import Elements
 from tests.helpers.outputs import members_of, samples_of
 from tests.helpers.shared_media import MODEL, shared_media
@@ -204,40 +203,6 @@ def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(
     assert found[0] == found[1]
     counts = [require_manifest(run.workspace.root).counts for run in (again, once_more)]
     assert counts[1].tokens < 0.7 * counts[0].tokens
-
-
-@pytest.mark.parametrize("pad_multiple", [1, 16])
-def test_media_of_their_own_after_shared_ones(pad_multiple: int, tmp_path: Path) -> None:
-    """Dialogues that begin with two pictures, or a picture and a video, and show more later."""
-    shared_media(tmp_path / "data", (12, 2, 0))
-    records = []
-    for number in range(24):
-        leading = [["0.jpg", "1.jpg"], ["2.jpg", "0.mp4"], ["1.mp4"]][number % 3]
-        own = [[f"{3 + number % 9}.jpg"], [], ["0.mp4", "4.jpg"]][number // 3 % 3]
-        first, second = (
-            "".join(f"<{'image' if 'jpg' in name else 'video'}>" for name in names)
-            for names in (leading, own)
-        )
-        said = [f"{first}\nWhat is {number}?", "This.", f"{second}And this?", f"It is {number}."]
-        media = {
-            kind: [name for name in leading + own if end in name]
-            for kind, end in (("images", "jpg"), ("videos", "mp4"))
-        }
-        records.append(json.dumps({"id": str(number), "messages": dialogue(*said), **media}))
-    (tmp_path / "data" / "questions.jsonl").write_text("\n".join(records))
-    source = {"format": "jsonl", "path": str(tmp_path / "data/questions.jsonl"), "task": "bmr"}
-    pack = {"pad_multiple": pad_multiple, "seq_length": 1024}
-    for layout in ("energon", "references"):
-        run = packed_run(source, tmp_path / layout, **options(layout, pack=pack))
-        assert verify(run, deep=True).problems == []
-        rows = list(rows_of(run, pad_multiple=pad_multiple))
-        shown = sum(row.row.media_counts.sum().item() for row in rows)
-        assert shown < sum(len(row["media"]) for row in index_rows(run)) - 20
-        assert sum(len(row.row.tokens) for row in rows) == open_plan(run).packs.info.num_tokens
-        assert sum(len(row.sub_sample_keys) for row in rows) == 24
-        assert max(len(row.row.tokens) for row in rows) <= 1024
-        previews = list(preview(run, num_packs=100))
-        assert shown == sum(len(s.images + s.videos) for one in previews for s in one.sub_samples)
 
 
 def test_token_ids(shared: Run, world: World) -> None:

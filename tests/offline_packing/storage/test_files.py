@@ -4,7 +4,6 @@ read at any place: made once, kept while needed, then removed."""
 import errno
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import pytest
 
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
-from offline_packing.runs.run import Run
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.sources.reading import rows as row_reader
 from offline_packing.sources.reading.rows import RowFile
 from offline_packing.storage.files import (
@@ -30,11 +29,19 @@ from offline_packing.storage.files import (
 )
 from offline_packing.storage.streams import unpacked_copy
 from offline_packing.verify.verify import verify
-from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import path_of
 from tests.helpers import formats
-from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
+from tests.helpers.datasets import (
+    image_bytes,
+    make_run,
+    pack_all,
+    packed_run,
+    plan_index,
+    write_planned,
+)
+from tests.helpers.faults import KilledError, killing
 from tests.helpers.outputs import repair
+from tests.world import Source, World
 
 
 def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
@@ -120,66 +127,56 @@ def table_of(num_rows: int, first: int = 0) -> pa.Table:
     return pa.table({"id": ids, "image": images, "caption": [f"Picture {i}." for i in ids]})
 
 
-@pytest.fixture(scope="module")
-def parquet_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same rows in one row group and in many."""
-    folder = tmp_path_factory.mktemp("rows")
-    for name, size in (("huge", NUM_ROWS), ("small", 7)):
-        (folder / name).mkdir()
-        path = folder / name / "a.parquet"
-        pq.write_table(table_of(NUM_ROWS), path, row_group_size=size, data_page_size=4096)
-    return folder
+def rows_in_groups(root: Path, size: int) -> Source:
+    path = root / "a.parquet"
+    pq.write_table(table_of(NUM_ROWS), path, row_group_size=size, data_page_size=4096)
+    return {"format": "parquet", "path": str(root), "task": "captioning"}
 
 
-def parquet_run(folder: Path, out: Path) -> Run:
-    source = {"format": "parquet", "path": str(folder), "task": "captioning"}
-    return make_run(source, out, output={"packs_per_shard": 1, "key_prefix": ""})
+def huge_group(root: Path) -> Source:
+    root.mkdir()
+    return rows_in_groups(root, NUM_ROWS)
 
 
-def shard_hashes(manifest: Manifest) -> list[str]:
-    return [shard.xxh3_128 for shard in manifest.shards]
+def small_groups(root: Path) -> Source:
+    """The same rows."""
+    root.mkdir()
+    return rows_in_groups(root, 7)
+
+
+OUTPUT = {"packs_per_shard": 1, "key_prefix": ""}
 
 
 @pytest.mark.parametrize("small_group", [0, 1 << 30], ids=["copies", "decoded"])
 def test_huge_row_groups_give_the_packs_of_small_ones(
-    tmp_path: Path,
-    parquet_folder: Path,
-    small_group: int,
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, tmp_path: Path, small_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard that decodes a group for itself and one that reads a copy write the same bytes."""
-    small = pack_all(parquet_run(parquet_folder / "small", tmp_path / "small"))
+    """A shard that decodes a group for itself and one that reads a copy write the same bytes; a
+    copy is made once for all shards."""
+    small = require_manifest(world.packed(small_groups, output=OUTPUT))
+    decoded: list[range] = []
+    batches = RowFile.batches
+
+    def counted(self: RowFile, groups: range, columns: Any) -> Any:
+        decoded.append(groups)
+        return batches(self, groups, columns)
+
+    run = make_run(world.source(huge_group), tmp_path / "huge", output=OUTPUT)
+    measure(run)
+    plan_index(run)
     monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    run = parquet_run(parquet_folder / "huge", tmp_path / "huge")
-    huge = pack_all(run)
+    monkeypatch.setattr(RowFile, "batches", counted)
+    huge = write_planned(run)
     assert len(huge.shards) > 5
-    assert shard_hashes(huge) == shard_hashes(small)
+    assert len(decoded) == (len(huge.shards) if small_group else 1)
+    hashes = [[shard.xxh3_128 for shard in one.shards] for one in (huge, small)]
+    assert hashes[0] == hashes[1]
     assert not run.workspace.unpacked.exists()
     result = verify(run, deep=True)
     assert result.ok
     assert result.num_images == NUM_ROWS
     assert not run.workspace.unpacked.exists()
-
-
-def test_each_group_is_decoded_once_for_all_shards(
-    tmp_path: Path, parquet_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = parquet_run(parquet_folder / "huge", tmp_path / "out")
-    measure(run)
-    plan_index(run)
-    decoded = [0]
-    batches = RowFile.batches
-
-    def counted(self: RowFile, groups: range, columns: Any) -> Any:
-        decoded[0] += 1
-        return batches(self, groups, columns)
-
-    monkeypatch.setattr(RowFile, "batches", counted)
-    monkeypatch.setattr(row_reader, "SMALL_GROUP", 0)
-    monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    assert len(write_planned(run).shards) > 5
-    assert decoded == [1]
 
 
 def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> dict[str, Any]:
@@ -189,8 +186,8 @@ def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> 
 @pytest.mark.parametrize("name", ["jsonl_gz", "webdataset_gz"])
 def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: str) -> None:
     source = compressed_source(tmp_path / "data", name)
-    run = make_run(source, tmp_path / "out")
-    manifest = pack_all(run)
+    run = packed_run(source, tmp_path / "out")
+    manifest = require_manifest(run.workspace.root)
     assert not run.workspace.unpacked.exists()
     # A kill between the manifest and the removal: the next run removes them.
     run.workspace.unpacked.mkdir()
@@ -214,25 +211,21 @@ def test_unpacked_files_stay_for_the_shards_that_are_left(
     run = make_run(compressed_source(tmp_path / "data"), tmp_path / "out")
     measure(run)
     plan_index(run)
-    monkeypatch.setattr("offline_packing.write.write.write_manifest", _fail)
-    with pytest.raises(StageError, match="stopped"):
-        write_planned(run)
-    (copy,) = run.workspace.unpacked.glob("*.unpacked")
-    monkeypatch.undo()
-    assert copy.exists()
+    with monkeypatch.context() as patch:
+        killed = killing(pack_all, 0)
+        patch.setattr("offline_packing.write.write.write_manifest", killed)
+        with pytest.raises(KilledError):
+            write_planned(run)
+    assert len([*run.workspace.unpacked.glob("*.unpacked")]) == 1
     write_planned(run)
     assert not run.workspace.unpacked.exists()
 
 
-def _fail(*_: object) -> Manifest:
-    raise StageError("stopped")
-
-
-def _slow_copy(folder: Path, content: bytes, started: str, pause: float) -> None:
+def slow_copy(folder: Path, content: bytes, started: Path, pause: float) -> None:
     def make(target: Any) -> None:
         target.write(content[: len(content) // 2])
         target.flush()
-        with open(started, "ab") as log:
+        with started.open("ab") as log:
             log.write(b"x")
         time.sleep(pause)
         target.write(content[len(content) // 2 :])
@@ -244,19 +237,17 @@ def test_copies_are_made_by_one_and_survive_a_kill(tmp_path: Path) -> None:
     """The first process is killed half-way; of the next four only one makes the copy."""
     folder, started, content = tmp_path / "unpacked", tmp_path / "started", os.urandom(1 << 16)
     context = multiprocessing.get_context("fork")
-    first = context.Process(target=_slow_copy, args=(folder, content, str(started), 600.0))
+    first, *others = (
+        context.Process(target=slow_copy, args=(folder, content, started, pause))
+        for pause in (600.0, *[0.5] * 4)
+    )
     first.start()
     while not (started.exists() and started.read_bytes()):
         assert first.is_alive()
         time.sleep(0.01)
-    assert first.pid is not None
-    os.kill(first.pid, signal.SIGKILL)
+    first.kill()
     first.join()
     assert not list(folder.glob("*.unpacked"))
-    others = [
-        context.Process(target=_slow_copy, args=(folder, content, str(started), 0.5))
-        for _ in range(4)
-    ]
     for process in others:
         process.start()
     for process in others:
@@ -274,5 +265,5 @@ def test_no_room_to_unpack(tmp_path: Path) -> None:
 
     with pytest.raises(DiskFullError, match=r"no room to unpack a\.gz to .* bytes are free"):
         unpacked_copy("name", "a.gz", tmp_path / "unpacked", full)
-    assert not list((tmp_path / "unpacked").glob("*.unpacked"))
-    assert not list((tmp_path / "unpacked").glob("*.tmp"))
+    left = {path.suffix for path in (tmp_path / "unpacked").iterdir()}
+    assert not left & {".unpacked", ".tmp"}
