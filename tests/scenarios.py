@@ -352,10 +352,10 @@ def conversations_twice(folder: Path) -> Source:
 
 
 def long_rows(folder: Path) -> Source:
-    """Dialogues of six turns in a table, with a picture in the first."""
+    """Dialogues of three to six turns in a table, with a picture in the first."""
     samples = [
-        (key, messages + dialogue(*["And?", "red " * 60] * 5), images)
-        for key, messages, images in formats.draw_samples(12)
+        (key, messages + dialogue(*["And?", "red " * 50] * (2 + i % 4)), images)
+        for i, (key, messages, images) in enumerate(formats.draw_samples(12))
     ]
     return {**formats.parquet(folder, samples), "task": "bmr"}
 
@@ -445,7 +445,7 @@ SCENARIOS: dict[str, Scenario] = {
         Expected(47, check=cut),
     ),
     "cut in splits": Scenario(
-        long_rows, {"pack": {**CUT["pack"], **RANKS}, **output(**SPLIT)}, Expected(24, check=cut)
+        long_rows, {"pack": {**CUT["pack"], **RANKS}, **output(**SPLIT)}, Expected(18, check=cut)
     ),
     "cut documents": Scenario(documents, CUT, Expected(16, check=cut)),
     "skip": Scenario(skipping, FEW, Expected(9)),
