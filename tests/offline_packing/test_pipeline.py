@@ -81,7 +81,7 @@ def own(tmp_path: Path) -> Run:
 
 
 def changed(run: Run, **sections: dict[str, Any]) -> Run:
-    """The same source and output under another configuration."""
+    """Return a run over the same source and output under another configuration."""
     return make_run(run.config.source[0].model_dump(), run.workspace.root, **sections)
 
 
