@@ -306,6 +306,19 @@ def test_half_written_files_go_with_the_repair(packed: Run) -> None:
     assert content(packed.workspace.root) == expected
 
 
+def test_folders_in_place_of_files_are_moved(packed: Run) -> None:
+    """Each alone, and then of all files but the parts of the index at once."""
+    root, expected = packed.workspace.root, content(packed.workspace.root)
+    paths = [root / name for name in expected if Path(name).name not in UNRECORDED]
+    others = [path for path in paths if not path.name.startswith("part-")]
+    for some in (*([path] for path in paths[::4]), others):
+        for path in some:
+            make_folder(path)
+        discard(packed)
+        pack_all(packed)
+        assert content(root) == expected, some
+
+
 @pytest.mark.parametrize(
     ("layout", "joined"), [("references", "train.jsonl"), ("indexed", "packed_seq_dataset.bin")]
 )
