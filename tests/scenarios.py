@@ -8,6 +8,7 @@ its own algorithm beside its module.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.helpers.datasets import (
 from tests.helpers.formats import lines, write_file
 from tests.helpers.loongforge import tool_dialogues
 from tests.helpers.outputs import members_of
+from tests.helpers.shared_media import shared_media
 from tests.helpers.tiny_families import encoder_options
 from tests.world import SOURCES, MakeSource, Source, World
 
@@ -181,20 +183,23 @@ def nothing_copied(run: Run) -> None:
 
 def cut(run: Run) -> None:
     """Some samples are parts of records, no turn, or piece of text, is in two of them, and parts of
-    a record are in one split but in no pack together."""
+    a record are used equally often, in one split but in no pack together."""
+    keys = [(split, key) for split, pack in packs_of(run) for key in pack.keys]
     turns: dict[str, list[int]] = {}
-    splits: dict[str, set[str]] = {}
-    for split, pack in packs_of(run):
-        names = [key.partition("[")[0].partition("#")[0] for key in pack.keys]
-        assert len({*names}) == len(names)
-        for name in names:
-            splits.setdefault(name, set()).add(split)
-    for key in {key.partition("#")[0] for _, pack in packs_of(run) for key in pack.keys}:
-        name, _, span = key.rstrip("]").partition("[")
+    where: dict[str, set[tuple[str, int]]] = {}
+    uses = Counter(key.partition("#")[0] for _, key in keys)
+    for split, key in keys:
+        part = key.partition("#")[0]
+        where.setdefault(part.partition("[")[0], set()).add((split, uses[part]))
+    for part in uses:
+        name, _, span = part.rstrip("]").partition("[")
         turns.setdefault(name, []).extend(range(*map(int, span.split(":"))) if span else ())
     assert sum(map(bool, turns.values())) > 1
     assert all(len({*own}) == len(own) for own in turns.values())
-    assert all(len(own) == 1 for own in splits.values())
+    assert all(len(own) == 1 for own in where.values())
+    for _, pack in packs_of(run):
+        names = [key.partition("#")[0].partition("[")[0] for key in pack.keys]
+        assert len({*names}) == len(names)
 
 
 def weighed(run: Run) -> None:
@@ -290,6 +295,29 @@ def of_packs(folder: Path) -> Source:
     return {"format": "packs", "path": str(run.workspace.root), "task": "bmr"}
 
 
+def shared_captions(folder: Path) -> Source:
+    """Captions, whose first token is trained, of the same few pictures and videos."""
+    return shared_media(folder / "data", (24, 4, 0), (5, 1), captions=True)
+
+
+def more_media(folder: Path) -> Source:
+    """Dialogues that begin with two pictures, or a picture and a video, and show more later."""
+    source = shared_media(folder / "data", (12, 2, 0))
+    records = []
+    for i in range(24):
+        first = [["0.jpg", "1.jpg"], ["2.jpg", "0.mp4"], ["1.mp4"]][i % 3]
+        later = [[f"{3 + i % 9}.jpg"], [], ["0.mp4", "4.jpg"]][i // 3 % 3]
+        begin, end = (
+            "".join(f"<{'image' if name.endswith('jpg') else 'video'}>" for name in names)
+            for names in (first, later)
+        )
+        said = dialogue(f"{begin}\nWhat is {i}?", "This.", f"{end}And this?", f"It is {i}.")
+        media = formats.media_fields([*first, *later])
+        records.append({"id": f"{i}", "messages": said, **media})
+    write_file(folder / "data" / "questions.jsonl", lines(records))
+    return {**source, "task": "bmr"}
+
+
 def texts(folder: Path) -> Source:
     rng = np.random.default_rng(0)
     drawn = (" ".join(rng.choice(WORDS, rng.integers(3, 80))) for _ in range(25))
@@ -324,10 +352,10 @@ def conversations_twice(folder: Path) -> Source:
 
 
 def long_rows(folder: Path) -> Source:
-    """Dialogues of six turns in a table, with a picture in the first."""
+    """Dialogues of three to six turns in a table, with a picture in the first."""
     samples = [
-        (key, messages + dialogue(*["And?", "red " * 60] * 5), images)
-        for key, messages, images in formats.draw_samples(12)
+        (key, messages + dialogue(*["And?", "red " * 50] * (2 + i % 4)), images)
+        for i, (key, messages, images) in enumerate(formats.draw_samples(12))
     ]
     return {**formats.parquet(folder, samples), "task": "bmr"}
 
@@ -417,7 +445,7 @@ SCENARIOS: dict[str, Scenario] = {
         Expected(47, check=cut),
     ),
     "cut in splits": Scenario(
-        long_rows, {"pack": {**CUT["pack"], **RANKS}, **output(**SPLIT)}, Expected(24, check=cut)
+        long_rows, {"pack": {**CUT["pack"], **RANKS}, **output(**SPLIT)}, Expected(18, check=cut)
     ),
     "cut documents": Scenario(documents, CUT, Expected(16, check=cut)),
     "skip": Scenario(skipping, FEW, Expected(9)),
@@ -446,6 +474,11 @@ SCENARIOS: dict[str, Scenario] = {
     "strategy": Scenario("bmr", pack(strategy="first_fit_decreasing"), Expected(30)),
     "mixture": Scenario(two, pack(mixture=LINES), Expected(23)),
     "trees": Scenario("shared media", TREES, Expected(31, check=with_trees)),
+    "trees of more media": Scenario(
+        more_media, {**TREES, "pack": {**TREES["pack"], "pad_multiple": 16}},
+        Expected(24, check=with_trees),
+    ),
+    "trees of captions": Scenario(shared_captions, TREES, Expected(28, check=with_trees)),
     # the output
     "splits": Scenario(grouped, output(**SPLITS), Expected(24, check=apart)),
     "folders": Scenario("captioning", output(packs_per_shard=1, shards_per_folder=2),

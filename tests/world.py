@@ -27,7 +27,13 @@ from offline_packing.storage.files import (
 )
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers import formats
-from tests.helpers.datasets import PAIRS, image_bytes, make_run, pack_all
+from tests.helpers.datasets import (
+    PAIRS,
+    captioning_pairs,
+    image_bytes,
+    make_run,
+    pack_all,
+)
 from tests.helpers.long_conversations import SIZES, mixed_records
 from tests.helpers.outputs import files_of
 from tests.helpers.shared_media import shared_media
@@ -64,6 +70,7 @@ SOURCES: Mapping[str, MakeSource] = {
     **{task: _pairs(task, write) for task, write in PAIRS.items()},
     **{name: _format(name) for name in formats.WRITERS if name != "pairs"},
     "prepared tars": _format("webdataset_prepared"),
+    "few captions": _pairs("captioning", lambda folder: captioning_pairs(folder, 16)),
     "short": _pairs("bmr", lambda folder: short_dialogues(folder, 24)),
     "videos": _pairs("bmr", video_pairs),
     "conversations": _conversations,

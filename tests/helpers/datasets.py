@@ -2,6 +2,8 @@
 
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,18 @@ def image_bytes(
     buffer = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(buffer, image_format)
     return buffer.getvalue()
+
+
+def png(width: int, height: int, rows: bytes, colours: int = 0) -> bytes:
+    """Write rows as a PNG, which depends on no version of an encoder and may claim any size."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, colours, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 0)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def dialogue(*texts: str) -> list[dict[str, str]]:

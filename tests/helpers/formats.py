@@ -121,6 +121,12 @@ def lines(records: Iterable[Any]) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
+def of_lines(path: Path, records: Iterable[Any], task: str = "bmr", **more: Any) -> dict[str, Any]:
+    """Write records as lines, and return their source."""
+    write_file(path, lines(records))
+    return {"format": "jsonl", "path": str(path), "task": task, **more}
+
+
 def jsonl(root: Path, samples: list[Sample]) -> dict[str, Any]:
     write_file(root / "chat.jsonl", lines(with_files(root, samples)))
     return {"format": "jsonl", "path": str(root / "chat.jsonl")}

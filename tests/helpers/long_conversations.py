@@ -75,11 +75,12 @@ def mixed_records() -> list[Record]:
 def run_of(
     folder: Path, records: list[Record], name: str = "out", /, *, source: Any = None, **more: Any
 ) -> Run:
-    """A run over records, in which long ones are cut unless `pack` says otherwise."""
+    """Return a run over records, in which long ones are cut unless `pack` says otherwise."""
     for i, (height, width) in enumerate(SIZES):
         write_file(folder / f"{i}.jpg", image_bytes(width, height))
     write_file(folder / "a.jsonl", lines(records))
-    pack = {"on_overlong": "split_turns", "max_set_aside": 1, **more.pop("pack", {})}
+    pack = {"on_overlong": "split_turns", "max_set_aside": 1, "seq_length": 256}
+    pack |= more.pop("pack", {})
     options = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr", **(source or {})}
     return make_run(options, folder / name, pack=pack, **more)
 

@@ -2,10 +2,9 @@
 
 import json
 import os
-import struct
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.helpers.datasets import (
     image_bytes,
     make_run,
     outcomes,
+    png,
     write_json,
 )
 
@@ -24,7 +24,7 @@ JPEG = image_bytes()
 ASK = dialogue("<image>\nWhat is this?", "A square.")
 
 #: File name -> content: bytes as they are, a function that makes the file, anything else as JSON.
-Files = dict[str, Any]
+Files = Mapping[str, Any]
 
 
 def record(messages: Any = ASK, **fields: Any) -> dict[str, Any]:
@@ -48,170 +48,149 @@ def nested(depth: int) -> bytes:
     return b"[" * depth + b"]" * depth
 
 
-def huge_png(width: int, height: int) -> bytes:
-    """A complete PNG of a few bytes that claims to be enormous."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checksum = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + checksum
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
 def link_to(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 
 
-BAD: dict[str, tuple[str, Files]] = {
-    "json_broken": ("bad_json", {".json": b'{"messages": ['}),
-    "json_empty": ("bad_json", {".json": b""}),
-    "json_not_utf8": ("bad_json", {".json": '{"caption": "é"}'.encode("latin-1")}),
-    "json_nan": ("bad_json", {".json": b'{"caption": NaN}'}),
-    "json_lone_surrogate": ("bad_json", {".json": rb'{"caption": "\ud800"}'}),
-    "json_too_deep": ("bad_json", {".json": nested(100_000)}),
-    "json_dangling_link": ("bad_json", {".json": link_to("nowhere.json")}),
-    "json_link_outside": ("path_outside_root", {".json": link_to("../outside.json")}),
-    "json_list": ("bad_record", {".json": [1, 2]}),
-    "json_text": ("bad_record", {".json": "hello"}),
-    "record_empty": ("bad_record", {".json": {}}),
-    "messages_text": ("bad_record", {".json": record("hello", images=[])}),
-    "messages_empty": ("bad_record", {".json": record([], images=[])}),
-    "message_no_content": ("bad_record", {".json": record([{"role": "user"}], images=[])}),
+#: Reason, what stands in the JSON, and other files.
+BAD: dict[str, tuple[Any, ...]] = {
+    "json_broken": ("bad_json", b'{"messages": ['),
+    "json_empty": ("bad_json", b""),
+    "json_not_utf8": ("bad_json", '{"caption": "é"}'.encode("latin-1")),
+    "json_nan": ("bad_json", b'{"caption": NaN}'),
+    "json_lone_surrogate": ("bad_json", rb'{"caption": "\ud800"}'),
+    "json_too_deep": ("bad_json", nested(100_000)),
+    "json_dangling_link": ("bad_json", link_to("nowhere.json")),
+    "json_link_outside": ("path_outside_root", link_to("../outside.json")),
+    "json_list": ("bad_record", [1, 2]),
+    "json_text": ("bad_record", "hello"),
+    "record_empty": ("bad_record", {}),
+    "messages_text": ("bad_record", record("hello", images=[])),
+    "messages_empty": ("bad_record", record([], images=[])),
+    "message_no_content": ("bad_record", record([{"role": "user"}], images=[])),
     "message_content_list": (
         "bad_record",
-        {".json": record([{"role": "user", "content": [{"type": "text"}]}], images=[])},
+        record([{"role": "user", "content": [{"type": "text"}]}], images=[]),
     ),
-    "images_numbers": ("bad_record", {".json": record(images=[7])}),
-    "video_missing": ("missing_image", {".json": record(images=[], videos=["a.mp4"])}),
-    "no_question": ("bad_record", {".json": {"answer": "Blue.", "images": []}}),
+    "images_numbers": ("bad_record", record(images=[7])),
+    "video_missing": ("missing_image", record(images=[], videos=["a.mp4"])),
+    "no_question": ("bad_record", {"answer": "Blue.", "images": []}),
     "two_questions_one_answer": (
         "bad_record",
-        {".json": {"question": ["a", "b"], "answer": "Blue.", "images": []}},
+        {"question": ["a", "b"], "answer": "Blue.", "images": []},
     ),
-    "answer_object": ("bad_record", {".json": {"question": "a", "answer": [7, {}], "images": []}}),
-    "roles_assistant_first": ("bad_roles", {".json": spoken("assistant", "user")}),
-    "roles_two_users": ("bad_roles", {".json": spoken("user", "user", "assistant")}),
-    "roles_ends_with_user": ("bad_roles", {".json": spoken("user", "assistant", "user")}),
-    "roles_system_only": ("bad_roles", {".json": spoken("system")}),
-    "roles_system_inside": ("bad_roles", {".json": spoken("user", "assistant", "system")}),
-    "roles_unknown": ("bad_roles", {".json": spoken("narrator", "critic")}),
-    "answer_empty": ("empty_answer", {".json": said("Hello", "")}),
-    "answer_blank": ("empty_answer", {".json": said("Hello", " \n\t")}),
-    "second_answer_empty": ("empty_answer", {".json": said("Hello", "Hi", "And?", "")}),
+    "answer_object": ("bad_record", {"question": "a", "answer": [7, {}], "images": []}),
+    "roles_assistant_first": ("bad_roles", spoken("assistant", "user")),
+    "roles_two_users": ("bad_roles", spoken("user", "user", "assistant")),
+    "roles_ends_with_user": ("bad_roles", spoken("user", "assistant", "user")),
+    "roles_system_only": ("bad_roles", spoken("system")),
+    "roles_system_inside": ("bad_roles", spoken("user", "assistant", "system")),
+    "roles_unknown": ("bad_roles", spoken("narrator", "critic")),
+    "answer_empty": ("empty_answer", said("Hello", "")),
+    "answer_blank": ("empty_answer", said("Hello", " \n\t")),
+    "second_answer_empty": ("empty_answer", said("Hello", "Hi", "And?", "")),
     "count_too_many_tags": (
         "image_count_mismatch",
-        {".json": record(dialogue("<image><image>", "x")), ".jpg": JPEG},
+        record(dialogue("<image><image>", "x")),
+        {".jpg": JPEG},
     ),
     "count_too_many_images": (
         "image_count_mismatch",
-        {".json": record(images=["a.jpg", "b.jpg"]), "/a.jpg": JPEG},
+        record(images=["a.jpg", "b.jpg"]),
+        {"/a.jpg": JPEG},
     ),
-    "count_tag_without_image": ("image_count_mismatch", {".json": record(images=[])}),
-    "image_missing": ("missing_image", {".json": record(images=["nowhere.jpg"])}),
-    "image_not_beside": ("missing_image", {".json": record()}),
-    "image_other_format": ("missing_image", {".json": record(), ".heic": JPEG}),
-    "image_is_folder": ("missing_image", {".json": record(images=["image_is_folder"])}),
-    "image_is_pipe": ("missing_image", {".json": record(), ".jpg": lambda path: os.mkfifo(path)}),
-    "image_name_empty": ("missing_image", {".json": record(images=[""])}),
-    "image_name_nul": ("missing_image", {".json": record(images=["a\0.jpg"])}),
-    "image_name_too_long": ("missing_image", {".json": record(images=["a" * 300 + ".jpg"])}),
-    "image_url": ("missing_image", {".json": record(images=["https://example.org/a.jpg"])}),
-    "image_link_loop": (
-        "missing_image",
-        {".json": record(), ".jpg": link_to("image_link_loop.jpg")},
-    ),
-    "image_ambiguous": ("ambiguous_image", {".json": record(), ".jpg": JPEG, ".png": JPEG}),
-    "path_parent": ("path_outside_root", {".json": record(images=["../outside.jpg"])}),
-    "path_absolute": ("path_outside_root", {".json": record(images=["/etc/hostname"])}),
-    "path_sibling": ("path_outside_root", {".json": record(images=["../data_secret/a.jpg"])}),
-    "path_link": ("path_outside_root", {".json": record(), ".jpg": link_to("../outside.jpg")}),
+    "count_tag_without_image": ("image_count_mismatch", record(images=[])),
+    "image_missing": ("missing_image", record(images=["nowhere.jpg"])),
+    "image_not_beside": ("missing_image", record()),
+    "image_other_format": ("missing_image", record(), {".heic": JPEG}),
+    "image_is_folder": ("missing_image", record(images=["image_is_folder"])),
+    "image_is_pipe": ("missing_image", record(), {".jpg": lambda path: os.mkfifo(path)}),
+    "image_name_empty": ("missing_image", record(images=[""])),
+    "image_name_nul": ("missing_image", record(images=["a\0.jpg"])),
+    "image_name_too_long": ("missing_image", record(images=["a" * 300 + ".jpg"])),
+    "image_url": ("missing_image", record(images=["https://example.org/a.jpg"])),
+    "image_link_loop": ("missing_image", record(), {".jpg": link_to("image_link_loop.jpg")}),
+    "image_ambiguous": ("ambiguous_image", record(), {".jpg": JPEG, ".png": JPEG}),
+    "path_parent": ("path_outside_root", record(images=["../outside.jpg"])),
+    "path_absolute": ("path_outside_root", record(images=["/etc/hostname"])),
+    "path_sibling": ("path_outside_root", record(images=["../data_secret/a.jpg"])),
+    "path_link": ("path_outside_root", record(), {".jpg": link_to("../outside.jpg")}),
     "path_link_folder": (
         "path_outside_root",
-        {".json": record(images=["linked/outside.jpg"]), "/../linked": link_to("..")},
+        record(images=["linked/outside.jpg"]),
+        {"/../linked": link_to("..")},
     ),
-    "image_zero_bytes": ("bad_image", {".json": record(), ".jpg": b""}),
-    "image_text": ("bad_image", {".json": record(), ".jpg": b"<html>404 not found</html>"}),
-    "image_pickle": ("bad_image", {".json": record(), ".png": b"\x80\x04N."}),
-    "image_cut_in_header": ("bad_image", {".json": record(), ".jpg": JPEG[:300]}),
-    "image_truncated_jpeg": ("truncated_image", {".json": record(), ".jpg": JPEG[:-40]}),
+    "image_zero_bytes": ("bad_image", record(), {".jpg": b""}),
+    "image_text": ("bad_image", record(), {".jpg": b"<html>404 not found</html>"}),
+    "image_pickle": ("bad_image", record(), {".png": b"\x80\x04N."}),
+    "image_cut_in_header": ("bad_image", record(), {".jpg": JPEG[:300]}),
+    "image_truncated_jpeg": ("truncated_image", record(), {".jpg": JPEG[:-40]}),
     "image_truncated_png": (
         "truncated_image",
-        {".json": record(), ".png": image_bytes(image_format="PNG")[:-60]},
+        record(),
+        {".png": image_bytes(image_format="PNG")[:-60]},
     ),
-    "image_bomb": ("image_too_large", {".json": record(), ".png": huge_png(60_000, 60_000)}),
-    "image_large": ("image_too_large", {".json": record(), ".png": huge_png(3_000, 3_000)}),
-    "image_fills": ("too_costly", {".json": record(), ".jpg": b"\xff\xd8" + b"\xff" * 40_000}),
-    "image_names": (
-        "too_costly",
-        {".json": record(dialogue("What?", "x"), images=["a.jpg"] * 5000)},
-    ),
-    "messages_many": ("too_costly", {".json": said(*["Hi", "Hello"] * 25_001)}),
-    "text_long": ("too_costly", {".json": said("Hi", "a" * 2_000_001)}),
-    "text_white_space": ("too_costly", {".json": said("a" + " " * 1_000_000 + "x", "b")}),
-    "text_marks": ("too_costly", {".json": said("Hi", "a" + "\u0301\u0323" * 3000)}),
-    "json_values": ("too_costly", {".json": b'{"a": [' + b"{}," * 1_100_000 + b"1]}"}),
+    "image_bomb": ("image_too_large", record(), {".png": png(60_000, 60_000, b"", 2)}),
+    "image_large": ("image_too_large", record(), {".png": png(3_000, 3_000, b"", 2)}),
+    "image_fills": ("too_costly", record(), {".jpg": b"\xff\xd8" + b"\xff" * 40_000}),
+    "image_names": ("too_costly", record(dialogue("What?", "x"), images=["a.jpg"] * 5000)),
+    "messages_many": ("too_costly", said(*["Hi", "Hello"] * 25_001)),
+    "text_long": ("too_costly", said("Hi", "a" * 2_000_001)),
+    "text_white_space": ("too_costly", said("a" + " " * 1_000_000 + "x", "b")),
+    "text_marks": ("too_costly", said("Hi", "a" + "\u0301\u0323" * 3000)),
+    "json_values": ("too_costly", b'{"a": [' + b"{}," * 1_100_000 + b"1]}"),
     "calls_nested": (
         "unexpected_error",
-        {".json": record([ASK[0], call("f", json.loads(nested(300)))], images=[])},
+        record([ASK[0], call("f", json.loads(nested(300)))], images=[]),
     ),
-    "image_narrow": ("aspect_ratio", {".json": record(), ".jpg": image_bytes(8, 1700)}),
-    "image_wide": ("aspect_ratio", {".json": record(), ".jpg": image_bytes(1700, 8)}),
+    "image_narrow": ("aspect_ratio", record(), {".jpg": image_bytes(8, 1700)}),
+    "image_wide": ("aspect_ratio", record(), {".jpg": image_bytes(1700, 8)}),
 }
 
-GOOD: dict[str, Files] = {
-    "name.with.dots": {".json": record(), ".jpg": JPEG},
-    "name with spaces": {".json": record(), ".jpg": JPEG},
-    "name:with:colons": {".json": record(), ".jpg": JPEG},
-    "name_emoji_🙂": {".json": record(), ".jpg": JPEG},
-    "名字": {".json": record(), ".jpg": JPEG},
-    "name'with\"quotes": {".json": record(), ".jpg": JPEG},
-    "-rf": {".json": record(), ".jpg": JPEG},
-    "special_tokens": {
-        ".json": said("<|im_end|><|im_start|>system", "<|image_pad|><|vision_start|>")
-    },
-    "image_tag_in_answer": {".json": said("What marks an image?", "<image> does.")},
-    "byte_order_mark": {".json": b"\xef\xbb\xbf" + json.dumps(said("Hi", "Hello")).encode()},
-    "crlf": {".json": json.dumps(said("Hi\r\nyou", "Hello"), indent=2).encode()},
-    "images_null": {".json": record(images=None), ".jpg": JPEG},
-    "image_one": {".json": record(image="image_one/a.jpg"), "/a.jpg": JPEG},
-    "image_no_tag": {".json": record(dialogue("What?", "A square.")), ".jpg": JPEG},
-    "image_upper_case": {".json": record(), ".JPG": JPEG},
-    "image_wrong_extension": {".json": record(), ".jpg": image_bytes(image_format="PNG")},
-    "image_webp": {".json": record(), ".webp": image_bytes(image_format="WEBP")},
+GOOD: dict[str, tuple[Any, ...]] = {
+    "name.with.dots": (record(), {".jpg": JPEG}),
+    "name with spaces": (record(), {".jpg": JPEG}),
+    "name:with:colons": (record(), {".jpg": JPEG}),
+    "name_emoji_🙂": (record(), {".jpg": JPEG}),
+    "名字": (record(), {".jpg": JPEG}),
+    "name'with\"quotes": (record(), {".jpg": JPEG}),
+    "-rf": (record(), {".jpg": JPEG}),
+    "special_tokens": (said("<|im_end|><|im_start|>system", "<|image_pad|><|vision_start|>"),),
+    "image_tag_in_answer": (said("What marks an image?", "<image> does."),),
+    "byte_order_mark": (b"\xef\xbb\xbf" + json.dumps(said("Hi", "Hello")).encode(),),
+    "crlf": (json.dumps(said("Hi\r\nyou", "Hello"), indent=2).encode(),),
+    "images_null": (record(images=None), {".jpg": JPEG}),
+    "image_one": (record(image="image_one/a.jpg"), {"/a.jpg": JPEG}),
+    "image_no_tag": (record(dialogue("What?", "A square.")), {".jpg": JPEG}),
+    "image_upper_case": (record(), {".JPG": JPEG}),
+    "image_wrong_extension": (record(), {".jpg": image_bytes(image_format="PNG")}),
+    "image_webp": (record(), {".webp": image_bytes(image_format="WEBP")}),
     **(
-        {"image_avif": {".json": record(), ".avif": image_bytes(image_format="AVIF")}}
+        {"image_avif": (record(), {".avif": image_bytes(image_format="AVIF")})}
         if features.check("avif")
         else {}
     ),
-    "image_gif": {".json": record(), ".gif": image_bytes(image_format="GIF")},
-    "image_bytes_behind": {".json": record(), ".jpg": JPEG + b"trailing"},
-    "image_one_pixel": {".json": record(), ".png": image_bytes(1, 1, "PNG")},
-    "image_link_inside": {".json": record(), ".jpg": link_to("名字.jpg")},
-    "image_parent_inside": {
-        ".json": record(images=["image_parent_inside/../image_one/a.jpg"]),
-    },
-    "image_twice": {
-        ".json": record(dialogue("<image><image>", "Same."), images=["名字.jpg", "名字.jpg"])
-    },
-    "question_answer": {".json": {"question": "<image>Colour?", "answer": "Blue."}, ".jpg": JPEG},
-    "context_answers": {".json": {"context": "Colour?", "answers": ["Blue."]}, ".jpg": JPEG},
-    "turns_as_lists": {
-        ".json": {"prompt": ["a", "b"], "captions": ["c", {"content": "d"}], "images": []}
-    },
-    "field_nested": {
-        ".json": b'{"messages": %b, "images": ["image_one/a.jpg"], "image": %b}'
+    "image_gif": (record(), {".gif": image_bytes(image_format="GIF")}),
+    "image_bytes_behind": (record(), {".jpg": JPEG + b"trailing"}),
+    "image_one_pixel": (record(), {".png": image_bytes(1, 1, "PNG")}),
+    "image_link_inside": (record(), {".jpg": link_to("名字.jpg")}),
+    "image_parent_inside": (record(images=["image_parent_inside/../image_one/a.jpg"]),),
+    "image_twice": (record(dialogue("<image><image>", "Same."), images=["名字.jpg", "名字.jpg"]),),
+    "question_answer": ({"question": "<image>Colour?", "answer": "Blue."}, {".jpg": JPEG}),
+    "context_answers": ({"context": "Colour?", "answers": ["Blue."]}, {".jpg": JPEG}),
+    "turns_as_lists": ({"prompt": ["a", "b"], "captions": ["c", {"content": "d"}], "images": []},),
+    "field_nested": (
+        b'{"messages": %b, "images": ["image_one/a.jpg"], "image": %b}'
         % (json.dumps(ASK).encode(), nested(990)),
-    },
-    "field_no_address": {".json": {**said("Hi", "Hello"), "url": "http://[a.jpg"}},
-    "output_00000001": {".json": record(dialogue("Hi", "Hello"))},
-    "system": {".json": record([{"role": "system", "content": "Be."}, *ASK]), ".jpg": JPEG},
+    ),
+    "field_no_address": ({**said("Hi", "Hello"), "url": "http://[a.jpg"},),
+    "output_00000001": (record(dialogue("Hi", "Hello")),),
+    "system": (record([{"role": "system", "content": "Be."}, *ASK]), {".jpg": JPEG}),
 }
 
 
-def create(root: Path, key: str, files: Files) -> None:
-    for suffix, content in files.items():
+def create(root: Path, key: str, of_json: Any, others: Files = MappingProxyType({})) -> None:
+    for suffix, content in {".json": of_json, **others}.items():
         path = Path(os.path.normpath(f"{root / key}{suffix}"))
         path.parent.mkdir(parents=True, exist_ok=True)
         if callable(content):
@@ -230,17 +209,17 @@ def test_outcomes(tmp_path: Path) -> None:
     (tmp_path / "outside.json").write_text('{"caption": "secret"}')
     for name in ("outside.jpg", "data_secret/a.jpg"):
         (tmp_path / name).write_bytes(JPEG)
-    for key, files in {**{key: files for key, (_, files) in BAD.items()}, **GOOD}.items():
-        create(root, key, files)
+    for key, case in {**{key: case for key, (_, *case) in BAD.items()}, **GOOD}.items():
+        create(root, key, *case)
     source = {"format": "pairs", "path": str(root), "task": "bmr"}
     run = make_run(source, tmp_path / "out", model={"max_image_pixels": 4_000_000})
-    expected = {**{key: reason for key, (reason, _) in BAD.items()}, **dict.fromkeys(GOOD, "ok")}
+    expected = {**{key: reason for key, (reason, *_) in BAD.items()}, **dict.fromkeys(GOOD, "ok")}
     assert outcomes(run) == expected
 
 
 def test_captioning_takes_one_caption(tmp_path: Path) -> None:
     for key, captions in {"one": ["a"], "two": ["a", "b"], "none": []}.items():
-        create(tmp_path / "data", key, {".json": {"captions": captions}, ".jpg": JPEG})
+        create(tmp_path / "data", key, {"captions": captions}, {".jpg": JPEG})
     assert outcomes(make_run(tmp_path / "data", tmp_path / "out")) == {
         "one": "ok",
         "two": "bad_record",
@@ -263,8 +242,8 @@ def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
 
 def test_json_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "MAX_JSON_BYTES", 1000)
-    create(tmp_path / "data", "small", {".json": {"caption": "a"}, ".jpg": JPEG})
-    create(tmp_path / "data", "large", {".json": {"caption": "a" * 1000}, ".jpg": JPEG})
+    create(tmp_path / "data", "small", {"caption": "a"}, {".jpg": JPEG})
+    create(tmp_path / "data", "large", {"caption": "a" * 1000}, {".jpg": JPEG})
     results = outcomes(make_run(tmp_path / "data", tmp_path / "out"))
     assert results == {"small": "ok", "large": "bad_record"}
 

@@ -40,7 +40,7 @@ from tests.helpers.datasets import (
     packed_run,
     plan_summary,
 )
-from tests.helpers.formats import lines, tar_bytes, write_file
+from tests.helpers.formats import of_lines, tar_bytes, write_file
 from tests.helpers.long_conversations import spoken
 from tests.helpers.outputs import samples_of
 
@@ -159,11 +159,6 @@ def records(values: list[Any]) -> list[Row]:
     ]
 
 
-def of_lines(path: Path, rows: list[Row], **options: Any) -> dict[str, Any]:
-    write_file(path, lines(rows))
-    return {"format": "jsonl", "path": str(path), "task": "bmr", **options}
-
-
 def jsonl(path: Path, values: list[Any], **options: Any) -> dict[str, Any]:
     options = {"keep": ["meta.score"], "text_only": True, **options}
     return of_lines(path, records(values), **options)
@@ -236,11 +231,10 @@ def test_filters_compare_as_python_does(tmp_path: Path) -> None:
     rows = [
         {"question": t, "answer": t, "mixed": v} for t, v in zip(text, cells["mixed"], strict=True)
     ]
-    write_file(tmp_path / "b.jsonl", lines(rows))
     keep = [*(VALUES.keys() - {"mixed"}), "inner.float32"]
     options = {"task": "vqa", "text_only": True}
     table = {"format": "parquet", "path": str(tmp_path / "a.parquet"), "keep": keep, **options}
-    other = {"format": "jsonl", "path": str(tmp_path / "b.jsonl"), "keep": ["mixed"], **options}
+    other = of_lines(tmp_path / "b.jsonl", rows, keep=["mixed"], **options)
     indexes = [measure(make_run(one, tmp_path / one["format"])) for one in (table, other)]
     cells["float32"] = [float(str(np.float32(x))) if x is not None else x for x in cells["float32"]]
     cells["inner.float32"] = cells["float32"]

@@ -74,14 +74,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert "verify" in result.stdout
 
 
-def test_a_whole_run(config: str) -> None:
-    """Writing and verifying, with Energon's metadata, needs none of them either; a preview does."""
-    result = run_blocked(BLOCKED, ["run", config], ["preview", config])
-    assert "problems        0" in result.stdout, result.stderr
-    assert result.returncode != 0
-    assert "Energon" in result.stderr or "was imported" in result.stderr
-
-
 #: Calls of `run --deep`, as in an environment in which the packages are not installed.
 _DEEP = """
 sys.meta_path.pop(0)
@@ -110,7 +102,7 @@ def test_deep_runs_without_training_libraries(blocked: tuple[str, ...], tmp_path
     sections = {"source": source, "pack": {"seq_length": 4096}, "engine": {"workers": 0}}
     models = {f"{name} builtin": {"family": name, "processor": "builtin"} for name in BUILT_IN}
     for name, family in FAMILIES.items():
-        if not family.since:
+        if not family.since and (name == "qwen2_vl" or "transformers" not in blocked):
             save_tokenizer(name, tmp_path / name)
             own = {"family": name, "processor": str(tmp_path / name), **encoder_options(name)}
             models[name] = own

@@ -19,20 +19,18 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.storage.paths import as_remote, path_of
 from tests.helpers.command import Command
-from tests.helpers.datasets import captioning_pairs, config_file, pack_all
+from tests.helpers.datasets import config_file, pack_all, packed_run
 from tests.helpers.object_store import Faults, ObjectStore
-from tests.helpers.outputs import files_of, repair
-from tests.world import Source, World, at
-
-
-def few(folder: Path) -> Source:
-    return {"format": "pairs", "path": str(captioning_pairs(folder, 16)), "task": "captioning"}
+from tests.helpers.outputs import files_of, repair, shard_files
+from tests.world import World, at, copy_of
 
 
 @pytest.fixture
 def local(world: World) -> Run:
     """Packs in two splits and folders."""
-    return world.run(few, output={"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2})
+    return world.run(
+        "few captions", output={"split": {"train": 0.7, "val": 0.3}, "shards_per_folder": 2}
+    )
 
 
 @pytest.fixture
@@ -62,6 +60,19 @@ def test_upkeep(remote: Run, object_store: ObjectStore, bucket: str) -> None:
     with run.workspace.lock():
         assert tar in repair(run)
     assert object_store.objects(f"{bucket}/out") == before
+
+
+def test_stages_of_an_index(local: Run, bucket: str, tmp_path: Path) -> None:
+    """An index in object storage gives the shards that the same local one gives."""
+    found = []
+    for run in (local, copy_of(local, f"{bucket}/all")):
+        source = {"format": "index", "path": run.config.output.path, "name": "it"}
+        stage = packed_run(source, tmp_path / f"{len(found)}", pack={"seq_length": 256})
+        assert verify(stage, deep=True).ok
+        found.append(shard_files(stage))
+        del found[-1]["manifest.json"]  # it names the index
+    assert found[0] == found[1]
+    assert len(found[0]) > 2
 
 
 def test_failing_requests(

@@ -1,8 +1,6 @@
 """Packs whose samples share prefixes, from plan to rows: each medium once, every reader that does
 not know such packs refuses them, and what others make of them."""
 
-import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -35,10 +33,10 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.references import metadataset_of
 from task_encoders.settings import PackingSettingsError
-from tests.helpers.datasets import dialogue, index_rows, packed_run
+from tests.helpers.datasets import index_rows, packed_run
 from tests.helpers.elements import Elements
 from tests.helpers.outputs import members_of, samples_of
-from tests.helpers.shared_media import MODEL, shared_media
+from tests.helpers.shared_media import MODEL
 from tests.world import World, task_encoder
 
 SEQ_LENGTH = 768
@@ -103,42 +101,25 @@ def test_bytes_are_estimated_without_what_is_shared(shared: Run, plain: Run) -> 
         assert all(0 <= more <= 512 * 40 for more in estimated - np.array(found))
 
 
-@pytest.mark.parametrize("bad", ["picture", "trees", "order"])
 def test_verify_sees_what_is_not_as_planned(
-    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, shared: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = shared_media(tmp_path / "data", (24, 4, 3), (5, 1))
-    if bad == "trees":
-        monkeypatch.setattr("offline_packing.layouts.base.trees_of", lambda samples: [])
-    run = packed_run(source, tmp_path / "out", **options())
-    problems = verify(run, deep=bad != "trees").problems
-    if bad == "trees":
-        assert any("meta.trees is not what was planned" in one for one in problems)
-        return
-    assert problems == []
-    if bad == "picture":  # only of the source, in bytes that no header shows
-        path = tmp_path / "data" / "0.jpg"
-        times = path.stat().st_mtime_ns
-        content = bytearray(path.read_bytes())
-        content[-40] ^= 0xFF
-        path.write_bytes(content)
-        os.utime(path, ns=(times, times))
-        assert verify(run).problems == []
-        problems = verify(run, deep=True).problems
-        assert len(problems) > 1
-        assert all("0.jpg changed since it was measured" in line for line in problems)
-    else:  # rows that do not give back what went in
-        split_row = concatenate.split_row
+    with monkeypatch.context() as patch:
+        patch.setattr("offline_packing.layouts.base.trees_of", lambda samples: [])
+        run = packed_run(world.source("shared media"), tmp_path / "out", **options())
+        assert any("meta.trees is not what was planned" in one for one in verify(run).problems)
+    # Rows that do not give back what went in.
+    split_row = concatenate.split_row
 
-        def changed(row: Any) -> list[Any]:
-            for one in (parts := split_row(row)):
-                one.position_ids.add_(1)
-                one.pixel_values.fill_(7)
-            return parts
+    def changed(row: Any) -> list[Any]:
+        for one in (parts := split_row(row)):
+            one.position_ids.add_(1)
+            one.pixel_values.fill_(7)
+        return parts
 
-        monkeypatch.setattr(concatenate, "split_row", changed)
-        problems = verify(run, deep=True).problems
-        assert any("it has other position_ids and pixel_values than" in p for p in problems)
+    monkeypatch.setattr(concatenate, "split_row", changed)
+    problems = verify(shared, deep=True).problems
+    assert any("it has other position_ids and pixel_values than" in one for one in problems)
 
 
 def loaded(root: Path, encoder: PackedTaskEncoder, dataset_of: Any, **given: Any) -> list[Any]:
@@ -203,70 +184,6 @@ def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(
     assert found[0] == found[1]
     counts = [require_manifest(run.workspace.root).counts for run in (again, once_more)]
     assert counts[1].tokens < 0.7 * counts[0].tokens
-
-
-def test_new_samples_of_the_same_media_are_packed_by_themselves(
-    shared: Run, tmp_path: Path
-) -> None:
-    (source,) = shared.config.source
-    data = tmp_path / "data"
-    shutil.copytree(Path(source.path).parent, data)
-    path = data / "questions.jsonl"
-    lines = path.read_text().splitlines()
-    own = {"format": "jsonl", "path": str(path), "task": "vqa"}
-    first = packed_run(own, tmp_path / "old", **options())
-    more = [json.dumps({**json.loads(line), "id": f"new{i}"}) for i, line in enumerate(lines[:20])]
-    more = [line.replace("Where is", "And where is") for line in more]
-    path.write_text("\n".join([*lines, *more]) + "\n")
-    new = packed_run({**own, "skip": [str(first.workspace.root)]}, tmp_path / "new", **options())
-    assert verify(new, deep=True).problems == []
-    assert {row["key"] for row in index_rows(new)} == {f"new{i}" for i in range(20)}
-
-
-@pytest.mark.parametrize("pad_multiple", [1, 16])
-def test_media_of_their_own_after_shared_ones(pad_multiple: int, tmp_path: Path) -> None:
-    """Dialogues that begin with two pictures, or a picture and a video, and show more later."""
-    shared_media(tmp_path / "data", (12, 2, 0))
-    records = []
-    for number in range(24):
-        leading = [["0.jpg", "1.jpg"], ["2.jpg", "0.mp4"], ["1.mp4"]][number % 3]
-        own = [[f"{3 + number % 9}.jpg"], [], ["0.mp4", "4.jpg"]][number // 3 % 3]
-        first, second = (
-            "".join(f"<{'image' if 'jpg' in name else 'video'}>" for name in names)
-            for names in (leading, own)
-        )
-        said = [f"{first}\nWhat is {number}?", "This.", f"{second}And this?", f"It is {number}."]
-        media = {
-            kind: [name for name in leading + own if end in name]
-            for kind, end in (("images", "jpg"), ("videos", "mp4"))
-        }
-        records.append(json.dumps({"id": str(number), "messages": dialogue(*said), **media}))
-    (tmp_path / "data" / "questions.jsonl").write_text("\n".join(records))
-    source = {"format": "jsonl", "path": str(tmp_path / "data/questions.jsonl"), "task": "bmr"}
-    pack = {"pad_multiple": pad_multiple, "seq_length": 1024}
-    for layout in ("energon", "references"):
-        run = packed_run(source, tmp_path / layout, **options(layout, pack=pack))
-        assert verify(run, deep=True).problems == []
-        rows = list(rows_of(run, pad_multiple=pad_multiple))
-        shown = sum(row.row.media_counts.sum().item() for row in rows)
-        assert shown < sum(len(row["media"]) for row in index_rows(run)) - 20
-        assert sum(len(row.row.tokens) for row in rows) == open_plan(run).packs.info.num_tokens
-        assert sum(len(row.sub_sample_keys) for row in rows) == 24
-        assert max(len(row.row.tokens) for row in rows) <= 1024
-        previews = list(preview(run, num_packs=100))
-        assert shown == sum(len(s.images + s.videos) for one in previews for s in one.sub_samples)
-
-
-def test_captions(tmp_path: Path) -> None:
-    """Their first token is trained: the trunk's last token stands at the head of each branch."""
-    source = shared_media(tmp_path / "data", (40, 6, 0), (5, 2), captions=True)
-    runs = [packed_run(source, tmp_path / f"{on}", **options(share=on)) for on in (True, False)]
-    assert [verify(run, deep=True).problems for run in runs] == [[], []]
-    tokens = [require_manifest(run.workspace.root).counts.tokens for run in runs]
-    rows = list(rows_of(runs[0]))
-    assert sum(len(row.row.tokens) for row in rows) == tokens[0] < 0.7 * tokens[1]
-    trained = sum(int((row.row.loss_weights > 0).sum()) for row in rows)
-    assert trained == sum(row["num_loss_tokens"] for row in index_rows(runs[1]))
 
 
 def test_preview_shows_a_trunk_with_its_branches(shared: Run, plain: Run) -> None:

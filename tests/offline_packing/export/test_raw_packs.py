@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import webdataset
@@ -20,14 +19,15 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import restore_pack
-from tests.helpers.datasets import PAIRS, index_rows, make_run, pack_all, packed_run
+from tests.helpers.datasets import index_rows, make_run, pack_all
 from tests.helpers.outputs import files_of, flip_byte, members_of
+from tests.world import World, copy_of
 
 
-def packed(path: Path, task: str, **output: Any) -> Run:
-    source = {"format": "pairs", "path": str(PAIRS[task](path / "data")), "task": task}
-    output = {"packs_per_shard": 2, **output}
-    return packed_run(source, path / "out", output=output, pack={"seq_length": 512})
+@pytest.fixture
+def packed(world: World) -> Run:
+    """Captions in three shards."""
+    return world.run("captioning")
 
 
 def packs_of(folder: Path) -> dict[str, bytes]:
@@ -51,9 +51,10 @@ def samples_of(run: Run) -> dict[str, int]:
     ],
 )
 def test_packs_are_those_of_the_shards_and_are_read_back(
-    tmp_path: Path, task: str, layout: str
+    tmp_path: Path, world: World, task: str, layout: str
 ) -> None:
-    run, folder = packed(tmp_path, task, layout=layout), tmp_path / "new" / "raw_packing_data"
+    run = world.run(task, output={"layout": layout})
+    folder = tmp_path / "new" / "raw_packing_data"
     done = export(run.workspace.root, folder)
     shards, found = members_of(run.workspace.root), packs_of(folder)
     assert found.keys() == shards.keys()
@@ -85,8 +86,8 @@ def convert(folder: Path, target: Path) -> None:
             sink.write({"__key__": path.stem, **members, "json": json.dumps(kept).encode()})
 
 
-def test_questions_survive_the_converter_of_others(tmp_path: Path) -> None:
-    run, folder = packed(tmp_path, "vqa"), tmp_path / "raw_packing_data"
+def test_questions_survive_the_converter_of_others(tmp_path: Path, world: World) -> None:
+    run, folder = world.run("vqa"), tmp_path / "raw_packing_data"
     export(run.workspace.root, folder)
     convert(folder, tmp_path / "wds")
     wds = members_of(tmp_path / "wds")
@@ -103,8 +104,8 @@ def test_questions_survive_the_converter_of_others(tmp_path: Path) -> None:
     assert sorted(samples_of(again).values()) == sorted(samples_of(run).values())
 
 
-def test_each_split_has_a_folder(tmp_path: Path) -> None:
-    run = packed(tmp_path, "captioning", split={"train": 0.6, "val": 0.4})
+def test_each_split_has_a_folder(tmp_path: Path, world: World) -> None:
+    run = world.run("captioning", output={"split": {"train": 0.6, "val": 0.4}})
     export(run.workspace.root, tmp_path / "raw")
     names = {Path(name) for name in packs_of(tmp_path / "raw")}
     assert {name.parent.name for name in names} == {"train", "val"}
@@ -131,9 +132,9 @@ def export_and_die(output: Path, folder: Path, after: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def test_killed_at_any_moment_and_run_again(tmp_path: Path) -> None:
+def test_killed_at_any_moment_and_run_again(packed: Run, tmp_path: Path) -> None:
     """The bytes are those of an export that nobody killed; half of one never has its name."""
-    root = packed(tmp_path, "captioning").workspace.root
+    root = packed.workspace.root
     export(root, tmp_path / "whole")
     expected = files_of(tmp_path / "whole")
     for after in itertools.count(0, 3):
@@ -147,34 +148,30 @@ def test_killed_at_any_moment_and_run_again(tmp_path: Path) -> None:
     assert after > len(expected)
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
-
-
 def make_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-@pytest.mark.parametrize("change", [Path.unlink, cut_short, make_folder])
 @pytest.mark.parametrize("name", ["*ps_00000000.json", "*ps_00000001.img*", "_export/train-*.json"])
 def test_changed_files_of_finished_shards_are_written_again(
-    tmp_path: Path, name: str, change: Callable[[Path], None]
+    packed: Run, tmp_path: Path, name: str
 ) -> None:
-    root, folder = packed(tmp_path, "captioning").workspace.root, tmp_path / "raw"
+    root, folder = packed.workspace.root, tmp_path / "raw"
     export(root, folder)
     expected = files_of(folder)
-    (folder / "_export/manifest.json").unlink()
-    partial = folder.rename(tmp_path / "raw.partial")
-    change(min(partial.glob(name)))
-    export(root, folder)
-    assert files_of(folder) == expected
-    assert export(root, folder).was_complete
+    changes: list[Callable[[Path], object]] = [Path.unlink, lambda path: flip_byte(path, -1)]
+    for change in (*changes, make_folder):
+        (folder / "_export/manifest.json").unlink()
+        partial = folder.rename(tmp_path / "raw.partial")
+        change(min(partial.glob(name)))
+        export(root, folder)
+        assert files_of(folder) == expected
+        assert export(root, folder).was_complete
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
-    run, folder = packed(tmp_path, "captioning"), tmp_path / "raw"
-    root = run.workspace.root
+def test_damage_is_named(packed: Run, tmp_path: Path) -> None:
+    folder, root = tmp_path / "raw", copy_of(packed, tmp_path / "out").workspace.root
     export(root, folder)
     assert export(root, folder).was_complete
     for path in (*sorted(folder.glob("ps_00000000.*")), *(folder / "_export").glob("*.json")):
@@ -194,36 +191,30 @@ def test_damage_is_named(tmp_path: Path) -> None:
         export(root, tmp_path / "other")
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    run = packed(tmp_path, "captioning", layout="references")
-    root, folder = run.workspace.root, tmp_path / "raw"
-    with pytest.raises(StageError, match=r"hold no media: its output.layout is references; pack"):
-        export(root, folder)
-    with pytest.raises(StageError, match=r"no manifest in .*; run write first"):
-        export(tmp_path / "nothing", folder)
-    source = run.config.source[0].model_dump()
-    first, second = (
-        make_run(source, tmp_path / name, output={"key_prefix": name}) for name in ("one", "two")
-    )
-    pack_all(first)
-    pack_all(second)
-    folder.mkdir()
-    export(first.workspace.root, folder)
-    with pytest.raises(StageError, match="holds packs of another output"):
-        export(second.workspace.root, folder)
-    with pytest.raises(StageError, match="holds files of others; name another folder"):
-        export(first.workspace.root, tmp_path / "data")
+def test_what_is_refused(packed: Run, world: World, tmp_path: Path) -> None:
+    folder, other = tmp_path / "raw", world.packed("captioning", output={"key_prefix": "two"})
+    references = world.packed("captioning", output={"layout": "references"})
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.txt").write_text("of somebody")
+    export(packed.workspace.root, folder)
+    for root, to, message in (
+        (references, folder, "hold no media: its output.layout is references; pack"),
+        (tmp_path / "nothing", folder, r"no manifest in .*; run write first"),
+        (other, folder, "holds packs of another output"),
+        (other, tmp_path / "own", "holds files of others; name another folder"),
+    ):
+        with pytest.raises(StageError, match=message):
+            export(root, to)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    run = packed(tmp_path, "captioning")
-    root, folder = str(run.workspace.root), str(tmp_path / "raw")
+def test_the_command(packed: Run, tmp_path: Path) -> None:
+    root, folder = str(packed.workspace.root), str(tmp_path / "raw")
 
     def call(*arguments: str) -> str:
         ran = CliRunner().invoke(cli, ["export", root, *arguments], catch_exceptions=False)
         return " ".join(ran.output.split())
 
-    packs = sum(shard.packs for shard in require_manifest(run.workspace.root).shards)
+    packs = sum(shard.packs for shard in require_manifest(packed.workspace.root).shards)
     assert call(folder, "--dry-run").startswith(f"would write {packs} packs, ")
     assert not Path(folder).exists()
     assert f"exported {packs} packs in " in call(folder)

@@ -33,9 +33,9 @@ from tests.helpers.formats import (
     draw_samples,
     jsonl,
     lines,
+    of_lines,
     parquet,
     webdataset,
-    write_file,
 )
 from tests.helpers.long_conversations import conversations, run_of
 from tests.helpers.outputs import files_of, flip_byte, packs_of, shard_files
@@ -70,8 +70,13 @@ def sections(**more: Options) -> dict[str, Options]:
 
 @pytest.fixture
 def whole(world: World) -> Run:
-    """All three sources, packed."""
-    return world.run(three, **sections())
+    """All three sources, measured."""
+    sources = world.source(three)
+
+    def make(folder: Path) -> None:
+        measure(make_run(sources, folder, **sections()))
+
+    return make_run(sources, world.made("outputs/three sources", make)[0], **sections())
 
 
 def stage(whole: Run, folder: Path, /, **more: Any) -> Run:
@@ -145,8 +150,7 @@ def test_a_name_picks_one_source(whole: Run, tmp_path: Path) -> None:
 
 def test_texts_of_an_index_are_meant_to_be_without_pictures(tmp_path: Path) -> None:
     """text_only changes no row, and is asked for only when packs are to be written."""
-    (tmp_path / "a.jsonl").write_bytes(lines([{"question": "Is it?", "answer": "It is."}]))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "vqa"}
+    source = of_lines(tmp_path / "a.jsonl", [{"question": "Is it?", "answer": "It is."}], "vqa")
     measure(own := make_run(source, tmp_path / "all", **sections()))
     measure(made := stage(own, tmp_path / "stage"))
     with pytest.raises(StageError, match=r"go on with source\.text_only=true"):
@@ -205,12 +209,11 @@ def test_what_is_skipped_is_of_the_same_source(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Records without ids have the same keys in files of the same name."""
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        rows = [{"question": f"{folder.name}{i}?", "answer": "It is."} for i in range(5)]
-        write_file(folder / "train.jsonl", lines(rows))
-    beside = {"format": "jsonl", "task": "vqa", "text_only": True}
-    everything = [{**beside, "path": str(folder), "name": folder.name} for folder in folders]
+    everything = []
+    for name in "abc":
+        rows = [{"question": f"{name}{i}?", "answer": "It is."} for i in range(5)]
+        more = {"name": name, "text_only": True}
+        everything.append(of_lines(tmp_path / name / "train.jsonl", rows, "vqa", **more))
     measure(own := make_run(everything, tmp_path / "all", **sections()))
     pack_all(first := stage(own, tmp_path / "first", name="a"))
     more = {"format": "index", "path": str(own.workspace.root)}
@@ -220,7 +223,7 @@ def test_what_is_skipped_is_of_the_same_source(
         rest = stage(own, tmp_path / f"rest {left}", skip=skip)
         assert measure(rest).info.num_skipped == 15 - 5 * len(left)
         assert {key.partition("/")[0] for key in keys_of(rest)} == {*left}
-    assert f"{two.workspace.root} holds no samples of {folders[2]}" in caplog.text
+    assert f"{two.workspace.root} holds no samples of {tmp_path}/c/train.jsonl" in caplog.text
 
 
 def test_cut_conversations(tmp_path: Path) -> None:

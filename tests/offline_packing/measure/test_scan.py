@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import orjson
-import pyarrow.dataset
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -115,11 +113,19 @@ def make_pairs(root: Path, names: list[str]) -> Source:
 
 def test_pairs_by_stem(tmp_path: Path) -> None:
     names = ["a.json", "a.jpg", "a-1.json", "a-1.PNG", "a.b.json", "a.b.jpg", "sub/a.json"]
+    names += ["output_00000001.json", "output_1.json"]  # the first is of text alone
     source = make_pairs(
         tmp_path, [*names, "lonely.jpg", "notes.txt", ".hidden.json", ".git/x.json"]
     )
     found = {record.key: record.paired_media for record in records(source, 2)}
-    assert found == {"a": ("a.jpg",), "a-1": ("a-1.PNG",), "a.b": ("a.b.jpg",), "sub/a": ()}
+    assert found == {
+        "a": ("a.jpg",),
+        "a-1": ("a-1.PNG",),
+        "a.b": ("a.b.jpg",),
+        "sub/a": (),
+        "output_00000001": None,
+        "output_1": (),
+    }
     assert source.scan(2).unpaired_media.tolist() == [container_hash(b"lonely.jpg")]
 
 
@@ -159,12 +165,6 @@ def test_pairs_equal_a_simple_pairing(
     )
 
 
-def test_pairs_text_only_name(tmp_path: Path) -> None:
-    source = make_pairs(tmp_path, ["output_00000001.json", "output_1.json"])
-    found = {record.key: record.paired_media for record in records(source, 2)}
-    assert found == {"output_00000001": None, "output_1": ()}
-
-
 def test_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     source = make_pairs(tmp_path / "pairs", ["a.json", "a.jpg"])
     first = source.scan(10).fingerprint
@@ -185,13 +185,6 @@ def test_missing_source(tmp_path: Path) -> None:
         open_source({"format": "pairs", "path": str(tmp_path / "nowhere"), "task": "vqa"})
     with pytest.raises(StageError, match=r"holds no \*\.jsonl"):
         jsonl(tmp_path).scan(10)
-
-
-def test_index_is_a_folder_of_parquet_files(tmp_path: Path) -> None:
-    run = make_run(captioning_pairs(tmp_path / "data", 20), tmp_path / "out")
-    measure(run)
-    assert len(pq.read_table(run.workspace.index)) == 20
-    assert pyarrow.dataset.dataset(run.workspace.index).count_rows() == 20
 
 
 def test_very_many_parts_are_a_warning(

@@ -1,5 +1,6 @@
 """pack.on_overlong: split_turns: conversations longer than a pack become several samples, the same
-as those of a slow reference that tries every choice."""
+as those of a slow reference that tries every choice. Documents: pictures stay in their places, and
+long ones are cut so that each token, and each picture, is trained once."""
 
 import os
 import re
@@ -7,10 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from offline_packing.config.sections import PackConfig
+from offline_packing.cli.starter import render_config
+from offline_packing.config.packing import parse_config
+from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, StageError
+from offline_packing.export.raw_packs import export
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.report.preview import preview
 from offline_packing.report.preview_text import render_pack
@@ -19,16 +27,21 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.set_aside import list_set_aside
 from offline_packing.sources.base import ConversationPart
+from offline_packing.sources.recognise import recognise
 from offline_packing.storage.files import read_json
 from offline_packing.verify.verify import render_result, verify
 from task_encoders.records.record import to_sample
-from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples import SampleError, SourceSample, split_at_media
 from tests.helpers.datasets import (
     WORDS,
     dialogue,
+    image_bytes,
     index_rows,
     make_config,
+    make_run,
+    outcomes,
     pack_all,
+    packed_run,
     plan_index,
     plan_summary,
     write_planned,
@@ -40,10 +53,10 @@ from tests.helpers.long_conversations import (
     check_packed,
     conversations,
     numbers,
+    run_of,
     spoken,
     whole_samples,
 )
-from tests.helpers.long_conversations import run_of as run_over
 from tests.helpers.outputs import packs_of, samples_of, set_aside_in_plan
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.videos import make_video
@@ -53,8 +66,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     records = conversations(11, seed=3, most=40)
     records[7]["messages"][-1]["content"] = " ".join(WORDS * 40)
     records.append({"id": "alone", "messages": dialogue("All?", " ".join(WORDS * 40))})
-    sections = {"pack": {"seq_length": 256}, "output": {"packs_per_shard": 4}}
-    packed = run_over(tmp_path, records, **sections)
+    packed = run_of(tmp_path, records, output={"packs_per_shard": 4})
     pack_all(packed)
     check_packed(packed, records)
     info = open_index(packed).info
@@ -83,7 +95,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     shown, kept = render_result(verify(packed), deep=False), len(records) - len(whole)
     assert f"{len(records)} = {kept} in packs + {len(whole)} set aside" in shown
     told = ", and cut conversations and documents that fit no pack\n"
-    assert preview_measure(run_over(tmp_path, records, "new", **sections)).endswith(told)
+    assert preview_measure(run_of(tmp_path, records, "new")).endswith(told)
 
 
 def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
@@ -96,7 +108,7 @@ def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
         spoken(20, key="d"),
     ]
     records[0]["messages"][3]["content"] = "Überlänge, 長い " * 300
-    run = run_over(tmp_path, records, pack={"seq_length": 256})
+    run = run_of(tmp_path, records)
     manifest = pack_all(run)
     assert [row["key"] for row in index_rows(run)] == ["a[0:1]", "a[1:2]", "a[2:3]", "b", "c", "d"]
     lost = {row["key"]: row["detail"] for row in set_aside_in_plan(run)}
@@ -105,40 +117,34 @@ def test_a_turn_that_is_too_long_by_itself(tmp_path: Path) -> None:
     check_packed(run, records)
 
 
+def answered(text: str, thought: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "reasoning_content": thought * 30}
+
+
+LOOK = {"function": {"name": "look", "arguments": {"at": "it"}}}
 CALLED = {
     "id": "tools",
     "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
     "messages": [
-        *dialogue("Hm?", "red " * 60),
-        {"role": "user", "content": "What is there?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}],
-        },
+        *dialogue("Hm?", "red " * 60, "What is there?"),
+        {"role": "assistant", "content": "", "tool_calls": [LOOK]},
         {"role": "tool", "content": "a circle"},
-        {"role": "assistant", "content": "A circle " * 40, "reasoning_content": "Hm. " * 30},
-        {"role": "user", "content": "And now?"},
-        {"role": "assistant", "content": "blue " * 90, "reasoning_content": "So. " * 30},
-        {"role": "user", "content": "Well?"},
-        {"role": "assistant", "content": "So it is.", "reasoning_content": "Yes. " * 30},
+        answered("A circle " * 40, "Hm. "),
+        *dialogue("And now?"),
+        answered("blue " * 90, "So. "),
+        *dialogue("Well?"),
+        answered("So it is.", "Yes. "),
     ],
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    save_tokenizer("qwen3_5", folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("context_turns", [0, 1])
-def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path) -> None:
+def test_tools_and_thoughts(context_turns: int, tmp_path: Path) -> None:
     """A result stays with its call. Of a part the last thoughts are shown, as its template does."""
+    save_tokenizer("qwen3_5", checkpoint := tmp_path / "checkpoint")
     pack = {"seq_length": 1200, "split_turns": {"context_turns": context_turns}}
-    model = {"family": "qwen3_5", "processor": checkpoint, "min_pixels": 3136}
-    run = run_over(tmp_path, [CALLED], pack=pack, model=model)
+    model = {"family": "qwen3_5", "processor": str(checkpoint), "min_pixels": 3136}
+    run = run_of(tmp_path, [CALLED], pack=pack, model=model)
     pack_all(run)
     assert verify(run, deep=True).problems == []
     samples = {sample.key: sample for _, sample, _ in samples_of(run)}
@@ -146,7 +152,7 @@ def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path)
     assert [turn for one in taken for turn in range(*one)] == list(range(5))
     assert len(taken) > 1
     assert not any(first == 2 for first, _ in taken)
-    (whole,) = [to_sample(CALLED, "tools", "bmr")]
+    whole = to_sample(CALLED, "tools", "bmr")
     for key, sample in samples.items():
         first, end = numbers(key)
         own = [turn for turn in sample.turns if turn.weight]
@@ -158,27 +164,33 @@ def test_tools_and_thoughts(context_turns: int, checkpoint: str, tmp_path: Path)
         assert len(shown) in (0, 2 * context_turns)
 
 
+CUT = {"on_overlong": "split_turns"}
+
+
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("pack", "others", "message"),
     [
-        ({"pack": {"split_turns": {"context_turns": 2}}}, "split_turns changes nothing under"),
-        ({"model": {"loss_on": "last"}, "pack": {"on_overlong": "split_turns"}}, "loss_on=last"),
+        ({"split_turns": {"context_turns": 2}}, {}, "split_turns changes nothing under"),
+        (CUT, {"model": {"loss_on": "last"}}, "loss_on=last"),
         (
-            {
-                "output": {"layout": "loongforge"},
-                "pack": {"on_overlong": "split_turns", "split_turns": {"context_turns": 2}},
-            },
+            {**CUT, "split_turns": {"context_turns": 2}},
+            {"output": {"layout": "loongforge"}},
             "context_turns=2 shows turns without loss, and output.layout='loongforge' would train",
+        ),
+        (
+            {**CUT, "split_turns": {"context_turns": 1}},
+            {"task": "captioning"},
+            "all text of a document is trained",
         ),
     ],
 )
-def test_what_is_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = {"format": "jsonl", "path": "a.jsonl", "task": "bmr"}
+def test_what_is_refused(
+    pack: dict[str, Any], others: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = {"format": "jsonl", "path": "a.jsonl", "task": others.get("task", "bmr")}
+    sections = {name: one for name, one in others.items() if name != "task"}
     with pytest.raises(ConfigError, match=message):
-        make_config(source, tmp_path, **sections)
-    shown = {"on_overlong": "split_turns", "split_turns": {"context_turns": 1}}
-    with pytest.raises(ConfigError, match="all text of a document is trained"):
-        make_config({**source, "task": "captioning"}, tmp_path, pack=shown)
+        make_config(source, tmp_path, pack=pack, **sections)
 
 
 def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
@@ -188,24 +200,12 @@ def record(key: str, num_turns: int, *pictures: str, **more: Any) -> Record:
     return {"id": key, "messages": dialogue(*texts), "images": list(pictures), **more}
 
 
-def run_of(
-    folder: Path, records: list[Record], name: str = "out", *, source: Any = None, **more: Any
-) -> Run:
-    most = PackConfig.model_fields["max_set_aside"].default
-    pack = {"seq_length": 256, "max_set_aside": most, **more.pop("pack", {})}
-    return run_over(folder, records, name, source=source, pack=pack, **more)
-
-
 def packed_well(run: Run) -> list[tuple[str, list[str]]]:
     """Pack, and check that all is right; (split, keys) of each pack."""
     pack_all(run)
     assert verify(run, deep=True).problems == []
     assert not set_aside_in_plan(run)
     return packs_of(run) if run.config.output.layout == "energon" else []
-
-
-def names(keys: list[str]) -> list[str]:
-    return [key.partition("[")[0].partition("#")[0] for key in keys]
 
 
 def test_conversations_whose_parts_no_template_takes(
@@ -221,7 +221,7 @@ def test_conversations_whose_parts_no_template_takes(
 
     monkeypatch.setattr(ConversationPart, "take", refuse)
     records = [record("no", 9), record("yes", 9), record("short", 1)]
-    run = run_of(tmp_path, records, pack={"max_set_aside": 1})
+    run = run_of(tmp_path, records)
     manifest = pack_all(run)
     (line,) = list_set_aside(run)
     why = "it fits no pack, and the chat template writes no part of it"
@@ -232,7 +232,7 @@ def test_conversations_whose_parts_no_template_takes(
 
 
 def test_new_conversations(tmp_path: Path) -> None:
-    """source.skip knows a record by any of its parts."""
+    """source.skip knows a record by any of its parts; these belong to packs of one length."""
     records = [record(f"c{i}", 9) for i in range(4)]
     old = run_of(tmp_path, records[:3], "old")
     packed_well(old)
@@ -240,7 +240,9 @@ def test_new_conversations(tmp_path: Path) -> None:
     new = run_of(tmp_path, records, "new", source={"skip": [str(old.workspace.root)]})
     info = measure(new).info
     assert info.num_skipped == 3
-    assert {name for row in index_rows(new) for name in names([row["key"]])} == {"c3"}
+    assert {row["part"]["key"] for row in index_rows(new)} == {"c3"}
+    with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
+        measure(run_of(tmp_path, records, "old", pack={"seq_length": 300}))
 
 
 def test_parts_keep_the_budgets_of_packs(tmp_path: Path) -> None:
@@ -264,20 +266,10 @@ def test_room_for_what_a_layout_adds(tmp_path: Path) -> None:
     assert open_index(run).array("num_tokens").max() <= 255
 
 
-def test_an_index_of_another_length_is_refused(tmp_path: Path) -> None:
-    """Its parts are those of another pack."""
-    records = [record("c", 12)]
-    run = run_of(tmp_path, records)
-    measure(run)
-    longer = run_of(tmp_path, records, pack={"seq_length": 300})
-    with pytest.raises(StageError, match=r"pack\.seq_length was 256, is 300"):
-        measure(longer)
-
-
 def test_records_that_share_an_id(tmp_path: Path) -> None:
     """Their parts have keys of their own; those of a copy are duplicates."""
     records = [record("c", 9), record("d", 9), {**record("x", 9), "id": "c"}]
-    run = run_of(tmp_path, [*records, records[0]], pack={"max_set_aside": 1})
+    run = run_of(tmp_path, [*records, records[0]])
     counts = pack_all(run).counts
     assert verify(run, deep=True).problems == []
     assert counts.records == {"read": 4, "packed": 3, "set_aside": 1}
@@ -412,8 +404,210 @@ def test_parts_are_those_of_a_slow_reference(
     seq_length: int, options: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
     records = conversations(count, seq_length)
-    run = run_over(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
+    run = run_of(tmp_path, records, pack={"seq_length": seq_length, "split_turns": options})
     assert check_against_reference(run, records) > count
     plan_index(run)
     write_planned(run)
     check_packed(run, records)
+
+
+NUM_PICTURES = 6
+PICTURES = [image_bytes(56 + 28 * i, 84) for i in range(NUM_PICTURES)]
+
+
+def pictures(folder: Path) -> None:
+    for i, data in enumerate(PICTURES):
+        write_file(folder / f"{i}.jpg", data)
+
+
+def documents(count: int, most: int = 30) -> list[dict[str, Any]]:
+    """Documents of at most `most` paragraphs, every third with a picture in front."""
+    rng = np.random.default_rng(0)
+    found = []
+    for i in range(count):
+        text, names = "", list[str]()
+        for k in range(int(rng.integers(1, most + 1))):
+            if k % 3 == 0:
+                text += "<image>"
+                names.append(f"{rng.integers(NUM_PICTURES)}.jpg")
+            words = " ".join(rng.choice(WORDS, rng.integers(3, 40)))
+            text += f"{words} {k} of {i}.{('', chr(10) * 2)[int(rng.integers(2))]}"
+        found.append({"id": f"d{i}", "text": text, "images": names})
+    return found
+
+
+def run_over(folder: Path, records: list[dict[str, Any]], **sections: Any) -> Run:
+    write_file(folder / "data" / "a.jsonl", lines(records))
+    pictures(folder / "data")
+    source = {"format": "jsonl", "path": str(folder / "data"), "task": "captioning"}
+    pack = {"seq_length": 256, "max_set_aside": 1, **sections.pop("pack", {})}
+    return make_run(source, folder / "out", pack=pack, **sections)
+
+
+def shown(sample: SourceSample) -> list[str]:
+    """Texts of a caption, and between them its placeholders."""
+    return split_at_media(sample, sample.turns[0].answer)
+
+
+def test_pictures_stand_where_they_are_named(tmp_path: Path) -> None:
+    """In packs, in verify, in the preview; records whose numbers disagree are set aside."""
+    records = [
+        {"id": "a", "text": "Intro <image> middle <image> end", "images": ["0.jpg", "1.jpg"]},
+        {"id": "b", "text": "Alone", "images": ["2.jpg"]},
+        {"id": "c", "text": "One <image>", "images": ["0.jpg", "1.jpg"]},
+        {"id": "d", "text": "One <image> of none"},
+    ]
+    run = run_over(tmp_path, records)
+    assert outcomes(run) == {
+        "a": "ok",
+        "b": "ok",
+        "c": "image_count_mismatch",
+        "d": "image_count_mismatch",
+    }
+    pack_all(run)
+    assert verify(run, deep=True).problems == []
+    (_, a, media), (_, b, alone) = sorted(samples_of(run), key=lambda one: one[1].key)
+    assert shown(a) == ["Intro ", "<image>", " middle ", "<image>", " end"]
+    assert (media, alone) == (PICTURES[:2], PICTURES[2:3])
+    assert shown(b) == ["Alone"]
+    text = "".join(render_pack(pack) for pack in preview(run))
+    assert re.search(r"Intro .*\[image 6x4.*middle.*\[image 6x6.*end", text, re.DOTALL), text
+    assert "[text: <image>]" not in text
+
+
+def test_long_documents_are_cut(tmp_path: Path) -> None:
+    """Every token that carries loss is trained once, but the end tokens of parts that go on; every
+    picture stands in front of its own paragraph."""
+    records = documents(30)
+    run = run_over(tmp_path, records, pack={"on_overlong": "split_turns"})
+    manifest = pack_all(run)
+    assert verify(run, deep=True).problems == []
+    assert not set_aside_in_plan(run)
+    encoder = open_encoder(run.config.model)
+    parts: dict[str, list[tuple[int, SourceSample, list[bytes]]]] = {}
+    for _, sample, media in samples_of(run):
+        key, _, cut = sample.key.partition("[")
+        parts.setdefault(key, []).append((int(cut.partition(":")[0] or 0), sample, media))
+    assert parts.keys() == {one["id"] for one in records}
+    num_cut = 0
+    for record in records:
+        own = [one[1:] for one in sorted(parts[record["id"]], key=lambda one: one[0])]
+        num_cut += len(own) > 1
+        assert "".join(one.turns[0].answer for one, _ in own) == record["text"]
+        assert [data for _, media in own for data in media] == [
+            PICTURES[int(name[0])] for name in record["images"]
+        ]
+        assert [one.turns[0].truncated for one, _ in own] == [True] * (len(own) - 1) + [False]
+        ids = [token for one, _ in own for token in encoder.tokenize(one).ids]
+        assert ids == encoder.tokenize(to_sample(record, "k", "captioning")).ids
+    assert num_cut > 10
+    assert manifest.counts.records["packed"] == len(records)
+
+
+def test_what_takes_no_documents(tmp_path: Path) -> None:
+    """Two layouts take texts alone, and an export nothing; packs are read again as they are."""
+    records = [
+        {"id": "a", "text": "One <image> two", "images": ["0.jpg"]},
+        {"id": "b", "text": "Alone", "images": ["2.jpg"]},
+    ]
+    for layout in ("loongforge", "llava_onevision"):
+        run = run_over(tmp_path / layout, records, output={"layout": layout})
+        pack_all(run)
+        (lost,) = set_aside_in_plan(run)
+        assert lost["key"] == "a"
+        assert "<image> in an answer or document" in lost["detail"]
+    run = run_over(tmp_path, documents(8), pack={"on_overlong": "split_turns"})
+    pack_all(run)
+    with pytest.raises(StageError, match="holds a document, or a part of one, 'd"):
+        export(run.workspace.root, tmp_path / "files", progress=False)
+    source = {"format": "packs", "path": str(run.workspace.root), "task": "captioning"}
+    again = packed_run(source, tmp_path / "again", pack={"seq_length": 256})
+    first, second = (
+        sorted((sample.key, sample.turns, media) for _, sample, media in samples_of(one))
+        for one in (run, again)
+    )
+    assert first == second
+    assert any(turns[0].truncated for _, turns, _ in first)
+
+
+def obelics(folder: Path) -> None:
+    """Rows with bytes in the place of addresses."""
+    image = pa.struct([pa.field("bytes", pa.binary()), pa.field("path", pa.string())])
+    names = [[None, 0, None], [1, None, 2]]
+    images = [
+        [None if i is None else {"bytes": PICTURES[i], "path": None} for i in row] for row in names
+    ]
+    texts = [["Intro.", None, "End."], [None, "Two.", None]]
+    table = pa.table({"images": pa.array(images, pa.list_(image)), "texts": texts})
+    write_file(folder / "README.md", b"")
+    pq.write_table(table, folder / "train.parquet")
+
+
+def obelics_lines(folder: Path) -> None:
+    """Lines with names in the place of addresses."""
+    rows = [
+        {"texts": ["Intro.", None, "End."], "images": [None, "0.jpg", None]},
+        {"texts": [None, "Two.", None], "images": ["1.jpg", None, "2.jpg"]},
+    ]
+    write_file(folder / "a.jsonl", lines(rows))
+    pictures(folder)
+
+
+def mmc4(folder: Path) -> None:
+    rows = [
+        {
+            "text_list": ["Intro.", "End."],
+            "image_info": [{"image_name": "0.jpg", "matched_text_index": 1, "raw_url": "http://a"}],
+            "url": "http://b",
+        },
+        {
+            "text_list": ["Two.", "Three."],
+            "image_info": [
+                {"image_name": "2.jpg", "matched_text_index": 1},
+                {"image_name": "1.jpg", "matched_text_index": 0},
+            ],
+        },
+    ]
+    write_file(folder / "a.jsonl", lines(rows))
+    pictures(folder)
+
+
+def ms_swift(folder: Path) -> None:
+    said = ["Intro.<image>End.", "<image>Two.<image>"]
+    names = [["0.jpg"], ["1.jpg", "2.jpg"]]
+    rows = [
+        {"messages": [{"role": "assistant", "content": text}], "images": own}
+        for text, own in zip(said, names, strict=True)
+    ]
+    write_file(folder / "a.jsonl", lines(rows))
+    pictures(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "texts"),
+    [
+        (obelics, ["Intro.<image>End.", "<image>Two.<image>"]),
+        (obelics_lines, ["Intro.<image>End.", "<image>Two.<image>"]),
+        (mmc4, ["Intro. <image>End.", "<image>Two. <image>Three."]),
+        (ms_swift, ["Intro.<image>End.", "<image>Two.<image>"]),
+    ],
+)
+def test_data_sets_as_they_are(write: Any, texts: list[str], tmp_path: Path) -> None:
+    """`init` picks the task, and the configuration that it writes packs all."""
+    write(tmp_path / "data")
+    found = recognise(str(tmp_path / "data"))
+    assert found.options["task"] == "captioning"
+    assert [line for example in found.examples for line in example.lost] == []
+    config = parse_config(yaml.safe_load(render_config(found, str(tmp_path / "out"))))
+    run = Run(config, LocalEngine(0))
+    pack_all(run)
+    assert verify(run, deep=True).problems == []
+    samples = sorted(samples_of(run), key=lambda one: texts.index(one[1].turns[0].answer))
+    assert [sample.turns[0].answer for _, sample, _ in samples] == texts
+    assert [media for *_, media in samples] == [PICTURES[:1], PICTURES[1:3]]
+
+
+def test_addresses_are_refused(tmp_path: Path) -> None:
+    run = run_over(tmp_path, [{"id": "a", "texts": ["One."], "images": ["https://a.b/c.jpg"]}])
+    assert outcomes(run) == {"a": "missing_image"}
+    assert "for example with img2dataset, and name the file" in "".join(list_set_aside(run))

@@ -3,7 +3,6 @@ warnings about the data as a whole, given before anybody trains on them."""
 
 import csv
 import io
-import json
 import logging
 import re
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import offline_packing
 from offline_packing.report.report import report
@@ -35,48 +33,46 @@ from tests.helpers.datasets import (
     plan_summary,
     write_json,
 )
-from tests.helpers.formats import lines, write_file
+from tests.helpers.formats import lines, of_lines, write_file
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
 
-def make(tmp_path: Path, source: str) -> Path:
-    config = make_config(yaml.safe_load(source), tmp_path / "out")
-    return config_file(tmp_path / "pack.yaml", config)
+def config_of(folder: Path, *paths: Path, task: str = "captioning", form: str = "pairs") -> Path:
+    """Write a configuration of sources whose output is `folder/out`."""
+    sources = [{"format": form, "path": str(path), "task": task} for path in paths]
+    config = make_config(sources, folder / "out")
+    return config_file(folder / "pack.yaml", config)
 
 
-def questions(path: Path, count: int, image: str = "{i}.jpg", first: int = 0) -> None:
-    """A JSONL of VQA samples that name one image each."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        for i in range(first, first + count):
-            record = {"image": image.format(i=i), "question": f"how many {i}", "answer": "two"}
-            file.write(json.dumps(record) + "\n")
-
-
-def images(folder: Path, count: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(count):
-        (folder / f"{i}.jpg").write_bytes(image_bytes())
+def questions(path: Path, images: Path, prefix: str = "") -> Path:
+    """Write 30 questions on one image each, and the images elsewhere."""
+    records = [
+        {"image": f"{prefix}{i}.jpg", "question": f"how many {i}", "answer": "two"}
+        for i in range(30)
+    ]
+    write_file(path, lines(records))
+    for i in range(30):
+        write_file(images / f"{i}.jpg", image_bytes())
+    return path
 
 
 def test_pictures_that_are_elsewhere(tmp_path: Path, command: Command) -> None:
     """Every picture is somewhere else: the run stops, and says where they are."""
-    questions(tmp_path / "data/vqa.jsonl", 30)
-    images(tmp_path / "data/pictures/train", 30)
-    config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
+    path = questions(tmp_path / "data/vqa.jsonl", tmp_path / "data/pictures/train")
+    config = config_of(tmp_path, path, task="vqa", form="jsonl")
     status, out, error = command("run", config)
     assert status == 1
     assert "'vqa:1' in " in error
     assert "'0.jpg': No such file" in error
     assert not list((tmp_path / "out").glob("*.tar"))
-    questions(tmp_path / "deep/anno/vqa.jsonl", 30, "train/{i}.jpg")
-    images(tmp_path / "deep/pictures/train", 30)
-    config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/deep/anno/vqa.jsonl, task: vqa}}")
+    pictures = tmp_path / "deep/pictures/train"
+    path = questions(tmp_path / "deep/anno/vqa.jsonl", pictures, "train/")
+    config = config_of(tmp_path, path, task="vqa", form="jsonl")
     shutil.rmtree(tmp_path / "out")
     status, out, error = command("run", config)
     root = f"{tmp_path}/deep/pictures"
     assert f"it is under {root!r}: set source.image_root={root}" in error
-    assert f"  missing_image             30  'vqa:1' in {tmp_path}/deep/anno/vqa.jsonl: " in out
+    assert f"  missing_image             30  'vqa:1' in {path}: " in out
     shutil.rmtree(tmp_path / "out")
     status, out, error = command("run", config, f"source.image_root={root}")
     assert status == 0
@@ -87,15 +83,12 @@ def test_one_source_of_two_is_lost(tmp_path: Path, command: Command) -> None:
     """Though it is few of all samples."""
     captioning_pairs(tmp_path / "pairs", 60)
     write_json(tmp_path / "gone/a.json", {"caption": "a circle"})
-    source = (
-        f"[{{format: pairs, path: {tmp_path}/pairs, task: captioning}}, "
-        f"{{format: pairs, path: {tmp_path}/gone, task: captioning}}]"
-    )
-    status, out, error = command("run", make(tmp_path, source))
+    config = config_of(tmp_path, tmp_path / "pairs", tmp_path / "gone")
+    status, out, error = command("run", config)
     assert status == 1
     assert f"source '{tmp_path}/gone' yields no sample, all are set aside: missing_image 1" in error
     assert "'gone/a' in" in error
-    status, out, _ = command("run", tmp_path / "pack.yaml", "pack.max_set_aside=1", "--quiet")
+    status, out, _ = command("run", config, "pack.max_set_aside=1", "--quiet")
     assert status == 0
     assert "60 packed + 1 set aside" in out
 
@@ -108,7 +101,7 @@ def test_too_many_of_a_source(tmp_path: Path, command: Command) -> None:
         (root / f"broken{i}.json").write_text("{")
     write_json(root / "long.json", {"caption": "red " * 900})
     (root / "long.jpg").write_bytes(image_bytes())
-    config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
+    config = config_of(tmp_path, root)
     status, out, error = command("run", config)
     assert status == 1
     assert (
@@ -146,11 +139,11 @@ def test_nothing_of_the_data_reaches_a_terminal_raw(
     ]
     lost = {"id": evil, "image": f"{evil}.jpg", "question": "What?", "answer": "That."}
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in [*records, lost]))
-    config = make(tmp_path, f"{{format: jsonl, path: {path}, task: vqa, text_only: true}}")
+    write_file(path, lines([*records, lost]))
+    config = config_of(tmp_path, path, task="vqa", form="jsonl")
     shown = ""
     for verb in ("measure", "plan", "write", "set-aside", "set-aside --csv"):
-        _, out, error = command(*verb.split(), config)
+        _, out, error = command(*verb.split(), config, "source.text_only=true")
         shown += out + error
     assert "measure: warning: field " in shown
     assert shown.count("x1b[2J") > 4
@@ -162,7 +155,7 @@ def test_list_of_what_is_set_aside(tmp_path: Path, command: Command) -> None:
     (root / 'with "quotes", commas.json').write_text("{")
     write_json(root / "long.json", {"caption": "red " * 900})
     (root / "long.jpg").write_bytes(image_bytes())
-    config = make(tmp_path, f"{{format: pairs, path: {root}, task: captioning}}")
+    config = config_of(tmp_path, root)
     status, _, error = command("set-aside", config)
     assert (status, "run measure first" in error) == (1, True)
     command("measure", config)
@@ -187,10 +180,9 @@ def test_list_of_what_is_set_aside(tmp_path: Path, command: Command) -> None:
     ],
 )
 def test_another_format(tmp_path: Path, command: Command, source_format: str, message: str) -> None:
-    (tmp_path / "data/shards").mkdir(parents=True)
     for i in range(2):
-        (tmp_path / f"data/shards/{i}.tar").write_bytes(b"")
-    config = make(tmp_path, f"{{format: {source_format}, path: {tmp_path}/data, task: captioning}}")
+        write_file(tmp_path / f"data/shards/{i}.tar", b"")
+    config = config_of(tmp_path, tmp_path / "data", form=source_format)
     status, _, error = command("run", config)
     assert status == 1
     assert message in error
@@ -198,20 +190,19 @@ def test_another_format(tmp_path: Path, command: Command, source_format: str, me
 
 def test_a_folder_of_pictures_that_is_a_link(tmp_path: Path, command: Command) -> None:
     """init and the run name the link's target, with which the run succeeds."""
-    questions(tmp_path / "data/vqa.jsonl", 30, "train/{i}.jpg")
-    images(tmp_path / "far/away/train", 30)
+    path = questions(tmp_path / "data/vqa.jsonl", tmp_path / "far/away/train", "train/")
     (tmp_path / "data/train").symlink_to(tmp_path / "far/away/train")
-    config = make(tmp_path, f"{{format: jsonl, path: {tmp_path}/data/vqa.jsonl, task: vqa}}")
+    config = config_of(tmp_path, path, task="vqa", form="jsonl")
     root = f"source.image_root={tmp_path}/far/away"
     assert command("run", config)[2].count(f"; set {root};") == 1
     shutil.rmtree(tmp_path / "out")
     assert command("run", config, root)[0] == 0
-    found = recognise(str(tmp_path / "data/vqa.jsonl"))
+    found = recognise(str(path))
     assert found.options["image_root"] == f"{tmp_path}/far/away"
     (tmp_path / "far/away/train").rename(tmp_path / "far/away/other")
     (tmp_path / "data/train").unlink()
     (tmp_path / "data/train").symlink_to(tmp_path / "far/away/other")
-    found = recognise(str(tmp_path / "data/vqa.jsonl"))
+    found = recognise(str(path))
     assert "REFUSED: 'train/0.jpg' is behind a link to" in found.examples[0].missing["train/0.jpg"]
     shutil.rmtree(tmp_path / "out")
     assert "rename what the link leads to" in command("run", config)[2]
@@ -219,37 +210,35 @@ def test_a_folder_of_pictures_that_is_a_link(tmp_path: Path, command: Command) -
 
 def test_remedies_are_named_once(tmp_path: Path, command: Command) -> None:
     """And those of media that are not read are not those of damaged ones."""
-    heic = {"outside": "../a.jpg", "heic": "a.heic", "svg": "a.svg", "cut": "a.jpg"}
-    records = [
-        {"id": name, "image": image, "question": "What?", "answer": f"A {name}."}
-        for name, image in heic.items()
-    ]
-    records.append({"id": "tools", "tools": [{"name": "f"}], "question": "What?", "answer": "It."})
-    (tmp_path / "data").mkdir()
     path = tmp_path / "data/a.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    (tmp_path / "data/a.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(99))
-    (tmp_path / "data/a.svg").write_text('<?xml version="1.0"?>\n<svg width="9"/>')
-    (tmp_path / "data/a.jpg").write_bytes(image_bytes()[:-99])
-    config = make(tmp_path, f"{{format: jsonl, path: {path}, task: vqa}}")
-    expected = {
-        "outside": f"'../a.jpg' leads outside '{path.parent}'; set source.image_root to a folder "
-        "above the images",
-        "heic": "'a.heic': HEIC is not read; convert it, for example to PNG",
-        "svg": "'a.svg': SVG is not read; convert it, for example to PNG",
-        "cut": " bytes not processed); repair or remove it in the source",
-        "tools": "the chat template writes no tools; those of qwen3_vl, qwen3_5, glm4v, glm46v, "
-        "mistral3 do: set model.family and model.processor",
-    }
-    for record in records:
-        path.write_text(json.dumps(record))
+    write_file(tmp_path / "data/a.heic", b"\0\0\0\x18ftypheic" + bytes(99))
+    write_file(tmp_path / "data/a.svg", b'<?xml version="1.0"?>\n<svg width="9"/>')
+    write_file(tmp_path / "data/a.jpg", image_bytes()[:-99])
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"image": "../a.jpg"},
+            f"'../a.jpg' leads outside '{path.parent}'; set source.image_root to a folder above "
+            "the images",
+        ),
+        ({"image": "a.heic"}, "'a.heic': HEIC is not read; convert it, for example to PNG"),
+        ({"image": "a.svg"}, "'a.svg': SVG is not read; convert it, for example to PNG"),
+        ({"image": "a.jpg"}, " bytes not processed); repair or remove it in the source"),
+        (
+            {"tools": [{"name": "f"}]},
+            "the chat template writes no tools; those of qwen3_vl, qwen3_5, glm4v, glm46v, "
+            "mistral3 do: set model.family and model.processor",
+        ),
+    ]
+    for fields, expected in cases:
+        write_file(path, lines([{"question": "What?", "answer": "It.", **fields}]))
+        config = config_of(tmp_path, path, task="vqa", form="jsonl")
         error = command("run", config, "output.overwrite=true")[2]
-        assert expected[record["id"]] in error
-        assert error.count("source.image_root") == (record["id"] == "outside")
+        assert expected in error
+        assert error.count("source.image_root") == (fields.get("image") == "../a.jpg")
 
 
 def test_hints_look_near_only(tmp_path: Path) -> None:
-    images(tmp_path / "in/a/pictures", 1)
+    write_file(tmp_path / "in/a/pictures/0.jpg", image_bytes())
     (tmp_path / "in/b").mkdir()
     assert find_image_root(str(tmp_path / "in/b"), "pictures/0.jpg") == str(tmp_path / "in/a")
     assert find_image_root(str(tmp_path / "in/b"), "x/pictures/0.jpg") is None
@@ -273,8 +262,7 @@ def run_of(folder: Path, records: list[dict[str, Any]], task: str = "vqa", **out
     """A run over records that name 0.jpg to 9.jpg."""
     for i in range(10):
         write_file(folder / f"{i}.jpg", image_bytes(56, 56 + i))
-    write_file(folder / "a.jsonl", lines(records))
-    source = {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": task}
+    source = of_lines(folder / "a.jsonl", records, task)
     return make_run(source, folder / "out", output=output, pack={"seq_length": 64})
 
 

@@ -21,18 +21,13 @@ from offline_packing.runs.training_run import read_trained
 from offline_packing.storage.files import seal, to_json
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import RankSampler
-from tests.helpers.datasets import make_run, mixed_pairs, pack_all
-
-SOURCE = {"format": "pairs", "task": "bmr"}
+from tests.helpers.datasets import make_run
+from tests.world import World
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("packs")
-    source = SOURCE | {"path": str(mixed_pairs(root / "source", 24))}
-    run = make_run(source, root / "packed", pack={"seq_length": 256})
-    pack_all(run)
-    return run
+def packed(world: World) -> Run:
+    return world.run("bmr", pack={"seq_length": 256})
 
 
 @pytest.fixture(scope="module", params=["written", "balanced"])
@@ -169,11 +164,11 @@ def test_a_state_is_checked_before_it_is_used(
 
 def test_an_honest_state_is_counted(packed: Run, state: dict[str, Any], tmp_path: Path) -> None:
     write_state(tmp_path / "run", seal(state))
-    assert counted(packed, tmp_path / "run") == 24
+    assert counted(packed, tmp_path / "run") == 30
     few = copy.deepcopy(state)
     few["trained"][0]["loader"] |= {"epoch": 0, "past": [], "step": 1}
     write_state(tmp_path / "few", few)
-    assert 0 < counted(packed, tmp_path / "few") < 24
+    assert 0 < counted(packed, tmp_path / "few") < 30
 
 
 @pytest.mark.parametrize(

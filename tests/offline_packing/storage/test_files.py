@@ -1,10 +1,12 @@
 """Files that are complete or absent, local copies, scratch folders, and copies of what cannot be
-read at any place: made once, kept while needed, then removed."""
+read at any place; tars: shards as they are written, and the members of any."""
 
 import errno
+import io
 import multiprocessing
 import os
-import signal
+import struct
+import tarfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offline_packing.errors import DiskFullError, StageError
 from offline_packing.measure.measure import measure
-from offline_packing.runs.run import Run
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.sources.reading import rows as row_reader
 from offline_packing.sources.reading.rows import RowFile
 from offline_packing.storage.files import (
@@ -28,13 +33,32 @@ from offline_packing.storage.files import (
     temporary_folder,
     write_atomically,
 )
-from offline_packing.storage.streams import unpacked_copy
+from offline_packing.storage.streams import DamagedStreamError, unpacked_copy
+from offline_packing.storage.tars import (
+    PackEntry,
+    TarReader,
+    TarShardWriter,
+    index_bytes,
+    member_size,
+    read_pack,
+    scan_tar,
+    tar_size,
+)
 from offline_packing.verify.verify import verify
-from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import path_of
 from tests.helpers import formats
-from tests.helpers.datasets import image_bytes, make_run, pack_all, plan_index, write_planned
+from tests.helpers.datasets import (
+    image_bytes,
+    make_run,
+    pack_all,
+    packed_run,
+    plan_index,
+    write_planned,
+)
+from tests.helpers.faults import KilledError, killing
+from tests.helpers.formats import tar_bytes
 from tests.helpers.outputs import repair
+from tests.world import Source, World
 
 
 def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
@@ -120,66 +144,56 @@ def table_of(num_rows: int, first: int = 0) -> pa.Table:
     return pa.table({"id": ids, "image": images, "caption": [f"Picture {i}." for i in ids]})
 
 
-@pytest.fixture(scope="module")
-def parquet_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same rows in one row group and in many."""
-    folder = tmp_path_factory.mktemp("rows")
-    for name, size in (("huge", NUM_ROWS), ("small", 7)):
-        (folder / name).mkdir()
-        path = folder / name / "a.parquet"
-        pq.write_table(table_of(NUM_ROWS), path, row_group_size=size, data_page_size=4096)
-    return folder
+def rows_in_groups(root: Path, size: int) -> Source:
+    path = root / "a.parquet"
+    pq.write_table(table_of(NUM_ROWS), path, row_group_size=size, data_page_size=4096)
+    return {"format": "parquet", "path": str(root), "task": "captioning"}
 
 
-def parquet_run(folder: Path, out: Path) -> Run:
-    source = {"format": "parquet", "path": str(folder), "task": "captioning"}
-    return make_run(source, out, output={"packs_per_shard": 1, "key_prefix": ""})
+def huge_group(root: Path) -> Source:
+    root.mkdir()
+    return rows_in_groups(root, NUM_ROWS)
 
 
-def shard_hashes(manifest: Manifest) -> list[str]:
-    return [shard.xxh3_128 for shard in manifest.shards]
+def small_groups(root: Path) -> Source:
+    """The same rows."""
+    root.mkdir()
+    return rows_in_groups(root, 7)
+
+
+OUTPUT = {"packs_per_shard": 1, "key_prefix": ""}
 
 
 @pytest.mark.parametrize("small_group", [0, 1 << 30], ids=["copies", "decoded"])
 def test_huge_row_groups_give_the_packs_of_small_ones(
-    tmp_path: Path,
-    parquet_folder: Path,
-    small_group: int,
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, tmp_path: Path, small_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard that decodes a group for itself and one that reads a copy write the same bytes."""
-    small = pack_all(parquet_run(parquet_folder / "small", tmp_path / "small"))
+    """A shard that decodes a group for itself and one that reads a copy write the same bytes; a
+    copy is made once for all shards."""
+    small = require_manifest(world.packed(small_groups, output=OUTPUT))
+    decoded: list[range] = []
+    batches = RowFile.batches
+
+    def counted(self: RowFile, groups: range, columns: Any) -> Any:
+        decoded.append(groups)
+        return batches(self, groups, columns)
+
+    run = make_run(world.source(huge_group), tmp_path / "huge", output=OUTPUT)
+    measure(run)
+    plan_index(run)
     monkeypatch.setattr(row_reader, "SMALL_GROUP", small_group)
     monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    run = parquet_run(parquet_folder / "huge", tmp_path / "huge")
-    huge = pack_all(run)
+    monkeypatch.setattr(RowFile, "batches", counted)
+    huge = write_planned(run)
     assert len(huge.shards) > 5
-    assert shard_hashes(huge) == shard_hashes(small)
+    assert len(decoded) == (len(huge.shards) if small_group else 1)
+    hashes = [[shard.xxh3_128 for shard in one.shards] for one in (huge, small)]
+    assert hashes[0] == hashes[1]
     assert not run.workspace.unpacked.exists()
     result = verify(run, deep=True)
     assert result.ok
     assert result.num_images == NUM_ROWS
     assert not run.workspace.unpacked.exists()
-
-
-def test_each_group_is_decoded_once_for_all_shards(
-    tmp_path: Path, parquet_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = parquet_run(parquet_folder / "huge", tmp_path / "out")
-    measure(run)
-    plan_index(run)
-    decoded = [0]
-    batches = RowFile.batches
-
-    def counted(self: RowFile, groups: range, columns: Any) -> Any:
-        decoded[0] += 1
-        return batches(self, groups, columns)
-
-    monkeypatch.setattr(RowFile, "batches", counted)
-    monkeypatch.setattr(row_reader, "SMALL_GROUP", 0)
-    monkeypatch.setattr(row_reader, "WANTED_SHARE", 2.0)
-    assert len(write_planned(run).shards) > 5
-    assert decoded == [1]
 
 
 def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> dict[str, Any]:
@@ -189,8 +203,8 @@ def compressed_source(folder: Path, name: str = "jsonl_gz", count: int = 12) -> 
 @pytest.mark.parametrize("name", ["jsonl_gz", "webdataset_gz"])
 def test_unpacked_files_go_when_the_shards_are_complete(tmp_path: Path, name: str) -> None:
     source = compressed_source(tmp_path / "data", name)
-    run = make_run(source, tmp_path / "out")
-    manifest = pack_all(run)
+    run = packed_run(source, tmp_path / "out")
+    manifest = require_manifest(run.workspace.root)
     assert not run.workspace.unpacked.exists()
     # A kill between the manifest and the removal: the next run removes them.
     run.workspace.unpacked.mkdir()
@@ -214,25 +228,21 @@ def test_unpacked_files_stay_for_the_shards_that_are_left(
     run = make_run(compressed_source(tmp_path / "data"), tmp_path / "out")
     measure(run)
     plan_index(run)
-    monkeypatch.setattr("offline_packing.write.write.write_manifest", _fail)
-    with pytest.raises(StageError, match="stopped"):
-        write_planned(run)
-    (copy,) = run.workspace.unpacked.glob("*.unpacked")
-    monkeypatch.undo()
-    assert copy.exists()
+    with monkeypatch.context() as patch:
+        killed = killing(pack_all, 0)
+        patch.setattr("offline_packing.write.write.write_manifest", killed)
+        with pytest.raises(KilledError):
+            write_planned(run)
+    assert len([*run.workspace.unpacked.glob("*.unpacked")]) == 1
     write_planned(run)
     assert not run.workspace.unpacked.exists()
 
 
-def _fail(*_: object) -> Manifest:
-    raise StageError("stopped")
-
-
-def _slow_copy(folder: Path, content: bytes, started: str, pause: float) -> None:
+def slow_copy(folder: Path, content: bytes, started: Path, pause: float) -> None:
     def make(target: Any) -> None:
         target.write(content[: len(content) // 2])
         target.flush()
-        with open(started, "ab") as log:
+        with started.open("ab") as log:
             log.write(b"x")
         time.sleep(pause)
         target.write(content[len(content) // 2 :])
@@ -244,19 +254,17 @@ def test_copies_are_made_by_one_and_survive_a_kill(tmp_path: Path) -> None:
     """The first process is killed half-way; of the next four only one makes the copy."""
     folder, started, content = tmp_path / "unpacked", tmp_path / "started", os.urandom(1 << 16)
     context = multiprocessing.get_context("fork")
-    first = context.Process(target=_slow_copy, args=(folder, content, str(started), 600.0))
+    first, *others = (
+        context.Process(target=slow_copy, args=(folder, content, started, pause))
+        for pause in (600.0, *[0.5] * 4)
+    )
     first.start()
     while not (started.exists() and started.read_bytes()):
         assert first.is_alive()
         time.sleep(0.01)
-    assert first.pid is not None
-    os.kill(first.pid, signal.SIGKILL)
+    first.kill()
     first.join()
     assert not list(folder.glob("*.unpacked"))
-    others = [
-        context.Process(target=_slow_copy, args=(folder, content, str(started), 0.5))
-        for _ in range(4)
-    ]
     for process in others:
         process.start()
     for process in others:
@@ -274,5 +282,199 @@ def test_no_room_to_unpack(tmp_path: Path) -> None:
 
     with pytest.raises(DiskFullError, match=r"no room to unpack a\.gz to .* bytes are free"):
         unpacked_copy("name", "a.gz", tmp_path / "unpacked", full)
-    assert not list((tmp_path / "unpacked").glob("*.unpacked"))
-    assert not list((tmp_path / "unpacked").glob("*.tmp"))
+    left = {path.suffix for path in (tmp_path / "unpacked").iterdir()}
+    assert not left & {".unpacked", ".tmp"}
+
+
+PACKS = [
+    ("ps_00000000", [("img000.jpg", b"a" * 700), ("img001.png", b""), ("json", b"{}")]),
+    ("ps_00000001", [("json", b"x" * 512)]),
+    ("ps_00000002", [("img000.jpg", b"b" * 513), ("json", b"[]")]),
+]
+
+
+def write_tar(path: Path) -> tuple[list[PackEntry], str]:
+    with open(path, "wb") as file:
+        writer = TarShardWriter(file)
+        for key, members in PACKS:
+            writer.add(key, members)
+        digest = writer.finish()
+    assert writer.size == path.stat().st_size
+    return writer.entries, digest
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    path = tmp_path / "train-000000.tar"
+    write_tar(path)
+    return path
+
+
+def test_tarfile_writes_the_same(tar: Path, tmp_path: Path) -> None:
+    path = tmp_path / "reference.tar"
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as reference:
+        for key, pack in PACKS:
+            for name, data in pack:
+                info = tarfile.TarInfo(f"{key}.{name}")
+                info.size, info.mode = len(data), 0o644
+                reference.addfile(info, io.BytesIO(data))
+    assert tar.read_bytes() == path.read_bytes()
+
+
+def test_entries_and_index(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    entries, digest = write_tar(path)
+    assert list(scan_tar(path)) == entries
+    data = path.read_bytes()
+    assert xxhash.xxh3_128_hexdigest(data) == digest
+    for entry, (_, pack) in zip(entries, PACKS, strict=True):
+        assert entry.size == sum(member_size(len(content)) for _, content in pack)
+        for part, (name, content) in zip(entry.parts, pack, strict=True):
+            assert (part.name, data[part.offset :][: part.size]) == (name, content)
+    offsets = struct.unpack("<4Q", index_bytes(entries))
+    assert offsets == (0, entries[0].size, entries[2].offset, entries[2].offset + entries[2].size)
+    assert tar_size(offsets[-1]) == len(data)
+
+
+def test_cut_anywhere_is_found(tar: Path, tmp_path: Path) -> None:
+    data = tar.read_bytes()
+    end = tar_size(0)
+    content = sum(entry.size for entry in scan_tar(tar))
+    assert len(data) >= end
+    cut = tmp_path / "cut.tar"
+    for size in [0, 1, 512, 700, 1024, *(entry.offset for entry in scan_tar(tar)), content]:
+        cut.write_bytes(data[:size])
+        with pytest.raises(StageError, match=r"cut\.tar (is cut off|cannot be read)"):
+            list(scan_tar(cut))
+
+
+def test_one_pack(tmp_path: Path) -> None:
+    path, index = tmp_path / "a.tar", tmp_path / "a.tar.idx"
+    entries, _ = write_tar(path)
+    index.write_bytes(index_bytes(entries))
+    for key, members in PACKS:
+        entry, data = read_pack(path, key)
+        found = [(part.name, data[part.offset :][: part.size]) for part in entry.parts]
+        assert (entry.key, found) == (key, members)
+    for absent in ("ps_00000003", "b_ps_00000001", "ps_x", "ps"):
+        with pytest.raises(StageError, match=r"a\.tar (cannot be read|holds no pack)"):
+            read_pack(path, absent)
+    for damaged in (b"", index.read_bytes()[:16], bytes(32), b"\xff" * 32):
+        index.write_bytes(damaged)
+        with pytest.raises(StageError, match=r"a\.tar cannot be read"):
+            read_pack(path, "ps_00000001")
+    index.write_bytes(index_bytes(entries[1:]))
+    with pytest.raises(StageError, match="holds no pack 'ps_00000001'"):
+        read_pack(path, "ps_00000001")
+
+
+def test_what_is_no_pack(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as opened:
+        link = tarfile.TarInfo("ps_0.img0.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        opened.addfile(link)
+    with pytest.raises(StageError, match=r"member 'ps_0\.img0\.jpg' is no file KEY\.PART"):
+        list(scan_tar(path))
+    path.write_bytes(b"not a tar")
+    with pytest.raises(StageError, match="cannot be read"):
+        list(scan_tar(path))
+
+
+names = st.text("ab/.é_", min_size=1, max_size=12).map(lambda text: f"x{text}y")
+long_names = st.integers(90, 300).map(lambda count: "d/" * (count // 2) + "name.jpg")
+
+
+class Stream(io.BytesIO):
+    """A file that cannot seek."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: int) -> int:
+        raise io.UnsupportedOperation("seek")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    members=st.lists(st.tuples(names | long_names, st.binary(max_size=1200)), max_size=8),
+    tar_format=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+    links=st.booleans(),
+)
+def test_members_are_those_of_tarfile(
+    members: list[tuple[str, bytes]], tar_format: int, links: bool
+) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tar_format) as tar:
+        for i, (name, data) in enumerate(members):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            if links and i % 3 == 1:
+                info.type, info.size, info.linkname = tarfile.SYMTYPE, 0, "/etc/passwd"
+            try:
+                tar.addfile(info, io.BytesIO(data))
+            except ValueError:  # ustar has no room for the name
+                continue
+    content = buffer.getvalue()
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        expected = [(m.name, m.offset_data, m.size, m.isreg()) for m in tar]
+    for file in (io.BytesIO(content), Stream(content)):
+        found = list(TarReader(file))
+        shown = [(m.name, m.offset, m.size, m.is_file) for m in found]
+        assert shown == expected
+    reader = TarReader(Stream(content))
+    data = [reader.read(member) for member in reader]
+    assert data == [content[m.offset : m.offset + m.size] for m in found]
+    assert reader.member_complete
+
+
+def test_size_in_base_256() -> None:
+    info = tarfile.TarInfo("large.bin")
+    info.size = 9 << 30  # beyond eleven octal digits
+    header = info.tobuf(tarfile.GNU_FORMAT)
+    (member,) = _members_before_damage(header)
+    assert member.size == 9 << 30
+
+
+def _members_before_damage(content: bytes) -> list[object]:
+    found: list[object] = []
+    reader = iter(TarReader(io.BytesIO(content)))
+    with pytest.raises(ValueError, match="the tar ends within a member"):
+        found.extend(reader)
+    return found
+
+
+def _tar(*names: str) -> bytes:
+    return tar_bytes((name, b"abc") for name in names)
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, Stream])
+def test_joined_tars_are_read_to_their_end(kind: type[io.BytesIO]) -> None:
+    content = _tar("a", "b") + _tar("c")
+    reader = TarReader(kind(content))
+    found = [(member.name, reader.read(member)) for member in reader]
+    assert found == [("a", b"abc"), ("b", b"abc"), ("c", b"abc")]
+    offsets = [member.header_offset for member in TarReader(io.BytesIO(content))]
+    assert [content[at : at + 1] for at in offsets] == [b"a", b"b", b"c"]
+
+
+def test_zeros_after_a_tar_are_read_in_large_pieces() -> None:
+    """A tar that is joined after the zeros is found."""
+    content = _tar("a") + bytes(20 << 20) + _tar("b") + bytes(5 << 20)
+    file = CountingReads(content)
+    assert [member.name for member in TarReader(file)] == ["a", "b"]
+    assert file.reads < 60
+
+
+class CountingReads(io.BytesIO):
+    reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        return super().read(size)
+
+
+@pytest.mark.parametrize("junk", [b"x" * 512, b"x" * 100])
+def test_what_follows_the_end_marker_is_not_lost_in_silence(junk: bytes) -> None:
+    with pytest.raises(DamagedStreamError):
+        list(TarReader(io.BytesIO(_tar("a") + junk)))

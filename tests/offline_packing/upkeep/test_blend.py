@@ -28,7 +28,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all, packed_run
-from tests.helpers.formats import lines, write_file
+from tests.helpers.formats import of_lines
 from tests.world import World
 
 
@@ -164,9 +164,8 @@ def test_stages_of_one_index_share_what_both_chose(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"question": f"{i}?", "answer": "It is.", "score": i} for i in range(9)]
-    write_file(tmp_path / "a.jsonl", lines(rows))
-    source = {"format": "jsonl", "path": str(tmp_path / "a.jsonl"), "task": "vqa", "keep": "score"}
-    pack_all(make_run({**source, "text_only": True}, tmp_path / "all"))
+    source = of_lines(tmp_path / "a.jsonl", rows, "vqa", keep="score", text_only=True)
+    packed_run(source, tmp_path / "all")
     for name, clause in (("low", ["<", 4]), ("high", [">=", 4]), ("few", [">=", 7])):
         index = {"format": "index", "path": str(tmp_path / "all")}
         packed_run(index, tmp_path / name, pack={"where": [["score", *clause]]})

@@ -61,25 +61,28 @@ def test_captioning(tmp_path: Path, caption: str, members: list[tuple[str, bytes
     assert turns(tmp_path, "captioning") == ("", "A square.")
 
 
-def test_vqa_from_several_members(tmp_path: Path) -> None:
-    description = sample_type(
-        "VQASample", image="jpg", context="q.txt", answers="a.json[all]", answer_weights="w.json[w]"
-    )
-    prepared(
-        tmp_path,
-        description,
-        *[("k.q.txt", b"Which?"), ("k.jpg", JPEG), ("k.a.json", b'{"all": ["This.", "That."]}')],
-        ("k.w.json", b'{"w": [0.3, 0.7]}'),
-    )
-    assert turns(tmp_path, "vqa") == ("Which?", "That.")
-
-
-def test_vqa_without_weights_takes_the_first(tmp_path: Path) -> None:
-    description = sample_type(
-        "VQASample", image="jpg", context="json[q]", answers="json[a]", answer_weights="json[w]"
-    )
-    prepared(tmp_path, description, ("k.jpg", JPEG), ("k.json", b'{"q": "Q", "a": ["x", "y"]}'))
-    assert turns(tmp_path, "vqa") == ("Q", "x")
+@pytest.mark.parametrize(
+    ("field_map", "members", "expected"),
+    [
+        (
+            {"context": "q.txt", "answers": "a.json[all]", "answer_weights": "w.json[w]"},
+            [
+                *[("k.q.txt", b"Which?"), ("k.a.json", b'{"all": ["This.", "That."]}')],
+                ("k.w.json", b'{"w": [0.3, 0.7]}'),
+            ],
+            ("Which?", "That."),
+        ),
+        (  # without weights, the first
+            {"context": "json[q]", "answers": "json[a]", "answer_weights": "json[w]"},
+            [("k.json", b'{"q": "Q", "a": ["x", "y"]}')],
+            ("Q", "x"),
+        ),
+    ],
+)
+def test_vqa(tmp_path: Path, field_map: Any, members: Any, expected: tuple[str, str]) -> None:
+    description = sample_type("VQASample", image="jpg", **field_map)
+    prepared(tmp_path, description, ("k.jpg", JPEG), *members)
+    assert turns(tmp_path, "vqa") == expected
 
 
 def test_missing_member(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Every format gives the same samples, and they come out of the packs as they went in."""
+"""Every format gives the same samples, and they come out of the packs as they went in. Folders of
+images and videos with captions in text files."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from offline_packing.index.table import Index
 from offline_packing.measure.measure import measure
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources import SOURCES, Locator
+from offline_packing.sources.recognise import recognise
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SourceSample
 from tests.helpers import formats
-from tests.helpers.datasets import make_run, pack_all
-from tests.helpers.formats import Sample
+from tests.helpers.accounting import account, open_one, outcomes
+from tests.helpers.datasets import image_bytes, make_run, pack_all, packed_run
+from tests.helpers.formats import Sample, write_file
+from tests.helpers.videos import make_video
 
 SAMPLES = formats.draw_samples(11)
 
@@ -101,3 +105,48 @@ def test_videos_of_every_format_come_out_as_they_went_in(tmp_path: Path, name: s
     unpacked = read_back(make_run(again, tmp_path / "again", model=model))
     repacked = {key: value[1:] for key, value in unpacked.items()}
     assert repacked == {key: value[1:] for key, value in found.items()}
+
+
+@pytest.fixture
+def captions_of_all_kinds(tmp_path: Path) -> Path:
+    files = {
+        "a.jpg": image_bytes(), "a.txt": b"A cat.\n", "b/c.PNG": image_bytes(56, 84, "PNG"),
+        "b/c.TXT": b"\xef\xbb\xbfA dog.", "v.mp4": make_video(4), "v.txt": "Läuft.".encode(),
+        "none.txt": b"Nothing beside it.", "left.jpg": image_bytes(), "twice.jpg": image_bytes(),
+        "twice.png": image_bytes(), "twice.txt": b"Which?", "latin.jpg": image_bytes(),
+        "latin.txt": b"\xe4", "empty.jpg": image_bytes(), "empty.txt": b" ", "a.json": b"{}",
+    }  # fmt: skip
+    for name, data in files.items():
+        write_file(tmp_path / "data" / name, data)
+    return tmp_path / "data"
+
+
+def test_each_caption_is_a_sample_or_has_a_reason(
+    captions_of_all_kinds: Path, tmp_path: Path
+) -> None:
+    source = {"format": "captions", "path": str(captions_of_all_kinds), "task": "captioning"}
+    assert outcomes(source, tmp_path) == {
+        **dict.fromkeys(("a", "b/c", "v"), "ok"), "none": "missing_image",
+        "twice": "ambiguous_image", "latin": "bad_json", "empty": "empty_answer",
+    }  # fmt: skip
+    opened = open_one(source, tmp_path)
+    rows = {row.key: row for *_, row in account(opened) if row is not None}
+    texts = {
+        key: opened.read_sample(key, row.json, len(row.media) - row.num_videos, row.num_videos)
+        for key, row in rows.items()
+    }
+    answers = {key: sample.turns[0].answer for key, sample in texts.items()}
+    assert answers == {"a": "A cat.", "b/c": "A dog.", "v": "Läuft."}
+    assert len(opened.scan(9).unpaired_media) == 1
+
+
+def test_captions_from_init_to_packs(captions_of_all_kinds: Path, tmp_path: Path) -> None:
+    (captions_of_all_kinds / "a.json").unlink()
+    options = recognise(str(captions_of_all_kinds)).options
+    assert options == {
+        "format": "captions",
+        "path": str(captions_of_all_kinds),
+        "task": "captioning",
+    }
+    run = packed_run(options, tmp_path / "out", pack={"seq_length": 512, "max_set_aside": 0.9})
+    assert verify(run, deep=True).ok
