@@ -69,6 +69,7 @@ from offline_packing.storage.files import (
     read_each,
     read_json,
     remove_folder,
+    remove_path,
     remove_temporaries,
     seal,
     to_json,
@@ -465,7 +466,7 @@ def _run_tasks(run: Run, tasks: Sequence[MeasureTask]) -> None:
     if not run.engine.IS_SHARED:
         for path in filter(None, run.engine.run(find_unreadable, done(tasks, _MARKER))):
             logger.warning("measure: %s cannot be read; its part is made again", path)
-            path.unlink()
+            remove_path(path)
     left = unfinished("measure", tasks, _MARKER)
     numbers = {task.number for task in left}
     known = [task.part.num_records for task in tasks]

@@ -117,7 +117,7 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
         ("pack={order: {num_ranks: 2}, assignment: locality}", "order cannot keep assignment l"),
         ("pack={max_samples: 2, strategy: hash_bucket}", "keep a limit of samples: .* one of auto"),
         ("pack={budgets: {images: 2}, strategy: hash_bucket}", "cannot keep a limit of images"),
-        ("pack={budgets: {images: 2}, assignment: [balance]}", "may break a budget"),
+        ("pack={budgets: {images: 2}, assignment: locality}", "its windows know tokens only"),
         ("source.image_root=images", "image_root applies to format json, jsonl, .* only"),
         ("source.split=val", "split applies to format energon, huggingface only"),
         (

@@ -307,11 +307,10 @@ def test_half_written_files_go_with_the_repair(packed: Run) -> None:
 
 
 def test_folders_in_place_of_files_are_moved(packed: Run) -> None:
-    """Each alone, and then of all files but the parts of the index at once."""
+    """Each alone, and then all at once."""
     root, expected = packed.workspace.root, content(packed.workspace.root)
     paths = [root / name for name in expected if Path(name).name not in UNRECORDED]
-    others = [path for path in paths if not path.name.startswith("part-")]
-    for some in (*([path] for path in paths[::4]), others):
+    for some in (*([path] for path in paths[::4]), paths):
         for path in some:
             make_folder(path)
         discard(packed)
