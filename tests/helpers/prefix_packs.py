@@ -8,29 +8,24 @@ import numpy as np
 from tests.helpers.datasets import WORDS, dialogue, image_bytes, write_json
 
 
-def questions(root: Path, pictures: int = 4, per_picture: int = 40, size: int = 140) -> Path:
-    """Dialogues on pictures, some with a second picture in the question; a few have none."""
+def asked(root: Path) -> dict[str, Any]:
+    """Dialogues on four pictures, some with another in the question; a few have none."""
     rng = np.random.default_rng(0)
-    root.mkdir(parents=True)
-    for number in range(pictures):
-        (root / f"picture{number}.jpg").write_bytes(image_bytes(size + 28 * number, size))
-    for i in range(pictures * per_picture):
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(4):
+        (root / f"picture{number}.jpg").write_bytes(image_bytes(140 + 28 * number, 140))
+    for i in range(160):
         first, *texts = (
             " ".join(rng.choice(WORDS, rng.integers(2, 12))) for _ in range(2 + 2 * (i % 2))
         )
-        names = [f"picture{i % pictures}.jpg"] if i % 11 else []
+        names = [f"picture{i % 4}.jpg"] if i % 11 else []
         more = [f"other{i}.jpg"] if names and i % 7 == 3 else []
         for name in more:
             (root / name).write_bytes(image_bytes(56, 84, shade=i))
         first = "<image>\n" * len(names) + first + " like <image>?" * len(more)
         content = {"messages": dialogue(first, *texts), "images": names + more}
         write_json(root / (f"q{i:03d}.json" if names else f"output_{i:08d}.json"), content)
-    return root
-
-
-def asked(folder: Path) -> dict[str, Any]:
-    """Those, as a source of a `World`."""
-    return {"format": "pairs", "path": str(questions(folder / "pairs")), "task": "bmr"}
+    return {"format": "pairs", "path": str(root), "task": "bmr"}
 
 
 def tree_folders(world: Any, **sections: dict[str, Any]) -> tuple[Path, Path]:
