@@ -10,6 +10,7 @@ from launch.config import OptimizerConfig
 from launch.loop.metrics import Stopwatch
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
+from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.packed_runs import (
     GPU_MODEL,
     bmr_folder,
@@ -19,6 +20,7 @@ from tests.helpers.packed_runs import (
     step_lines,
 )
 from tests.helpers.prefix_packs import tree_folders
+from tests.world import World
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,15 @@ def test_a_checkpoint_goes_on(folder: Path, tmp_path: Path) -> None:
     assert resumed == pytest.approx(whole[6:], abs=0.01)
 
 
-def test_prefix_trees_train_as_the_samples_without(tmp_path: Path) -> None:
-    plain, trees = tree_folders(tmp_path)
-    alone = train(plain, tmp_path / "alone")
-    assert train(trees, tmp_path / "shared") == pytest.approx(alone, abs=0.05)
+def test_prefix_trees_train_as_the_samples_without(world: World, tmp_path: Path) -> None:
+    """In steps of all samples."""
+    alone, shared = (
+        train(
+            folder, tmp_path / folder.name, batch={"global_batch_packs": len(PackedFolder(folder))}
+        )
+        for folder in tree_folders(world)
+    )
+    assert shared == pytest.approx(alone, abs=0.05)
 
 
 def test_the_fused_optimizer_equals_the_one_of_a_cpu(cuda: torch.device) -> None:

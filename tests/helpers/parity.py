@@ -142,11 +142,11 @@ def check_losses(
     ours: Path | None = None,
     pixels: torch.dtype = torch.float32,
     eps: float = 1e-8,
-) -> float:
+) -> str:
     """The losses of a trainer on the first two packs, before and after a step, are those of their
     samples, each encoded and trained alone in transformers' model, to 1e-4; the mistakes of
     `CONTROLS` are far from them. With `ours`, a folder, those of `launch.train` are the same, too.
-    `eps`: of AdamW. Returns the largest difference."""
+    `eps`: of AdamW. Returns a sentence with the largest difference."""
     packs = open_packs(packed)
     refuse_packs_of_few(packs, (0, 1))
 
@@ -163,7 +163,9 @@ def check_losses(
     expected = [trained(samples_alone)]
     if ours is not None:
         expected.append(our_losses(packed, checkpoint, ours))
-    return max(largest_difference(one, losses) for one in expected)
+    difference = max(largest_difference(one, losses) for one in expected)
+    like = "of the samples alone" + " and as launch.train's" * (ours is not None)
+    return f"loss before and after a step as {like} (to {difference:.0e})"
 
 
 def largest_difference(expected: list[float], losses: list[float]) -> float:

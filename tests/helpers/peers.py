@@ -127,23 +127,24 @@ def check_order(
     numbers_read: Callable[..., list[int]],
     *args: Any,
     drop_last: bool = False,
-) -> None:
+) -> str:
     """Rank r of W trains packs r, r + W, ... in an epoch, as `numbers_read(packed, *args)` says on
     each of 1, 2 and 4 ranks. Where the last round is not full, the first few are repeated, or it is
-    dropped."""
+    dropped. Returns a sentence that says so."""
     size = len(open_packs(packed))
     for world_size in (1, 2, 4):
         read = run_ranks(world_size, scratch / f"ranks{world_size}", numbers_read, packed, *args)
         rounds = size // world_size if drop_last else -(-size // world_size)
         expected = [[(r + i * world_size) % size for i in range(rounds)] for r in range(world_size)]
         assert read == expected
+    return "order of packs kept on 1, 2 and 4 ranks"
 
 
 def check_uniform_steps(
     family: str, checkpoint: Path, scratch: Path, images_read: Callable[[Path], list[bool]]
 ) -> str:
     """Packs of `pack.order.uniform` are of one kind at each step of 2 and 4 ranks, and nothing is
-    warned of; other packs mix, and the first rank warns of it once. Returns the mixed steps.
+    warned of; other packs mix, and the first rank warns of it once. Returns a sentence.
     `images_read(packed)`: whether each row of this rank has images, in an epoch."""
     pairs, counts = mixed_pairs(scratch / "source", 90), []
     for uniform in (True, False):
@@ -165,7 +166,8 @@ def check_uniform_steps(
                 assert steps.size == len(columns.media)
                 assert 0 < steps.sum() == (columns.media > 0).sum() < steps.size
             counts.append(f"{mixed} of {len(steps)} on {world_size} ranks")
-    return f"{', '.join(counts[:2])} (without: {', '.join(counts[2:])})"
+    uniform, others = (", ".join(own) for own in (counts[:2], counts[2:]))
+    return f"mixed steps of uniform packs: {uniform} (without: {others})"
 
 
 def _with_warnings(

@@ -19,28 +19,28 @@ from launch.train_transformers import load_config, main
 from offline_packing.runs.run import Run
 from tests.helpers.packed_runs import KilledError, losses
 from tests.helpers.tiny_families import encoder_options
-from tests.world import World
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_1_5", "mistral3", "internvl3"]
 STEPS = 6
 Case = Callable[[str], Path]
 
 
-def case_run(world: World, name: str, **sections: dict[str, Any]) -> Run:
-    """Return a run over dialogues, with pictures or "of videos", for a family's tiny checkpoint."""
+def case_run(world: Any, name: str, **sections: dict[str, Any]) -> Run:
+    """Return a run of a `World` over dialogues, or "of videos", for a family's tiny checkpoint."""
     family, _, kind = name.partition(" of ")
     checkpoint = world.checkpoint(f"{family}_moe" if kind == "experts" else family)
     model = {"family": family, "processor": str(checkpoint), "max_pixels": None}
     output = {"packs_per_shard": 8, "split": {"train": 0.85, "val": 0.15}}
-    return world.run(
+    run: Run = world.run(
         "videos" if kind == "videos" else "bmr",
         model=model | encoder_options(family),
         output=output | sections.pop("output", {}),
         **sections,
     )
+    return run
 
 
-def make_case(world: World, name: str, folder: Path) -> None:
+def make_case(world: Any, name: str, folder: Path) -> None:
     """Link a tiny checkpoint with a tokenizer as `model`, and dialogues for it as `packed`."""
     run = case_run(world, name)
     folder.mkdir()

@@ -30,7 +30,6 @@ from launch.start import lonely_nodes, main
 from launch.train import cli
 from offline_packing.upkeep.blend import blend
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.command import invoke
 from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
@@ -282,36 +281,6 @@ def test_nodes_that_cannot_meet_are_a_warning() -> None:
     assert lonely_nodes([*options, "127.0.0.1"]).startswith("NNODES=2 with MASTER_ADDR=127.0.0.1")
     assert lonely_nodes([*options, "node0"]) == ""
     assert lonely_nodes(["--nnodes", "1", "--master-addr", "127.0.0.1"]) == ""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("bmr")
-def test_from_init_to_a_trained_model(tmp_path: Path) -> None:
-    """The commands that the README shows, with sft.yaml's validation; and further steps."""
-    data, config, packed = mixed_pairs(tmp_path / "data", 30), tmp_path / "p.yaml", tmp_path / "p"
-    invoke("init", data, "--task", "bmr", "--to", config, "--output", packed)
-    split = "output.split={train: 0.7, val: 0.3}"  # of 30 samples, some for validation
-    small = ("pack.seq_length=256", "model.max_pixels=50176", "engine.workers=0")
-    invoke("run", config, *small, split)
-    options = [one for one in SMALL if not one.startswith("validation")]
-    arguments = [SFT, f"data.path={packed}", f"output.path={tmp_path / 'out'}", *options]
-    trained = CliRunner().invoke(cli, [*arguments, "train.iterations=1"])
-    assert trained.exit_code == 0, trained.output
-    found = read_metrics(tmp_path / "out" / "metrics.jsonl")
-    assert any("validation_loss" in line for line in found)
-    assert (tmp_path / "out" / "hf" / "tokenizer.json").is_file()
-    arguments += ["train.iterations=2", "schedule.warmup=0.5"]
-    refused = CliRunner().invoke(cli, arguments)
-    assert refused.exit_code == 1
-    assert [line for line in refused.stderr.splitlines() if line.startswith("  ")] == [
-        "  schedule.warmup was 0.03, is 0.5",
-        "  train.iterations was 1, is 2",
-    ]
-    names = ("--accept-mismatch", "train.iterations", "--accept-mismatch", "schedule.warmup")
-    extended = CliRunner().invoke(cli, [*arguments, *names])
-    assert extended.exit_code == 0, extended.output
-    assert len(losses(tmp_path / "out")) == 2
-    assert (tmp_path / "out" / "hf_1").is_dir()
 
 
 def test_packs_without_a_val_split(

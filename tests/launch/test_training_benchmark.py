@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from task_encoders.energon_samples import PackedBatch
-from tests.helpers.datasets import make_run, pack_all
-from tests.helpers.prefix_packs import questions
+from tests.helpers.prefix_packs import tree_folders
 from tests.helpers.tools import benchmark, run_benchmark
+from tests.world import World
 
 
 def test_all_forms_hold_the_same_samples(folder: Path, tmp_path: Path) -> None:
@@ -64,26 +64,13 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_made(
     report.check_fit("2b")
 
 
-def test_branches_are_samples(tmp_path: Path) -> None:
-    source = {"format": "pairs", "path": str(questions(tmp_path / "source")), "task": "bmr"}
-    for name, more in (("plain", {}), ("shared", {"share_prefixes": {}})):
-        pack_all(make_run(source, tmp_path / name, pack={"seq_length": 1024} | more))
-    options = [
-        "--modes",
-        "offline",
-        "--shared",
-        tmp_path / "shared",
-        "--steps",
-        "1",
-        "--output",
-        tmp_path,
-    ]
-    result = run_benchmark("benchmark_training", tmp_path / "plain", *options)
+def test_branches_are_samples(world: World, tmp_path: Path) -> None:
+    plain, shared = tree_folders(world)
+    options = ["--modes", "offline", "--steps", "1", "--output", tmp_path, "--shared", shared]
+    result = run_benchmark("benchmark_training", plain, *options)
     assert result.exit_code == 0, result.output
-    found = {
-        mode: one["steps"]
-        for mode, one in json.loads((tmp_path / "results.json").read_text()).items()
-    }
+    results = json.loads((tmp_path / "results.json").read_text())
+    found = {mode: one["steps"] for mode, one in results.items()}
     assert found.keys() == {"offline", "shared"}
     assert found["shared"][0]["samples"] > 1
     assert "| run | samples/s | × offline |" in result.output

@@ -39,8 +39,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Print a line at the end."""
-    return request.config.stash[_LINES].append
+    """Print a line at the end, behind the module's VERSION and the family of a test's parameter."""
+    given = getattr(request.node, "callspec", None)
+    family = given.params.get("family") if given else None
+    name = ", ".join(filter(None, (request.module.VERSION, family)))
+    return lambda text: request.config.stash[_LINES].append(f"{name}: {text}")
 
 
 @pytest.fixture(autouse=True)

@@ -232,7 +232,7 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             assert_same(ours, theirs, f"{task} {split} {pack.number}")
             num_packs += 1
     assert num_packs > 5
-    say(f"{VERSION}: {num_packs} packs of {task} are what its own packing makes of their samples")
+    say(f"{num_packs} packs of {task} are what its own packing makes of their samples")
 
 
 def numbers_read(packed: Path) -> list[int]:
@@ -251,8 +251,7 @@ def pack_number(batch: dict[str, Any], packed: Path) -> int:
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
-    check_order(case[1], tmp_path, numbers_read)
-    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+    say(check_order(case[1], tmp_path, numbers_read))
 
 
 def images_read(packed: Path) -> list[bool]:
@@ -263,8 +262,7 @@ def images_read(packed: Path) -> list[bool]:
 
 
 def test_uniform_steps(case: Any, family: str, tmp_path: Path, say: Say) -> None:
-    counted = check_uniform_steps(family, case[0], tmp_path, images_read)
-    say(f"{VERSION}: mixed steps of uniform packs: {counted}")
+    say(check_uniform_steps(family, case[0], tmp_path, images_read))
 
 
 def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
@@ -280,15 +278,14 @@ def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
     for number, (found, expected) in enumerate(zip([*first, *rest], whole, strict=True)):
         assert found.keys() == expected.keys()
         assert_same(found, expected, f"batch {number}")
-    say(f"{VERSION}: its loader, saved in the middle of an epoch, goes on exactly")
+    say("its loader, saved in the middle of an epoch, goes on exactly")
 
 
 def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = case
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
     losses = losses_of_packs(model, packed)
-    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
-    say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
+    say(check_losses(packed, checkpoint, losses, tmp_path / "ours"))
 
 
 def loaded_model(checkpoint: Path) -> Any:
@@ -309,11 +306,7 @@ def loaded_model(checkpoint: Path) -> Any:
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = several_packs(family, tmp_path)
     losses = losses_of_packs(loaded_model(checkpoint), packed)
-    difference = check_losses(packed, checkpoint, losses, pixels=torch.bfloat16)
-    say(
-        f"{VERSION}, {family}: loss before and after a step as of the samples alone "
-        f"(to {difference:.0e})"
-    )
+    say(check_losses(packed, checkpoint, losses, pixels=torch.bfloat16))
 
 
 of_qwen3_5 = pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
@@ -430,7 +423,7 @@ def test_packs_with_videos_are_what_its_packing_would_give(
     assert num_videos >= 12
     assert (other_positions > 0) == (family == "qwen2_5_vl")
     but = f", but for the seconds in positions of {other_positions}" * (other_positions > 0)
-    say(f"{VERSION}: {num_packs} {family} packs of {task} with {num_videos} videos as its own{but}")
+    say(f"{num_packs} {family} packs of {task} with {num_videos} videos as its own{but}")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -475,7 +468,7 @@ def test_its_cut_gives_each_rank_what_it_should(
             shares.append(np.add.reduceat(work, bounds[:-1]))
     idle = 1 - np.sum(shares) / (size * np.max(shares, axis=1).sum())
     say(
-        f"{VERSION}: CP {size} cuts {len(packs)} packs as launch does; the tower's idle time of "
+        f"CP {size} cuts {len(packs)} packs as launch does; the tower's idle time of "
         f"{len(shares)} with {size} pictures or more is {idle:.1%} by its own split"
     )
 

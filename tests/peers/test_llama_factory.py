@@ -239,17 +239,14 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     steps = {"max_steps": 6, "save_steps": 3}
     whole = train(*case, tmp_path / "whole", **steps)
     assert whole.numbers == list(range(6))
-    difference = check_losses(case[1], case[0], whole.losses, tmp_path / "ours")
+    said = check_losses(case[1], case[0], whole.losses, tmp_path / "ours")
     assert abs(unpacked_loss(*case, 0) - whole.losses[0]) < 1e-4
     saved = str(tmp_path / "whole/checkpoint-3")
     rest = train(*case, tmp_path / "again", **steps, resume_from_checkpoint=saved)
     assert rest.numbers == whole.numbers[3:]
     assert rest.losses == whole.losses  # those of the first three are in the checkpoint
     assert all(map(torch.equal, rest.weights, whole.weights))
-    say(
-        f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}) and as "
-        "of the samples alone, 6 steps resumed after 3 to the last bit"
-    )
+    say(f"{said}, 6 steps resumed after 3 to the last bit")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "fa2"])
@@ -270,11 +267,7 @@ def test_steps_are_those_of_the_samples_alone(
         losses = train(checkpoint, packed, tmp_path / "out", max_steps=2, **options).losses
         changed = sum("llamafactory" in layer.forward.__module__ for layer in layers)
     assert changed == 2 * (attention == "fa2" and family.startswith("qwen3_5"))
-    difference = check_losses(packed, checkpoint, losses)
-    say(
-        f"{VERSION}, {family}, {attention}: loss before and after a step as of the samples alone "
-        f"(to {difference:.0e})"
-    )
+    say(f"{attention}: {check_losses(packed, checkpoint, losses)}")
 
 
 class _Order(TrainerCallback):
@@ -300,8 +293,7 @@ def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = case
-    check_order(packed, tmp_path, numbers_read, checkpoint, tmp_path / "out")
-    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+    say(check_order(packed, tmp_path, numbers_read, checkpoint, tmp_path / "out"))
 
 
 def rank_run(checkpoint: Path, packed: Path, output: Path) -> tuple[list[int], list[float]]:
@@ -332,7 +324,7 @@ def test_ranks_with_and_without_images_train_what_one_does(
     assert alone.numbers == list(range(8))
     difference = max(abs(a - b) for a, b in zip(alone.losses, ranks[0][1], strict=True))
     assert difference < 1e-4
-    say(f"{VERSION}: two ranks, some steps with images on one alone, as one (to {difference:.0e})")
+    say(f"two ranks, some steps with images on one alone, as one (to {difference:.0e})")
 
 
 def test_every_demo_pack_is_what_its_packing_would_give(
@@ -371,7 +363,7 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             num_packs += 1
             num_samples += len(samples)
     assert num_samples > num_packs > 5
-    say(f"{VERSION}: {num_packs} packs of {task} are what its neat_packing makes of their samples")
+    say(f"{num_packs} packs of {task} are what its neat_packing makes of their samples")
 
 
 #: Options of the documented recipe that the other tests leave out.

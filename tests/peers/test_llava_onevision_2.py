@@ -171,7 +171,7 @@ def test_every_batch_is_what_its_encoder_makes_of_the_pack(
     assert not packs
     assert counts["of several images"] > count * 0.8
     said = ", ".join(f"{n} {name}" for name, n in counts.items())
-    say(f"{VERSION}: p{patch_size}m{merge_size}: {said}: batches equal")
+    say(f"p{patch_size}m{merge_size}: {said}: batches equal")
 
 
 def compare_images(files: list[bytes], ours: list[EncodedSample], batch: dict[str, Any]) -> int:
@@ -229,7 +229,7 @@ def test_packs_are_as_its_packer_writes_them_and_its_own_are_read(tmp_path: Path
             assert other.sample.turns == one.sample.turns
         count += len(ours)
     assert count == 60
-    say(f"{VERSION}: its packer writes the same members and fields for {count} samples")
+    say(f"its packer writes the same members and fields for {count} samples")
 
 
 def save_source(one: SubSample, folder: Path, number: int) -> str:

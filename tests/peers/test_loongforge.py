@@ -176,7 +176,7 @@ def test_every_demo_pack_is_what_it_makes_of_it(
     model = {**MODEL, "resize": "torch" if task == "captioning" else "pil"}
     compared = compare(demo[task], encoder, model, newline=newline)
     assert compared.samples > 30
-    say(f"{VERSION}: {task}, template {template}: {compared} read, tokens and labels equal")
+    say(f"{task}, template {template}: {compared} read, tokens and labels equal")
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_tools_and_system_messages_survive(qwen3_vl: Path, tmp_path: Path, say: 
     encoder = loongforge.task_encoder(qwen3_vl, "qwen3-vl-hf", 1024, **PIXELS)
     compared = compare(packed, encoder, model, newline=True)
     assert (compared.samples, compared.tools, compared.systems) == (14, 3, 4)
-    say(f"{VERSION}: Qwen3-VL, template qwen3-vl-hf: {compared} read, tokens and labels equal")
+    say(f"Qwen3-VL, template qwen3-vl-hf: {compared} read, tokens and labels equal")
 
 
 def test_packs_leave_room_for_images_that_it_resizes_twice(
@@ -218,7 +218,7 @@ def test_packs_leave_room_for_images_that_it_resizes_twice(
     assert max(lengths) <= 512
     assert sum(lengths) > measured + 60  # not only by their newlines
     say(
-        f"{VERSION}: Qwen3-VL: {len(lengths)} packs of images of any size, measured {measured} "
+        f"Qwen3-VL: {len(lengths)} packs of images of any size, measured {measured} "
         f"tokens, are {sum(lengths)} there, at most {max(lengths)} of 512 in one"
     )
 
@@ -246,4 +246,4 @@ def test_videos(checkpoint: Path, tmp_path: Path, say: Say) -> None:
     encoder = loongforge.task_encoder(checkpoint, "qwen2-vl", SEQ_LENGTH, **limits)
     compared = compare(packed, encoder, dict(MODEL), newline=False)
     assert (compared.packs, compared.samples, compared.videos) == (3, 12, 4)
-    say(f"{VERSION}: videos, template qwen2-vl: {compared} read, tokens and labels equal")
+    say(f"videos, template qwen2-vl: {compared} read, tokens and labels equal")

@@ -308,7 +308,7 @@ def test_every_demo_pack_is_what_its_task_encoder_packs(
             assert_equal(as_read(rows), as_read(iter([own])), f"{task} {split} {pack.number}")
             num_packs += 1
     assert num_packs > 2
-    say(f"{VERSION}: {num_packs} packs of {task} are what its task encoder packs")
+    say(f"{num_packs} packs of {task} are what its task encoder packs")
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
@@ -323,7 +323,7 @@ def test_packs_are_what_its_task_encoder_packs(family: str, case: Any, say: Say)
         own = own_batch(encoder, stored_samples(pack))
         assert_equal(as_read(rows), as_read(iter([own])), f"{family} {pack.number}")
     assert len(packs) > 5
-    say(f"{VERSION}, {family}: {len(packs)} packs are what its task encoder packs")
+    say(f"{len(packs)} packs are what its task encoder packs")
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
@@ -339,7 +339,7 @@ def test_its_model_would_place_packs_as_we_do(family: str, tmp_path: Path, say: 
         row = to_vlm_batch(packs.batch([number]))
         found = its_positions(ids, row["tokens"], row)
         assert torch.equal(found, row["position_ids"]), number
-    say(f"{VERSION}: its {family} gives {len(packs)} packs our M-RoPE positions")
+    say(f"its {family} gives {len(packs)} packs our M-RoPE positions")
 
 
 def test_pixels_become_values_after_its_step_has_copied_them(
@@ -379,7 +379,7 @@ def test_rows_padded_for_context_parallelism(tmp_path: Path, say: Say) -> None:
         own["position_ids"][:, padding] = ours["position_ids"][:, padding]
         assert_equal(ours, own, str(pack.number))
     assert len(packs) > 2
-    say(f"{VERSION}: {len(packs)} packs padded to multiples of 4 are what its task encoder packs")
+    say(f"{len(packs)} packs padded to multiples of 4 are what its task encoder packs")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -416,7 +416,7 @@ def test_its_split_gives_each_rank_what_it_should(size: int, tmp_path: Path, say
     assert 2 < len(spent) < len(packs)
     assert num_videos > 20
     say(
-        f"{VERSION}: CP {size} cuts {len(packs)} packs as launch does; the pictures of "
+        f"CP {size} cuts {len(packs)} packs as launch does; the pictures of "
         f"{len(spent)} go to one rank each, whose towers idle {idle:.1%} of the time"
     )
 
@@ -439,7 +439,7 @@ def test_order(family: str, case: Any, tmp_path: Path, say: Say) -> None:
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         every = [number for numbers in read for number in numbers]
         assert sorted(set(every)) == sorted(every)
-    say(f"{VERSION}, {family}: order of packs kept on 1, 2 and 4 ranks")
+    say("order of packs kept on 1, 2 and 4 ranks")
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_its_checkpoint_keeps_the_place(
         maybe_load_dataloader_state(resumed, step, str(tmp_path), **options)
         for number in range(step + 1, step + 4):
             assert_equal(as_read(resumed), as_read(iter([rows[number]])), f"row {number}")
-    say(f"{VERSION}, {family}: its checkpoint keeps the place of {num_workers} workers")
+    say(f"its checkpoint keeps the place of {num_workers} workers")
 
 
 def two_steps(checkpoint: Path, packed: Path, *, eps: float = 1e-8, **options: Any) -> list[float]:
@@ -505,8 +505,7 @@ def test_steps_are_those_of_the_samples(family: str, tmp_path: Path, say: Say) -
     options = {} if is_ours else {"eps": EPS}
     losses = two_steps(checkpoint, packed, **options)
     ours = tmp_path / "ours" if is_ours else None
-    difference = check_losses(packed, checkpoint, losses, ours, **options)
-    say(f"{VERSION}, {family}: loss before and after a step as of the samples ({difference:.0e})")
+    say(check_losses(packed, checkpoint, losses, ours, **options))
 
 
 def test_multi_token_prediction_stays_in_its_sample(tmp_path: Path, say: Say) -> None:
@@ -539,7 +538,7 @@ def test_multi_token_prediction_stays_in_its_sample(tmp_path: Path, say: Say) ->
     mixed = gradients(packed_batch(samples, cross_sample_attention=True))
     away = [float((mixed[name] - one).norm() / one.norm()) for name, one in alone.items()]
     assert max(away) > 0.1
-    say(f"{VERSION}, qwen3_5: gradients of MTP in a pack are those of the samples alone")
+    say("qwen3_5: gradients of MTP in a pack are those of the samples alone")
 
 
 def steps_of_two_ranks(checkpoint: Path, packed: Path) -> list[float]:
@@ -562,8 +561,7 @@ def test_steps_under_context_parallelism(family: str, tmp_path: Path, say: Say) 
     packed = pack_dialogues(dialogues, family, checkpoint, tmp_path, **options)
     losses, others = run_ranks(2, tmp_path / "ranks", steps_of_two_ranks, checkpoint, packed)
     assert losses == others
-    difference = check_losses(packed, checkpoint, losses, eps=EPS)
-    say(f"{VERSION}, {family}: loss on two context ranks as of the samples ({difference:.0e})")
+    say(f"on two context ranks, {check_losses(packed, checkpoint, losses, eps=EPS)}")
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_every_demo_pack_is_what_its_task_encoder_makes_of_its_samples(
             num_packs, num_tokens = num_packs + 1, num_tokens + len(ours["tokens"])
     assert num_packs > 2
     say(
-        f"{VERSION}: {num_packs} packs of {task}, {num_tokens} tokens, are what its "
+        f"{num_packs} packs of {task}, {num_tokens} tokens, are what its "
         "task encoder, get_batch and LLaVAModel make of their samples"
     )
 
@@ -254,7 +254,7 @@ def test_its_saving_of_dataloaders_gives_the_rest(tmp_path: Path, say: Say) -> N
             slice_of_rank = list(range(rank * share, (rank + 1) * share))
             expected = [f"{i:02d}" for i in slice_of_rank[2:] + slice_of_rank[:2]]
             assert went_on == restored == expected
-    say(f"{VERSION}: maybe_save_dataloader_state restored in an epoch, on 1, 2, 4 ranks")
+    say("maybe_save_dataloader_state restored in an epoch, on 1, 2, 4 ranks")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -282,4 +282,4 @@ def test_its_cut_gives_each_rank_what_it_should(
 
     packs = packs_for_ranks(tmp_path, size)
     assert differing_cuts(packs, size, cut) == []
-    say(f"{VERSION}: CP {size} cuts {len(packs)} packs as launch does")
+    say(f"CP {size} cuts {len(packs)} packs as launch does")

@@ -32,6 +32,7 @@ from tests.helpers.peers import pack_dialogues
 from tests.helpers.videos import short_dialogues
 
 ROOT = Path(__file__).parents[2]
+VERSION = "Megatron-LM's pretrain()"
 SCRIPT = ROOT / "examples/megatron_lm/pretrain_packed_vlm.py"
 SHIM = ROOT / "tests/peers/megatron_cpu_shim.py"
 STEP = re.compile(r"iteration +(\d)/.*lm loss: (\S+) .*grad norm: (\S+)")
@@ -153,7 +154,7 @@ def test_steps_saved_and_resumed_are_those_of_launch(
     count = sum(int(line.split("\t")[-1]) for line in lines)
     losses = [round(loss, 6) for loss, _ in steps.values()]
     say(
-        f"Megatron-LM's pretrain(), TP {ranks}: losses {losses}, as launch.train; resumed to the "
+        f"TP {ranks}: losses {losses}, as launch.train; resumed to the "
         f"same; {count} calls of CUDA answered"
     )
 
@@ -172,7 +173,7 @@ def test_context_parallel_ranks_have_the_losses_of_launch(
     padded = case[0], pack_dialogues(pairs, family, case[0], tmp_path, **room)
     steps = pretrain(padded, tmp_path / "calls", 2, "--context-parallel-size", "2")
     assert_close(steps, launch(padded, family, tmp_path / "out"))
-    say("Megatron-LM's pretrain(), CP 2: losses as launch.train on one rank")
+    say("CP 2: losses as launch.train on one rank")
 
 
 def test_the_first_loss_in_bfloat16_is_that_of_launch(
@@ -183,7 +184,7 @@ def test_the_first_loss_in_bfloat16_is_that_of_launch(
     steps = pretrain(case, tmp_path / "calls", 1, *arguments)
     wanted = launch(case, family, tmp_path / "out", "bfloat16")
     assert steps[1][0] == pytest.approx(wanted[1][0], abs=1e-4)
-    say(f"Megatron-LM's pretrain(), bfloat16: {steps[1][0]}, launch.train {wanted[1][0]:.6f}")
+    say(f"bfloat16: {steps[1][0]}, launch.train {wanted[1][0]:.6f}")
 
 
 @pytest.fixture(scope="module")

@@ -222,18 +222,14 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     packs, losses, weights = recorded_run(*case, tmp_path / "whole")
     assert packs == list(range(6))
     is_ours = family in FAMILIES and FAMILIES[family].megatron_core
-    difference = check_losses(case[1], case[0], losses, tmp_path / "ours" if is_ours else None)
+    said = check_losses(case[1], case[0], losses, tmp_path / "ours" if is_ours else None)
     resumed = recorded_run(
         *case, tmp_path / "again", resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3")
     )
     assert resumed[0] == packs[3:]
     assert resumed[1] == losses  # those of the first three are in the checkpoint
     assert all(map(torch.equal, resumed[2], weights))
-    like = "launch.train's" if is_ours else "of the samples alone"
-    say(
-        f"{VERSION}, {family}: loss before and after a step as {like} (to {difference:.0e}), "
-        "6 steps resumed after 3 to the last bit"
-    )
+    say(f"{said}, 6 steps resumed after 3 to the last bit")
 
 
 def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
@@ -246,8 +242,7 @@ def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"], indirect=True)
 def test_order(family: str, case: Any, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = case
-    check_order(packed, tmp_path, numbers_read, checkpoint, tmp_path / "out", drop_last=True)
-    say(f"{VERSION}, {family}: order of packs kept on 1, 2 and 4 ranks")
+    say(check_order(packed, tmp_path, numbers_read, checkpoint, tmp_path / "out", drop_last=True))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True)
@@ -269,7 +264,7 @@ def test_packs_are_what_its_packing_would_give(family: str, case: Any, say: Say)
         assert ours.keys() == theirs.keys()
         assert_same(ours, theirs, f"{family} {number}")
     assert len(packs) > 5
-    say(f"{VERSION}, {family}: {len(packs)} packs are what its own packing makes of their samples")
+    say(f"{len(packs)} packs are what its own packing makes of their samples")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
@@ -319,7 +314,7 @@ def test_every_demo_pack_is_what_its_packing_would_give(
             assert_same(ours, theirs, f"{task} {split} {number}")
             num_packs += 1
     assert num_packs > 5
-    say(f"{VERSION}: {num_packs} packs of {task} are what its own packing makes of their samples")
+    say(f"{num_packs} packs of {task} are what its own packing makes of their samples")
 
 
 class Encoded(Dataset[dict[str, Any]]):
@@ -361,7 +356,7 @@ def test_packs_made_while_training_are_joined_as_by_its_collator(loaded: Any, sa
         assert theirs.keys() == ours.keys() - {"use_cache"}
         for name, value in theirs.items():
             assert torch.equal(torch.as_tensor(ours[name]).to(value.dtype), value), name
-    say(f"{VERSION}: {len(packs)} packs of PackedDatasetWrapper joined alike by both collators")
+    say(f"{len(packs)} packs of PackedDatasetWrapper joined alike by both collators")
 
 
 #: Model type and template of ms-swift, and transformers' processors.
@@ -395,11 +390,7 @@ def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: 
     trainer = make_trainer(checkpoint, packed, tmp_path / "output", **names, max_steps=2)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    difference = check_losses(packed, checkpoint, losses)
-    say(
-        f"{VERSION}, {family}: loss before and after a step as of the samples alone "
-        f"(to {difference:.0e})"
-    )
+    say(check_losses(packed, checkpoint, losses))
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -541,7 +532,7 @@ def test_packs_with_videos_are_what_its_packing_would_give(
     assert alike > 3
     assert others > 3
     say(
-        f"{VERSION}, {family}: {len(packs)} packs with {alike + others} videos are what its own "
+        f"{len(packs)} packs with {alike + others} videos are what its own "
         f"packing makes of their samples, but for the pixels: of {others} it takes other frames"
     )
 
@@ -578,7 +569,7 @@ def test_samples_with_videos_are_what_it_encodes(
             assert_same(row, theirs, f"{family} {number}")
             compared += 1
     assert compared > 3
-    say(f"{VERSION}, {family}: {compared} samples with videos as it encodes them, pixels apart")
+    say(f"{compared} samples with videos as it encodes them, pixels apart")
 
 
 @each_family

@@ -49,4 +49,4 @@ def test_its_cut_gives_each_rank_what_it_should(
 
     packs = packs_for_ranks(tmp_path, size)
     assert differing_cuts(packs, size, cut) == []
-    say(f"{VERSION}: CP {size} cuts {len(packs)} packs as launch does")
+    say(f"CP {size} cuts {len(packs)} packs as launch does")

@@ -19,6 +19,7 @@ from offline_packing.online.datasets import DynamicBatches, PackedIterableDatase
 from tests.helpers.online_samples import Stream, numbered
 
 Say = Callable[[str], None]
+VERSION = "Packing while training"
 NUM_LISTS = 200
 
 
@@ -66,7 +67,7 @@ def test_packs_equal_those_of_ms_swift(
         )
         assert [[sample["number"] for sample in pack] for pack in packed] == expected
     version = importlib.metadata.version("ms-swift")
-    say(f"ms-swift {version}: equal packs of {NUM_LISTS} lists, {strategy}")
+    say(f"equal packs of {NUM_LISTS} lists to ms-swift {version}, {strategy}")
 
 
 def test_batches_equal_those_of_veomni(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
@@ -89,4 +90,4 @@ def test_batches_equal_those_of_veomni(monkeypatch: pytest.MonkeyPatch, say: Say
         found = DynamicBatches(samples, max_seq_len=budget, buffer_size=threshold, collate=list)
         assert list(found) == list(expected)
     version = importlib.metadata.version("veomni")
-    say(f"VeOmni {version}: equal batches of {NUM_LISTS} lists")
+    say(f"equal batches of {NUM_LISTS} lists to VeOmni {version}")

@@ -22,6 +22,7 @@ from tests.helpers.peers import check_order, open_packs
 from tests.helpers.tiny_families import FURTHER
 
 Say = Callable[[str], None]
+VERSION = f"transformers {transformers.__version__}"
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -39,11 +40,8 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 ) -> None:
     checkpoint, packed = case
     _, losses = check_resuming(make, checkpoint, packed, tmp_path)
-    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
-    say(
-        f"transformers {transformers.__version__}, {family}: loss before and after a step as "
-        f"launch.train's (to {difference:.0e}), 6 steps resumed after 3 to the last bit"
-    )
+    said = check_losses(packed, checkpoint, losses, tmp_path / "ours")
+    say(f"{said}, 6 steps resumed after 3 to the last bit")
 
 
 def test_a_step_on_videos_is_that_of_our_own_trainer(family: str, tmp_path: Path, say: Say) -> None:
@@ -51,11 +49,7 @@ def test_a_step_on_videos_is_that_of_our_own_trainer(family: str, tmp_path: Path
     assert all(len(open_packs(packed).row(number).row.video_grid_thw) for number in (0, 1))
     packs, losses, _ = recorded_run(make, checkpoint, packed, tmp_path / "theirs", steps=2)
     assert packs == [0, 1]
-    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
-    say(
-        f"transformers {transformers.__version__}, {family}, videos: loss before and after a step "
-        f"as launch.train's (to {difference:.0e})"
-    )
+    say(f"videos: {check_losses(packed, checkpoint, losses, tmp_path / 'ours')}")
 
 
 @pytest.mark.parametrize("family", FURTHER)
@@ -63,15 +57,10 @@ def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: 
     checkpoint, packed = several_packs(family, tmp_path)
     packs, losses, _ = recorded_run(make, checkpoint, packed, tmp_path / "output", steps=2)
     assert packs == [0, 1]
-    difference = check_losses(packed, checkpoint, losses)
-    say(
-        f"transformers {transformers.__version__}, {family}: loss before and after a step as of "
-        f"the samples alone (to {difference:.0e})"
-    )
+    say(check_losses(packed, checkpoint, losses))
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl"], scope="module")
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = case
-    check_order(packed, tmp_path, numbers_read, make, checkpoint, tmp_path / "out")
-    say(f"transformers {transformers.__version__}: order of packs kept on 1, 2 and 4 ranks")
+    say(check_order(packed, tmp_path, numbers_read, make, checkpoint, tmp_path / "out"))

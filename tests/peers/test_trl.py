@@ -126,7 +126,7 @@ def test_every_demo_pack_holds_what_its_collator_makes_of_the_samples(
             num_samples += len(samples)
             num_packs += 1
     assert num_samples > num_packs > 5
-    say(f"{VERSION}: {num_packs} packs of {task} hold what its collator makes of their samples")
+    say(f"{num_packs} packs of {task} hold what its collator makes of their samples")
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], scope="module")
@@ -152,8 +152,7 @@ def test_packs_with_videos_hold_what_its_collator_makes_of_the_samples(
         num_videos += len(row.get("video_grid_thw", ()))
     assert num_videos > 10
     say(
-        f"{VERSION}, {family}: {len(packs)} packs with {num_videos} videos hold what its collator "
-        "makes of their samples"
+        f"{len(packs)} packs with {num_videos} videos hold what its collator makes of their samples"
     )
 
 
@@ -170,17 +169,13 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
 ) -> None:
     checkpoint, packed = case
     _, losses = check_resuming(make, checkpoint, packed, tmp_path)
-    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
-    say(
-        f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e}), "
-        "6 steps resumed after 3 to the last bit"
-    )
+    said = check_losses(packed, checkpoint, losses, tmp_path / "ours")
+    say(f"{said}, 6 steps resumed after 3 to the last bit")
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = case
-    check_order(packed, tmp_path, numbers_read, make, checkpoint, tmp_path / "out")
-    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+    say(check_order(packed, tmp_path, numbers_read, make, checkpoint, tmp_path / "out"))
 
 
 def test_the_example_trains_and_saves(

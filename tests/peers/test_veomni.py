@@ -173,7 +173,7 @@ def test_every_demo_pack_is_what_its_collator_makes_of_its_samples(
         theirs = collate([own_sample(transform, *sample) for sample in stored_samples(pack)])
         assert ours.keys() == theirs.keys()
         assert_same(ours, theirs, f"{task} {pack.number}")
-    say(f"{VERSION}: {len(packs)} packs of {task} are what its collator makes of their samples")
+    say(f"{len(packs)} packs of {task} are what its collator makes of their samples")
 
 
 def initialize_ranks() -> None:
@@ -196,8 +196,7 @@ def with_media(row: dict[str, Any], packs: Any) -> torch.Tensor:
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
-    check_order(case[1], tmp_path, numbers_read)
-    say(f"{VERSION}: order of packs kept on 1, 2 and 4 ranks")
+    say(check_order(case[1], tmp_path, numbers_read))
 
 
 def images_read(packed: Path) -> list[bool]:
@@ -207,8 +206,7 @@ def images_read(packed: Path) -> list[bool]:
 
 
 def test_uniform_steps(case: Any, family: str, tmp_path: Path, say: Say) -> None:
-    counted = check_uniform_steps(family, case[0], tmp_path, images_read)
-    say(f"{VERSION}: mixed steps of uniform packs: {counted}")
+    say(check_uniform_steps(family, case[0], tmp_path, images_read))
 
 
 def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
@@ -224,7 +222,7 @@ def test_its_loader_goes_on_where_it_was_saved(case: Any, say: Say) -> None:
         assert len(found) == len(expected) == 2
         for row, other in zip(found, expected, strict=True):
             assert_same(row, other, f"step {step}")
-    say(f"{VERSION}: its loader, saved in the middle of an epoch, goes on exactly")
+    say("its loader, saved in the middle of an epoch, goes on exactly")
 
 
 #: Kernels of recurrent layers, by module.
@@ -255,18 +253,13 @@ def losses_of_packs(checkpoint: Path, packed: Path) -> list[float]:
 def test_steps_are_those_of_our_own_trainer(case: Any, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = case
     losses = losses_of_packs(checkpoint, packed)
-    difference = check_losses(packed, checkpoint, losses, tmp_path / "ours")
-    say(f"{VERSION}: loss before and after a step as launch.train's (to {difference:.0e})")
+    say(check_losses(packed, checkpoint, losses, tmp_path / "ours"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_steps_are_those_of_the_samples_alone(family: str, tmp_path: Path, say: Say) -> None:
     checkpoint, packed = several_packs(family, tmp_path)
-    difference = check_losses(packed, checkpoint, losses_of_packs(checkpoint, packed))
-    say(
-        f"{VERSION}, {family}: loss before and after a step as of the samples alone "
-        f"(to {difference:.0e})"
-    )
+    say(check_losses(packed, checkpoint, losses_of_packs(checkpoint, packed)))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
@@ -347,7 +340,7 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
     assert (other_positions > 0) == (family == "qwen2_5_vl")
     but = f" and the seconds in positions of {other_positions}" * (other_positions > 0)
     said = f"{len(packs)} {family} packs of {task} with {num_videos} videos"
-    say(f"{VERSION}: {said} as its own, but for resized frames{but}")
+    say(f"{said} as its own, but for resized frames{but}")
 
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"

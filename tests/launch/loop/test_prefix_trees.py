@@ -36,12 +36,12 @@ from tests.helpers.packed_runs import (
     make_trainer,
     step_lines,
 )
-from tests.helpers.peers import small_checkpoint
 from tests.helpers.prefix_packs import tree_folders
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_families import encoder_options, tiny_model
 from tests.helpers.transformers_runs import command
 from tests.helpers.transformers_runs import train as train_transformers
+from tests.world import World
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 
@@ -49,10 +49,10 @@ pytestmark = pytest.mark.usefixtures("bmr_environment")
 ALONE = WorkerConfig(rank=0, world_size=1, num_workers=0)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Packs, and the same as trees."""
-    return tree_folders(tmp_path_factory.mktemp("folders"))
+@pytest.fixture
+def folders(world: World) -> tuple[Path, Path]:
+    """Packs, and packs of the same samples as trees."""
+    return tree_folders(world)
 
 
 def train(folder: Path, output: Path, **sections: Any) -> torch.nn.Module:
@@ -66,22 +66,22 @@ def train(folder: Path, output: Path, **sections: Any) -> torch.nn.Module:
 def test_steps_are_those_of_the_samples_without_trees(
     normalization: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Losses, denominators, gradients and weights; micro batches of two packs, padded rows, and
-    validation."""
+    """Losses, denominators, gradients and weights of a step of all samples; micro batches of two
+    packs, padded rows, and validation."""
     sections: dict[str, Any] = {
-        "train": {"iterations": 3, "normalization": normalization},
-        "batch": {"global_batch_packs": 4},
-        "data": {"micro_batch_size": 2, "num_workers": 0, "pad_to_length": True},
-        "validation": {"every": 3},
+        "train": {"iterations": 1, "normalization": normalization},
+        "batch": {"global_batch_packs": 100},
+        "data": {"micro_batch_size": 2, "pad_to_length": True, "repeat": False},
+        "validation": {"every": 1},
     }
     models = [train(folder, tmp_path / folder.name, **sections) for folder in folders]
-    plain, trees = (step_lines(tmp_path / folder.name) for folder in folders)
-    for own, other in zip(trees, plain, strict=True):
-        for name in ("loss", "grad_norm"):
-            assert own[name] == pytest.approx(other[name], rel=1e-4), name
-        for name in ("sub_samples", "loss_tokens", "packs", "samples_seen"):
-            assert own[name] == other[name], name
-        assert own["tokens"] < 0.7 * other["tokens"]
+    (other,), (own,) = (step_lines(tmp_path / folder.name) for folder in folders)
+    for name in ("loss", "grad_norm"):
+        assert own[name] == pytest.approx(other[name], rel=1e-4), name
+    for name in ("sub_samples", "loss_tokens", "samples_seen"):
+        assert own[name] == other[name], name
+    assert own["tokens"] < 0.7 * other["tokens"]
+    assert own["packs"] < other["packs"]
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     validated = [
@@ -211,14 +211,14 @@ def test_rows_that_are_padded_or_sent_keep_their_trees(
     assert sent == own.parents[0].tolist()
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint in `model`; packs measured with it, in `plain`, and as trees."""
-    folder = tmp_path_factory.mktemp("case")
-    model = str(small_checkpoint("qwen2_vl", folder / "model"))
-    options = {"processor": model, "max_pixels": None} | encoder_options("qwen2_vl")
-    tree_folders(folder, model=options)
-    return folder
+@pytest.fixture
+def case(world: World, tmp_path: Path) -> Path:
+    """A tiny checkpoint in `model`, and packs measured with it as `trees`."""
+    checkpoint = world.checkpoint("qwen2_vl")
+    options = {"processor": str(checkpoint), "max_pixels": None} | encoder_options("qwen2_vl")
+    (tmp_path / "model").symlink_to(checkpoint)
+    (tmp_path / "trees").symlink_to(tree_folders(world, model=options)[1])
+    return tmp_path
 
 
 def test_attention_computes_in_the_dtype_of_autocast(

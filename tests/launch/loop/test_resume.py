@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from launch.config import LaunchConfig
 from launch.loop.setup import run
+from launch.train import cli
 from offline_packing.errors import ConfigError, DamagedError, MismatchError, StageError
 from offline_packing.runs.training_run import VERSION
 from offline_packing.storage.files import hash_file, read_json, seal, to_json
@@ -325,26 +328,33 @@ def test_accepted_settings_of_the_optimizer_take_effect(folder: Path, whole: Any
 def test_a_run_that_is_extended_keeps_the_model_that_it_exported(
     case: Case, tmp_path: Path
 ) -> None:
-    def train(iterations: int, *accept: str) -> None:
+    def train(iterations: int, *accept: str) -> Result:
         sections: dict[str, Any] = {
             "model": {"checkpoint": str(case("qwen2_vl") / "model"), "text": {}, "vision": {}},
             "train": {"iterations": iterations},
             "batch": {"global_batch_packs": 1},
         }
-        config = make_config(case("qwen2_vl") / "packed", tmp_path, **sections)
-        assert run(config, accept) == 0
+        config = make_config(case("qwen2_vl") / "packed", tmp_path / "out", **sections)
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        options = (part for name in accept for part in ("--accept-mismatch", name))
+        return CliRunner().invoke(cli, [str(file), *options])
+
+    output = tmp_path / "out"
 
     def files(name: str) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        return {path.name: path.read_bytes() for path in (output / name).iterdir()}
 
-    train(1)
+    assert train(1).exit_code == 0
     exported = files("hf")
-    train(1)
-    with pytest.raises(MismatchError, match=r"train\.iterations was 1, is 2"):
-        train(2)
+    assert train(1).exit_code == 0
+    refused = train(2)
+    assert refused.exit_code == 1
+    changes = [line for line in refused.stderr.splitlines() if line.startswith("  ")]
+    assert changes == ["  train.iterations was 1, is 2"]
     assert files("hf") == exported
-    train(2, "train.iterations")
+    assert train(2, "train.iterations").exit_code == 0
     assert files("hf_1") == exported
     assert files("hf")["model.safetensors"] != exported["model.safetensors"]
-    assert sorted(path.name for path in tmp_path.glob("hf*")) == ["hf", "hf_1"]
-    assert len(losses(tmp_path)) == 2
+    assert sorted(path.name for path in output.glob("hf*")) == ["hf", "hf_1"]
+    assert len(losses(output)) == 2

@@ -132,16 +132,16 @@ def test_core_attention_takes_both_of_megatrons_layouts() -> None:
     assert torch.equal(out_rows[:, 0], out_thd.flatten(1))
 
 
-def test_boundaries_are_required() -> None:
-    query, key, value = random_tensors((4, 1, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8))
+def test_what_it_lacks_is_refused() -> None:
+    rows = random_tensors((4, 1, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8))
     with pytest.raises(ValueError, match="needs packed_seq_params"):
-        core_attention()(query, key, value, None)
-
-
-@pytest.mark.parametrize("config", [{"context_parallel_size": 2}, {"attention_dropout": 0.1}])
-def test_what_it_lacks_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="has no dropout, and its context parallelism"):
-        core_attention(**config)
+        core_attention()(*rows, None)
+    for config in ({"context_parallel_size": 2}, {"attention_dropout": 0.1}):
+        with pytest.raises(ValueError, match="has no dropout, and its context parallelism"):
+            core_attention(**config)
+    for backend in ("torch_varlen", "fastest"):
+        with pytest.raises(ValueError, match=f"'{backend}' cannot be used"):
+            select_backend(CPU, torch.float32, backend)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -205,13 +205,6 @@ def test_a_package_that_fails_to_load_is_not_used(
     is_importable.cache_clear()
     assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
     is_importable.cache_clear()
-
-
-def test_a_backend_that_cannot_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="'torch_varlen' cannot be used for torch"):
-        select_backend(CPU, torch.float32, "torch_varlen")
-    with pytest.raises(ValueError, match="'fastest' cannot be used"):
-        select_backend(CPU, torch.float32, "fastest")
 
 
 def test_the_vision_tower_gets_the_whole_row_with_its_boundaries(

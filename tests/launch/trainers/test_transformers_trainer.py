@@ -145,18 +145,15 @@ def test_a_resumed_run_is_the_run_that_went_on(
     assert len(packs) == len(losses) == 6
 
 
-def test_a_process_with_several_gpus_is_refused(
+def test_several_gpus_and_smoothed_labels_are_refused(
     model: Any, packs: PackedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
-    with pytest.raises(ValueError, match="start with torchrun --nproc-per-node 2"):
-        make(tmp_path, model, packs)
-
-
-def test_smoothed_labels_are_refused(model: Any, packs: PackedFolder, tmp_path: Path) -> None:
     """Trainer shifts labels itself for models of text only."""
     with pytest.raises(ValueError, match="set label_smoothing_factor 0"):
         make(tmp_path, model, packs, label_smoothing_factor=0.1)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ValueError, match="start with torchrun --nproc-per-node 2"):
+        make(tmp_path, model, packs)
 
 
 def test_models_with_recurrent_layers_are_made_ready(packs: PackedFolder, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from task_encoders.families.builtin_processor import builtin_processor, builtin_
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
@@ -44,7 +44,7 @@ from tests.helpers.texts_and_images import (
 )
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
 from tests.helpers.tiny_tokenizer import tiny_tokenizer
-from tests.helpers.transformers_sources import needs_transformers, transformers_function
+from tests.helpers.transformers_sources import needs_transformers
 from tests.helpers.videos import make_video, odd_clips
 
 #: FUZZED_SAMPLES=2000 takes some minutes.
@@ -323,33 +323,6 @@ def test_videos_without_outer_tags_share_their_prefix() -> None:
     prefix = encoder.measure(sample, [], [header] * 2).prefix
     assert prefix is not None
     assert prefix.num_videos == 2
-
-
-def test_qwen3_videos_are_sampled_and_resized_as_transformers_does(tmp_path: Path) -> None:
-    needs_transformers("5.15", "refuses narrow videos")
-    encoder: Any = build_sample_encoder("qwen3_vl", video_max_pixels=4000 * 32**2)
-    sample_frames = transformers_function("qwen3_vl", "sample_frames", "Qwen3VLVideoProcessor")
-    smart_resize = transformers_function("qwen3_vl", "smart_resize")
-    processor = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
-    limits = encoder.options.video_min_pixels, encoder.options.video_max_pixels
-    rng = np.random.default_rng(7)
-    odd = 0
-    for _ in range(3000):
-        total, fps = int(rng.integers(2, 5000)), float(rng.uniform(0.5, 120))
-        height, width = (int(np.exp(rng.uniform(np.log(8), np.log(2000)))) for _ in range(2))
-        header = VideoHeader(total, fps, height, width)
-        metadata = SimpleNamespace(total_num_frames=total, fps=fps)
-        frames = sample_frames(processor, metadata)
-        try:
-            sampled = encoder.sample_video(header)
-        except SampleError:
-            assert max(height, width) > 190 * min(height, width)
-            continue
-        assert list(sampled.frames) == frames.tolist()
-        resized = smart_resize(len(frames), height, width, 2, 32, *limits)
-        assert sampled.grid == (-(-len(frames) // 2), resized[0] // 16, resized[1] // 16)
-        odd += len(frames) % 2
-    assert odd > 100
 
 
 @pytest.mark.parametrize(

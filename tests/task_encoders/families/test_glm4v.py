@@ -318,59 +318,6 @@ def test_pictures_of_a_video_hold_what_transformers_cuts(reference: Reference, c
     np.testing.assert_array_equal(encoded.pixel_values, expected[0].numpy())
 
 
-def test_sizes_and_frames_are_those_of_transformers(reference: Reference) -> None:
-    encoder: Any = build_sample_encoder(reference.family, reference.encoder.options.processor)
-    options = encoder.options
-    resize = transformers_function(reference.family, "smart_resize")
-    sample_frames = transformers_function(reference.family, "sample_frames", reference.videos)
-    processor = SimpleNamespace(fps=2, max_duration=300, temporal_patch_size=2)
-    rng = np.random.default_rng(7)
-
-    def size() -> tuple[int, int]:
-        height, width = (int(np.exp(rng.uniform(0, np.log(5000)))) for _ in range(2))
-        return height, width
-
-    def expected_size(count: int, height: int, width: int, limits: Any) -> tuple[int, int] | None:
-        try:
-            resized = resize(count, height, width, 2, 28, *limits)
-        except ValueError:
-            return None
-        return resized[0] // 14, resized[1] // 14
-
-    counts: Counter[str] = Counter()
-    for _ in range(50 * min(SAMPLES, 400)):
-        height, width = size()
-        expected = expected_size(2, height, width, (options.min_pixels, options.max_pixels))
-        try:
-            found = encoder.image_medium(height, width).grid[1:]
-        except SampleError:
-            found = None
-            counts["narrow"] += 1
-        assert found == expected, (height, width)
-    limits = options.video_min_pixels, options.video_max_pixels
-    for _ in range(12 * min(SAMPLES, 420)):
-        fps = float(rng.choice([rng.uniform(0.2, 120), 23.976, 24, 25, 30, 60, 1]))
-        total = max(1, min(int(np.exp(rng.uniform(-3, np.log(4000))) * fps), 50_000))
-        height, width = size()
-        metadata = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
-        frames = sample_frames(processor, metadata).tolist()
-        try:
-            sampled = encoder.sample_video(VideoHeader(total, fps, height, width))
-        except SampleError as error:
-            if error.reason == "bad_video":
-                counts["no frame"] += 1
-                assert frames == []
-            else:
-                assert expected_size(len(frames), height, width, limits) is None
-            continue
-        counts["odd"] += len(sampled.frames) % 2
-        assert [*sampled.frames, *sampled.frames[len(sampled.frames) // 2 * 2 :]] == frames
-        expected = expected_size(len(frames), height, width, limits)
-        assert sampled.grid == (len(frames) // 2, *(expected or ()))
-    assert counts["narrow"] > 100
-    assert counts["odd"] > 100
-
-
 @pytest.mark.parametrize("kind", ["", "video_"])
 @pytest.mark.parametrize("limits", [(783, 784), (1000, 900)])
 def test_limits_that_hold_no_token(kind: str, limits: tuple[int, int]) -> None:

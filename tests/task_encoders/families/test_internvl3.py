@@ -18,7 +18,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
-from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
+from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
@@ -29,7 +29,7 @@ from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import by_both
 from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import INTERNVL
-from tests.helpers.transformers_sources import needs_transformers, transformers_function
+from tests.helpers.transformers_sources import needs_transformers
 from tests.helpers.videos import make_video, odd_clips
 from tests.world import World
 
@@ -48,25 +48,6 @@ NORMAL: dict[str, Any] = {
 @pytest.fixture
 def folder(world: World) -> Path:
     return world.tokenizer("internvl3")
-
-
-@pytest.mark.parametrize(("least", "most"), [(1, 12), (1, 1), (3, 6)])
-def test_tiles_are_transformers_own(folder: Path, least: int, most: int) -> None:
-    encoder = build_sample_encoder("internvl3", str(folder), min_tiles=least, max_tiles=most)
-    size = {"height": 448, "width": 448}
-    processor = tiling.GotOcr2ImageProcessorPil(
-        size=size, min_patches=least, max_patches=most, crop_to_patches=True
-    )
-    sample = SourceSample("k", "captioning", (Turn("", "A."),), ("a",))
-    text = len(encoder.tokenizer.encode("A.")) + 1
-    rng = np.random.default_rng(0)
-    sides = np.exp(rng.uniform(0, np.log(8000), (1000, 2))).astype(int)
-    sides[::5] = 448 * rng.integers(1, 7, sides[::5].shape)  # ratios of several arrangements
-    for height, width in sides.tolist():
-        tiles = processor.get_number_of_image_patches(height, width)
-        measured = encoder.measure(sample, [(height, width)])
-        assert measured.grid_thw == ((tiles, 32, 32),)
-        assert measured.num_tokens == 256 * tiles + 2 + text
 
 
 def test_pixels_are_transformers_own(folder: Path) -> None:
@@ -188,49 +169,6 @@ def test_options_that_do_not_fit_are_refused() -> None:
 
 
 OF_VIDEO = SourceSample("v", "captioning", (Turn("", "A."),), videos=("c",))
-
-
-@pytest.mark.parametrize(
-    ("num_frames", "longest"), [(8, 1_000_000), (1, 200_000), (13, 50_000), (64, 10_000)]
-)
-def test_frames_and_lengths(folder: Path, num_frames: int, longest: int) -> None:
-    """Videos of as many frames or more; others are refused by both."""
-    encoder: Any = build_sample_encoder("internvl3", str(folder), video_num_frames=num_frames)
-    expected_length = len(video_ids(folder, num_frames)) + len(encoder.tokenizer.encode("A.")) + 1
-    sample_frames = transformers_function("internvl", "sample_frames", "InternVLVideoProcessor")
-    processor = SimpleNamespace(num_frames=num_frames, initial_shift=True)
-    rng = np.random.default_rng(1)
-    short = 0
-    for _ in range(SAMPLES):
-        total = int(np.exp(rng.uniform(0, np.log(longest))))
-        height, width = (int(side) for side in rng.integers(1, 4000, 2))
-        fps = float(rng.uniform(0.5, 120)) if rng.integers(2) else None
-        header = VideoHeader(total, fps, height, width)
-        metadata = SimpleNamespace(total_num_frames=total, fps=fps)
-        try:
-            measured = encoder.measure(OF_VIDEO, [], [header])
-        except SampleError as error:
-            assert error.reason == "bad_video"  # noqa: PT017
-            with pytest.raises(ValueError, match="can't be sampled"):
-                sample_frames(processor, metadata)
-            short += 1
-            continue
-        assert encoder.sample_video(header).frames == sample_frames(processor, metadata).tolist()
-        assert measured.grid_thw == ((num_frames, 32, 32),)
-        assert measured.num_tokens == expected_length
-    assert 0.6 * SAMPLES > short >= (num_frames > 1)
-
-
-def video_ids(folder: Path, num_frames: int) -> list[int]:
-    """Of the text that the processor writes in the place of <video>."""
-    needs_transformers("5.15", "has no replace_video_token in its processor")
-    start, end, image = INTERNVL
-    tokens = {"start_image_token": start, "end_image_token": end, "image_token": image}
-    processor = SimpleNamespace(**tokens, image_seq_length=256)
-    inputs = {"pixel_values_videos": [np.zeros(num_frames)]}
-    text = InternVLProcessor.replace_video_token(processor, inputs, 0)
-    ids: list[int] = checkpoint_tokenizer(str(folder))(text)["input_ids"]
-    return ids
 
 
 @pytest.mark.parametrize("clip", range(4))

@@ -12,7 +12,7 @@ from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.mistral3 import MISTRAL, MISTRAL_TEMPLATE
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import SourceSample
 from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.template_proof import write
 from task_encoders.text.tokenizer import checkpoint_tokenizer
@@ -45,30 +45,6 @@ def expanded(height: int, width: int) -> list[int]:
     """PixtralProcessor.replace_image_token, of a resized image."""
     row = [IMAGE] * (width // 28) + [BREAK]
     return [*(row * (height // 28))[:-1], END]
-
-
-@pytest.mark.parametrize("longest_edge", [1540, 1024, 300])
-def test_sizes_are_transformers_own(folder: Path, longest_edge: int) -> None:
-    encoder = build_sample_encoder("mistral3", str(folder), longest_edge=longest_edge)
-    sample = SourceSample("k", "captioning", (Turn("", "A."),), ("a",))
-    rng = np.random.default_rng(0)
-    sides = np.exp(rng.uniform(0, np.log(8000), (1000, 2))).astype(int)
-    sides[::7] = longest_edge + rng.integers(-2, 3, sides[::7].shape)
-    refused = 0
-    for height, width in sides.tolist():
-        shape = np.empty((height, width, 0))
-        size = pixtral.get_resize_output_image_size(shape, longest_edge, 28, "channels_last")
-        if not min(size):  # of which it makes no tokens
-            with pytest.raises(SampleError, match="aspect_ratio"):
-                encoder.measure(sample, [(height, width)])
-            refused += 1
-            continue
-        measured = encoder.measure(sample, [(height, width)])
-        assert measured.grid_thw == ((1, size[0] // 14, size[1] // 14),)
-        assert measured.num_vision_patches == size[0] * size[1] // 196
-        text = len(encoder.tokenizer.encode("A.")) + 2
-        assert measured.num_tokens == len(expanded(*size)) + text
-    assert refused < 200
 
 
 def test_pixels_are_transformers_own(folder: Path) -> None:

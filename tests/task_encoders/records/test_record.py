@@ -519,7 +519,12 @@ def document(text: str, *images: str, videos: tuple[str, ...] = ()) -> SourceSam
     return SourceSample("k", "captioning", (Turn("", text),), images, None, videos)
 
 
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
 SENTENCE = {"type": "text", "text": "One."}
+DOCUMENT = said("a")
 
 
 @pytest.mark.parametrize(
@@ -562,25 +567,15 @@ SENTENCE = {"type": "text", "text": "One."}
         ),
         # ms-swift, and Qwen's content lists.
         (
-            {"messages": [{"role": "assistant", "content": "<image>One."}], "images": ["a.jpg"]},
+            {"messages": [said("<image>One.")], "images": ["a.jpg"]},
             document("<image>One.", "a.jpg"),
         ),
         (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "content": [SENTENCE, {"type": "image", "image": "a.jpg"}],
-                    }
-                ]
-            },
+            {"messages": [said([SENTENCE, {"type": "image", "image": "a.jpg"}])]},
             document("One.<image>", "a.jpg"),
         ),
         (
-            {
-                "messages": [{"role": "assistant", "content": [{"type": "image"}, SENTENCE]}],
-                "images": ["a.jpg"],
-            },
+            {"messages": [said([{"type": "image"}, SENTENCE])], "images": ["a.jpg"]},
             document("<image>One.", "a.jpg"),
         ),
     ],
@@ -590,47 +585,32 @@ def test_documents(content: dict[str, Any], expected: SourceSample) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "task", "message"),
+    ("content", "message"),
     [
-        ({"text": "a<image>b<image>", "images": ["a.jpg"]}, "captioning", "image_count_mismatch"),
-        ({"text": "a<image>b"}, "captioning", "image_count_mismatch: 1 .* name them"),
-        (
-            {"text": "a<video>b<video>", "videos": ["v.mp4"]},
-            "captioning",
-            "video_count_mismatch",
-        ),
-        ({"text": "<image> \n", "images": ["a.jpg"]}, "captioning", "empty_answer"),
-        ({"texts": ["a"], "images": ["b", "c"]}, "captioning", "1 entries of 'texts' and 2 of"),
-        ({"texts": ["a"]}, "captioning", "1 entries of 'texts' and no of 'images'"),
-        ({"texts": ["a"], "images": [None]}, "bmr", "a document; set source.task=captioning"),
-        (
-            {"text_list": ["a"], "image_info": [{"matched_text_index": 1}]},
-            "captioning",
-            "names no sentence",
-        ),
-        ({"text_list": ["a"], "image_info": [{}]}, "captioning", "names no sentence"),
-        ({"text_list": "a"}, "captioning", "not a list of texts"),
-        (
-            {"text_list": ["a"], "image_info": [{"matched_text_index": 0}]},
-            "captioning",
-            "image_count_mismatch",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            "bmr",
-            "bad_roles: roles are assistant: .* set source.task=captioning",
-        ),
-        ({"messages": [{"role": "user", "content": "a"}]}, "captioning", "bad_roles"),
-        (
-            {"messages": [{"role": "assistant", "content": "a", "loss_weight": 0.5}]},
-            "captioning",
-            "a caption has no",
-        ),
+        ({"text": "a<image>b<image>", "images": ["a.jpg"]}, "image_count_mismatch"),
+        ({"text": "a<image>b"}, "image_count_mismatch: 1 .* name them"),
+        ({"text": "a<video>b<video>", "videos": ["v.mp4"]}, "video_count_mismatch"),
+        ({"text": "<image> \n", "images": ["a.jpg"]}, "empty_answer"),
+        ({"texts": ["a"], "images": ["b", "c"]}, "1 entries of 'texts' and 2 of"),
+        ({"texts": ["a"]}, "1 entries of 'texts' and no of 'images'"),
+        ({"text_list": ["a"], "image_info": [{"matched_text_index": 1}]}, "names no sentence"),
+        ({"text_list": ["a"], "image_info": [{}]}, "names no sentence"),
+        ({"text_list": "a"}, "not a list of texts"),
+        ({"text_list": ["a"], "image_info": [{"matched_text_index": 0}]}, "image_count_mismatch"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "bad_roles"),
+        ({"messages": [{**DOCUMENT, "loss_weight": 0.5}]}, "a caption has no"),
     ],
 )
-def test_what_is_refused(content: dict[str, Any], task: str, message: str) -> None:
+def test_documents_that_are_refused(content: dict[str, Any], message: str) -> None:
     with pytest.raises(SampleError, match=message):
-        to_sample(content, "k", task)
+        to_sample(content, "k", "captioning")
+
+
+def test_documents_of_another_task_name_it() -> None:
+    with pytest.raises(SampleError, match=r"a document; set source\.task=captioning"):
+        to_sample({"texts": ["a"], "images": [None]}, "k", "bmr")
+    with pytest.raises(SampleError, match=r"bad_roles: roles are assistant: .* set source\.task="):
+        to_sample({"messages": [DOCUMENT]}, "k", "bmr")
 
 
 @pytest.mark.parametrize(
