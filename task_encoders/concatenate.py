@@ -25,8 +25,8 @@ import torch
 
 from task_encoders import buffers
 from task_encoders.media.patches import Normalisation, PixelTransport
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX
 
 #: `map`, or a thread pool's.
 Map = Callable[..., Iterable[Any]]

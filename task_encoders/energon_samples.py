@@ -18,7 +18,7 @@ from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.manifest import html_table
 from task_encoders.packs.pack import is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
 from task_encoders.versions import require_supported
 

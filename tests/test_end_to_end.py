@@ -28,7 +28,7 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.model_inputs import normalise_pixels
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.datasets import PAIRS, image_bytes, make_run, outcomes, packed_run, write_json
 from tests.helpers.elements import Elements
 from tests.helpers.energon_batches import batches_of

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 
 Normalization = Literal["token", "sample", "sqrt"]
 

@@ -24,7 +24,7 @@ from launch.model.vision_tower import frames_of, share_frames
 from offline_packing.storage.files import hash_bytes, write_atomically
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import ModelCost
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 
 
 class StepCounts:

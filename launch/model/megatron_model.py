@@ -54,7 +54,7 @@ from launch.model.packed_attention import (
 from launch.model.vision_tower import Medium, build_visual, media_features, picture_features
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 
 #: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
 LOSS_CHUNK: Final = 2048

@@ -47,7 +47,7 @@ from task_encoders.model_inputs import (
     to_packed_seq_params,
 )
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 
 #: Family of a provider's packs, or another of the same lengths: positions are the model's.
 _FAMILIES: Final[Mapping[type, str]] = {

@@ -27,7 +27,7 @@ from task_encoders.loading.packed_dataset import (
     get_packed_val_dataset,
 )
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 
 
 class DataIterator:

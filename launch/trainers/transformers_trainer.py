@@ -34,7 +34,7 @@ from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import pixel_kwargs, token_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from task_encoders.versions import require_supported
 
 require_supported("transformers")

@@ -20,7 +20,7 @@ from task_encoders.families import FAMILIES, model_options
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from task_encoders.settings import PackingSettings
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 

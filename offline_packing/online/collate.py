@@ -16,9 +16,8 @@ import torch
 
 from task_encoders.concatenate import boundaries, place_samples
 from task_encoders.model_inputs import segment_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SampleError
+from task_encoders.samples import IGNORE_INDEX, SampleError
 from task_encoders.settings import FRACTIONS
 
 #: Fields with one value per token beside input_ids and position_ids, and their value in padding.

@@ -4,16 +4,12 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-#: Token that stands for an image or a video in token ids that are stored without media.
-IMAGE_ID: Final = -1
-VIDEO_ID: Final = -2
-#: Label of a position that carries no loss, as in torch's cross_entropy and transformers.
-IGNORE_INDEX: Final = -100
+from task_encoders.samples import IMAGE_ID, VIDEO_ID
 
 
 class TokenizedText(NamedTuple):
@@ -46,13 +42,6 @@ class ExpandedText(NamedTuple):
     loss_weights: npt.NDArray[np.float32]  #: (S,), not shifted; 0 where there is no loss
     images: Sequence[Place]
     videos: Sequence[Place]
-
-
-def labels_of(
-    tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
-) -> npt.NDArray[np.int64]:
-    """(S,) each token that has a weight, and IGNORE_INDEX for the others."""
-    return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
 
 
 def collapse(

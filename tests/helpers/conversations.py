@@ -11,8 +11,7 @@ import jinja2
 import numpy as np
 
 from task_encoders.media.image import read_image_header
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from tests.helpers.texts_and_images import random_text
 

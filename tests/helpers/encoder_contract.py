@@ -9,9 +9,9 @@ import orjson
 
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import read_video_header
-from task_encoders.packs.tokenized import IGNORE_INDEX, TokenizedText
+from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SourceSample
+from task_encoders.samples import IGNORE_INDEX, SourceSample
 
 #: By name, something and what it should equal.
 Pairs = Mapping[str, tuple[Any, Any]]

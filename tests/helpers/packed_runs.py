@@ -17,7 +17,7 @@ from launch.loop.plan import plan_training
 from launch.loop.setup import build_model, build_optimizer, build_stages
 from launch.loop.trainer import Trainer
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.datasets import (
     captioning_pairs,

@@ -17,8 +17,8 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs, to_transformers_kwargs, token_types
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.peers import open_packs, our_losses, stored_samples, two_losses
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import image_masks

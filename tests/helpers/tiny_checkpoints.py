@@ -15,8 +15,8 @@ from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX
 
 VOCAB_SIZE = 1024
 #: ordinary tokens are below

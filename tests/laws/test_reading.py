@@ -24,8 +24,8 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_dataset import get_packed_train_dataset, get_packed_val_dataset
 from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.datasets import index_rows
 from tests.helpers.energon_batches import assert_same, batches_of
 from tests.helpers.parity import inputs_of

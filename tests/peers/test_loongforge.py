@@ -28,9 +28,8 @@ from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.pack import restore_pack
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SourceSample
+from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.text.qwen_templates import QWEN3_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
 from tests.helpers import loongforge

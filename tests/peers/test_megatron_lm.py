@@ -50,8 +50,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SourceSample, place_media
+from task_encoders.samples import IGNORE_INDEX, SourceSample, place_media
 from task_encoders.settings import PackingSettings
 from tests.helpers.context_ranks import (
     boundaries,

@@ -18,8 +18,7 @@ from launch.trainers.trl_trainer import PackedSFTTrainer
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import MEDIA_INPUTS, pixel_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SourceSample
+from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
 from tests.helpers.hf_videos import processor_of, video_files

@@ -20,8 +20,8 @@ from task_encoders.model_inputs import (
     to_packed_seq_params,
     to_transformers_kwargs,
 )
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.tiny_checkpoints import packed_batch
 
 PAD = 0

@@ -17,10 +17,9 @@ from task_encoders.energon_samples import BATCH_TENSORS, CrudeRecord, MultiMixQA
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
 from task_encoders.model_inputs import normalise_pixels
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.rows.unpacked import unpacked_sub_sample
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import dialogue, image_bytes
 from tests.helpers.legacy_packs import (

@@ -43,7 +43,7 @@ from launch.model.prefix_trees import segment_params
 from offline_packing.runs.manifest import require_manifest
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import TRAINING, ModelCost, cost_of_sizes
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 
 FOLDED_WORDS: Final = 1024

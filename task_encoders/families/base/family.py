@@ -39,10 +39,12 @@ from task_encoders.media.image import VisionSettings, decode_image, read_image_h
 from task_encoders.media.patches import Bytes, Normalisation, frame_patches
 from task_encoders.media.video import SampledVideo, video_patches
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES, VideoHeader, read_video_header
-from task_encoders.packs.tokenized import IMAGE_ID, VIDEO_ID, ExpandedText, Place, TokenizedText
+from task_encoders.packs.tokenized import ExpandedText, Place, TokenizedText
 from task_encoders.sample_encoder import EncodedMedium, EncodedSample, Prefix, SampleLength
 from task_encoders.samples import (
+    IMAGE_ID,
     IMAGE_PLACEHOLDER,
+    VIDEO_ID,
     VIDEO_PLACEHOLDER,
     SampleError,
     SourceSample,

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from task_encoders.media.video import SampledVideo
-from task_encoders.packs.tokenized import IMAGE_ID, TokenizedText, run_weights
+from task_encoders.packs.tokenized import TokenizedText, run_weights
+from task_encoders.samples import IMAGE_ID
 from task_encoders.text.pieces import Answer, Control, Fixed, Image, Text, Video
 from task_encoders.text.tokenizer import Tokenizer
 

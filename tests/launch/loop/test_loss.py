@@ -23,8 +23,8 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.pack import Pack
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.records.record import to_sample
+from task_encoders.samples import IGNORE_INDEX
 from task_encoders.settings import PackingSettingsError
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, write_json
 from tests.helpers.formats import write_file

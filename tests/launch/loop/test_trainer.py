@@ -28,7 +28,7 @@ from launch.loop.trainer import StepError
 from launch.train import failing_in_one_line
 from offline_packing.errors import StageError
 from task_encoders.families import FAMILIES
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.packed_runs import (
     SEQ_LENGTH,
     losses,

@@ -26,7 +26,7 @@ from launch.model.context_parallel import part_of_rank
 from launch.model.hf_checkpoint import gather_weights
 from launch.model.megatron_model import PackedMegatronModel, build_model, check_supported
 from launch.model.vision_tower import share_frames
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,

@@ -25,7 +25,7 @@ from launch.model.megatron_model import (
 )
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.tiny_checkpoints import (
     IMAGE,
     VOCAB_SIZE,

@@ -20,8 +20,8 @@ from launch.model.megatron_model import PackedMegatronModel, build_model
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,

@@ -28,8 +28,8 @@ from launch.model.segments import isolate_segments, why_no_flash
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
 from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.tiny_checkpoints import packed_batch, randomise
 from tests.helpers.tiny_families import (
     CLIP,

@@ -17,7 +17,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.manifest import PackColumns
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.hf_trainers import QUIET, check_resuming
 from tests.helpers.parity import refuse_packs_of_few, token_losses_alone
 from tests.helpers.peers import open_packs, small_checkpoint, small_packs

@@ -15,8 +15,7 @@ from offline_packing.online.datasets import (
     DynamicBatches,
     PackedIterableDataset,
 )
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError
+from task_encoders.samples import IGNORE_INDEX, SampleError
 from tests.helpers.online_samples import Indexed, lettered
 from tests.helpers.tiny_checkpoints import (
     row_samples,

@@ -21,7 +21,7 @@ from offline_packing.report.preview_text import first_words, render_pack, safe
 from offline_packing.report.spelled import Span
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, open_encoder
-from task_encoders.packs.tokenized import IGNORE_INDEX
+from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import QWEN_PATTERN, QWEN_SPECIAL_TOKENS, qwen_ranks
 from tests.helpers.datasets import (
     PAIRS,

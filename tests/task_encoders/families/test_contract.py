@@ -22,8 +22,7 @@ from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor, builtin_tokenizer
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.video_file import VideoHeader, read_video_header
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,

@@ -13,8 +13,7 @@ import torch
 
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.model_inputs import media_kwargs, segment_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn, split_at_media
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn, split_at_media
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal

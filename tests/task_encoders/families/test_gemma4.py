@@ -27,8 +27,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.families.base.spans import Medium
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
 from tests.helpers.conversations import (
     TypedTokens,
     encoded_conversations,

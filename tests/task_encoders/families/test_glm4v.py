@@ -22,8 +22,7 @@ from transformers.models.glm46v.modeling_glm46v import Glm46VModel
 from task_encoders.families import build_sample_encoder, family_of_processor, model_options
 from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from tests.helpers.conversations import TypedTokens, messages_and_tools, random_conversation
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal

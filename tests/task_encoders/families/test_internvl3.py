@@ -19,8 +19,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.media.video_file import decode_frames, read_video_header
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.conversations import TypedTokens, random_conversation

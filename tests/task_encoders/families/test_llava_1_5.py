@@ -16,8 +16,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from task_encoders.families import build_sample_encoder, model_options
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
 from task_encoders.media.image import read_image_header
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from tests.helpers.texts_and_images import (
     KINDS,
     random_image,

@@ -13,8 +13,7 @@ import pytest
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import to_transformers_kwargs
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS

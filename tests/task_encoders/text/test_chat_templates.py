@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from task_encoders.families import build_sample_encoder, model_options
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (

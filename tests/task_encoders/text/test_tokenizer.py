@@ -19,8 +19,7 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.verify.verify import verify
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_tokenizer
-from task_encoders.packs.tokenized import IGNORE_INDEX
-from task_encoders.samples import SampleError, SourceSample, Turn
+from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.settings import PackingSettingsError
 from task_encoders.text import tokenizer
 from task_encoders.text.qwen_vocabulary import (
