@@ -18,15 +18,8 @@ from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.packs.tokenized import ExpandedText, TokenizedText
-from task_encoders.samples import IGNORE_INDEX, SourceSample
+from task_encoders.samples import SourceSample, labels_of
 from task_encoders.text.tokenizer import Tokenizer
-
-
-def labels_of(
-    tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
-) -> npt.NDArray[np.int64]:
-    """Return (S,) each token that has a weight, and IGNORE_INDEX for the others."""
-    return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
 
 
 class Prefix(NamedTuple):

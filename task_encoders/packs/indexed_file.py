@@ -44,7 +44,7 @@ from task_encoders.packs.tokenized import (
     TokenizedText,
     collapse,
 )
-from task_encoders.sample_encoder import labels_of
+from task_encoders.samples import labels_of
 from task_encoders.storage.paths import REMEDY, check_exists, is_url, path_of, read_range
 
 #: Beside them: the folders, or URLs, that `media` names.
