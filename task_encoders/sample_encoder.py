@@ -17,8 +17,8 @@ from task_encoders.media.image import ImageHeader
 from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.packs.tokenized import ExpandedText, TokenizedText
-from task_encoders.samples import SourceSample, labels_of
+from task_encoders.packs.tokenized import ExpandedText, TokenizedText, labels_of
+from task_encoders.samples import SourceSample
 from task_encoders.text.tokenizer import Tokenizer
 
 

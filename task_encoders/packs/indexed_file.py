@@ -43,8 +43,8 @@ from task_encoders.packs.tokenized import (
     TokenizedPack,
     TokenizedText,
     collapse,
+    labels_of,
 )
-from task_encoders.samples import labels_of
 from task_encoders.storage.paths import REMEDY, check_exists, is_url, path_of, read_range
 
 #: Beside them: the folders, or URLs, that `media` names.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from task_encoders.samples import IMAGE_ID, VIDEO_ID
+from task_encoders.samples import IGNORE_INDEX, IMAGE_ID, VIDEO_ID
 
 
 class TokenizedText(NamedTuple):
@@ -42,6 +42,13 @@ class ExpandedText(NamedTuple):
     loss_weights: npt.NDArray[np.float32]  #: (S,), not shifted; 0 where there is no loss
     images: Sequence[Place]
     videos: Sequence[Place]
+
+
+def labels_of(
+    tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int64]:
+    """Return (S,) each token that has a weight, and IGNORE_INDEX for the others."""
+    return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
 
 
 def collapse(

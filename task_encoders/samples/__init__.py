@@ -12,9 +12,6 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 #: The three kinds of training sample. "bmr" is multi-turn and mixed data (blend, multi-round).
 TASKS: Final = ("captioning", "vqa", "bmr")
 
@@ -71,13 +68,6 @@ REASONS: Final[Mapping[str, str]] = {
     "too_costly": "reading it would take more than one sample may: text, messages, media, headers",
     "unexpected_error": "reading it raised an error that no other reason covers (the detail is it)",
 }
-
-
-def labels_of(
-    tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
-) -> npt.NDArray[np.int64]:
-    """Return (S,) each token that has a weight, and IGNORE_INDEX for the others."""
-    return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
 
 
 class SampleError(ValueError):

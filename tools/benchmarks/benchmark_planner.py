@@ -487,6 +487,7 @@ def _index_of(
         "task": "vqa",
         "part": None,
         "kept": None,
+        "unfit": None,
     }
     row |= {"json": sizes, "media": [sizes], "media_hash": [0], "grid_thw": [1, 24, 24]}
     row |= {"num_images": 1, "prefix_images": 1, "num_vision_patches": 576}

@@ -219,6 +219,7 @@ def test_validation_and_an_encoder_of_ones_own(
     captions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLINE_PACKED_DATA", "1")
+    monkeypatch.delenv("OFFLINE_PACKING_BMR", raising=False)  # of other tests of the module
     initialize_parallel()
     config = DataConfig(path=str(captions), task_encoder=f"{__name__}:OtherTaskEncoder")
     encoder = build_task_encoder(config, read_packed_data(captions))

@@ -71,7 +71,6 @@ ONE, ZERO = "it must be at least 1", "it must be at least 0"
         (encoder, "pixel_transport", "int8", "it must be 'float32' or 'uint8'"),
         (partial(get_packed_train_dataset, "nowhere", None), "micro_batch_size", 0, ONE),
         (planned, "seq_length", 8.5, INTEGER),
-        (planned, "mixed", "yes", BOOLEAN),
     ],
 )
 def test_a_bad_value_is_named(call: Any, argument: str, value: Any, valid: str) -> None:
