@@ -125,7 +125,7 @@ def test_an_unknown_stage_is_refused() -> None:
 def start(script: str, *overrides: str, cwd: Path, **own: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", str(LAUNCH / script), *overrides],
-        env=environment(MASTER_PORT=str(free_port()), NPROC_PER_NODE="1", **own),
+        env=environment(**{"MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1", **own}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -52,7 +52,7 @@ def fewest_of_peers(lengths: np.ndarray, seq_length: int) -> int:
         for peer in PEERS.values()
         if peer.package not in missing
     ]
-    here = STRATEGIES.keys() - {"auto"}
+    here = STRATEGIES.keys() - {"auto", "mixed"}  # which packs as auto does
     return min(theirs + [plan_packs(lengths, seq_length, strategy=s).num_packs for s in here])
 
 
