@@ -52,8 +52,6 @@ def test_what_time_is_not_left_for_is_said(tmp_path: Path) -> None:
             ["own done", "own_unfused done", "transformers done", "step 12/12"],
             {"own.jsonl", "own_unfused.jsonl", "transformers.jsonl"},
         ),
-        ("bench", ["| offline |", "bench done"], {"bench.json", "bench.md"}),
-        ("vqa", ["| shared |", "vqa done"], {"vqa.json", "vqa.md"}),
     ],
 )
 def test_a_part_runs_at_sizes_for_a_cpu(

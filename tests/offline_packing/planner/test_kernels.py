@@ -74,7 +74,7 @@ OPTIONS: dict[str, Options] = {
 
 
 SMALL = [(name, options, 150) for name in ("text", "tiles") for options in OPTIONS]
-ALL = [(*case, count) for case in itertools.product(LENGTHS, OPTIONS) for count in (1, 3000)]
+ALL = [(*case, count) for case in itertools.product(LENGTHS, OPTIONS) for count in (1, 1000)]
 
 
 @pytest.mark.parametrize(
