@@ -22,6 +22,7 @@ from offline_packing.layouts.shards import (
     estimate_pack_bytes,
     trees_of,
 )
+from offline_packing.layouts.unfit import Grids, Model, Sizes
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.storage.files import atomic_file, read_each, write_atomically
@@ -80,7 +81,7 @@ class Layout(ABC):
         """Files that `finish` writes for these splits, relative to the output; and MEDIA_ROOTS."""
         return self.METADATA
 
-    def refuse(self, model: Mapping[str, str | int]) -> None:  # noqa: B027 - most hold all
+    def refuse(self, model: Model) -> None:  # noqa: B027 - most hold all
         """Raise StageError if it holds no packs of a model (its part of the fingerprint)."""
 
     @classmethod
@@ -88,22 +89,12 @@ class Layout(ABC):
         """Tell whether `unfit` and `added_tokens` say anything."""
         return cls.unfit is not Layout.unfit
 
-    def unfit(
-        self,
-        sample: SourceSample,
-        sizes: Sequence[tuple[int, int]],
-        model: Mapping[str, str | int],
-    ) -> str | None:
+    def unfit(self, sample: SourceSample, sizes: Sizes, model: Model) -> str | None:
         """Return what its reader cannot take of a checked sample whose images have these (height,
         width); None: it takes the sample. Planning sets such samples aside."""
         return None
 
-    def added_tokens(
-        self,
-        sample: SourceSample,
-        grids: Sequence[tuple[int, int, int]],
-        model: Mapping[str, str | int],
-    ) -> int:
+    def added_tokens(self, sample: SourceSample, grids: Grids, model: Model) -> int:
         """Return the tokens by which its reader makes a sample longer than measured, at most: plans
         leave room for them. `grids` of its media, (t, h, w) in patches."""
         return 0

@@ -12,7 +12,7 @@ orientation; the number of tokens is the same.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -24,7 +24,9 @@ from offline_packing.layouts.base import Member
 from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.layouts.unfit import (
+    Model,
     Rule,
+    Sizes,
     begins_with_break,
     first_broken,
     has_control_elsewhere,
@@ -94,12 +96,7 @@ class LlavaOneVisionLayout(EnergonLayout):
     RULES: ClassVar[Sequence[Rule]] = _RULES
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
 
-    def unfit(
-        self,
-        sample: SourceSample,
-        sizes: Sequence[tuple[int, int]],
-        model: Mapping[str, str | int],
-    ) -> str | None:
+    def unfit(self, sample: SourceSample, sizes: Sizes, model: Model) -> str | None:
         return first_broken(self.RULES, sample, sizes)
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
@@ -153,7 +150,7 @@ class LlavaOneVision2Layout(LlavaOneVisionLayout):
             for i, names in enumerate(record["images"])
         """
 
-    def refuse(self, model: Mapping[str, str | int]) -> None:
+    def refuse(self, model: Model) -> None:
         if "chat_template" in model:
             raise StageError(
                 "the chat template of model.processor, or model.template_options, writes something "

@@ -28,7 +28,10 @@ from offline_packing.layouts.energon import EnergonLayout
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.layouts.unfit import (
+    Grids,
+    Model,
     Rule,
+    Sizes,
     begins_with_break,
     first_broken,
     has_control_elsewhere,
@@ -83,12 +86,7 @@ class LoongForgeLayout(EnergonLayout):
     METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
 
-    def unfit(
-        self,
-        sample: SourceSample,
-        sizes: Sequence[tuple[int, int]],
-        model: Mapping[str, str | int],
-    ) -> str | None:
+    def unfit(self, sample: SourceSample, sizes: Sizes, model: Model) -> str | None:
         if sample.task == "captioning":
             return _CAPTIONS.unfit(sample, sizes, model)
         rules, family = list(_RULES), model.get("family")
@@ -96,12 +94,7 @@ class LoongForgeLayout(EnergonLayout):
             rules.insert(1, (f"video for {family}", lambda sample, _: bool(sample.videos)))
         return first_broken(rules, sample, sizes)
 
-    def added_tokens(
-        self,
-        sample: SourceSample,
-        grids: Sequence[tuple[int, int, int]],
-        model: Mapping[str, str | int],
-    ) -> int:
+    def added_tokens(self, sample: SourceSample, grids: Grids, model: Model) -> int:
         if sample.task == "captioning":
             return 0
         growth = _growth_of_images(model)
@@ -144,7 +137,7 @@ class LoongForgeLayout(EnergonLayout):
         self.describe_anew(folder, dataset, manifest)
 
 
-def _growth_of_images(model: Mapping[str, Any]) -> Growth | None:
+def _growth_of_images(model: Model) -> Growth | None:
     """Return `_room_of_images` for a model; None where one token's side has `_SIDE` pixels, or
     where lengths were given by the user."""
     if "family" not in model:

@@ -1,16 +1,21 @@
-"""What readers of other trainers take otherwise than it was measured: questions to a sample and the
-(height, width) of its images. A layout names the ones that count for its reader."""
+"""Properties of samples that readers of other trainers would encode differently from what was
+measured. A layout lists those that its reader has, as rules."""
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SourceSample
 from task_encoders.text.qwen_templates import DEFAULT_SYSTEM
 from task_encoders.text.qwen_vocabulary import QWEN_SPECIAL_TOKENS
 
+#: (height, width) of a sample's images.
 Sizes = Sequence[tuple[int, int]]
+#: (t, h, w) of a sample's media, in patches.
+Grids = Sequence[tuple[int, int, int]]
+#: The model's part of the fingerprint.
+Model = Mapping[str, Any]
 #: What a layout does not hold, and whether a sample has it.
 Rule = tuple[str, Callable[[SourceSample, Sizes], bool]]
 

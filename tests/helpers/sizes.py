@@ -3,7 +3,6 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from offline_packing import PackPlan
 from offline_packing.planner.strategies.composition import Composition
 from offline_packing.planner.strategies.strategy import Packs
 
@@ -33,11 +32,6 @@ def caption_lengths(num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(7)
     tokens = np.clip(np.exp(rng.normal(6.0, 0.8, num_samples)), 16, 8192).astype(np.int64)
     return tokens, (tokens * rng.uniform(0.3, 0.98, num_samples)).astype(np.int64) * 4
-
-
-def pack_sums(plan: PackPlan, values: np.ndarray) -> np.ndarray:
-    """Sum of the values of the samples of each pack."""
-    return np.add.reduceat(values[plan.sample_ids], plan.pack_offsets[:-1])
 
 
 def variation(values: np.ndarray) -> float:

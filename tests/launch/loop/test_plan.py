@@ -59,7 +59,7 @@ def data_of(num_packs: int, num_samples: int) -> PackedData:
 
 @pytest.fixture
 def blend(captions: Path, folder: Path, tmp_path: Path) -> Path:
-    """Captions, and a third as many dialogues."""
+    """Return the metadataset of a blend of captions and a third as many dialogues."""
     path = tmp_path / "my_blend.yaml"
     path.write_text(BLEND.format(captions=captions, dialogues=folder))
     return path
@@ -278,7 +278,7 @@ def test_validation_needs_data_of_its_own(
 
 
 def differences(*seeds_of_ranks: list[int]) -> list[str]:
-    """What is said of runs whose ranks have these seeds; nothing of those that are alike."""
+    """Return the refusal of ranks with each of some lists of seeds; "" where all are alike."""
     found = []
     for seeds in seeds_of_ranks:
         own = {"train": {"seed": seeds[distributed.get_rank()]}}
