@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Final
 
 import click
-from coverage.numbits import numbits_to_nums
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PRODUCT: Final = ("offline_packing", "task_encoders", "launch")
@@ -114,6 +113,8 @@ def tests_of(mutant: Mutant, coverage: Path) -> list[str]:
     """Return the tests that execute a mutant's line, those of its own room first. Of lines that are
     compiled by numba, or are only executed on import or by other processes, none is known: the
     tests of the module's folder, and the laws."""
+    from coverage.numbits import numbits_to_nums
+
     query = (
         "SELECT context.context, line_bits.numbits FROM line_bits JOIN file ON file.id = file_id "
         "JOIN context ON context.id = context_id WHERE file.path LIKE ?"

@@ -62,7 +62,7 @@ class Layout(ABC):
     TRAINS_ALL: ClassVar[bool] = False
     #: ending of a shard's own file, until the files of a split are joined; None: shards stay files
     PIECE: ClassVar[str | None] = None
-    #: whether packs of another epoch are another copy of the data
+    #: whether its packs hold copies of their media
     COPIES_MEDIA: ClassVar[bool] = True
     #: the file, relative to the output, with the folders of media that packs refer to
     MEDIA_ROOTS: ClassVar[str | None] = None

@@ -1,5 +1,6 @@
 """The benchmarks, and tools that guard a claim, run on small input."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.helpers.accounting import account, open_one
 from tests.helpers.tools import BENCHMARKS, benchmark, run_benchmark
+from tools import ideas, mutate
 from tools.attack import GOOD, WRITERS, damaged_records
 
 ONLINE = (
@@ -101,3 +103,30 @@ def test_a_case_keeps_its_bounds() -> None:
     header, line, end = done.stdout.splitlines()
     assert (header.split()[0], line.split()[2]) == ("case", "9")
     assert end == "1 cases, 0 broke a bound"
+
+
+def test_mutants_are_programs_with_one_line_changed() -> None:
+    """The same for a seed, and an operator is not taken from a text beside it."""
+    mutants = mutate.draw_mutants(40, seed=1)
+    assert mutants == mutate.draw_mutants(40, seed=1)
+    for mutant in mutants:
+        source = (mutate.ROOT / mutant.file).read_text()
+        changed = mutant.apply(source)
+        ast.parse(changed)
+        lines = zip(source.splitlines(), changed.splitlines(), strict=True)
+        assert [i for i, (a, b) in enumerate(lines, 1) if a != b] == [mutant.line]
+    found = {m.apply(TEXT) for m in mutate.mutants_of("f.py", TEXT)}
+    assert found == {"'a < b'; c <= d\n"}
+
+
+TEXT = "'a < b'; c < d\n"
+
+
+def test_files_know_an_idea_by_names_and_texts_but_not_docstrings() -> None:
+    words = set(ideas.words_in(ast.parse("'''traits'''\ndef f(a, *, b): return a.c['d']\n")))
+    assert {"f", "a", "b", "c", "d"} <= words
+    assert "traits" not in words
+    assert ideas.files_that_know(("slots of ranks", "traits")) == {
+        "slots of ranks": [],
+        "traits": [],
+    }

@@ -113,9 +113,9 @@ def _tolerated(bound: int, num_lengths: int = 0, *, is_quick: bool = True) -> in
 
 
 def mixed(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Make the number of packs that ``auto`` makes, of randomly mixed lengths if possible. Longest
-    first puts alike samples together; a random mix leaves far more freedom to even out another
-    quantity by exchanging samples of equal length. Takes up to some seconds."""
+    """Compose no more packs than ``auto`` does, of random lengths if possible: under another seed
+    hardly two samples of a pack share one again, where longest first puts the same lengths together
+    each time. Takes up to some seconds."""
     plain = auto(counts, seed=seed)
     for rest in (30, 4, None):
         if rest is None:
