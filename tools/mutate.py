@@ -92,7 +92,7 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
             yield Mutant(file, node.lineno, begin, end, str(node.value + 1))
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             begin = node.col_offset
-            yield Mutant(file, node.lineno, begin, begin + len("not"), "bool")
+            yield Mutant(file, node.lineno, begin, begin + len("not "), "")
         elif isinstance(node, ast.If | ast.IfExp) and node.test.lineno == node.test.end_lineno:
             begin = node.test.col_offset
             yield Mutant(file, node.test.lineno, begin, begin, "not ")
