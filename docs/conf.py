@@ -40,7 +40,10 @@ GROUPS = {
     "Training": [
         f"docs/{p}" for p in "training energon integrations which_packing shared_prefixes".split()
     ],
-    "Coming from": [f"docs/coming_from_{p}" for p in "neva ms_swift megatron_bridge".split()],
+    "Coming from": [
+        f"docs/coming_from_{p}"
+        for p in "llava_onevision neva ms_swift megatron_bridge veomni".split()
+    ],
     "Reference": [f"docs/{p}" for p in "api command from_python formats".split()],
     "Examples": ["examples/first_packs", "examples/knapsack/README"],
     "Development": [

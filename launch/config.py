@@ -4,9 +4,9 @@ Every model is frozen and refuses unknown keys. Relative paths are relative to t
 Settings that packs determine (seq_length, pixel limits, tokenizer) are read from their manifest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -22,8 +22,6 @@ from task_encoders.field_types import (
     not_bool,
 )
 from task_encoders.media.patches import PixelTransport
-from task_encoders.packs.indexed_file import find_prefix
-from task_encoders.storage.paths import path_of
 
 #: Weights are near .02; a greater rate, probably a typing error, would undo them in one step.
 MAX_RATE: Final = 0.1
@@ -74,37 +72,13 @@ class DataConfig(_Config):
     encode_threads: Count = 1
     #: samples of a pack attend to each other, unlike in unpacked training
     cross_sample_attention: bool = False
-    #: instead of path: packs as token ids, their two files without endings
-    data_prefix: str | None = None
     #: module:Class, a task encoder of your own, with the arguments of PackedTaskEncoder
     task_encoder: str | None = None
     #: path holds unpacked data for Energon, to be packed by the loader's processes
     online: OnlineConfig | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _find_folder(cls, given: Any) -> Any:
-        """`path` is the folder of the prefix, which holds the manifest, or leads to one."""
-        if not isinstance(given, Mapping):
-            return given
-        paths = given.get("path")
-        found = map(find_prefix, map(str, paths if isinstance(paths, list | tuple) else [paths]))
-        prefix = given.get("data_prefix") or next(filter(None, found), None)
-        if prefix is None:
-            return given
-        if given.get("order") == "balanced":
-            raise ValueError("order=balanced: packs as token ids come as written; pack to shards")
-        if isinstance(paths, list | tuple) and len(paths) > 1:
-            raise ValueError(f"path: packs as token ids ({prefix}) are no stage; pack to shards")
-        return {**given, "data_prefix": str(prefix), "path": str(path_of(prefix).parent)}
-
     @model_validator(mode="after")
     def _check_together(self) -> "DataConfig":
-        if self.online is not None and self.data_prefix is not None:
-            raise ValueError(
-                f"online packs data that are not packed, and {self.data_prefix} holds packs as "
-                "token ids; remove one of the two"
-            )
         if self.online is not None and len(self.paths) > 1:
             raise ValueError("online packs while training, without stages; give path one folder")
         return self

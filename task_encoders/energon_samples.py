@@ -13,11 +13,13 @@ import orjson
 import torch
 from megatron.energon import Batch, Sample, SampleDecoder
 from megatron.energon.edataclass import edataclass
+from megatron.energon.errors import FatalSampleError
 
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.manifest import html_table
-from task_encoders.packs.pack import is_medium, parse_json
+from task_encoders.packs.pack import Pack, PackFormatError, is_medium, parse_json
 from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.packs.stored_media import with_stored_media
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
 from task_encoders.versions import require_supported
@@ -94,9 +96,16 @@ def part_filter(part: str) -> bool:
 
 
 def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Energon's raw sample (member name -> bytes or decoded) to the fields of PackedSample."""
-    media = {name: data for name, data in parts.items() if is_medium(name)}
-    return {"record": parse_json(parts.get(JSON_PART), str(parts.get("__key__"))), "media": media}
+    """Turn Energon's raw sample (member name -> bytes or decoded) into the fields of PackedSample.
+    Raises FatalSampleError if media that a pack refers to cannot be read, or have changed."""
+    sources = parts.get("__sources__")
+    pack = Pack.of(str(parts.get("__key__")), parts)
+    pack = with_stored_media(pack, sources[0].dataset_path if sources else "")
+    record = parse_json(pack.record, pack.key)
+    try:
+        return {"record": record, "media": dict(pack.media)}
+    except (PackFormatError, OSError) as error:
+        raise FatalSampleError(f"pack {pack.key!r}: {error}") from error
 
 
 @edataclass

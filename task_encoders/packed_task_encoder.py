@@ -7,7 +7,6 @@ read. Samples that are not packs become rows of one sub-sample, or packs of Ener
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from task_encoders.energon_samples import (
 from task_encoders.families import ModelOptions, build_sample_encoder, model_options
 from task_encoders.field_types import Count, checked
 from task_encoders.media.patches import PixelTransport
-from task_encoders.packs.manifest import WRITTEN_AGAIN, folder_of, read_manifest
+from task_encoders.packs.manifest import WRITTEN_AGAIN, read_manifest
 from task_encoders.packs.pack import (
     LOST_PROMPTS,
     Pack,
@@ -46,7 +45,6 @@ from task_encoders.packs.pack import (
     sub_samples_of_pack,
 )
 from task_encoders.packs.pack_format import JSON_PART
-from task_encoders.packs.tokenized import fingerprint_digest
 from task_encoders.rows.encoded_rows import EncodedRows
 from task_encoders.rows.pack_dealing import OnePass, check_blend, deal_evenly
 from task_encoders.rows.row_encoder import RowEncoder
@@ -137,11 +135,6 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         """The sample encoder."""
         return self._rows.encoder
 
-    @cached_property
-    def digest(self) -> str:
-        """Digest of the settings that lengths and token ids depend on."""
-        return fingerprint_digest(self.encoder.fingerprint)
-
     @stateless
     def encode_sample(self, sample: Sample) -> PackedRowSample:
         """Encode a pack, or a plain sample, as one row. Bad sub-samples are left out and listed.
@@ -160,7 +153,8 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         if isinstance(sample, CrudeRecord) and is_pack(
             sample.parts.get(JSON_PART), packed=self.settings.packed
         ):
-            fields = sample_loader({"__key__": sample.__key__, **sample.parts})
+            notes = {"__key__": sample.__key__, "__sources__": sample.__sources__}
+            fields = sample_loader({**notes, **sample.parts})
             sample = PackedSample.derive_from(sample, **fields)
         if isinstance(sample, PackedSample):
             meta, flavors = sample.record.get("meta") or {}, sample.__subflavors__ or {}
@@ -177,7 +171,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 pack_name = f"pack {sample.__key__!r}"
                 raise FatalSampleError(f"{pack_name}: {LOST_PROMPTS.format(lost, lost)}")
             pack = Pack(sample.__key__, sample.record, sample.media)
-            sub_samples = sub_samples_of_pack(pack, task, self.digest)
+            sub_samples = sub_samples_of_pack(pack, task)
             if not self._trees and any(one.tree is not None for one in sub_samples):
                 raise FatalSampleError(TREES.format(f"pack {sample.__key__!r}"))
             return sub_samples
@@ -219,7 +213,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 kwargs["shuffle_buffer_size"],
             )
         shuffles = [one for one in datasets if getattr(one.dataset, "shuffle_over_epochs", None)]
-        for folder in (folder_of(path) for one in shuffles for path in one.dataset.paths):
+        for folder in (path for one in shuffles for path in one.dataset.paths):
             if (manifest := read_manifest(folder)) and manifest.has_mixture:
                 logger.warning(
                     "%s: its shards are shuffled, which undoes its mixture (pack.mixture); read it "
@@ -296,12 +290,11 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 raise PackingSettingsError(NO_PACKS.format(factory.paths[0]))
             for path in factory.paths:
                 self.check_manifest(path)
-                self._opened.append((folder_of(path), subflavors.get("generation", "")))
+                self._opened.append((path, subflavors.get("generation", "")))
 
     def check_manifest(self, folder: EPath | Path) -> None:
         """Compare the settings that a packed folder was made with to these. Raises
         PackingSettingsError if they differ, ManifestError if the manifest cannot be read."""
-        folder = folder_of(folder)
         if not self._folders and not self.model.control_tokens:
             self._take_control_tokens(folder)
         check_manifest(
@@ -323,7 +316,6 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             update = {"control_tokens": tuple(str(stored).split())}
             self.model = self.model.model_copy(update=update)
             self._rows = replace(self._rows, encoder=build_sample_encoder(self.model))
-            self.__dict__.pop("digest", None)
 
     def check_trainer(self, trainer: str) -> None:
         """Refuse packs with loss weights other than 0 and 1, also in rows, which this trainer

@@ -17,8 +17,7 @@ from task_encoders.media.image import ImageHeader
 from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
-from task_encoders.packs.tokenized import ExpandedText, TokenizedText, labels_of
-from task_encoders.samples import SourceSample
+from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.text.tokenizer import Tokenizer
 
 
@@ -45,6 +44,31 @@ class SampleLength:
     num_vision_patches: int
     grid_thw: tuple[tuple[int, int, int], ...]
     prefix: Prefix | None = None
+
+
+#: Place of a medium among a sample's tokens: its first one, and how many it has.
+Place = tuple[int, int]
+
+
+class TokenizedSample(NamedTuple):
+    """A sample's token ids as they are trained, with all the tokens of its media."""
+
+    tokens: npt.NDArray[np.int64]  #: (S,)
+    loss_weights: npt.NDArray[np.float32]  #: (S,), not shifted; 0 where there is no loss
+    images: Sequence[Place]
+    videos: Sequence[Place]
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """(S,)"""
+        return labels_of(self.tokens, self.loss_weights)
+
+
+def labels_of(
+    tokens: npt.NDArray[np.int64], loss_weights: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int64]:
+    """Return (S,) each token that has a weight, and IGNORE_INDEX for the others."""
+    return np.where(loss_weights > 0, tokens, IGNORE_INDEX)
 
 
 def sizes_of(
@@ -147,20 +171,14 @@ class SampleEncoder(Protocol):
     def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
         """Yield warnings of a measured sample's tokens: a line for all such samples, an example."""
 
-    def tokenize(self, sample: SourceSample) -> TokenizedText:
-        """The part of encoding that needs no media, to be stored. Raises SampleError."""
-
-    def expand(
+    def tokenize(
         self,
-        text: TokenizedText,
-        image_grids: Sequence[tuple[int, int, int]],
-        videos: Sequence[SampledVideo] = (),
-    ) -> ExpandedText:
-        """The tokens and loss weights that `encode` gives a sample of this text.
-
-        Args:
-            image_grids: (t, h, w) in patches, as measured.
-        """
+        sample: SourceSample,
+        image_sizes: Sequence[tuple[int, int]],
+        videos: Sequence[VideoHeader] = (),
+    ) -> TokenizedSample:
+        """Return the tokens and loss weights that `encode` gives a sample. Arguments and errors are
+        those of `measure`."""
 
     def decode_image(self, data: bytes) -> Image.Image:
         """The first half of encoding an image. Raises SampleError."""
@@ -176,14 +194,12 @@ class SampleEncoder(Protocol):
         sample: SourceSample,
         images: Sequence[bytes | Image.Image | EncodedMedium],
         videos: Sequence[bytes | EncodedMedium] = (),
-        tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
         """Arrays of a sample whose images and videos are these files.
 
         Args:
             images: or what `decode_image` or `encode_image` returned for them.
             videos: or what `encode_video` returned for them.
-            tokenized: what `tokenize` returned for it, with an encoder of the same fingerprint.
 
         Raises:
             SampleError: the sample cannot be encoded.

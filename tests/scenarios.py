@@ -90,16 +90,10 @@ class Scenario:
         return make_run(world.source(self.source), Path(), **merged)
 
 
-def folder_of(run: Run, split: str) -> Path:
-    """Return what a trainer is given for the packs of a split."""
-    indexed = {"train": "packed_seq_dataset"}.get(split, f"packed_seq_dataset_{split}")
-    return run.workspace.root / (indexed if run.config.output.layout == "indexed" else "")
-
-
 def packs_of(run: Run) -> Iterator[tuple[str, RestoredPack]]:
     """Return each pack with its split, as it is read back by its number."""
     for split in run.config.output.split:
-        for pack in PackedFolder(folder_of(run, split), split=split):
+        for pack in PackedFolder(run.workspace.root, split=split):
             yield split, restore_pack(pack.record, pack.key)
 
 
@@ -177,8 +171,8 @@ def small_shards(run: Run) -> None:
 
 def nothing_copied(run: Run) -> None:
     """Packs hold no media."""
-    assert not [*run.workspace.root.glob("*.tar")]
-    assert sum(one.stat().st_size for one in run.workspace.root.glob("*.jsonl")) < 40_000
+    names = {name.rpartition(".")[2] for name in members_of(run.workspace.root)}
+    assert names == {"json"}
 
 
 def cut(run: Run) -> None:
@@ -408,7 +402,7 @@ TREES: Sections = {
 }
 SPLIT = {"split": {"train": 0.6, "val": 0.4}}
 SPLITS = {"split": {"train": 0.5, "val": 0.3, "test": 0.2}}
-REFERENCES = output(layout="references", **SPLIT)
+REFER = output(media="refer", **SPLIT)
 #: A run in S3 makes some 300 requests, of 20 ms each: laws that run it again and again take this
 #: scenario only where every case is asked for.
 SLOW = "to S3"
@@ -438,8 +432,8 @@ SCENARIOS: dict[str, Scenario] = {
     # what becomes of samples
     "broken": Scenario(broken, {}, Expected(4, REASONS)),
     "cut": Scenario("conversations", CUT, Expected(28, check=cut)),
-    "cut references": Scenario("conversations", {**CUT, **output(layout="references")},
-                               Expected(28, check=cut)),
+    "cut, referred to": Scenario("conversations", {**CUT, **output(media="refer")},
+                                 Expected(28, check=cut)),
     "cut and repeated": Scenario(
         conversations_twice, {"pack": {**CUT["pack"], "context_parallel": 2}},
         Expected(47, check=cut),
@@ -485,12 +479,11 @@ SCENARIOS: dict[str, Scenario] = {
                         Expected(40, check=in_folders)),
     "small shards": Scenario("captioning", output(packs_per_shard=99, max_shard_bytes=60_000),
                              Expected(40, check=small_shards)),
-    "references": Scenario("bmr", REFERENCES, Expected(30, check=nothing_copied)),
-    "references to tars": Scenario("prepared tars", REFERENCES, Expected(11, check=nothing_copied)),
-    "references to videos": Scenario(
-        "videos", {"model": CLIPS, **REFERENCES}, Expected(12, check=nothing_copied)
+    "refer": Scenario("bmr", REFER, Expected(30, check=nothing_copied)),
+    "refer to tars": Scenario("webdataset", REFER, Expected(11, check=nothing_copied)),
+    "refer to videos": Scenario(
+        "videos", {"model": CLIPS, **REFER}, Expected(12, check=nothing_copied)
     ),
-    "indexed": Scenario("bmr", output(layout="indexed", **SPLIT), Expected(30)),
     "llava_onevision": Scenario("vqa", output(layout="llava_onevision"), Expected(24)),
     "llava_onevision2": Scenario(
         "bmr", family("llava_onevision_2", **output(layout="llava_onevision2")), Expected(30)
@@ -501,7 +494,7 @@ SCENARIOS: dict[str, Scenario] = {
         Expected(14, {"not_in_layout": 4}),
     ),
     "to S3": Scenario(captions, output(**SPLIT), Expected(15), "s3"),
-    "trees of references in memory": Scenario(
-        "shared media", {**TREES, **REFERENCES}, Expected(31, check=with_trees), "memory"
+    "trees, referred to, in memory": Scenario(
+        "shared media", {**TREES, **REFER}, Expected(31, check=with_trees), "memory"
     ),
 }  # fmt: skip

@@ -67,6 +67,29 @@ def bridge_folder() -> None:
     write_file(Path("data/energon/.nv-meta/split.yaml"), splits.encode())
 
 
+def aiak_folder() -> None:
+    """Write pairs as AIAK-Megatron's steps take them, some without a picture."""
+    for i in range(8):
+        texts = [
+            {"role": "user", "content": "<image>\nWhat?"},
+            {"role": "assistant", "content": "It."},
+        ]
+        write_file(Path(f"sft_data/{i:012}.jpg"), image_bytes(56 + 28 * (i % 3), 84))
+        record = {"messages": texts + TWO_TURNS * (i % 2), "images": [f"{i:012}.jpg"]}
+        write_file(Path(f"sft_data/{i:012}.json"), json.dumps(record).encode())
+    for i in range(3):
+        record = {"messages": TWO_TURNS, "images": []}
+        write_file(Path(f"sft_data/output_{i:08}.json"), json.dumps(record).encode())
+
+
+def check_script(words: list[str]) -> Path:
+    """Check a script of `launch` with the settings of a run; returns its packs."""
+    assert (ROOT / words[1]).is_file()
+    given = dict(word.split("=") for word in words[2:])
+    assert Path(given["model.checkpoint"]).is_dir()
+    return Path(given["data.path"])
+
+
 def check_ms_swift(words: list[str]) -> Path:
     """`swift sft` with our plugin on packs; returns them."""
     assert words[:2] == ["swift", "sft"]
@@ -89,6 +112,7 @@ Check = Callable[[list[str]], Path]
 PAGES: dict[str, tuple[Callable[[], None], str, Check]] = {
     "ms_swift": (ms_swift_file, "Qwen/Qwen2-VL-2B-Instruct", check_ms_swift),
     "megatron_bridge": (bridge_folder, "Qwen/Qwen2.5-VL-7B-Instruct", check_bridge),
+    "llava_onevision": (aiak_folder, "Qwen/Qwen2-VL-2B-Instruct", check_script),
 }
 
 
@@ -135,7 +159,8 @@ def test_a_page_from_their_files_to_a_step(
     packs = check(words[len(variables) :])
     data = read_packed_data(packs)
     assert (data.model.family, data.tasks) == (family, ("bmr",))
-    assert (data.model.max_pixels, data.seq_length) == (1003520, 4096)
+    expected = (4014080, 8192) if name == "llava_onevision" else (1003520, 4096)
+    assert (data.model.max_pixels, data.seq_length) == expected
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     encoder = PackedTaskEncoder(seq_length=data.seq_length, model=data.model)

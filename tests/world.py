@@ -69,7 +69,6 @@ def _conversations(folder: Path) -> Source:
 SOURCES: Mapping[str, MakeSource] = {
     **{task: _pairs(task, write) for task, write in PAIRS.items()},
     **{name: _format(name) for name in formats.WRITERS if name != "pairs"},
-    "prepared tars": _format("webdataset_prepared"),
     "few captions": _pairs("captioning", lambda folder: captioning_pairs(folder, 16)),
     "short": _pairs("bmr", lambda folder: short_dialogues(folder, 24)),
     "videos": _pairs("bmr", video_pairs),

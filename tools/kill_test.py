@@ -1,6 +1,6 @@
 """Kill runs at random moments, run them again, and compare with an undisturbed run.
 
-    python tools/kill_test.py [--kills 200] [--workers 0] [--seed 0] [--layout energon]
+    python tools/kill_test.py [--kills 200] [--workers 0] [--seed 0] [--media copy]
 
 Each trial packs a small dataset into a new folder in a process of its own and kills it (SIGKILL,
 with its workers) at a random moment of measure, plan or write. Whatever then has a final name
@@ -31,7 +31,6 @@ from PIL import Image
 from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig, parse_config
-from offline_packing.layouts import LAYOUTS
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.runs.run import Run, build_engine, open_encoder
@@ -53,7 +52,7 @@ def make_samples(folder: Path, first: int, end: int) -> None:
         (folder / f"{i:04d}.json").write_bytes(record[:-1] if i % 10 == 9 else record)
 
 
-def make_config(source: Path, output: Path | str, workers: int, layout: str) -> PackingConfig:
+def make_config(source: Path, output: Path | str, workers: int, media: str) -> PackingConfig:
     """Small parts and shards, so that a kill can fall between any two."""
     return parse_config(
         {
@@ -62,7 +61,7 @@ def make_config(source: Path, output: Path | str, workers: int, layout: str) -> 
             "pack": {"seq_length": 512},
             "output": {
                 "path": str(output),
-                "layout": layout,
+                "media": media,
                 "packs_per_shard": 2,
                 "split": {"train": 0.7, "val": 0.3},
             },
@@ -73,7 +72,7 @@ def make_config(source: Path, output: Path | str, workers: int, layout: str) -> 
 
 def pack(config: PackingConfig) -> None:
     """measure, plan and write."""
-    with build_engine(config) as engine:
+    with build_engine(config.engine) as engine:
         run = Run(config, engine)
         with run.workspace.lock():
             samples = measure(run)
@@ -175,15 +174,13 @@ def trial(
     return stages
 
 
-def run(
-    base: Path, num_kills: int, workers: int, seed: int, layout: str = "energon"
-) -> Counter[str]:
+def run(base: Path, num_kills: int, workers: int, seed: int, media: str = "copy") -> Counter[str]:
     """Trials until `num_kills` kills; returns the kills by stage."""
     dice = random.Random(seed)
     make_samples(base / "source", 0, 60)
-    reference = make_config(base / "source", base / "reference", workers, layout)
+    reference = make_config(base / "source", base / "reference", workers, media)
     open_encoder(reference.model)  # loaded once, before the forks
-    pack(make_config(base / "source", base / "warm", 0, layout))
+    pack(make_config(base / "source", base / "warm", 0, media))
     begin = time.perf_counter()
     if not ended_well(start(lambda: pack(reference))):
         raise SystemExit("the undisturbed run failed")
@@ -192,7 +189,7 @@ def run(
     kills: Counter[str] = Counter()
     while kills.total() < num_kills:
         output = base / f"trial{kills.total()}"
-        config = make_config(base / "source", output, workers, layout)
+        config = make_config(base / "source", output, workers, media)
         kills.update(trial(config, expected, seconds, dice))
         shutil.rmtree(output)
     print(f"undisturbed run: {seconds:.2f} s, {len(expected)} files; workers: {workers}")
@@ -205,11 +202,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layout", choices=LAYOUTS, default="energon")
+    parser.add_argument("--media", choices=["copy", "refer"], default="copy")
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        own = arguments.kills, arguments.workers, arguments.seed, arguments.layout
+        own = arguments.kills, arguments.workers, arguments.seed, arguments.media
         kills = run(Path(name), *own)
     stages = ", ".join(f"{run} {count}" for run, count in sorted(kills.items()))
     print(f"{kills.total()} kills ({stages}); every rerun wrote the undisturbed run's files")

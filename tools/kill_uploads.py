@@ -1,6 +1,6 @@
 """Kill runs that write to object storage, fail their requests, and deny their writes.
 
-    python -m tools.kill_uploads [--kills 60] [--workers 0] [--seed 0] [--layout energon]
+    python -m tools.kill_uploads [--kills 60] [--workers 0] [--seed 0] [--media copy]
 
 As kill_test.py, but the output is s3:// on a server of moto, whose uploads have many parts and take
 some time. A kill ends a process group, or with workers every other time one worker. In the end a
@@ -51,13 +51,13 @@ class Trials:
     source: Path
     expected: dict[str, str]
     workers: int
-    layout: str
+    media: str
     dice: random.Random
 
     def config(self, name: str) -> PackingConfig:
         """A run of its own."""
         place = f"s3://{_BUCKET}/{name}"
-        return make_config(self.source, place, self.workers, self.layout)
+        return make_config(self.source, place, self.workers, self.media)
 
     def check(self, name: str, when: str, *, complete: bool) -> None:
         """Raise SystemExit if something was lost, left over, or is half-written."""
@@ -120,16 +120,14 @@ def is_worker(process: int) -> bool:
     return False
 
 
-def run(
-    base: Path, store: ObjectStore, num_kills: int, workers: int, seed: int, layout: str
-) -> str:
+def run(base: Path, store: ObjectStore, num_kills: int, workers: int, seed: int, media: str) -> str:
     """All trials; returns what happened."""
     dice = random.Random(seed)
     make_samples(base / "source", 0, _NUM_SAMPLES)
-    local = make_config(base / "source", base / "local", 0, layout)
+    local = make_config(base / "source", base / "local", 0, media)
     open_encoder(local.model)  # loaded once, before the forks
     pack(local)
-    trials = Trials(store, base / "source", content(base / "local"), workers, layout, dice)
+    trials = Trials(store, base / "source", content(base / "local"), workers, media, dice)
     store.set_faults(Faults(write_seconds=_SECONDS_PER_WRITE))
     begin = time.perf_counter()
     trials.complete("undisturbed", "undisturbed")
@@ -167,9 +165,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layout", default="energon")
+    parser.add_argument("--media", default="copy")
     arguments = parser.parse_args()
-    own = arguments.kills, arguments.workers, arguments.seed, arguments.layout
+    own = arguments.kills, arguments.workers, arguments.seed, arguments.media
     with tempfile.TemporaryDirectory() as name, serve_objects(_PART_BYTES) as store:
         os.environ.update(store.environment)
         store.make_bucket(_BUCKET)

@@ -1,11 +1,12 @@
-"""NeVA's `preprocess_dataset.py`: its eleven flags, in front of measure, plan and write.
+"""NeVA's `preprocess_dataset.py`: its eleven flags, in front of measure, plan, write and export.
 
     python examples/neva/preprocess_dataset.py --data_path=llava.json --image_folder=images \\
         --tokenizer_path=tokenizer.model --output_dir=out/packed_seq_12288_336_v1 --conv_template=v1
 
-It writes OUTPUT_DIR/pack.yaml, the tokenizer as a folder, and runs three verbs of offline-packing
-on that file, which any other verb takes as well. Run it again after a kill. Its flags are explained
-in docs/coming_from_neva.md.
+It writes OUTPUT_DIR/pack.yaml and the tokenizer as a folder, packs into OUTPUT_DIR/packs, which
+train.py trains, and exports them as OUTPUT_DIR/packed_seq_dataset.bin and .idx. Any verb of
+offline-packing takes pack.yaml. Run it again after a kill. Its flags are explained in
+docs/coming_from_neva.md.
 """
 
 import json
@@ -23,8 +24,8 @@ import click
 import yaml
 
 from offline_packing.cli.main import main as offline_packing
+from offline_packing.export.nemo import PREFIX
 from offline_packing.storage.files import write_atomically
-from task_encoders.packs.pack_format import PREFIX
 
 #: Patch and image size at the end of a vision encoder's name; 224 pixels where it names none.
 _SIZES: Final = re.compile(r"patch(\d+)(?:-(\d+))?$")
@@ -72,16 +73,18 @@ _TEMPLATES: Final = {"plain": "plain", "v1": "neva"}
     help="NeVA's YAML; read are patch_dim, crop_size and mm_mlp_adapter_type.",
 )
 def main(output_dir: Path, tokenizer_path: str, **flags: Any) -> None:
-    """Pack a dataset in LLaVA's form as NeVA does: token ids in OUTPUT_DIR/packed_seq_dataset."""
+    """Pack a dataset in LLaVA's form as NeVA does: OUTPUT_DIR/packed_seq_dataset.bin and .idx."""
     config = configuration(output_dir, **flags)
     check_folder(output_dir)
-    (output_dir / "_packing").mkdir(parents=True, exist_ok=True)  # marks the folder as an output
+    packs, exported = output_dir / "packs", output_dir / "nemo"
+    (packs / "_packing").mkdir(parents=True, exist_ok=True)  # marks the folder as our own
     config["model"]["processor"] = prepare_tokenizer(tokenizer_path, output_dir / "tokenizer")
     path = output_dir / "pack.yaml"
     save_configuration(config, path)
-    for verb in ("measure", "plan", "write"):
+    verbs = [[verb, str(path)] for verb in ("measure", "plan", "write")]
+    for verb in (*verbs, ["export", str(packs), str(exported), "--to=nemo"]):
         try:
-            offline_packing([verb, str(path)])
+            offline_packing(verb)
         except SystemExit:
             click.echo(
                 f"to go on with other settings: offline-packing run {shlex.quote(str(path))} "
@@ -89,6 +92,10 @@ def main(output_dir: Path, tokenizer_path: str, **flags: Any) -> None:
                 err=True,
             )
             raise
+    for file in exported.glob("*.*"):
+        link = output_dir / file.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(file.relative_to(output_dir))
     click.echo(how_to_train(output_dir, config["model"]["image_size"]))
 
 
@@ -133,13 +140,13 @@ def configuration(
             "strategy": packing_algorithm,
             "seed": seed,
         },
-        "output": {"path": absolute(str(output_dir)), "layout": "indexed"},
+        "output": {"path": absolute(str(output_dir / "packs")), "media": "refer"},
     }
 
 
 def check_folder(output_dir: Path) -> None:
     """Raise click.ClickException if there is something else in the folder."""
-    is_own = not output_dir.exists() or (output_dir / "_packing").is_dir()
+    is_own = not output_dir.exists() or (output_dir / "packs" / "_packing").is_dir()
     if not is_own and any(output_dir.iterdir()):
         raise click.ClickException(
             f"--output_dir {output_dir} is not empty and holds no earlier run; choose another"
@@ -148,7 +155,7 @@ def check_folder(output_dir: Path) -> None:
 
 def save_configuration(config: Mapping[str, Any], path: Path) -> None:
     """Write pack.yaml. Raises click.ClickException if complete packs have other settings."""
-    if path.exists() and path.with_name("manifest.json").exists():
+    if path.exists() and (path.parent / "packs" / "manifest.json").exists():
         before = yaml.safe_load(path.read_text())
         fields = {
             f"{part}.{name}" for one in (before, config) for part in one for name in one[part]
@@ -276,7 +283,7 @@ def convert_sentencepiece(path: str) -> Any:
 
 def how_to_train(output_dir: Path, side: int) -> str:
     """The figures of the packs, and the arguments of training."""
-    counts = json.loads((output_dir / "manifest.json").read_text())["counts"]
+    counts = json.loads((output_dir / "packs" / "manifest.json").read_text())["counts"]
     packs = sum(counts["packs"].values())
     per_pack = counts["packed"] / packs
     return (

@@ -1,5 +1,6 @@
 """NeVA's options of packed data in front of `launch.train_transformers`: those that begin with
-model.data, and the two batch sizes. Any other argument is passed on.
+model.data, and the two batch sizes. Any other argument is passed on. Trained are the packs beside
+the files of the prefix.
 
     OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1 python examples/neva/train.py launch/sft.yaml \\
         ++model.data.packed_sequence=True ++model.data.crop_size=[336,336] \\
@@ -25,21 +26,23 @@ def translate(arguments: Sequence[str]) -> list[str]:
     prefix, crop_size = given.get("model.data.data_prefix"), given.get("model.data.crop_size")
     if (packed := given.get("model.data.packed_sequence", "True")) not in ("True", "true"):
         raise click.ClickException(f"packed_sequence={packed}: only packs are trained; set True")
-    if prefix is not None and crop_size is not None:
-        side = read_packed_data(path_of(prefix).parent).model.model_dump().get("image_size")
+    packs = str(path_of(prefix).parent / "packs") if prefix else ""
+    if packs and crop_size is not None:
+        side = read_packed_data(packs).model.model_dump().get("image_size")
         if json.loads(crop_size) != [side, side]:
             raise click.ClickException(
                 f"crop_size={crop_size}: the packs hold images of [{side},{side}]; set it"
             )
     names = {
-        "model.data.data_prefix": "data.path",
         "model.micro_batch_size": "data.micro_batch_size",
         "model.global_batch_size": "batch.global_batch_packs",
     }
     ours = [f"{names[name]}={value}" for name, value in given.items() if name in names]
+    ours += [f"data.path={packs}"] if packs else []
     if "model.global_batch_size" in given:
         ours.append("batch.global_batch_size=null")
-    theirs = (*names, "model.data.packed_sequence", "model.data.crop_size")
+    own = ("data_prefix", "packed_sequence", "crop_size")
+    theirs = (*names, *(f"model.data.{name}" for name in own))
     rest = [one for one in arguments if one.removeprefix("++").partition("=")[0] not in theirs]
     return rest + ours
 

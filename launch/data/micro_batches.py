@@ -108,7 +108,7 @@ def build_task_encoder(
 
 
 class LoaderBatches:
-    """`MicroBatches` from a packed folder, a blend, packs as token ids, or data that are packed
+    """`MicroBatches` from a packed folder, a blend, or data that are packed
     while training.
 
     Args:
@@ -206,7 +206,7 @@ def build_loader(
     rank = parallel_state.get_data_parallel_rank() if rank is None else rank
     num_ranks = num_ranks or parallel_state.get_data_parallel_world_size()
     (path,) = config.paths
-    folder = PackedFolder(config.data_prefix or path, task_encoder, split=split)
+    folder = PackedFolder(path, task_encoder, split=split)
     schedule = schedule_of(
         folder,
         order=config.order if split == "train" else "written",

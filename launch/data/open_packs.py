@@ -9,7 +9,6 @@ from task_encoders.loading.folder_shards import PackedFolderError
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.media.patches import PixelTransport
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.indexed_file import find_prefix
 from task_encoders.storage.paths import path_of
 
 
@@ -18,7 +17,7 @@ def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, i
     that are not None. Packs written by others have no manifest: the rest is the family's
     defaults."""
     given = {name: value for name, value in options.items() if value is not None}
-    folder = path_of(path) if (prefix := find_prefix(path)) is None else prefix.parent
+    folder = path_of(path)
     seq_length = given.pop("seq_length", None)
     if folder.is_dir() and not (folder / "manifest.json").is_file():
         return model_options(**given), seq_length or 2048

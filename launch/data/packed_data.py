@@ -20,7 +20,6 @@ from offline_packing.storage.files import hash_bytes
 from task_encoders.families import ModelOptions, model_options
 from task_encoders.loading.folder_shards import PackedFolderError, load_datasets
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
-from task_encoders.packs.pack_format import METADATASET
 from task_encoders.storage.paths import check_exists, is_url, path_of
 
 logger = logging.getLogger(__name__)
@@ -248,12 +247,8 @@ def _folders(path: str | Path) -> list[tuple[Path, float]]:
     try:
         entries = load_datasets(folder, "train")
     except PackedFolderError as error:
-        raise StageError(
-            f"{error}; a path in it is a folder with .nv-meta, or of references the {METADATASET} "
-            "inside"
-        ) from error
-    paths = [path_of(entry.dataset.path) for entry in entries]
-    folders = [path.parent if path.name.endswith(".jsonl") else path for path in paths]
+        raise StageError(f"{error}; a path in it is a folder with .nv-meta") from error
+    folders = [path_of(entry.dataset.path) for entry in entries]
     if any(entry.weight is None for entry in entries):  # blend_epochized: by repetitions
         sizes = [_read_manifest(folder).total("packs") for folder in folders]
         repetitions = [entry.repetitions or 1 for entry in entries]

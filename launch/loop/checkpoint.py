@@ -303,7 +303,6 @@ def _unwrapped() -> Iterator[None]:
 #: instead of their paths.
 _FREE: Final = (
     "checkpoint",
-    "data.data_prefix",
     "data.encode_threads",
     "data.num_workers",
     "data.path",

@@ -141,7 +141,7 @@ def build_stages(
         if stage.data.online is None:
             check_room(path, context)
             packs = stage.data.model_dump(include={"order", "micro_batch_size", "repeat"})
-            packs |= {"path": absolute(stage.data.data_prefix or path), "seed": seed}
+            packs |= {"path": absolute(path), "seed": seed}
             packs["datasets"] = own.datasets
         encoder = build_task_encoder(
             stage.data, own, config.model.family, pad_multiple=multiple, trees=own.has_trees
@@ -281,7 +281,7 @@ def check_alike(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> 
             )
     own["stages of data.path"] = str(len(config.data.paths))
     # nodes may mount them elsewhere
-    for path in ("data.path", "data.data_prefix", "output.path", "model.checkpoint"):
+    for path in ("data.path", "output.path", "model.checkpoint"):
         del own[path]
     everyone = on_all_ranks(own)
     for rank, theirs in enumerate(everyone):

@@ -4,6 +4,7 @@ import importlib.resources
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,9 @@ from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
 from task_encoders.samples import TASKS
 from task_encoders.storage.paths import is_url
 from task_encoders.text.qwen_vocabulary import BUILTIN
+
+if TYPE_CHECKING:
+    from offline_packing.config.sections import EngineConfig
 
 
 def _check_path(context: click.Context, argument: click.Parameter, path: str) -> str:
@@ -101,36 +105,58 @@ def blend(folders: tuple[Path, ...], each_once: bool) -> None:
     echo(blending.blend(folders, each_once=each_once), nl=False)
 
 
-def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
-    if is_url(folder):
-        raise click.BadParameter(f"{context.command.name} needs a local folder")
-    return folder
+def _engine_options(
+    context: click.Context, argument: click.Parameter, overrides: tuple[str, ...]
+) -> "EngineConfig":
+    from offline_packing.config.sections import EngineConfig
+    from offline_packing.storage.yaml_file import apply_override, validate
+
+    content: dict[str, Any] = {"engine": {}}
+    for override in overrides:
+        if not override.startswith("engine."):
+            raise click.BadParameter(f"{override!r} is no engine.KEY=VALUE")
+        apply_override(content, override)
+    return validate(EngineConfig, content["engine"], "engine")
 
 
 @cli.command()
 @click.argument("output", metavar="OUT", type=FileOrUrl(dir_okay=True, file_okay=False))
-@click.argument(
-    "folder",
-    metavar="OTHER",
-    type=FileOrUrl(dir_okay=True, file_okay=False),
-    callback=_check_local,
+@click.argument("folder", metavar="OTHER", type=FileOrUrl(dir_okay=True, file_okay=False))
+@click.argument("engine", nargs=-1, metavar="[engine.KEY=VALUE]...", callback=_engine_options)
+@click.option(
+    "--to",
+    type=click.Choice(["raw", "nemo"]),
+    default="raw",
+    show_default=True,
+    help="raw: single files, raw_packing_data; nemo: token ids, packed_seq_dataset.bin and .idx.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be done; write nothing.")
 @click.pass_obj
-def export(quiet: bool, output: Path, folder: Path, dry_run: bool) -> None:
-    """Write the packs of an output OUT as single files into a folder OTHER, raw_packing_data.
+def export(
+    quiet: bool, output: Path, folder: Path, engine: "EngineConfig", to: str, dry_run: bool
+) -> None:
+    """Write the packs of a finished output OUT in another form into a folder or URL OTHER.
 
     Called again, it goes on where it was killed. If OTHER is complete, every file is compared with
-    its hash. `prompts` holds what `prompt` does: converters to tars read either.
+    its hash. `prompts` of single files hold what `prompt` does: converters to tars read either.
     """
-    from offline_packing.export import raw_packs
+    from offline_packing.export.export import export as run_export
+    from offline_packing.export.export import preview_export
+    from offline_packing.runs.run import build_engine
 
     if dry_run:
-        echo(raw_packs.preview_export(output, folder))
+        echo(preview_export(output, folder, to))
         return
-    done = raw_packs.export(output, folder, progress=not quiet)
+    with build_engine(engine) as started:
+        done = run_export(output, folder, to, started, progress=not quiet)
     verb = "checked" if done.was_complete else "exported"
     echo(f"{verb} {done.num_packs:,} packs in {done.num_files:,} files: {folder}")
+
+
+def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
+    if is_url(folder):
+        raise click.BadParameter(f"{context.command.name} needs a local folder")
+    return folder
 
 
 @cli.command()

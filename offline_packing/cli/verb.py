@@ -79,7 +79,7 @@ class Verb(click.Command):
         from offline_packing.runs.run import Run, build_engine
 
         parsed = load_config(config, overrides)
-        with build_engine(parsed) as engine:
+        with build_engine(parsed.engine) as engine:
             if engine.IS_SHARED and not self.is_shared:
                 shared = ", ".join(
                     name

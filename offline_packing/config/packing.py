@@ -102,18 +102,10 @@ class PackingConfig(Section):
                     f"pack.where names {name!r}, which no source keeps "
                     f"(kept: {', '.join(sorted(kept)) or 'nothing'}); add it to source.keep"
                 )
-        tasks = LAYOUTS[self.output.layout].TASKS
-        if self.task not in tasks:
-            raise ValueError(
-                f"output.layout={self.output.layout!r} holds {' and '.join(tasks)} only, not "
-                f"{self.task}; choose another layout"
-            )
-        family = getattr(self.model, "family", "")
-        if reason := LAYOUTS[self.output.layout].REFUSED.get(family):
-            raise ValueError(
-                f"output.layout={self.output.layout!r} holds no packs of {family}: {reason}; "
-                "choose energon, and another trainer"
-            )
+        try:
+            LAYOUTS[self.output.layout].check(self.task, getattr(self.model, "family", ""))
+        except ValueError as error:
+            raise ValueError(f"output.layout={self.output.layout!r} {error}") from error
         return self
 
     @property
@@ -130,9 +122,9 @@ class PackingConfig(Section):
         """Refuse pack.share_prefixes where packs cannot hold trees, or the model cannot branch."""
         output, model = self.output, self.model
         why, remedy = "", "leave out pack.share_prefixes"
-        if not LAYOUTS[output.layout].OWN_JSON:
+        if output.layout != "energon":
             why = f"output.layout={output.layout!r} does not store which samples share a prefix"
-            remedy = f"choose energon or references, or {remedy}"
+            remedy = f"choose energon, or {remedy}"
         elif FAMILIES[model.family].is_recurrent:
             why = f"family {model.family} has recurrent layers, whose state cannot branch"
         elif (limit := dynamic_from(model.processor)) is not None and self.pack.seq_length > limit:
@@ -169,11 +161,8 @@ class PackingConfig(Section):
                 f"model.loss_on={loss_on} trains a part of each conversation or document, and "
                 "split_turns makes several samples of one; leave out one of the two"
             )
-        if (
-            loss_on != "all"
-            and self.task != "captioning"
-            and LAYOUTS[self.output.layout].TRAINS_ALL
-        ):
+        trains_all = self.output.layout != "energon"
+        if loss_on != "all" and self.task != "captioning" and trains_all:
             raise ValueError(
                 f"model.loss_on={loss_on} trains a part of each conversation, and readers of "
                 f"output.layout={self.output.layout!r} train all answers; leave it out, or choose "
@@ -185,7 +174,7 @@ class PackingConfig(Section):
                 f"pack.split_turns.context_turns={earlier} shows turns of conversations without "
                 "loss, and all text of a document is trained; set it to 0"
             )
-        if earlier and LAYOUTS[self.output.layout].TRAINS_ALL:
+        if earlier and trains_all:
             raise ValueError(
                 f"pack.split_turns.context_turns={earlier} shows turns without loss, and "
                 f"output.layout={self.output.layout!r} would train them; set it to 0, or choose "

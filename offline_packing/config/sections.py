@@ -181,13 +181,15 @@ class OutputConfig(Section):
 
     #: the folder a trainer is given, or its URL: s3://bucket/packed, gs://…, msc://…
     path: LocalOrRemotePath
-    #: how packs lie on disk: a name in LAYOUTS
+    #: whose trainer reads the packs: a name in LAYOUTS
     layout: Annotated[str, one_of(LAYOUTS)] = "energon"
+    #: what packs have of images and videos: copies, or their places in the source's files
+    media: Literal["copy", "refer"] = "copy"
     #: the most packs in a shard
     packs_per_shard: Count = 1000
     #: a shard is closed before it would grow beyond this
     max_shard_bytes: Count | None = None
-    #: shards in each of several folders, train-0000 …; layouts of tars only (default: no folders)
+    #: shards in each of several folders, train-0000 …; (default: no folders)
     shards_per_folder: Count | None = None
     #: share of the samples per split; samples stay together that have one value of
     #: source.fields.group, or else lead from one to another by an image or video
@@ -215,10 +217,10 @@ class OutputConfig(Section):
         return split
 
     @model_validator(mode="after")
-    def _check_layout(self) -> "OutputConfig":
-        if self.shards_per_folder is not None and LAYOUTS[self.layout].PIECE:
+    def _check_media(self) -> "OutputConfig":
+        if self.media == "refer" and self.layout != "energon":
             raise ValueError(
-                f"layout {self.layout} has no file per shard in the end; remove shards_per_folder"
+                f"readers of layout {self.layout} need media in the packs; remove media"
             )
         return self
 

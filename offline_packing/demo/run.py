@@ -99,7 +99,7 @@ def main(folder: Path, *, num_samples: int, seed: int) -> None:
 def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
     config = _write_config(folder, task, seed)
     click.echo(f"== {task}: offline-packing run {folder / task}.yaml")
-    with build_engine(config) as engine:
+    with build_engine(config.engine) as engine:
         run = Run(config, engine, progress=progress)
         with run.workspace.lock():
             index = measure(run)

@@ -40,6 +40,7 @@ from offline_packing.storage.files import (
     write_atomically,
 )
 from offline_packing.storage.tars import PackEntry, index_bytes, scan_tar
+from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.pack import (
     LOST_PROMPTS,
     PackFormatError,
@@ -168,6 +169,14 @@ def _dataset(task: str, generation: str) -> dict[str, Any]:
         "sample_loader": "sample_loader.py:sample_loader",
         "subflavors": subflavors_of(task, generation),
     }
+
+
+def describe_anew(folder: Path, dataset: Mapping[str, Any], manifest: Manifest) -> None:
+    """Replace dataset.yaml, and write what Energon 5.0 reads instead of .info.json."""
+    counts = {shard.name: shard.packs for shard in manifest.shards}
+    contents = {"dataset.yaml": dataset, ".info.yaml": {"shard_counts": counts}}
+    for name, content in contents.items():
+        write_atomically(folder / ".nv-meta" / name, yaml_bytes(content))
 
 
 def yaml_bytes(content: Mapping[str, Any]) -> bytes:

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Final
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.layouts.base import Member
-from offline_packing.layouts.energon import EnergonLayout
+from offline_packing.layouts.base import Layout, Member
+from offline_packing.layouts.energon_metadata import describe_anew
 from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.layouts.unfit import (
     Model,
@@ -85,16 +85,20 @@ _RULES_2: Final[Sequence[Rule]] = (
 )
 
 
-class LlavaOneVisionLayout(EnergonLayout):
+class LlavaOneVisionLayout(Layout):
     """Tar shards with the member names and metadata that LLaVA-OneVision-1.5's trainers expect."""
 
     TASKS: ClassVar[Sequence[str]] = ("captioning", "vqa")
     #: the images of a pack, in `_SAMPLE_LOADER`
     IMAGES: ClassVar[str] = 'parts[name] for name in record["images"]'
-    OWN_JSON = False
-    TRAINS_ALL = True
     RULES: ClassVar[Sequence[Rule]] = _RULES
-    METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
+    METADATA: ClassVar[Sequence[str]] = (*Layout.METADATA, ".nv-meta/.info.yaml")
+
+    def check(self, task: str, family: str) -> None:
+        if task not in self.TASKS:
+            raise ValueError(
+                f"holds {' and '.join(self.TASKS)} only, not {task}; choose another layout"
+            )
 
     def unfit(self, sample: SourceSample, sizes: Sizes, model: Model) -> str | None:
         return first_broken(self.RULES, sample, sizes)
@@ -124,8 +128,7 @@ class LlavaOneVisionLayout(EnergonLayout):
             prompt = IMAGE_PLACEHOLDER + prompt
         return replace(sample, turns=(Turn(prompt, answer),), system=None)
 
-    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
-        super().finish(folder, manifest, fragments)
+    def describe(self, folder: Path, manifest: Manifest) -> None:
         dataset = {
             "sample_type": {
                 "__module__": "aiak_training_llm.data.multimodal",
@@ -136,7 +139,7 @@ class LlavaOneVisionLayout(EnergonLayout):
         }
         loader = _SAMPLE_LOADER.replace("IMAGES", self.IMAGES)
         write_atomically(folder / ".nv-meta/sample_loader.py", loader.encode())
-        self.describe_anew(folder, dataset, manifest)
+        describe_anew(folder, dataset, manifest)
 
 
 class LlavaOneVision2Layout(LlavaOneVisionLayout):

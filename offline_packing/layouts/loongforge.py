@@ -13,7 +13,7 @@ Captions are `packed_captioning`, in its phase pretrain: the llava_onevision lay
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from offline_packing.layouts.base import Member
-from offline_packing.layouts.energon import EnergonLayout
+from offline_packing.layouts.base import Layout, Member
+from offline_packing.layouts.energon_metadata import describe_anew
 from offline_packing.layouts.llava_onevision import LlavaOneVisionLayout
 from offline_packing.layouts.shards import PlannedSample, ShardTask
 from offline_packing.layouts.unfit import (
@@ -75,16 +75,18 @@ _SIDE: Final = 28
 Growth = Callable[[npt.NDArray[np.integer]], npt.NDArray[np.integer]]
 
 
-class LoongForgeLayout(EnergonLayout):
+class LoongForgeLayout(Layout):
     """Tar shards whose packs also hold LoongForge's fields."""
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        QWEN3_5.name: "LoongForge writes an empty thought before the answers of every turn"
-    }
-    OWN_JSON = False
-    TRAINS_ALL = True
-    METADATA: ClassVar[Sequence[str]] = (*EnergonLayout.METADATA, ".nv-meta/.info.yaml")
+    METADATA: ClassVar[Sequence[str]] = (*Layout.METADATA, ".nv-meta/.info.yaml")
     ONE_MEDIUM = True
+
+    def check(self, task: str, family: str) -> None:
+        if family == QWEN3_5.name:
+            raise ValueError(
+                f"holds no packs of {family}: LoongForge writes an empty thought before the "
+                "answers of every turn; choose energon, and another trainer"
+            )
 
     def unfit(self, sample: SourceSample, sizes: Sizes, model: Model) -> str | None:
         if sample.task == "captioning":
@@ -125,8 +127,7 @@ class LoongForgeLayout(EnergonLayout):
     def stored_form(self, sample: SourceSample) -> SourceSample:
         return _CAPTIONS.stored_form(sample) if sample.task == "captioning" else sample
 
-    def finish(self, folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> None:
-        super().finish(folder, manifest, fragments)
+    def describe(self, folder: Path, manifest: Manifest) -> None:
         task = manifest.task
         sample_type = "packed_captioning" if task == "captioning" else "packed_chat_mix"
         dataset = {
@@ -134,7 +135,7 @@ class LoongForgeLayout(EnergonLayout):
             "__class__": "CrudeWebdataset",
             "subflavors": {"sample_type": sample_type, "offline_packing": task},
         }
-        self.describe_anew(folder, dataset, manifest)
+        describe_anew(folder, dataset, manifest)
 
 
 def _growth_of_images(model: Model) -> Growth | None:

@@ -34,7 +34,6 @@ from offline_packing.sources.reading.rows import WantedRows, record_columns, row
 from offline_packing.sources.roots.roots import Root
 from offline_packing.storage.files import hash_bytes, read_json, seal, write_atomically
 from offline_packing.storage.tars import PackEntry, member_size, tar_size
-from task_encoders.families import ModelOptions
 from task_encoders.field_types import NonNegative
 from task_encoders.packs.manifest import FileName, SplitName
 from task_encoders.packs.pack_format import Tree, is_video_name, pack_key
@@ -118,10 +117,11 @@ def _cut_by_bytes(
 
 
 def estimate_pack_bytes(
-    samples: Index, plan: PackPlan, *, with_media: bool = True
+    samples: Index, plan: PackPlan, *, refers: bool = False
 ) -> npt.NDArray[np.int64]:
-    """(num_packs,) bytes of each pack in a tar. Exact for media; the pack's JSON is taken to be no
-    larger than its records, whose text it holds, and 96 bytes per sample and image beside it."""
+    """Return (num_packs,) bytes of each pack in a tar, whose packs perhaps refer to media. Exact
+    for media; the pack's JSON is taken to be no larger than its records, whose text it holds, and
+    96 bytes per sample and medium, and the names of the media's files."""
     per_sample = np.zeros(samples.info.num_samples, dtype=np.int64)
     shared = np.zeros_like(per_sample)  # bytes of the media in each sample's prefix
     prefix = () if plan.branches is None else LEADING
@@ -132,8 +132,9 @@ def estimate_pack_bytes(
         own += part["json"].combine_chunks().field("size").to_numpy() + _EXTRA_BYTES
         own += pc.binary_length(part["key"]).to_numpy()
         sizes = media.flatten().field("size").to_numpy()
+        names = pc.binary_length(media.flatten().field("container")).to_numpy()
         owner = pc.list_parent_indices(media).to_numpy()
-        in_tar = with_media * (member_size(0) + -(-sizes // 512) * 512)
+        in_tar = names if refers else member_size(0) + -(-sizes // 512) * 512
         np.add.at(own, owner, in_tar + _EXTRA_BYTES)
         if prefix:
             np.add.at(shared[rows], owner, in_tar * is_leading(part, owner))
@@ -284,22 +285,20 @@ class ShardTask:
     layout: str
     #: see runs.artifacts.generation_of
     generation: str = ""
-    #: whose token ids the packs hold, if any
-    tokenizes: ModelOptions | None = None
+    #: whether packs refer to their media instead of holding them
+    refers: bool = False
     #: whether a file of another modification time is refused
     check_times: bool = True
     #: xxh3_128 that the shard must have; None: nothing is recorded of it
     recorded: str | None = None
-    #: its begin and size in bytes in the file that shards are joined to, if its layout does so
-    span: tuple[int, int] = (0, 0)
 
     @property
     def number(self) -> int:
         """Parameters that distinguish the task from the others."""
         return self.shard.number
 
-    def keys(self) -> list[str]:
-        """The keys of the packs."""
+    def pack_keys(self) -> list[str]:
+        """Return the keys of the packs."""
         first = self.shard.first_pack
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
@@ -314,7 +313,7 @@ class ShardTask:
             advance()
 
     def _planned(self) -> Iterator[PlannedPack]:
-        keys, start = self.keys(), 0
+        keys, start = self.pack_keys(), 0
         for first in range(0, len(keys), _PACKS_AT_ONCE):
             some = slice(first, first + _PACKS_AT_ONCE)
             sizes = self.pack_sizes[some].tolist()

@@ -300,7 +300,7 @@ def measure_first(source: Source, model: ModelOptions, count: int) -> list[Any]:
 def estimate_run(run: Run) -> str:
     """Estimate time and disk of a run from the first records of each source: they are measured, and
     their media read, as writing and verifying read them once each. Writes nothing."""
-    lines, copies = [], LAYOUTS[run.config.output.layout].COPIES_MEDIA
+    lines, copies = [], run.config.output.media == "copy"
     open_encoder(run.config.model)  # takes seconds, once
     for source in open_sources(run.config):
         if source.options.index is not None or not (parts := source.unread_parts()):

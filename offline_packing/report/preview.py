@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offline_packing.errors import StageError
-from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.container import read_pack
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.report.spelled import MediumPreview, Span, in_order, spell_segment
 from offline_packing.runs.manifest import require_manifest
@@ -142,7 +142,7 @@ def _preview_pack(
     ends = np.cumsum([shard.packs for shard in manifest.shards])
     shard = manifest.shards[int(np.searchsorted(ends, number, side="right"))]
     key = pack_key(number, manifest.config["output"]["key_prefix"])
-    pack = LAYOUTS[manifest.layout].read_pack(run.workspace.root, shard.name, key)
+    pack = read_pack(run.workspace.root, shard.name, key)
     try:
         row = task_encoder.encode_pack(pack)
     except (FatalSampleError, ValueError) as error:

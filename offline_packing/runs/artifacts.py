@@ -195,8 +195,8 @@ def shards_fingerprint(run: Run, plan_hash: str) -> Fingerprint:
 def generation_of(fingerprint: Fingerprint) -> str:
     """16 hexadecimal digits of `shards_fingerprint`, which each pack of these shards holds: a
     reader that finds others opened an output that was written again in the meantime. In another
-    layout, or in folders, they are the same packs."""
-    same = ("output.layout", "output.shards_per_folder")
+    layout, in folders, or with other places of media, they are the same packs."""
+    same = ("output.layout", "output.media", "output.shards_per_folder")
     own = {name: value for name, value in fingerprint.items() if name not in same}
     return hash_bytes(to_json(own))[:16]
 
@@ -207,6 +207,7 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
     return {
         "plan": plan_hash,
         "output.layout": output.layout,
+        "output.media": output.media,
         "output.packs_per_shard": output.packs_per_shard,
         "output.max_shard_bytes": output.max_shard_bytes or 0,
         "output.split": ", ".join(f"{name} {share:g}" for name, share in output.split.items()),

@@ -21,6 +21,7 @@ from offline_packing.index.records import record_counts
 from offline_packing.index.rows import pack_table
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.container import describe, media_roots
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import (
@@ -30,12 +31,13 @@ from offline_packing.runs.artifacts import (
     layout_fingerprint,
     shards_fingerprint,
 )
-from offline_packing.runs.repair import accept, refused
+from offline_packing.runs.repair import accept, is_repairing
 from offline_packing.runs.run import Fingerprint, Run
 from offline_packing.storage.files import hash_bytes, read_each, seal, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
 from task_encoders.packs.manifest import Counts, Manifest, ManifestError, PackColumns, ShardLine
+from task_encoders.packs.stored_media import MEDIA_ROOTS
 from task_encoders.samples import TASKS
 from task_encoders.storage.paths import REMEDY
 
@@ -119,67 +121,40 @@ def finish_layout(run: Run, manifest: Manifest) -> Manifest:
     """Write the layout's metadata on a manifest's shards; returns it with these files' hashes."""
     workspace = run.workspace
     fragments = [workspace.fragment(shard.name) for shard in manifest.shards]
-    layout = LAYOUTS[manifest.layout]
-    layout.finish(workspace.root, manifest, fragments)
-    if layout.MEDIA_ROOTS is not None:
-        content = layout.media_roots(manifest, run.config.source)
-        write_atomically(workspace.root / layout.MEDIA_ROOTS, content)
-    names = layout.metadata([shard.split for shard in manifest.shards])
+    describe(workspace.root, manifest, fragments)
+    names = list(LAYOUTS[manifest.layout].METADATA)
+    if run.config.output.media == "refer":
+        write_atomically(workspace.root / MEDIA_ROOTS, media_roots(run.config.source))
+        names.append(MEDIA_ROOTS)
     hashes = {name: hash_metadata(workspace.root / name) for name in names}
     return manifest.model_copy(update={"metadata": hashes})
 
 
-def has_pieces(run: Run, manifest: Manifest) -> bool:
-    """Whether shards have files of their own that are still to be joined, or whose joining was
-    killed before it removed them."""
-    piece = LAYOUTS[manifest.layout].PIECE
-    if piece is None:
-        return False
-    there = {path.name for path in run.workspace.root.iterdir()}
-    return any(f"{line.name}{piece}" in there for line in manifest.shards)
-
-
 def restore_metadata(run: Run, manifest: Manifest) -> Manifest:
-    """Write lost files of the layout again; with pieces of shards, also the files that join them.
-    Raises StageError if they come out differently, but records the present folders of media."""
-    workspace, layout = run.workspace, LAYOUTS[manifest.layout]
-    lost = [name for name in manifest.metadata if not (workspace.root / name).exists()]
-    recorded = {
-        workspace.root / name: manifest.metadata[name]
-        for name in lost
-        if name != layout.MEDIA_ROOTS
-    }
-    fragments = [workspace.fragment(shard.name) for shard in manifest.shards]
-    other = "this version of offline-packing writes others"
-    if recorded and layout.PIECE is None:
+    """Write lost files of the layout again, and the places of media if sources moved. Raises
+    StageError if the former come out differently, or a source is not where the configuration
+    says."""
+    workspace = run.workspace
+    lost = {name for name in manifest.metadata if not (workspace.root / name).exists()}
+    if recorded := {workspace.root / one: manifest.metadata[one] for one in lost - {MEDIA_ROOTS}}:
         workspace.again.mkdir(parents=True, exist_ok=True)
-        layout.finish(workspace.again, manifest, fragments)
-        accept(workspace, recorded, lambda: other)
-    elif recorded or has_pieces(run, manifest):
-        layout.finish(workspace.root, manifest, fragments)
-        wrong = [path for path, one in recorded.items() if hash_metadata(path) != one]
-        if wrong:
-            raise refused(workspace, wrong, other)
-    if layout.MEDIA_ROOTS not in lost:
+        describe(
+            workspace.again, manifest, [workspace.fragment(one.name) for one in manifest.shards]
+        )
+        accept(workspace, recorded, lambda: "this version of offline-packing writes others")
+    # The source need not be there for a repair that does not need it.
+    is_needed = MEDIA_ROOTS in lost or not is_repairing(workspace)
+    if MEDIA_ROOTS not in manifest.metadata or not is_needed:
         return manifest
-    content = layout.media_roots(manifest, run.config.source)
-    write_atomically(workspace.root / str(layout.MEDIA_ROOTS), content)
-    return follow_media(run, manifest)
-
-
-def follow_media(run: Run, manifest: Manifest) -> Manifest:
-    """Rewrite the addresses of media that packs refer to, if their sources moved; keep packs.
-    Raises StageError if a source is not where the configuration says."""
-    layout = LAYOUTS[manifest.layout]
-    if layout.MEDIA_ROOTS is None:
-        return manifest
-    content = layout.media_roots(manifest, run.config.source)
-    if hash_bytes(content) == manifest.metadata[layout.MEDIA_ROOTS]:
+    content = media_roots(run.config.source)
+    is_same = hash_bytes(content) == manifest.metadata[MEDIA_ROOTS]
+    if not is_same or MEDIA_ROOTS in lost:
+        write_atomically(workspace.root / MEDIA_ROOTS, content)
+    if is_same:
         return manifest
     paths = ", ".join(source.path for source in run.config.source)
     logger.info("write: the packs now refer to media in %s; verify opens them", paths)
-    write_atomically(run.workspace.root / layout.MEDIA_ROOTS, content)
-    hashes = {**manifest.metadata, layout.MEDIA_ROOTS: hash_bytes(content)}
+    hashes = {**manifest.metadata, MEDIA_ROOTS: hash_bytes(content)}
     return save_manifest(run, manifest.model_copy(update={"metadata": hashes}))
 
 

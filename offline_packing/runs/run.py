@@ -24,10 +24,11 @@ from pydantic import BaseModel
 from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig
+from offline_packing.config.sections import EngineConfig
 from offline_packing.engines import ENGINES, Engine
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME
-from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.container import remove_shards
 from offline_packing.runs.training_run import Trained, read_trained
 from offline_packing.sources import Source, open_source
 from offline_packing.sources.roots.roots import RemoteRoot
@@ -239,11 +240,7 @@ class Run:
         remove_path(self.workspace.verdict)
         remove_folder(self.workspace.damaged)
         if self.workspace.write.exists():
-            # Not of other layouts: a file whose name it would use is the user's own.
-            started = self.workspace.read_started()
-            for name, layout in LAYOUTS.items():
-                if started is None or name == started.get("output.layout"):
-                    layout.remove(self.workspace.root)
+            remove_shards(self.workspace.root)
             remove_folder(self.workspace.write)
 
     def bar(self, name: str, total: int | None, unit: str) -> AbstractContextManager["tqdm[None]"]:
@@ -273,9 +270,8 @@ def progress_bar(name: str, total: int | None, unit: str, *, shown: bool) -> Ite
         yield bar
 
 
-def build_engine(config: PackingConfig) -> Engine:
-    """The engine that the configuration names."""
-    engine = config.engine
+def build_engine(engine: EngineConfig) -> Engine:
+    """Return the engine that a configuration names."""
     own = {"ray_remote_args": engine.ray_remote_args} if engine.ray_remote_args else {}
     return ENGINES[engine.name](engine.workers, **own)
 

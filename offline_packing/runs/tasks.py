@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from offline_packing.engines.local import Advance
@@ -21,12 +22,13 @@ from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
 from offline_packing.index.table import Index
-from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.container import check_places, is_there
 from offline_packing.layouts.shards import (
     COLUMNS,
     PREFIX_COLUMNS,
     PlannedShard,
     ShardTask,
+    estimate_pack_bytes,
     lay_out_shards,
     splits_of_plan,
 )
@@ -96,16 +98,25 @@ def check_all_done(
 def lost_shards(run: Run, shards: Iterable[tuple[str, str]]) -> set[str]:
     """Names of the shards, given with their splits, whose fragment or file is not there."""
     shards = list(shards)
-    layout, root = LAYOUTS[run.config.output.layout], run.workspace.root
+    root = run.workspace.root
     folders = {Path(), *(Path(name).parent for name, _ in shards)}
     present = [folder for folder in folders if (root / folder).is_dir()]
     files = {str(at / path.name) for at in present for path in (root / at).iterdir()}
     finished = set(done(shards, lambda shard: run.workspace.fragment(shard[0])))
     return {
-        name
-        for name, split in shards
-        if (name, split) not in finished or not layout.is_there(name, split, files)
+        name for name, split in shards if (name, split) not in finished or not is_there(name, files)
     }
+
+
+def estimate_bytes(run: Run, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
+    """Return (num_packs,) bytes of each pack on disk, at least."""
+    return estimate_pack_bytes(samples, plan, refers=run.config.output.media == "refer")
+
+
+def check_media(run: Run, samples: Index) -> None:
+    """Raise StageError if packs are to refer to media, and cannot refer to some."""
+    if run.config.output.media == "refer":
+        check_places(samples, open_sources(run.config))
 
 
 def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[PlannedShard]:
@@ -114,7 +125,7 @@ def plan_shards(run: Run, samples: Index, plan: PackPlan) -> list[PlannedShard]:
     if output.max_shard_bytes is None:
         pack_bytes = np.zeros(plan.num_packs, dtype=np.int64)
     else:
-        pack_bytes = LAYOUTS[output.layout].pack_bytes(samples, plan)
+        pack_bytes = estimate_bytes(run, samples, plan)
     splits = splits_of_plan(plan, output.split)
     limits = output.packs_per_shard, output.max_shard_bytes, output.shards_per_folder
     return lay_out_shards(pack_bytes, splits, *limits)
@@ -139,8 +150,6 @@ def iterate_tasks(
     columns = COLUMNS if plan.branches is None else (*COLUMNS, *PREFIX_COLUMNS)
     tables = samples_of_shards(samples, columns, ids, workspace.write)
     copies = plan.copy_numbers()
-    output = config.output
-    tokenizes = LAYOUTS[output.layout].HOLDS_TOKENS
     started = workspace.read_started() or {}
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         yield ShardTask(
@@ -156,7 +165,7 @@ def iterate_tasks(
             seq_length=config.pack.seq_length,
             layout=config.output.layout,
             generation=generation_of(started),
-            tokenizes=config.model if tokenizes else None,
+            refers=config.output.media == "refer",
             check_times=MODIFICATION_TIME not in run.accept_mismatch,
         )
 

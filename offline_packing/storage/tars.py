@@ -277,7 +277,7 @@ def scan_tar(path: Path) -> Iterator[PackEntry]:
         yield from _scan(path, file)
 
 
-def read_pack(path: Path, key: str) -> tuple[PackEntry, bytes]:
+def read_pack_entry(path: Path, key: str) -> tuple[PackEntry, bytes]:
     """A pack of a tar whose packs' keys count up, without reading earlier packs: its bytes, and the
     places of its members. Raises StageError as `scan_tar`, or if the pack is missing."""
     with _damage_named(path):

@@ -66,12 +66,13 @@ def _size(node: yaml.Node | None, sizes: dict[int, int]) -> int:
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """Set one value in a document: `pack.seed=1`, or in a list `source.0.path=x`. Raises
-    ConfigError if the override is not of the form a.b=value, or leads through a plain value."""
+    """Set one value in a document: `pack.seed=1`, or in a list `source.0.path=x`; nothing after the
+    `=` is an empty text, as in a shell. Raises ConfigError if the override is not of the form
+    a.b=value, or leads through a plain value."""
     name, separator, text = override.partition("=")
     if not separator or not all(name.split(".")):
         raise ConfigError(f"override {override!r} is not of the form a.b=value")
-    value = parse_yaml(text, f"override {override!r}")
+    value = parse_yaml(text, f"override {override!r}") if text else ""
     *parents, last = name.split(".")
     target: Any = content
     for depth, part in enumerate(parents):

@@ -26,7 +26,6 @@ from offline_packing.online.ranks.pack_costs import artifacts_of
 from offline_packing.runs.figures import Hashes, count_shared, hashes_of
 from offline_packing.runs.manifest import require_manifest
 from task_encoders.packs.manifest import Manifest
-from task_encoders.packs.pack_format import METADATASET
 from task_encoders.settings import describe_change
 from task_encoders.storage.energon_paths import energon_url
 
@@ -54,21 +53,18 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
         raise StageError(f"{repeated} is named twice; name each output once")
     outputs = {root: require_manifest(root) for root in roots}
     layout = outputs[roots[0]].layout
-    if layout not in ("energon", "references"):
+    if layout != "energon":
         raise StageError(
             f"{roots[0]} has output.layout={layout}, which Energon does not "
             "blend; pack it with output.layout=energon"
         )
     _check(outputs)
     _warn_of_shared_samples(outputs)
-    places = {
-        root: energon_url(root / METADATASET if layout == "references" else root) for root in roots
-    }
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
         weights = {root: one.total("packs", split) for root, one in outputs.items()}
         blended = [
-            {"path": places[root], **({"repetitions": 1} if each_once else {"weight": n})}
+            {"path": energon_url(root), **({"repetitions": 1} if each_once else {"weight": n})}
             for root, n in weights.items()
             if n
         ]

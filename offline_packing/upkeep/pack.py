@@ -68,7 +68,7 @@ def pack(
         raise TypeError("overrides change a YAML file; change the configuration itself")
     elif not isinstance(config, PackingConfig):
         config = parse_config(config)
-    with build_engine(config) as engine:
+    with build_engine(config.engine) as engine:
         run = Run(config, engine, frozenset(accept_mismatch), progress=progress)
         with run.workspace.lock(shared=engine.IS_SHARED):
             return _pack(run, deep)

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from offline_packing.errors import StageError
 from offline_packing.index.table import IndexInfo
-from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.runs.artifacts import plan_files
 from offline_packing.runs.manifest import hash_plan, recorded_layout
@@ -73,9 +72,8 @@ def check_file(task: FileCheck) -> Damage | None:
 def find_metadata_damage(run: Run, manifest: Manifest) -> list[Damage]:
     """Damage to the layout's metadata on all shards; somebody may have edited it."""
     root, recorded_in = run.workspace.root, run.workspace.manifest
-    roots = LAYOUTS[manifest.layout].MEDIA_ROOTS
     checks = [
-        FileCheck(root, root / name, expected, recorded_in, is_aside=name != roots)
+        FileCheck(root, root / name, expected, recorded_in, is_aside=name.startswith(".nv-meta/"))
         for name, expected in manifest.metadata.items()
     ]
     return _run(run, checks)

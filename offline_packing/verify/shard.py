@@ -1,10 +1,9 @@
 """The task of `verify`: re-read one shard."""
 
 import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +16,8 @@ from offline_packing.config.sections import PackConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import Index, key_hash
-from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts import LAYOUTS, container
+from offline_packing.layouts.container import read_pack, read_packs, shard_file
 from offline_packing.layouts.shards import (
     PlannedSample,
     PlannedShard,
@@ -35,14 +35,13 @@ from task_encoders.packs.manifest import Manifest, ShardLine
 from task_encoders.packs.pack import (
     Pack,
     PackFormatError,
-    StoredMedia,
     SubSample,
     parse_json,
     restore_pack,
     sub_samples_of_pack,
 )
 from task_encoders.packs.pack_format import Tree
-from task_encoders.packs.tokenized import TokenizedText, fingerprint_digest
+from task_encoders.packs.stored_media import StoredMedia
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import SampleError, SourceSample
 
@@ -141,20 +140,17 @@ def verify_tasks(
 ) -> Iterator[VerifyTask]:
     """The tasks of the shards that the manifest lists; only deep ones need the source."""
     config = run.config
-    layout = LAYOUTS[config.output.layout]
-    lines = {line.name: (line, span) for line, span in _spans(manifest.shards)}
-    listed = [shard for shard in shards if layout.shard_file(shard.name) in lines]
-    tasks = iterate_tasks(run, samples, plan, listed, with_sources=deep)
-    for task in tasks:
-        line, span = lines[layout.shard_file(task.shard.name)]
-        own = replace(task, span=span)
-        yield VerifyTask(own, line, config.pack, config.model, deep, is_part)
+    lines = {line.name: line for line in manifest.shards}
+    listed = [shard for shard in shards if shard_file(shard.name) in lines]
+    for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
+        line = lines[shard_file(task.shard.name)]
+        yield VerifyTask(task, line, config.pack, config.model, deep, is_part)
 
 
-def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[VerifyTask]:
+def damage_tasks(run: Run, lines: Sequence[ShardLine]) -> Iterator[VerifyTask]:
     """The tasks of all shards that can find damage only: they need neither plan nor index."""
     workspace, config = run.workspace, run.config
-    for number, (line, span) in enumerate(_spans(lines)):
+    for number, line in enumerate(lines):
         name = str(Path(line.name).with_suffix(""))
         task = ShardTask(
             shard=PlannedShard(name, line.split, number, 0, line.packs),
@@ -163,18 +159,9 @@ def damage_tasks(run: Run, lines: Sequence[ShardLine], layout: str) -> Iterator[
             unpack_folder=workspace.unpacked,
             task=config.task,
             seq_length=config.pack.seq_length,
-            layout=layout,
-            span=span,
+            layout=config.output.layout,
         )
         yield VerifyTask(task, line, config.pack, config.model, deep=False)
-
-
-def _spans(lines: Sequence[ShardLine]) -> Iterator[tuple[ShardLine, tuple[int, int]]]:
-    """Each line, the shard's offset in a file of its whole split, and its size."""
-    ends: Counter[str] = Counter()
-    for line in lines:
-        yield line, (ends[line.split], line.bytes)
-        ends[line.split] += line.bytes
 
 
 def verify_shard(task: VerifyTask) -> VerifyResult:
@@ -208,19 +195,14 @@ def find_damage(task: VerifyTask) -> list[Damage]:
         found = [Damage(name, "is missing")]
     elif not ShardFragment.is_whole(path, task.expected.fragment_xxh3_128):
         found = [Damage(name, "is not what was written: its hash differs")]
-    try:
-        damage = LAYOUTS[shard.layout].find_damage(shard, task.expected.xxh3_128)
-    except StageError:  # a layout that finds its files by the fragment
-        if found:
-            return found
-        raise
+    damage = container.find_damage(shard, task.expected.xxh3_128)
     return found + [Damage(*one) for one in damage]
 
 
 def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
     """Compare the packs of a shard with the plan."""
     name = task.expected.name
-    keys = task.shard.keys()
+    keys = task.shard.pack_keys()
     planned = task.shard.packs()
     try:
         with task.shard.rows_at_hand() if task.deep else nullcontext():
@@ -246,11 +228,10 @@ def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:
 
 
 def _read_packs(task: VerifyTask) -> Iterator[Pack]:
-    layout, shard = LAYOUTS[task.shard.layout], task.shard
+    shard, name = task.shard, task.expected.name
     if not task.is_part:
-        return layout.read_packs(shard)
-    keys = shard.keys()
-    return (layout.read_pack(shard.folder, task.expected.name, key) for key in keys)
+        return read_packs(shard.folder, shard.folder / name)
+    return (read_pack(shard.folder, name, key) for key in shard.pack_keys())
 
 
 def _pack_problems(
@@ -286,14 +267,13 @@ def _pack_problems(
     report.key_hashes.append(np.array(hashes, dtype=np.uint64))
     report.num_samples += len(samples)
     report.num_row_tokens += sum(in_row)
-    texts = pack.tokenized.texts if pack.tokenized else [None] * len(samples)
     from_row = _from_rows(task, stored, pack.trees)
     for tree in trees:
         own, is_tree = slice(tree.first, tree.end), tree.num_samples > 1
         parts = next(from_row) if task.deep and is_tree else [None] * tree.num_samples
-        columns = samples[own], pack.sub_samples[own], texts[own], parts
-        for sample, sub, text, part in zip(*columns, strict=True):
-            problem = _sub_sample_problem(task, sample, sub, text, stored.media, report, part)
+        columns = samples[own], pack.sub_samples[own], parts
+        for sample, sub, part in zip(*columns, strict=True):
+            problem = _sub_sample_problem(task, sample, sub, stored.media, report, part)
             if problem is not None:
                 yield f"{sample.key!r}: {problem}"
 
@@ -309,12 +289,11 @@ def _from_rows(
 
     encoder, room = open_encoder(task.model), task.pack.seq_length
     rows = RowEncoder(encoder, room, 1, False, False, "uint8", 1, check_lengths=False)
-    digest = fingerprint_digest(encoder.fingerprint)
     pack = stored._replace(record=parse_json(stored.record, stored.key))
     subs = list[SubSample]()
     for tree in trees:
         try:
-            subs = subs or sub_samples_of_pack(pack, task.shard.task, digest)
+            subs = subs or sub_samples_of_pack(pack, task.shard.task)
             own = subs[tree.first : tree.end]
             row, keys, _ = rows.encode(own)
             parts = dict(zip(keys, split_row(row), strict=True))
@@ -338,7 +317,6 @@ def _sub_sample_problem(
     task: VerifyTask,
     sample: PlannedSample,
     sub: SourceSample | SampleError,
-    text: TokenizedText | None,
     media: Mapping[str, bytes],
     report: VerifyResult,
     part: "PackedRow | str | None",
@@ -360,15 +338,13 @@ def _sub_sample_problem(
         source = LAYOUTS[task.shard.layout].stored_form(measured)
         if (sub.turns, sub.system, sub.tools) != (source.turns, source.system, source.tools):
             return "text differs from the source"
-        if text is not None and text != encoder.tokenize(measured):
-            return "token ids differ from those of the source"
         originals = task.shard.read_media(sample, sample.media)
         if images + videos != originals:
             kind = "image" if images != originals[: len(images)] else "video"
             return f"{kind} bytes differ from the source"
         is_same = True
-        encoded = encoder.encode(sub, images, videos, text)
-    except (StageError, MissingPyAVError) as error:
+        encoded = encoder.encode(sub, images, videos)
+    except (StageError, PackFormatError, MissingPyAVError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - of this sample
         problem = str(as_sample_error(error))

@@ -26,7 +26,6 @@ import pyarrow.compute as pc
 import xxhash
 
 from offline_packing.errors import DamagedError, DiskFullError, StageError
-from offline_packing.layouts import LAYOUTS
 from offline_packing.runs.artifacts import config_fingerprint, library_versions, open_index
 from offline_packing.runs.manifest import require_manifest, stored_config
 from offline_packing.runs.run import Run, open_sources
@@ -45,6 +44,7 @@ from offline_packing.storage.files import (
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import Drawn, Verdict, verify
 from task_encoders.packs.manifest import Manifest
+from task_encoders.packs.stored_media import MEDIA_ROOTS
 from task_encoders.storage.remote_requests import RemoteError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _depends_on(run: Run, deep: bool) -> Mapping[str, Any]:
         manifest = require_manifest(run.workspace.root)
         found["generation"] = [manifest.generation, manifest.content_hash]
         found["files"] = _hash(_output_stamps(run, manifest))
-        if deep or LAYOUTS[manifest.layout].MEDIA_ROOTS is not None:
+        if deep or MEDIA_ROOTS in manifest.metadata:
             found["source"] = _hash(_source_stamps(run))
     except (OSError, StageError):  # `verify` names the fault
         found["files"] = None

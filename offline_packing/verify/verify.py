@@ -26,7 +26,7 @@ from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import count_packed, record_counts, shared_contents
 from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
-from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts.container import shard_file
 from offline_packing.layouts.energon_metadata import check_energon
 from offline_packing.layouts.shards import PlannedShard, ShardFragment, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
@@ -172,13 +172,12 @@ def _verify_shards(
     if drawn is not None:
         shards = drawn.shards(stored.packs, shards)
     own = run.engine.share(shards)
-    layout = LAYOUTS[run.config.output.layout]
-    planned = {layout.shard_file(shard.name): shard.num_packs for shard in shards}
+    planned = {shard_file(shard.name): shard.num_packs for shard in shards}
     if is_whole and planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
     if hash_only and drawn is None:
         names, check = {shard.name for shard in own}, verify_hashes
-        every = damage_tasks(run, manifest.shards, manifest.layout)
+        every = damage_tasks(run, manifest.shards)
         tasks: Iterator[VerifyTask] = (task for task in every if task.shard.shard.name in names)
     else:
         check, is_part = verify_shard, drawn is not None
@@ -383,11 +382,11 @@ def find_all_damage(run: Run) -> list[Damage]:
         found.append(Damage(f"_packing/{run.workspace.verdict.name}", "is not what was written"))
     found += find_stage_damage(run, manifest)
     if manifest is None:
-        lines, layout = _read_fragments(run, found), run.config.output.layout
+        lines = _read_fragments(run, found)
     else:
-        lines, layout = list(manifest.shards), manifest.layout
+        lines = list(manifest.shards)
         found += find_metadata_damage(run, manifest)
-    for damage in run.engine.run(find_damage, damage_tasks(run, lines, layout)):
+    for damage in run.engine.run(find_damage, damage_tasks(run, lines)):
         found += damage
     return sorted({one.name: one for one in found}.values(), key=lambda one: one.name)
 

@@ -20,8 +20,14 @@ import pyarrow.compute as pc
 
 from offline_packing.errors import ChangedError, DiskFullError, ShareDoneError, StageError
 from offline_packing.index.table import Index
-from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shards import PlannedShard, ShardFragment, ShardTask, read_planned
+from offline_packing.layouts import container
+from offline_packing.layouts.container import shard_file
+from offline_packing.layouts.shards import (
+    PlannedShard,
+    ShardFragment,
+    ShardTask,
+    read_planned,
+)
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import (
     StoredPlan,
@@ -30,17 +36,17 @@ from offline_packing.runs.artifacts import (
     shards_fingerprint,
 )
 from offline_packing.runs.manifest import (
-    follow_media,
-    has_pieces,
     read_manifest,
     recorded_layout,
     restore_metadata,
     write_manifest,
 )
-from offline_packing.runs.repair import end_repair, is_repairing, put_back, set_apart
-from offline_packing.runs.run import Run, Workspace, open_sources
+from offline_packing.runs.repair import end_repair, put_back, set_apart
+from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.tasks import (
     check_all_done,
+    check_media,
+    estimate_bytes,
     iterate_tasks,
     lost_shards,
     plan_shards,
@@ -89,10 +95,9 @@ def _write(run: Run, samples: Index, plan: StoredPlan, manifest: Manifest | None
         lines = ((str(Path(line.name).with_suffix("")), line.split) for line in manifest.shards)
         files = (workspace.root / name for name in manifest.metadata)
         is_complete = not lost_shards(run, lines) and all(path.exists() for path in files)
-        if is_complete and not has_pieces(run, manifest):
+        if is_complete:
             logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
-            # The source need not be there for a repair that does not need it.
-            return manifest if is_repairing(workspace) else follow_media(run, manifest)
+            return restore_metadata(run, manifest)
         if run.engine.IS_SHARED:
             raise StageError(f"files of {workspace.root} are missing; write with engine.name=local")
     shards = plan_shards(run, samples, plan.packs)
@@ -128,8 +133,7 @@ def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
         if not run.config.output.overwrite:
             check_layout(run, stored.hash)
     shards = plan_shards(run, samples, plan)
-    layout = LAYOUTS[run.config.output.layout]
-    num_bytes = int(layout.pack_bytes(samples, plan).sum())
+    num_bytes = int(estimate_bytes(run, samples, plan).sum())
     unpacked = _estimate_unpacked_bytes(samples, len(shards))
     meanwhile = (
         f"; meanwhile up to {unpacked:,} bytes of unpacked files in {run.workspace.unpacked}"
@@ -204,11 +208,10 @@ def _run_tasks(
     def marker(shard: PlannedShard) -> Path:
         return run.workspace.fragment(shard.name)
 
-    layout = LAYOUTS[run.config.output.layout]
     lost = lost_shards(run, ((shard.name, shard.split) for shard in shards))
     left = [shard for shard in shards if shard.name in lost]
     if left:
-        layout.check_sources(samples, open_sources(run.config))
+        check_media(run, samples)
         if len(left) < len(shards):
             there = len(shards) - len(left)
             logger.info("write: %d of %d tasks are done already", there, len(shards))
@@ -223,7 +226,7 @@ def _run_tasks(
     with run.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in left))
         tasks = (
-            replace(task, recorded=recorded.get(layout.shard_file(task.shard.name)))
+            replace(task, recorded=recorded.get(shard_file(task.shard.name)))
             for task in iterate_tasks(run, samples, plan, own)
         )
         for name, failure in run_tasks(run, write_shard, tasks, bar.update):
@@ -249,7 +252,7 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
     _check_in_place(task)
     try:
         with task.rows_at_hand():
-            fragment = LAYOUTS[task.layout].write(task) if not task.recorded else _rewrite(task)
+            fragment = container.write_shard(task) if not task.recorded else _rewrite(task)
     except DiskFullError:
         raise
     except (StageError, OSError) as error:
@@ -269,7 +272,7 @@ def _rewrite(task: ShardTask) -> ShardFragment:
     folder = task.unpack_folder.with_name("again") / task.shard.name
     remove_folder(folder)  # left by a killed run
     folder.mkdir(parents=True)
-    fragment = LAYOUTS[task.layout].write(replace(task, folder=folder, check_times=False))
+    fragment = container.write_shard(replace(task, folder=folder, check_times=False))
     if fragment.xxh3_128 != task.recorded:
         changed = {name for one in read_planned(task.samples) for name in task.changed_files(one)}
         names = sorted(changed) or sorted({source.path for source in task.sources})

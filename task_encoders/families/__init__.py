@@ -142,7 +142,7 @@ def build_sample_encoder(
                 "chat template; in a text it would be taken for that: leave it out"
             )
     with suppress(SampleError):  # not every template takes images
-        encoder.tokenize(_QUESTION)
+        encoder.tokenize(_QUESTION, [(56, 56)])
     return encoder
 
 

@@ -67,14 +67,14 @@ class Qwen3VLEncoder(QwenVLEncoder):
             line = "videos have outer vision tags, as transformers writes them since 5.10; for "
             yield f"{line}trainers with 4.57 to 5.9 set model.outer_video_tags: false", ""
 
-    def _placed(self, *given: Any) -> Iterator[tuple[Piece | Span, Sequence[Span]]]:
+    def _placed(self, *given: Any) -> Iterator[tuple[Piece, Sequence[Span]]]:
         """Without outer tags, put the `<` of a video's first time in front of the video, or into
-        the last token of the text before it if both are one token. Stored texts have it."""
+        the last token of the text before it if both are one token."""
         placed = [*super()._placed(*given)]
         (opening,) = self.texts.spans(Text("<"))
         for i, (part, own) in enumerate([] if self.options.outer_video_tags else placed):
             before, spans = placed[i - 1] if i else (Text(""), [])
-            if not isinstance(part, Video) or isinstance(before, Span):
+            if not isinstance(part, Video):
                 continue
             last = before.pieces[-1] if isinstance(before, Fixed) else before
             text = last.text if isinstance(last, Text | Answer) else ""

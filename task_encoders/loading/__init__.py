@@ -1,1 +1,1 @@
-"""Packs from a folder to a loader: through Energon, by number, or as token ids."""
+"""Packs from a folder to a loader: through Energon, or by number."""

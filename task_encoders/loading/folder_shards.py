@@ -14,10 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from task_encoders.packs.indexed_file import IndexedFile, find_prefix
 from task_encoders.packs.manifest import PackColumns, read_manifest
-from task_encoders.packs.pack import PackFormatError
-from task_encoders.packs.pack_format import METADATASET, PREFIX
 from task_encoders.storage.energon_paths import energon_url, explain
 from task_encoders.storage.paths import REMEDY, check_exists, path_of, plain_name
 from task_encoders.storage.remote_requests import in_a_line
@@ -45,7 +42,7 @@ class PackedFolderError(ValueError):
 
 
 class ShardRange(NamedTuple):
-    """The packs [start, end) of one tar, or of one file of references or of token ids."""
+    """The packs [start, end) of one tar."""
 
     path: Path
     #: the folder with the manifest
@@ -53,10 +50,6 @@ class ShardRange(NamedTuple):
     subflavors: Mapping[str, Any]
     start: int
     end: int
-    #: where references find their media: Energon's auxiliary datasets by name; None: in the tar
-    stores: Mapping[str, Any] | None = None
-    #: the file, if packs are stored as token ids; `path` is its prefix
-    tokens: IndexedFile | None = None
 
     @property
     def num_packs(self) -> int:
@@ -71,12 +64,9 @@ def find_shards(path: str | Path, split: str) -> tuple[list[ShardRange], Numbers
     root = path_of(path)
     if (root / ".nv-meta").is_dir():
         shards, order = _shards_of_folder(root, split)
-    elif (prefix := find_prefix(path)) is not None:
-        shards, order = _shards_of_token_ids(path, prefix, split)
     else:
         check_exists(root)
-        inside = root / METADATASET
-        shards, order = _shards_of_metadataset(inside if inside.is_file() else root, split)
+        shards, order = _shards_of_metadataset(root, split)
     if not len(order):
         raise no_packs(path, split)
     return shards, order
@@ -89,9 +79,7 @@ def no_packs(path: str | Path, split: str) -> PackedFolderError:
 
 
 def read_index(shard: ShardRange) -> Numbers:
-    """Offsets of a shard's packs and the end of the last pack; in token ids, their numbers."""
-    if shard.tokens is not None:
-        return np.arange(shard.start, shard.end + 1)
+    """Return the offsets of a shard's packs and the end of the last pack."""
     path = shard.path.parent / f"{shard.path.name}.idx"
     try:
         data = path.read_bytes()
@@ -117,26 +105,6 @@ def spread(sizes: Sequence[int], draws: Sequence[int]) -> Numbers:
     places = [first + np.arange(n) % max(1, size) for first, size, n in rounds]
     times = [(np.arange(n) + 0.5) / max(1, n) for n in draws]
     return np.concatenate(places)[np.argsort(np.concatenate(times), kind="stable")]
-
-
-def _shards_of_token_ids(
-    path: str | Path, prefix: Path, split: str
-) -> tuple[list[ShardRange], Numbers]:
-    own = f"{PREFIX}_{split}"
-    if split != "train" and prefix.name != own:
-        prefix = prefix.parent / own
-        if find_prefix(prefix) is None:
-            raise no_packs(path, split)
-    try:
-        tokens = IndexedFile(prefix)
-        manifest = read_manifest(prefix.parent)
-    except PackFormatError as error:
-        raise PackedFolderError(str(error)) from error
-    flavors: dict[str, Any] = {"offline_packing": tokens[0].task} if len(tokens) else {}
-    if manifest is not None:
-        flavors["generation"] = manifest.generation
-    shard = ShardRange(prefix, prefix.parent, flavors, 0, len(tokens), tokens=tokens)
-    return [shard], np.arange(len(tokens))
 
 
 def _read_yaml(path: Path) -> Any:
@@ -244,9 +212,6 @@ def _shards_of_dataset(entry: Any) -> list[ShardRange]:
     size = len(dataset)
     start, end = (0, size) if dataset.subset is None else dataset.subset.compute_subset(size)
     flavors = getattr(dataset, "subflavors", None) or {}
-    if not hasattr(dataset, "shards"):  # a JSONL dataset
-        path = path_of(dataset.path)
-        return [ShardRange(path, path.parent, flavors, start, end, entry.aux or {})]
     if dataset.sample_excludes:
         raise PackedFolderError(
             f"{dataset.path}: split.yaml excludes single packs; a map-style dataset would read "
@@ -269,23 +234,13 @@ def read_columns(shards: Sequence[ShardRange], order: Numbers) -> PackColumns | 
         manifest = read_manifest(root)
         if manifest is None:
             return None
-        lines = {line.name: [line] for line in manifest.shards}
         for line in manifest.shards:
-            for name in whole_files(line.split):
-                lines.setdefault(name, []).append(line)
-        for name, own in lines.items():
-            media = np.concatenate([line.media_of_packs() for line in own])
-            parts[root / name] = media, np.concatenate([line.flops_of_packs() for line in own])
+            parts[root / line.name] = line.media_of_packs(), line.flops_of_packs()
     if not shards:
         return None
     media = np.concatenate([parts[s.path][0][s.start : s.end] for s in shards])
     flops = np.concatenate([parts[s.path][1][s.start : s.end] for s in shards])
     return PackColumns(media[order], flops[order, 0], flops[order, 1])
-
-
-def whole_files(split: str) -> tuple[str, str]:
-    """Names of the one file of references, or of token ids, that holds a split's shards."""
-    return f"{split}.jsonl", PREFIX if split == "train" else f"{PREFIX}_{split}"
 
 
 def order_of_steps(

@@ -19,8 +19,8 @@ from task_encoders.field_types import Count, checked
 from task_encoders.loading.folder_shards import no_packs
 from task_encoders.loading.schedule import starting_workers
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.references import metadataset_of
 from task_encoders.rows.pack_dealing import OnePass
+from task_encoders.storage.energon_paths import energon_path
 
 
 @checked
@@ -54,7 +54,7 @@ def get_packed_train_dataset(
         "parallel_shard_iters": 1,
     }
     return get_train_dataset(
-        metadataset_of(path),
+        energon_path(path),
         task_encoder=task_encoder,
         batch_size=micro_batch_size,
         worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),
@@ -80,7 +80,7 @@ def get_packed_val_dataset(
     split = kwargs.get("split_part", "val")
     try:
         return get_val_dataset(
-            metadataset_of(path),
+            energon_path(path),
             task_encoder=task_encoder,
             batch_size=micro_batch_size,
             worker_config=worker_config or WorkerConfig.default_worker_config(num_workers=2),

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsIndex
 
 import numpy as np
-import orjson
 
 from task_encoders.loading.folder_shards import (
     PackedFolderError,
@@ -32,14 +31,14 @@ from task_encoders.loading.folder_shards import (
     read_columns,
     read_index,
 )
-from task_encoders.packs.indexed_file import IndexedFile, IndexedPack
 from task_encoders.packs.manifest import (
     WRITTEN_AGAIN,
     PackColumns,
     written_again,
 )
-from task_encoders.packs.pack import MovedMediumError, Pack, PackFormatError
+from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.packs.stored_media import with_stored_media
 from task_encoders.samples import SampleError
 from task_encoders.storage.paths import REMEDY, path_of, read_range
 from task_encoders.threads import in_threads
@@ -57,7 +56,7 @@ class RawPack(NamedTuple):
     """One pack as it is stored."""
 
     key: str
-    #: its JSON: parsed, or as bytes
+    #: its JSON, parsed
     record: Any
     #: content by name: 'img000.jpg'
     media: Mapping[str, bytes]
@@ -65,8 +64,6 @@ class RawPack(NamedTuple):
     number: int
     #: settings of its dataset
     subflavors: Mapping[str, Any]
-    #: if it is stored as token ids
-    tokens: IndexedPack | None = None
 
 
 class PackedFolder:
@@ -78,9 +75,8 @@ class PackedFolder:
     names datasets whose packs come more often. Outside the train split, datasets follow each other.
 
     Args:
-        path: a folder, the prefix of token ids (`packs.indexed_file`), or a metadataset YAML, here
-            or s3://bucket/packs, gs://, msc://PROFILE/packs. Metadatasets and references need
-            Energon.
+        path: a folder or a metadataset YAML, here or s3://bucket/packs, gs://, msc://PROFILE/packs.
+            Metadatasets need Energon.
         task_encoder: for rows and batches; its settings are compared with the folder's.
         split: train, val or test.
 
@@ -127,11 +123,8 @@ class PackedFolder:
         start, end = self._offsets[place + shard_number :][:2].tolist()
         shard = self.shards[shard_number]
         try:
-            if shard.tokens is None:
-                return RawPack(*_read_pack(shard, start, end), wanted, shard.subflavors)
-            tokens = _read_token_ids(shard.tokens, start)
-            return RawPack(*tokens.pack, wanted, shard.subflavors, tokens)
-        except (PackedFolderError, PackFormatError) as error:
+            return RawPack(*_read_pack(shard, start, end), wanted, shard.subflavors)
+        except PackedFolderError as error:
             line = written_again(shard.root, _generation(shard))
             if line is None:
                 raise
@@ -145,7 +138,7 @@ class PackedFolder:
         return [self[number] for number in numbers]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Opened again where it is unpickled: Energon's readers of references cannot be pickled."""
+        """Open the folder again where it is unpickled."""
         generations = {shard.root: _generation(shard) for shard in self.shards}
         opened = {str(root): generation for root, generation in generations.items()}
         again = partial(_open_again, type(self), opened, split=self.split)
@@ -198,20 +191,10 @@ class PackedFolder:
             "__restore_key__": ("PackedFolder", pack.number),
             "__subflavors__": dict(pack.subflavors),
         }
-        if pack.tokens is not None and pack.tokens.made_with != self._task_encoder.digest:
-            raise PackFormatError(
-                f"the token ids of pack {pack.key!r} were made with other settings than the task "
-                "encoder has (tokenizer, template or limits of images); give it the same"
-            )
         try:
-            row = self._task_encoder.encode_pack(Pack(*pack[:3]), **notes)
+            return self._task_encoder.encode_pack(Pack(*pack[:3]), **notes)
         except PackFormatError as error:
-            if pack.tokens is not None or isinstance(error, MovedMediumError):
-                raise
             raise SampleError("bad_record", str(error)) from error  # as Energon's loader goes on
-        if pack.tokens is not None:
-            _check_token_ids(pack.tokens, row)
-        return row
 
 
 def _refuse_collation(packs: Sequence[RawPack], **_: object) -> None:
@@ -249,28 +232,6 @@ def _open_again(
     return folder
 
 
-def _read_token_ids(file: IndexedFile, number: int) -> IndexedPack:
-    """A pack that is stored as token ids. Raises PackFormatError."""
-    try:
-        return file[number]
-    except (LookupError, ValueError, TypeError) as error:
-        raise PackFormatError(f"pack {number} of {file.prefix} is damaged: {error}") from error
-
-
-def _check_token_ids(pack: IndexedPack, encoded: "PackedRowSample") -> None:
-    """Raise PackFormatError where a pack is not trained as it is stored."""
-    row = encoded.row
-    # Tokens of the sub-samples that are left: one whose image cannot be decoded was dropped.
-    is_left = np.isin(pack.sub_sample_keys, encoded.sub_sample_keys)
-    is_left = np.repeat(is_left, np.diff(pack.cu_lengths))
-    for name in ("tokens", "labels"):
-        trained = getattr(row, name)[~row.attn_mask].numpy()
-        if not np.array_equal(trained, getattr(pack, name)[is_left]):
-            raise PackFormatError(
-                f"pack {pack.key!r} is not trained as it is stored: its media have changed"
-            )
-
-
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
     """The pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
     where = f"{shard.path}, bytes {start} to {end}"
@@ -282,23 +243,11 @@ def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
         raise PackedFolderError(
             f"{where}: the file ends {end - start - len(data)} bytes early; {REMEDY}"
         )
-    if shard.stores is None:
-        return _pack_of_tar(data, where)
-    return _pack_of_line(data, where, shard.stores)
-
-
-def _pack_of_line(data: bytes, where: str, stores: Mapping[str, Any]) -> Pack:
-    """A pack whose media its line refers to."""
-    from task_encoders.packs.references import is_reference, read_medium
-
     try:
-        line = orjson.loads(data)
-        if not is_reference(line):
-            raise ValueError("no pack with references")
-        media = {name: read_medium(at, stores) for name, at in line["media"].items()}
-    except ValueError as error:
+        pack = with_stored_media(_pack_of_tar(data, where), shard.root)
+        return pack._replace(media=dict(pack.media))
+    except PackFormatError as error:
         raise PackedFolderError(f"{where}: {error}") from error
-    return Pack(line["key"], line["pack"], media)
 
 
 def _pack_of_tar(data: bytes, where: str) -> Pack:

@@ -1,1 +1,1 @@
-"""A pack on disk: WebDataset entries, token ids, references to media elsewhere."""
+"""A pack on disk: WebDataset entries, and references to media elsewhere."""

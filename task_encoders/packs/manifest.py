@@ -177,12 +177,6 @@ def read_manifest(folder: Any) -> Manifest | None:
     raise ManifestError(f"{path} is damaged ({why}); {REMEDY}")
 
 
-def folder_of(path: Any) -> Any:
-    """The folder of packs at Energon's path, which may be that of a JSONL of references: a Path or
-    EPath."""
-    return path.parent if path.name.endswith(".jsonl") else path
-
-
 def written_again(folder: Any, opened: str) -> str | None:
     """Return a line that says that the output in a folder is not of the generation that a reader
     opened; asked where reading fails. None: it is, or nobody can tell."""

@@ -1,16 +1,13 @@
 """A pack in memory: its JSON, parsed once, and its media; and the sub-samples in it.
 
-Packs of tars, single files, lines of references and token ids all become a `Pack`. Media that stay
-where they are have a root's name and a file under it; an output keeps the roots apart from its
-packs, in one small file, so that its data can move.
+Packs of tars and of single files all become a `Pack`.
 """
 
 import functools
 import itertools
 import operator
-import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +20,6 @@ from task_encoders.packs.pack_format import (
     checksum,
     is_video_name,
 )
-from task_encoders.packs.tokenized import TokenizedPack, TokenizedText
 from task_encoders.samples import (
     TASKS,
     SampleError,
@@ -58,7 +54,7 @@ class Pack(NamedTuple):
     key: str
     #: its JSON, see pack_format.py: parsed, or still as bytes where nothing has looked into it
     record: Any
-    #: by member name; media that lie elsewhere are read when asked for
+    #: by member name; media that the pack refers to are read when asked for (`stored_media`)
     media: Mapping[str, Any]
 
     @classmethod
@@ -73,32 +69,6 @@ def is_medium(name: str) -> bool:
     return name.rpartition(".")[2].lower() in MEDIA_EXTENSIONS
 
 
-class StoredMedia(Mapping[str, bytes]):
-    """Media by name that are read when asked for."""
-
-    def __init__(
-        self, places: Mapping[str, Any], read: Callable[[Any], bytes], check: Callable[[Any], None]
-    ) -> None:
-        """`read`: the bytes at a place; `check`: whether they are still there, without reading."""
-        self._places, self._read, self._check = places, read, check
-
-    def check(self, name: str) -> None:
-        """Raise as reading a medium does if its file is gone, or has another size or time."""
-        self._check(self._places[name])
-
-    def __getitem__(self, name: str) -> bytes:
-        return self._read(self._places[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places  # Mapping's own would read the bytes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
 class SubSample(NamedTuple):
     """One sample to encode."""
 
@@ -108,7 +78,6 @@ class SubSample(NamedTuple):
     #: the files, in the order of the sample's names
     images: tuple[bytes, ...] = ()
     videos: tuple[bytes, ...] = ()
-    tokenized: TokenizedText | None = None
     #: as stored in its pack
     num_tokens: int | None = None
     #: the sub-samples with which it shares its first tokens and media
@@ -127,7 +96,6 @@ class RestoredPack:
     keys: tuple[str, ...]
     task: str | None
     num_tokens: tuple[int, ...] | None
-    tokenized: TokenizedPack | None = None
     #: of the bytes of its media, by member name; {}: they lie elsewhere, or others wrote it
     checksums: Mapping[str, str] = field(default_factory=dict)
     #: in the order of their sub-samples
@@ -206,12 +174,7 @@ def restore_pack(
         raise PackFormatError(f"pack {key!r}: unknown task {sub_task!r}; valid: {', '.join(TASKS)}")
     columns = keys, images, videos, prompts, captions, systems, tools, details, *codec
     subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
-    tokenized = None
-    if "tokenized_with" in meta:
-        meta = {"loss_weights": [[]] * count, **meta}
-        texts = (_column(meta, name, key, count) for name in ("token_ids", "loss", "loss_weights"))
-        tokenized = TokenizedPack(tuple(map(TokenizedText, *texts)), meta["tokenized_with"])
-    described = meta.get("task"), num_tokens, tokenized, checksums
+    described = meta.get("task"), num_tokens, checksums
     return RestoredPack(subs, tuple(keys), *described, _trees(meta.get("trees", []), count, key))
 
 
@@ -229,13 +192,12 @@ def _trees(stored: Any, count: int, key: str) -> list[Tree]:
     return trees
 
 
-def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample]:
+def sub_samples_of_pack(pack: Pack, task: str) -> list[SubSample]:
     """The sub-samples of a pack whose JSON is parsed, in order.
 
     Args:
         task: what its sub-samples are. One whose medium is not the one that was packed, by its
             checksum, is replaced by the error.
-        made_with: digest of the encoder's settings; token ids made with others are not used.
 
     Raises:
         PackFormatError: the pack's lists cannot be aligned, or a medium has changed.
@@ -245,13 +207,12 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
     members = {}
     if not {name for sample in samples for name in sample.images} <= pack.media.keys():
         members = match_images(pack.record.get("images"), pack.key.rpartition("/")[2], pack.media)
-    count, tokenized = len(restored.keys), restored.tokenized
-    texts = tokenized.texts if tokenized and tokenized.made_with == made_with else [None] * count
     tree_of = {i: tree for tree in restored.trees for i in range(tree.first, tree.end)}
     read = functools.cache(pack.media.__getitem__)  # a tree's media once
-    columns = restored.keys, restored.sub_samples, texts, restored.num_tokens or [None] * count
+    lengths = restored.num_tokens or [None] * len(restored.keys)
+    columns = restored.keys, restored.sub_samples, lengths
     found = []
-    for number, (key, sample, text, num_tokens) in enumerate(zip(*columns, strict=True)):
+    for number, (key, sample, num_tokens) in enumerate(zip(*columns, strict=True)):
         tree = tree_of.get(number)  # of a bad sample, too: a tree is read as a whole
         if isinstance(sample, SampleError):
             found.append(SubSample(key, sample, tree=tree))
@@ -267,7 +228,7 @@ def sub_samples_of_pack(pack: Pack, task: str, made_with: str) -> list[SubSample
         if damage is not None:
             found.append(SubSample(key, damage, tree=tree))
             continue
-        found.append(SubSample(key, sample, files, clips, text, num_tokens, tree))
+        found.append(SubSample(key, sample, files, clips, num_tokens, tree))
     return found
 
 
@@ -374,73 +335,3 @@ def _restore_sub_sample(
     except SampleError as error:
         return error
     return sample
-
-
-class MovedMediumError(PackFormatError):
-    """A medium that cannot be read, or has changed since it was packed."""
-
-    @classmethod
-    def gone(cls, path: str, why: object) -> "MovedMediumError":
-        """The medium cannot be read."""
-        return cls(
-            f"{path} cannot be read: {why}; restore it, or if the data moved, say where they are: "
-            "offline-packing write CONFIG source.path=NEW (or source.image_root)"
-        )
-
-    @classmethod
-    def changed(cls, path: str, what: str) -> "MovedMediumError":
-        """The medium has another size or time."""
-        return cls(
-            f"{path} changed since it was packed ({what}); restore it (cp -a and rsync -t keep "
-            "times), or pack again with another output.path"
-        )
-
-
-class StoredMedium(NamedTuple):
-    """Address of the bytes of an image or a video."""
-
-    #: absolute, or a URL of fsspec
-    path: str
-    #: None: it is the whole file
-    offset: int | None
-    size: int
-    #: modification time of the file; 0 of a remote one
-    mtime_ns: int
-
-    def read(self) -> bytes:
-        """The bytes. Raises MovedMediumError if they no longer exist, or the file has another size
-        or was written to."""
-        return self._read(self.size)
-
-    def check(self) -> None:
-        """Open the file and raise as `read`, by its size and time alone."""
-        self._read(0)
-
-    def _read(self, count: int) -> bytes:
-        """The first `count` bytes."""
-        begin, mtime_ns = self.offset or 0, 0
-        try:
-            if "://" in self.path:
-                data, file_size = _read_remote(self.path, begin, count)
-            else:
-                with open(self.path, "rb", buffering=0) as file:
-                    data = os.pread(file.fileno(), count, begin)
-                    found = os.fstat(file.fileno())
-                file_size, mtime_ns = found.st_size, found.st_mtime_ns
-        except OSError as error:
-            raise MovedMediumError.gone(self.path, error.strerror or error) from error
-        end = begin + self.size
-        if file_size < end or len(data) < count or (self.offset is None and file_size != end):
-            raise MovedMediumError.changed(self.path, f"{file_size} bytes, were {end}")
-        if mtime_ns != self.mtime_ns:
-            raise MovedMediumError.changed(self.path, "another time")
-        return data
-
-
-def _read_remote(url: str, begin: int, count: int) -> tuple[bytes, int]:
-    """Bytes of a remote file, and its size."""
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(url)
-    data = filesystem.cat_file(path, start=begin, end=begin + count) if count else b""
-    return data, filesystem.size(path)

@@ -24,7 +24,7 @@ default); if any has them, also `tools` (JSON; "": none) and `turns`, the fields
 prompt and answer (`Turn.details`; null: none). `trees` lists sub-samples that begin
 with the same media, each entry a `Tree`; their media are named by all of them, and are members
 once. `generation` is the output's (see `Manifest`); `checksums` are of the media in the pack, by
-member name.
+member name; in their place `media` says where media are that a pack refers to (`stored_media`).
 
 Packs written by others may have `prompts` for `prompt`, or neither; `img0` for `img000`; empty or
 null names for missing media; `videos` without `images`; no `meta`; and names of images that differ
@@ -41,12 +41,7 @@ import xxhash
 
 from task_encoders.samples import SourceSample
 
-#: NeVA's name of the files of a dataset packed as token ids, without their endings.
-PREFIX: Final = "packed_seq_dataset"
-
 JSON_PART: Final = "json"
-#: File that Energon reads in an output whose packs refer to media, see references.py.
-METADATASET: Final = "metadataset.yaml"
 
 #: Extensions written as they are. Anything else is named after the image's own format: a member's
 #: name decides what readers do with it, so a source must not choose it freely.
@@ -132,6 +127,7 @@ def pack_json(
     trees: Sequence[Tree] = (),
     generation: str = "",
     media: Sequence[bytes] = (),
+    places: Sequence[Sequence[Any]] = (),
 ) -> bytes:
     """The JSON of a pack. Media are named in the order of `media_part_names` over all sub-samples.
 
@@ -140,7 +136,8 @@ def pack_json(
     Args:
         trees: the extensions of all but a tree's first sub-sample are without those of its media.
         generation: of the output that the pack is written for.
-        media: content of all media in that order, for their checksums; none: they lie elsewhere.
+        media: content of all media in that order, for their checksums.
+        places: of all media, if the pack refers to them (`stored_media`).
     """
     all_names = media_part_names([e for sub in sub_samples for e in sub.extensions])
     names = iter(all_names)
@@ -176,4 +173,6 @@ def pack_json(
         record["meta"]["generation"] = generation
     if media:
         record["meta"]["checksums"] = dict(zip(all_names, map(checksum, media), strict=True))
+    if places:
+        record["meta"]["media"] = dict(zip(all_names, places, strict=True))
     return orjson.dumps(record)

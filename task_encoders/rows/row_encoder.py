@@ -183,7 +183,7 @@ class RowEncoder:
         Raises:
             FatalSampleError: PyAV is missing; or its length is not the one stored in its pack.
         """
-        key, sample, images, videos, tokenized, measured, _ = sub_sample
+        key, sample, images, videos, measured, _ = sub_sample
         if isinstance(sample, SampleError):
             return sample
         pictures: Sequence[Any] = (*decoded, *images[len(decoded) :])
@@ -192,7 +192,7 @@ class RowEncoder:
             if known is not None:
                 pictures = list(map(partial(self._once, known), images, pictures))
                 clips = [self._once(known, data) for data in videos]
-            encoded = self.encoder.encode(sample, pictures, clips, tokenized)
+            encoded = self.encoder.encode(sample, pictures, clips)
         except SampleError as error:
             return error
         except MissingPyAVError as error:

@@ -16,13 +16,11 @@ from typing import Any, Final
 
 import orjson
 from megatron.energon import CrudeSample, Sample, basic_sample_keys, stateless
-from megatron.energon.cache import FileStore
 from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
-from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, is_video_name
-from task_encoders.packs.references import is_reference, read_parts
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
 from task_encoders.records.documents import is_document
 from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS, has_answer
 from task_encoders.records.record import (
@@ -41,15 +39,10 @@ _Media = dict[str, Any]
 
 
 @stateless
-def cook(sample: CrudeSample, **stores: FileStore[bytes]) -> CrudeRecord:
-    """A sample of a folder that is declared as CrudeWebdataset, a pack or not; or a pack that
-    refers to media in auxiliary datasets."""
+def cook(sample: CrudeSample) -> CrudeRecord:
+    """Take a sample of a folder that is declared as CrudeWebdataset, a pack or not."""
     parts = {part: value for part, value in sample.items() if not part.startswith("__")}
-    line = parts.get(JSON_PART)
-    key = {}
-    if is_reference(line):
-        parts, key = read_parts(line, stores, sample), {"__key__": line["key"]}
-    return CrudeRecord(**(basic_sample_keys(sample) | key), parts=parts)
+    return CrudeRecord(**basic_sample_keys(sample), parts=parts)
 
 
 def is_pack(record: Any, *, packed: bool) -> bool:

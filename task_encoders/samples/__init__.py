@@ -29,9 +29,6 @@ _BLANK_LINES: Final = re.compile(r"\n\s*\n")
 
 #: Label of a position that carries no loss, as in torch's cross_entropy and transformers.
 IGNORE_INDEX: Final = -100
-#: Token that stands for an image or a video in token ids that are stored without media.
-IMAGE_ID: Final = -1
-VIDEO_ID: Final = -2
 
 #: Who speaks before an answer. A first system message is the sample's own.
 ROLES: Final = ("user", "tool", "system", "developer")

@@ -121,7 +121,7 @@ def test_the_command_line_of_the_document_runs(tmp_path: Path) -> None:
     assert (run.config.pack.seq_length, run.config.pack.seed) == (12288, 42)
     assert verify(run, deep=True).num_samples == 30
     options = done.stdout.splitlines()[-1].split()
-    assert translate(options) == [f"data.path={output}/packed_seq_dataset"]
+    assert translate(options) == [f"data.path={output}/packs"]
     with pytest.raises(ClickException, match=r"packs hold images of \[336,336\]; set it"):
         translate([*options, "model.data.crop_size=[224,224]"])
     counts = json.loads(run.workspace.manifest.read_text())["counts"]
@@ -182,7 +182,7 @@ def test_packs_of_half_the_data_are_no_success(
     assert result.exit_code == 1
     assert "6 of 12 samples (50.0%) are set aside, more than" in result.output
     assert "to go on with other settings: offline-packing run" in result.output
-    assert not (tmp_path / "my out/manifest.json").exists()
+    assert not (tmp_path / "my out/packs/manifest.json").exists()
     config = load_config(tmp_path / "my out/pack.yaml").model_dump()
     paths = [config["source"][0][name] for name in ("path", "image_root")]
     paths += [config["output"]["path"], config["model"]["processor"]]
@@ -196,7 +196,8 @@ def test_the_configuration_of_complete_packs_stays(tmp_path: Path) -> None:
     path = tmp_path / "pack.yaml"
     save_configuration(given(seed=1), path)
     save_configuration(given(seed=2), path)
-    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "packs").mkdir()
+    (tmp_path / "packs/manifest.json").write_text("{}")
     save_configuration(given(seed=2), path)
     with pytest.raises(ClickException, match=r"was packed with pack\.seed=2, and .* now mean 3"):
         save_configuration(given(seed=3), path)
@@ -259,7 +260,7 @@ def test_options_of_training() -> None:
     given = ["sft.yaml", "++model.data.packed_sequence=True", "model.global_batch_size=4", "a.b=c"]
     assert translate([*given, "model.micro_batch_size=2", "model.data.data_prefix=out/p"]) == [
         *("sft.yaml", "a.b=c", "batch.global_batch_packs=4", "data.micro_batch_size=2"),
-        *("data.path=out/p", "batch.global_batch_size=null"),
+        *("data.path=out/packs", "batch.global_batch_size=null"),
     ]
     with pytest.raises(ClickException, match="packed_sequence=False: only packs are trained"):
         translate(["++model.data.packed_sequence=False"])

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import orjson
 
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import read_video_header
-from task_encoders.packs.tokenized import TokenizedText
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SourceSample
 
@@ -24,14 +22,12 @@ def own_pairs(
     videos: list[bytes],
     encoded: EncodedSample,
 ) -> Pairs:
-    """What is measured of a sample, and what is encoded of its stored tokens, with what is encoded
-    of itself."""
+    """What is measured and tokenized of a sample, with what is encoded of it."""
     headers = [read_image_header(io.BytesIO(data)) for data in images]
     sizes = [(header.height, header.width) for header in headers]
     clips = [read_video_header(io.BytesIO(data)) for data in videos]
     measured = encoder.measure(sample, sizes, clips)
-    stored = TokenizedText(*orjson.loads(orjson.dumps(encoder.tokenize(sample)._asdict())).values())
-    again = encoder.encode(sample, images, videos, stored)
+    tokenized = encoder.tokenize(sample, sizes, clips)
     rows = len(encoded.pixel_values) + len(encoded.pixel_values_videos)
     grids = np.concatenate([encoded.image_grid_thw, encoded.video_grid_thw])
     expected = [[*grid] for grid in measured.grid_thw]
@@ -39,14 +35,14 @@ def own_pairs(
         of_videos = expected[len(images) :]
         steps = [[1, *grid[1:]] for grid in of_videos for _ in range(grid[0])]
         expected = expected[: len(images)] + steps
-    names = ("tokens", "labels", "position_ids", "image_pixels")
+    names = ("tokens", "labels", "loss_weights")
     return {
         "length": (measured.num_tokens, len(encoded.tokens)),
         "length of the loss": (measured.num_loss_tokens, (encoded.labels != IGNORE_INDEX).sum()),
         "patches": (measured.num_vision_patches, rows),
         "patches of the grids": (grids.prod(1).sum(), rows),
         "grids": (sorted(expected), sorted(grids.tolist())),
-        **{f"stored {name}": (getattr(again, name), getattr(encoded, name)) for name in names},
+        **{f"own {name}": (getattr(tokenized, name), getattr(encoded, name)) for name in names},
     }
 
 

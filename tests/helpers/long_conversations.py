@@ -90,11 +90,10 @@ def whole_samples(records: list[Record]) -> dict[str, SourceSample]:
 
 
 def trained(run: Run, sample: SourceSample) -> list[tuple[int, float]]:
-    """Tokens with loss of a sample that shows pictures of SIZES, and their weights."""
-    text = open_encoder(run.config.model).tokenize(sample)
-    weights = text.weights or [1.0] * (len(text.loss) // 2)
-    runs = zip(text.loss[::2], text.loss[1::2], weights, strict=True)
-    return [(token, weight) for a, b, weight in runs for token in text.ids[a:b]]
+    """Return the tokens with loss of a sample, and their weights."""
+    text = open_encoder(run.config.model).tokenize(sample, SIZES[:1] * len(sample.images))
+    pairs = zip(text.tokens.tolist(), text.loss_weights.tolist(), strict=True)
+    return [(token, weight) for token, weight in pairs if weight]
 
 
 def numbers(key: str) -> list[int]:

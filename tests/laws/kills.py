@@ -15,7 +15,7 @@ from tests.helpers.datasets import pack_all
 from tests.scenarios import SCENARIOS, SLOW
 
 #: Scenarios for which workers are spawned and killed.
-EIGHT = ("bmr", "parquet", "cut", "repeat", "trees", "references", "indexed", "qwen3_vl")
+EIGHT = ("bmr", "parquet", "cut", "repeat", "trees", "refer", "videos", "qwen3_vl")
 #: For laws that run a scenario again and again.
 OFTEN = [
     pytest.param(name, marks=pytest.mark.exhaustive) if name == SLOW else name for name in SCENARIOS

@@ -32,7 +32,7 @@ from tests.helpers.parity import inputs_of
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import tiny_model
 from tests.laws.kills import EIGHT
-from tests.scenarios import SCENARIOS, folder_of
+from tests.scenarios import SCENARIOS
 from tests.world import at, copy_of, task_encoder
 
 DATASETS: dict[str, Callable[..., Any]] = {
@@ -41,9 +41,7 @@ DATASETS: dict[str, Callable[..., Any]] = {
 }
 #: Layouts of other trainers are typed as theirs, and Energon knows no fsspec.
 BY_ENERGON = [
-    name
-    for name, one in SCENARIOS.items()
-    if one.layout in ("energon", "references") and one.storage != "memory"
+    name for name, one in SCENARIOS.items() if one.layout == "energon" and one.storage != "memory"
 ]
 #: transformers has no model of the other family.
 OF_TRANSFORMERS = [name for name, one in SCENARIOS.items() if name != "llava_onevision2"]
@@ -53,7 +51,7 @@ def folders_of(run: Run) -> Iterator[tuple[str, PackedFolder]]:
     """Return the packs of each split."""
     encoder = task_encoder(run)
     for split in run.config.output.split:
-        yield split, PackedFolder(folder_of(run, split), encoder, split=split)
+        yield split, PackedFolder(run.workspace.root, encoder, split=split)
 
 
 def test_rows_are_as_they_were_measured(whole: Run) -> None:

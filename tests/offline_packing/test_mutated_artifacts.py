@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from offline_packing.errors import StageError
-from offline_packing.export.raw_packs import export
+from offline_packing.export.export import export
 from offline_packing.measure.measure import measure
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report

@@ -19,7 +19,7 @@ from PIL import Image
 from offline_packing.cli.commands import cli
 from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import ConfigError, DiskFullError, StageError
-from offline_packing.layouts import LAYOUTS
+from offline_packing.layouts import container
 from offline_packing.layouts.shards import ShardTask
 from offline_packing.measure import measure as measure_module
 from offline_packing.measure.measure import measure
@@ -131,7 +131,7 @@ def test_what_is_complete_is_not_done_again(
         ("pack", "strategy", "best_fit_decreasing", STAGES[1:]),
         ("output", "packs_per_shard", 3, STAGES[2:]),
         ("output", "key_prefix", "x", STAGES[2:]),
-        ("output", "layout", "references", STAGES[1:]),
+        ("output", "media", "refer", STAGES[2:]),
     ],
 )
 def test_changed_config_is_named(
@@ -237,7 +237,7 @@ def test_max_shard_bytes(world: World, tmp_path: Path, caplog: pytest.LogCapture
 #: sha256, first 16 digits. What depends on versions of libraries is left out.
 GOLDEN = {
     ".nv-meta/dataset.yaml": "b274b7e830ff943e",
-    ".nv-meta/index.uuid": "fafc774d6fd1dd49",
+    ".nv-meta/index.uuid": "4d8ca2186d2b67e7",
     ".nv-meta/split.yaml": "af17d213ca390955",
     "_packing/plan/pack_offsets.npy": "987f7ffca1011253",
     "_packing/plan/sample_ids.npy": "b3c1086c254557c6",
@@ -316,7 +316,7 @@ def test_output_moved_or_removed_while_it_is_written(
     planned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool
 ) -> None:
     """It vanishes in the middle of a shard: both remedies work, and nothing takes its place."""
-    root, true_write = planned.workspace.root, LAYOUTS["energon"].write
+    root, true_write = planned.workspace.root, container.write_shard
 
     def write(task: ShardTask) -> Any:
         fragment = true_write(task)
@@ -325,7 +325,7 @@ def test_output_moved_or_removed_while_it_is_written(
         return fragment
 
     with monkeypatch.context() as patch:
-        patch.setattr(LAYOUTS["energon"], "write", write)
+        patch.setattr(container, "write_shard", write)
         with pytest.raises(StageError, match="was moved or removed while it was written; move it"):
             write_planned(planned)
     assert not root.exists()
@@ -430,7 +430,7 @@ def test_kills_at_random_moments(packed: Run, tmp_path: Path) -> None:
     """The short form of tools/kill_test.py, whose comparison sees a changed file, a missing one and
     a leftover."""
     (tmp_path / "kills").mkdir()
-    assert kill_test.run(tmp_path / "kills", 2, workers=0, seed=1, layout="energon").total() >= 2
+    assert kill_test.run(tmp_path / "kills", 2, workers=0, seed=1, media="copy").total() >= 2
     root = packed.workspace.root
     expected = kill_test.content(root)
     assert kill_test.differences(expected, expected, complete=True) == []

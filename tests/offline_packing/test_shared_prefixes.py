@@ -15,9 +15,8 @@ from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 from megatron.energon.errors import FatalSampleError
 
 from offline_packing.errors import StageError
-from offline_packing.export.raw_packs import export
-from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.shards import ShardFragment
+from offline_packing.export.export import export
+from offline_packing.layouts.shards import ShardFragment, estimate_pack_bytes
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from offline_packing.report.pages import render_packs
 from offline_packing.report.preview import preview
@@ -31,8 +30,8 @@ from task_encoders import concatenate
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.packs.references import metadataset_of
 from task_encoders.settings import PackingSettingsError
+from task_encoders.storage.energon_paths import energon_path
 from tests.helpers.datasets import index_rows, packed_run
 from tests.helpers.elements import Elements
 from tests.helpers.outputs import members_of, samples_of
@@ -48,9 +47,9 @@ REFUSED = r"holds samples that share prefixes.*train it with launch\.train"
 Options = dict[str, Any]
 
 
-def options(layout: str = "energon", share: Any = True, **sections: Options) -> dict[str, Options]:
+def options(media: str = "copy", share: Any = True, **sections: Options) -> dict[str, Options]:
     pack = {"seq_length": SEQ_LENGTH, "share_prefixes": share, **sections.pop("pack", {})}
-    output = {"layout": layout, "packs_per_shard": 2, **sections.pop("output", {})}
+    output = {"media": media, "packs_per_shard": 2, **sections.pop("output", {})}
     return {"model": MODEL, **sections, "pack": pack, "output": output}
 
 
@@ -70,7 +69,7 @@ def rows_of(run: Run, **changed: Any) -> Iterator[Any]:
     return map(folder.row, range(len(folder)))
 
 
-def test_each_medium_of_a_tree_is_a_member_once(shared: Run, plain: Run, world: World) -> None:
+def test_each_medium_of_a_tree_is_a_member_once(shared: Run, plain: Run) -> None:
     media = [
         [name for name in members_of(run.workspace.root) if not name.endswith(".json")]
         for run in (shared, plain)
@@ -80,11 +79,6 @@ def test_each_medium_of_a_tree_is_a_member_once(shared: Run, plain: Run, world: 
     with_media = [rows[number]["media"] for number in plan.sample_ids[is_first]]
     assert len(media[0]) == sum(map(len, with_media)) < 15
     assert len(media[1]) == NUM_MEDIA
-    sizes = [
-        (world.packed("shared media", **options("references", share)) / "train.jsonl").stat()
-        for share in (True, False)
-    ]
-    assert sizes[0].st_size < sizes[1].st_size
     counts = [require_manifest(run.workspace.root) for run in (shared, plain)]
     assert [one.version for one in counts] == [2, 1]
     assert counts[0].counts.packed == counts[1].counts.packed == NUM_SAMPLES
@@ -92,7 +86,7 @@ def test_each_medium_of_a_tree_is_a_member_once(shared: Run, plain: Run, world: 
 
 def test_bytes_are_estimated_without_what_is_shared(shared: Run, plain: Run) -> None:
     for run in (shared, plain):
-        estimated = LAYOUTS["energon"].pack_bytes(open_index(run), open_plan(run).packs)
+        estimated = estimate_pack_bytes(open_index(run), open_plan(run).packs)
         shards = require_manifest(run.workspace.root).shards
         fragments = [run.workspace.fragment(line.name.removesuffix(".tar")) for line in shards]
         found = [pack.size for path in fragments for pack in ShardFragment.load(path).packs]
@@ -132,19 +126,19 @@ PLAIN = {"batch_size": 1, "shuffle_buffer_size": None, "max_samples_per_sequence
 ONCE = {"repeat": False}
 
 
-@pytest.mark.parametrize("layout", ["energon", "references"])
+@pytest.mark.parametrize("media", ["copy", "refer"])
 def test_every_reader_refuses_packs_that_it_does_not_know(
-    layout: str, world: World, tmp_path: Path
+    media: str, world: World, tmp_path: Path
 ) -> None:
-    run = world.run("shared media", **options(layout))
+    run = world.run("shared media", **options(media))
     root = tmp_path / "packed"
     shutil.copytree(run.workspace.root, root)
     (root / "manifest.json").unlink()
-    whole = world.run("shared media", **options(layout, share=False))
+    whole = world.run("shared media", **options(media, share=False))
     blended = tmp_path / "blend.yaml"
     blended.write_text(blend([run.workspace.root, whole.workspace.root], each_once=True))
     old, new = task_encoder(run, **MODEL, trees=False), task_encoder(run, **MODEL)
-    energon: tuple[Any, Any, Options] = (metadataset_of(root), get_train_dataset, PLAIN | ONCE)
+    energon: tuple[Any, Any, Options] = (energon_path(root), get_train_dataset, PLAIN | ONCE)
     readers: list[Callable[[PackedTaskEncoder], Any]] = [
         lambda encoder: loaded(energon[0], encoder, energon[1], **energon[2]),
         lambda encoder: loaded(root, encoder, get_packed_train_dataset, **ONCE),
@@ -164,7 +158,7 @@ def test_every_reader_refuses_packs_that_it_does_not_know(
     settings = {"seq_length": SEQ_LENGTH, "settings": old.settings, "trees": False}
     online = OnlineTaskEncoder(**MODEL, **settings)
     with pytest.raises(Refusal, match=REFUSED):
-        loaded(Path(str(metadataset_of(root))), online, get_online_train_dataset, **ONCE)
+        loaded(Path(str(energon_path(root))), online, get_online_train_dataset, **ONCE)
 
 
 def test_export_refuses_them_and_they_are_packed_again_as_whole_samples(

@@ -155,7 +155,7 @@ def test_every_batch_is_what_its_encoder_makes_of_the_pack(
     counts = dict.fromkeys(("packs", "samples", "of several images", "images", "turned"), 0)
     for key, batch in batches(packed, theirs):
         raw = packs.pop(key)
-        samples = sub_samples_of_pack(Pack(key, parse_json(raw.record, key), raw.media), "bmr", "")
+        samples = sub_samples_of_pack(Pack(key, parse_json(raw.record, key), raw.media), "bmr")
         encoded = [ours.encode(one.sample, one.images) for one in samples]
         bounds = np.cumsum([0, *(len(one.tokens) for one in encoded)])
         assert batch["cu_lengths"].tolist() == [bounds.tolist()]
@@ -210,7 +210,7 @@ def test_packs_are_as_its_packer_writes_them_and_its_own_are_read(tmp_path: Path
     count = 0
     for raw in PackedFolder(packed):
         record = parse_json(raw.record, raw.key)
-        ours = sub_samples_of_pack(Pack(raw.key, record, raw.media), "bmr", "")
+        ours = sub_samples_of_pack(Pack(raw.key, record, raw.media), "bmr")
         bins = [
             {"name": save_source(one, tmp_path / "its", count + i)} for i, one in enumerate(ours)
         ]
@@ -224,7 +224,7 @@ def test_packs_are_as_its_packer_writes_them_and_its_own_are_read(tmp_path: Path
         assert described == {name: record[name] for name in described}
         assert record.keys() - described.keys() == {"images", "meta"}
         again = Pack(raw.key, {**described, "images": images}, theirs)
-        for one, other in zip(ours, sub_samples_of_pack(again, "bmr", ""), strict=True):
+        for one, other in zip(ours, sub_samples_of_pack(again, "bmr"), strict=True):
             assert other.images == one.images
             assert other.sample.turns == one.sample.turns
         count += len(ours)

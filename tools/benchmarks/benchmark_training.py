@@ -92,11 +92,6 @@ NEVA = {"NeVA, TP 8": (63.745, 89.155), "NeVA, TP 4, PP 2": (63.745, 93.840)}
 @click.option("--padded-batch", type=int, help="Samples per padded row; default: as in a pack.")
 @click.option("--buffer", default=100, show_default=True, help="Samples the online packer buffers.")
 @click.option(
-    "--indexed",
-    type=click.Path(path_type=Path),
-    help="Prefix of the same packs as token ids: one more mode.",
-)
-@click.option(
     "--shared",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="The same samples packed with pack.share_prefixes: one more mode.",
@@ -120,7 +115,6 @@ def main(
     workers: int,
     padded_batch: int | None,
     buffer: int,
-    indexed: Path | None,
     shared: Path | None,
     modes: str,
     at_least: float,
@@ -144,11 +138,9 @@ def main(
             "num_workers": workers,
             "padded_batch_size": padded_batch or round(samples / packs),
             "buffer_size": buffer,
-            "indexed": indexed,
         }
         results, failed = dict[str, Any](), list[str]()
-        more = {"indexed": indexed, "shared": shared}
-        for mode in [*modes.split(","), *(name for name, folder in more.items() if folder)]:
+        for mode in [*modes.split(","), *(["shared"] if shared else [])]:
             options = loader_options
             if mode == "shared":
                 options = loader_options | {"packed": shared}

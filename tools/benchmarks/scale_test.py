@@ -102,7 +102,7 @@ def run_records(folder: Path, count: int, workers: int) -> None:
     content = {
         "source": [source],
         "model": {"family": "qwen2_vl", "processor": "builtin"},
-        "output": {"path": f"{folder}/out", "layout": "references"},
+        "output": {"path": f"{folder}/out", "media": "refer"},
         "engine": {"workers": workers},
     }
     config.write_bytes(orjson.dumps(content))
@@ -115,7 +115,7 @@ def run_records(folder: Path, count: int, workers: int) -> None:
     size = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
     print(f"files {files:,}, {size / count:,.0f} bytes a record")
     make_records(data, count, count // 10)
-    output = {"path": f"{folder}/more", "layout": "references"}
+    output = {"path": f"{folder}/more", "media": "refer"}
     more = {**content, "output": output, "source": [{**source, "skip": [f"{folder}/out"]}]}
     added = folder / "more.yaml"
     added.write_bytes(orjson.dumps(more))

@@ -33,8 +33,6 @@ from task_encoders.energon_samples import (
 )
 from task_encoders.families import model_options
 from task_encoders.loading.packed_dataset import get_packed_train_dataset
-from task_encoders.loading.packed_folder import PackedFolder
-from task_encoders.loading.schedule import InTurn, ScheduledLoader
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
 from task_encoders.packs.pack_format import JSON_PART, PackedSubSample, media_part_names, pack_json
@@ -153,20 +151,15 @@ def build_loader(
     num_workers: int,
     padded_batch_size: int,
     buffer_size: int,
-    indexed: Path | None = None,
 ) -> Iterable[PackedBatch]:
-    """One pass over the samples in a mode of MODES, over packs that share prefixes ("shared"), or
-    over packs as token ids ("indexed")."""
+    """Make one pass over the samples in a mode of MODES, or over packs that share prefixes
+    ("shared")."""
     manifest = require_manifest(packed)
     model = model_options(**manifest.config["model"])
     options: dict[str, Any] = {"model": model}
     task = manifest.task
     options["settings"] = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
     options["seq_length"] = manifest.seq_length
-    if mode == "indexed":
-        assert indexed is not None
-        packs = PackedFolder(indexed, PackedTaskEncoder(**options))
-        return ScheduledLoader(packs, InTurn.of(packs, repeat=False), 0, num_workers=num_workers)
     worker_config = WorkerConfig(rank=0, world_size=1, num_workers=num_workers)
     if mode in ("offline", "shared"):
         reader = PackedTaskEncoder(**options, trees=manifest.version == 2)

@@ -20,7 +20,6 @@ from offline_packing.runs.run import Workspace
 from offline_packing.storage.files import hash_file
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
-from task_encoders.loading.folder_shards import whole_files
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import InTurn, Schedule
 from task_encoders.packs.manifest import Manifest, PackColumns
@@ -116,8 +115,7 @@ def numbers_in_plans(
     for root, manifest in found.items():
         first = 0
         for line in manifest.shards:
-            for name in (line.name, *whole_files(line.split)):
-                places.setdefault(root / name, first)
+            places[root / line.name] = first
             first += line.packs
     for shard in folder.shards:
         # Callers refuse an output without a manifest; in any other, every shard has its place.

@@ -109,7 +109,13 @@ class PacksSource(WebDatasetSource):
         try:
             content = parse_json(data, key)
             meta = content.get("meta")
-            packed_as = meta.get("task") if isinstance(meta, dict) else None
+            meta = meta if isinstance(meta, dict) else {}
+            if "media" in meta:
+                raise StageError(
+                    f"{self.path}: packs refer to their media (output.media=refer); take the "
+                    "source that they were packed from, or export them: offline-packing export"
+                )
+            packed_as = meta.get("task")
             if self.task == "captioning" and packed_as not in (None, self.task):  # of questions
                 problem = f"the pack's task is {packed_as!r}; set source.task to it"
                 raise SampleError("lost_prompt", problem)

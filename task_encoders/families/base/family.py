@@ -24,12 +24,10 @@ from pydantic import (
 from task_encoders.families.base.cost import ModelCost, cost_of_sizes
 from task_encoders.families.base.spans import (
     BlankImage,
-    Grid,
     Medium,
     Span,
     TextSpans,
     position_ids,
-    stored_parts,
     tokens_and_weights,
     two_tokens,
 )
@@ -39,12 +37,16 @@ from task_encoders.media.image import VisionSettings, decode_image, read_image_h
 from task_encoders.media.patches import Bytes, Normalisation, frame_patches
 from task_encoders.media.video import SampledVideo, video_patches
 from task_encoders.media.video_file import MAX_VIDEO_FRAMES, VideoHeader, read_video_header
-from task_encoders.packs.tokenized import ExpandedText, Place, TokenizedText
-from task_encoders.sample_encoder import EncodedMedium, EncodedSample, Prefix, SampleLength
+from task_encoders.sample_encoder import (
+    EncodedMedium,
+    EncodedSample,
+    Place,
+    Prefix,
+    SampleLength,
+    TokenizedSample,
+)
 from task_encoders.samples import (
-    IMAGE_ID,
     IMAGE_PLACEHOLDER,
-    VIDEO_ID,
     VIDEO_PLACEHOLDER,
     SampleError,
     SourceSample,
@@ -313,22 +315,31 @@ class FamilyEncoder(ABC):
         image_sizes: Sequence[tuple[int, int]],
         videos: Sequence[VideoHeader] = (),
     ) -> SampleLength:
-        images = [self.image_medium(height, width) for height, width in image_sizes]
-        clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
-        of_images, of_videos = ([*map(self.medium_spans, own)] for own in (images, clips))
-        placed = [*self._placed(sample, of_images, of_videos)]
+        media, placed = self._from_headers(sample, image_sizes, videos)
         spans = [span for _, own in placed for span in own]
         num_tokens = sum([span.num_tokens for span in spans])
         num_loss_tokens = sum([span.num_tokens for span in spans if span.weight])
         if spans[0].weight:  # the very first token has nothing to be predicted from
             num_loss_tokens -= 1
-        grids = tuple(medium.grid for medium in images + clips)
+        grids = tuple(medium.grid for medium in media)
         num_patches = sum([t * h * w for t, h, w in grids])
         prefix = self._prefix(placed, spans) if grids else None
         return SampleLength(num_tokens, num_loss_tokens, num_patches, grids, prefix)
 
+    def _from_headers(
+        self,
+        sample: SourceSample,
+        image_sizes: Sequence[tuple[int, int]],
+        videos: Sequence[VideoHeader],
+    ) -> tuple[list[Medium], list[tuple[Piece, Sequence[Span]]]]:
+        """Return a sample's images and then its videos, and its parts, each with its spans."""
+        images = [self.image_medium(height, width) for height, width in image_sizes]
+        clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
+        of_images, of_videos = ([*map(self.medium_spans, own)] for own in (images, clips))
+        return images + clips, [*self._placed(sample, of_images, of_videos)]
+
     def _prefix(
-        self, placed: Sequence[tuple[Piece | Span, Sequence[Span]]], spans: Sequence[Span]
+        self, placed: Sequence[tuple[Piece, Sequence[Span]]], spans: Sequence[Span]
     ) -> Prefix | None:
         """The prefix of a sample of these parts, whose spans are all `spans`."""
         end = num_images = num_videos = num_spans = 0
@@ -359,61 +370,40 @@ class FamilyEncoder(ABC):
         if self.TEMPLATE is not None and sample.task != "captioning":
             yield from ((line, repr(one[:60])) for one in self.template.left_out(sample)[:1])
 
-    def tokenize(self, sample: SourceSample) -> TokenizedText:
-        ids: list[int] = []
-        loss: list[int] = []
-        weights: list[float] = []
-        images = [[Span((IMAGE_ID,), 1)]] * len(sample.images)
-        videos = [[Span((VIDEO_ID,), 1)]] * len(sample.videos)
-        for span in self._layout(sample, images, videos):
-            if span.weight:
-                loss += [len(ids), len(ids) + span.num_tokens]
-                weights.append(span.weight)
-            ids += span.ids
-        return TokenizedText(ids, loss, weights if set(weights) - {1.0} else [])
-
-    def expand(
+    def tokenize(
         self,
-        text: TokenizedText,
-        image_grids: Sequence[Grid],
-        videos: Sequence[SampledVideo] = (),
-    ) -> ExpandedText:
-        images, clips = map(Medium, image_grids), (Medium(one.grid, one) for one in videos)
-        image_places: list[Place] = []
-        video_places: list[Place] = []
+        sample: SourceSample,
+        image_sizes: Sequence[tuple[int, int]],
+        videos: Sequence[VideoHeader] = (),
+    ) -> TokenizedSample:
+        places: dict[type[Piece], list[Place]] = {Image: [], Video: []}
         spans: list[Span] = []
         start = 0
-        for part in stored_parts(text):
-            if isinstance(part, Span):
-                own = [part]
-            else:
-                own = [*self.medium_spans(next(images if isinstance(part, Image) else clips))]
+        for part, own in self._from_headers(sample, image_sizes, videos)[1]:
             num_tokens = sum(span.num_tokens for span in own)
-            if not isinstance(part, Span):
-                places = image_places if isinstance(part, Image) else video_places
-                places.append((start, num_tokens))
+            if isinstance(part, Image | Video):
+                places[type(part)].append((start, num_tokens))
             spans += own
             start += num_tokens
-        return ExpandedText(*tokens_and_weights(spans), image_places, video_places)
+        return TokenizedSample(*tokens_and_weights(spans), places[Image], places[Video])
 
     def encode(
         self,
         sample: SourceSample,
         images: Sequence[bytes | PillowImage.Image | EncodedMedium],
         videos: Sequence[bytes | EncodedMedium] = (),
-        tokenized: TokenizedText | None = None,
     ) -> EncodedSample:
         decoded = [self.decode_image(one) if isinstance(one, bytes) else one for one in images]
         image_rows = [one if isinstance(one, tuple) else self.encode_image(one) for one in decoded]
         video_rows = [one if isinstance(one, tuple) else self.encode_video(one) for one in videos]
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
-        spans = self._layout(sample, of_images, of_videos, tokenized)
+        spans = self._layout(sample, of_images, of_videos)
         tokens, loss_weights = tokens_and_weights(spans)
         if self.VIDEOS_AS_IMAGES and videos:  # in the order of their tokens
             stills, clips = iter(image_rows), iter(video_rows)
             image_rows, video_rows = [], []
-            for part in self.parts(sample, tokenized):
+            for part in self.parts(sample):
                 if isinstance(part, Image):
                     image_rows.append(next(stills))
                 elif isinstance(part, Video):
@@ -445,10 +435,8 @@ class FamilyEncoder(ABC):
             rows = [np.empty((0, 3 * depth * self._patch_area), dtype=np.uint8)]
         return rows[0] if len(rows) == 1 else np.concatenate(rows), grids
 
-    def parts(self, sample: SourceSample, stored: TokenizedText | None) -> Iterable[Piece | Span]:
-        """The texts and media of a checked sample, `stored` or rendered. Raises SampleError."""
-        if stored is not None:
-            return stored_parts(stored)
+    def parts(self, sample: SourceSample) -> Iterable[Piece]:
+        """Render the texts and media of a checked sample. Raises SampleError."""
         weights = [turn.weight for turn in sample.turns]
         if self.options.loss_on == "last":
             weights[:-1] = [0.0] * (len(weights) - 1)
@@ -466,11 +454,10 @@ class FamilyEncoder(ABC):
         sample: SourceSample,
         images: Sequence[Iterable[Span]],
         videos: Sequence[Iterable[Span]],
-        tokenized: TokenizedText | None = None,
     ) -> list[Span]:
         """The sample's tokens as spans, in order, with the given ones of its media in their places.
         Raises SampleError."""
-        placed = self._placed(sample, images, videos, tokenized)
+        placed = self._placed(sample, images, videos)
         return [span for _, own in placed for span in own]
 
     def _placed(
@@ -478,8 +465,7 @@ class FamilyEncoder(ABC):
         sample: SourceSample,
         images: Sequence[Iterable[Span]],
         videos: Sequence[Iterable[Span]],
-        tokenized: TokenizedText | None = None,
-    ) -> Iterator[tuple[Piece | Span, Sequence[Span]]]:
+    ) -> Iterator[tuple[Piece, Sequence[Span]]]:
         """The parts of a sample, each with its spans; see `_layout`."""
         if len(images) != len(sample.images) or len(videos) != len(sample.videos):
             raise ValueError(
@@ -488,13 +474,11 @@ class FamilyEncoder(ABC):
             )
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
-        for part in self.parts(sample, tokenized):
+        for part in self.parts(sample):
             if isinstance(part, Image):
                 yield part, [*next(of_images)]
             elif isinstance(part, Video):
                 yield part, [*next(of_videos)]
-            elif isinstance(part, Span):
-                yield part, [part]
             else:
                 yield part, self.texts.spans(part)
 

@@ -1,17 +1,14 @@
 """A sample's tokens as spans of text and of media, and their positions."""
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from task_encoders.media.video import SampledVideo
-from task_encoders.packs.tokenized import TokenizedText, run_weights
-from task_encoders.samples import IMAGE_ID
-from task_encoders.text.pieces import Answer, Control, Fixed, Image, Text, Video
+from task_encoders.text.pieces import Answer, Control, Fixed, Text
 from task_encoders.text.tokenizer import Tokenizer
 
 Grid = tuple[int, int, int]
@@ -72,19 +69,6 @@ class TextSpans:
                 self._kept.clear()
             self._kept[piece] = found
         return found
-
-
-def stored_parts(tokenized: TokenizedText) -> Iterator[Span | Image | Video]:
-    """Spans of a sample, each with loss throughout or without any, and its media."""
-    ids = np.asarray(tokenized.ids, dtype=np.int64)
-    media = np.flatnonzero(ids < 0)
-    cuts = np.unique(np.concatenate([[0], media, media + 1, tokenized.loss, [len(ids)]]))
-    weights = run_weights(tokenized)
-    for start, end in itertools.pairwise(cuts.astype(np.int64).tolist()):
-        if ids[start] < 0:
-            yield Image() if ids[start] == IMAGE_ID else Video()
-        else:
-            yield Span(ids[start:end], end - start, float(weights[start]))  # type: ignore[arg-type]
 
 
 def patch_spans(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from launch.config import DataConfig
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
@@ -95,36 +94,20 @@ def test_rows_are_padded_after_their_packs_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def indexed(world: World, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packed(world: World, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (PACKED, BMR):
         monkeypatch.setenv(name, "1")
-    return world.packed("bmr", output={"layout": "indexed"})
-
-
-def test_a_prefix_is_its_folder(indexed: Path) -> None:
-    prefix = str(indexed / "packed_seq_dataset")
-    assert DataConfig(path=str(indexed)) == DataConfig(path="demo", data_prefix=prefix)
-    with pytest.raises(ValidationError, match="online packs data that are not packed"):
-        DataConfig.model_validate({"path": str(indexed), "online": {"seq_length": 512}})
-    with pytest.raises(ValidationError, match="order=balanced: packs as token ids"):
-        DataConfig(path="packs", data_prefix=prefix, order="balanced")
-    rows = []
-    for path in (indexed, Path(prefix)):
-        packs, encoder = open_as_measured(path, "PackedTrainer")
-        assert encoder.seq_length == 512
-        rows.append(packs.batch([0, 1]))
-    assert rows[0].__key__ == rows[1].__key__
-    assert torch.equal(rows[0].tokens, rows[1].tokens)
+    return world.packed("bmr")
 
 
 def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
-    indexed: Path, monkeypatch: pytest.MonkeyPatch
+    packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a model is read."""
     for variable in ("OFFLINE_PACKING_BMR", "OFFLINE_PACKED_DATA"):
         monkeypatch.delenv(variable)
         with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1 OFFLINE_PACKING"):
-            open_as_measured(indexed / "packed_seq_dataset", "PackedTrainer")
+            open_as_measured(packed, "PackedTrainer")
 
 
 NUM_SAMPLES = 40

@@ -38,7 +38,7 @@ from tests.helpers.rank_processes import run_ranks
 #: How packs were written: options of packing and of the output.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "equal_cost": ({"order": {"num_ranks": 4, "num_workers": 2}}, {}),
-    "token_ids": ({}, {"layout": "indexed"}),
+    "refer": ({}, {"media": "refer"}),
 }
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 

@@ -123,14 +123,9 @@ def weighted(folder: Path) -> Source:
 
 
 @pytest.fixture
-def runs(world: World) -> dict[str, Run]:
+def packed(world: World) -> Run:
     output = {"split": {"train": 0.7, "val": 0.3}, "split_seed": 3}
-    return {
-        layout: world.run(
-            weighted, pack={"seq_length": SEQ_LENGTH}, output={"layout": layout, **output}
-        )
-        for layout in ("energon", "indexed")
-    }
+    return world.run(weighted, pack={"seq_length": SEQ_LENGTH}, output=output)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava_onevision_1_5"])
@@ -143,49 +138,43 @@ def test_every_token_has_the_weight_of_its_answer(family: str) -> None:
     assert set(by_hand) == {0, 0.25, 1}
     measured = encoder.measure(sample, [(56, 56)])
     assert measured.num_loss_tokens == sum(weight > 0 for weight in by_hand)
-    stored = encoder.encode(sample, [image_bytes()], (), encoder.tokenize(sample))
-    assert stored.loss_weights.tolist() == by_hand
+    assert encoder.tokenize(sample, [(56, 56)]).loss_weights.tolist() == by_hand
     with pytest.raises(ValueError, match="which the loss of transformers' models does not take"):
         padding_free_collator([encoded])
 
 
-def test_packs_of_texts_and_of_token_ids_have_the_same_weights(runs: dict[str, Run]) -> None:
-    encoder = task_encoder(runs["energon"])
-    row, other = (PackedFolder(run.workspace.root, encoder).batch([0]) for run in runs.values())
+def test_rows_and_previews_have_the_weights(packed: Run) -> None:
+    encoder = task_encoder(packed)
+    row = PackedFolder(packed.workspace.root, encoder).batch([0])
     expected = weights_by_hand(encoder.encoder, row.tokens[0].tolist())
     assert row.loss_mask[0].tolist() == expected
     assert "labels" not in to_transformers_kwargs(row)
-    assert torch.equal(other.loss_mask, row.loss_mask)
-    assert torch.equal(other.labels, row.labels)
-    (pack,) = preview(runs["energon"], packs=["0"])
+    (pack,) = preview(packed, packs=["0"])
     weights = [span.weight for sub in pack.sub_samples for span in sub.spans]
     assert weights.count(0.25) > 1
     assert set(weights) == {0, 0.25, 1}
 
 
-@pytest.mark.parametrize("layout", ["energon", "indexed"])
-def test_verify_compares_weights(runs: dict[str, Run], layout: str, tmp_path: Path) -> None:
-    run = copy_of(runs[layout], tmp_path / "out")
+def test_verify_compares_weights(packed: Run, tmp_path: Path) -> None:
+    run = copy_of(packed, tmp_path / "out")
     changed = 0
-    for path in (tmp_path / "out").rglob("*"):
-        if path.suffix in (".bin", ".tar") and "_packing" not in path.parts[-3:]:
-            data = path.read_bytes()
-            changed += data.count(b"0.25")
-            path.write_bytes(data.replace(b"0.25", b"0.75"))
+    for path in (tmp_path / "out").glob("*.tar"):
+        data = path.read_bytes()
+        changed += data.count(b"0.25")
+        path.write_bytes(data.replace(b"0.25", b"0.75"))
     assert changed
-    problems = "\n".join(verify(run, deep=True).problems)
-    assert ("text differs" if layout == "energon" else "token ids differ") in problems
+    assert "text differs" in "\n".join(verify(run, deep=True).problems)
 
 
 @pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
 def test_loss_and_gradient_are_those_by_hand(
-    runs: dict[str, Run],
+    packed: Run,
     normalization: Normalization,
     tmp_path: Path,
     bmr_environment: None,
 ) -> None:
     config = make_config(
-        runs["energon"].workspace.root,
+        packed.workspace.root,
         tmp_path,
         batch={"global_batch_packs": 1},
         train={"iterations": 1, "normalization": normalization},
@@ -225,9 +214,9 @@ def test_loss_and_gradient_are_those_by_hand(
     assert compared > 5
 
 
-def test_a_trainer_whose_loss_takes_none_refuses_them(runs: dict[str, Run]) -> None:
-    root = runs["energon"].workspace.root
-    encoder = task_encoder(runs["energon"])
+def test_a_trainer_whose_loss_takes_none_refuses_them(packed: Run) -> None:
+    root = packed.workspace.root
+    encoder = task_encoder(packed)
     folder = PackedFolder(root, encoder)
     with pytest.raises(PackingSettingsError, match="other than 0 and 1, which the loss of TRL"):
         encoder.check_trainer("TRL")

@@ -340,7 +340,6 @@ def test_a_stage_whose_packs_end_early_is_followed_by_the_next(
             "for more than one pass set data.repeat=true",
         ),
         ({"data": {"online": {"seq_length": 64}}}, "online packs while training, without stages"),
-        ({"data": {"data_prefix": "some/prefix"}}, "packs as token ids .some/prefix. are no stage"),
         ({"output": {"path": "out/b"}}, "output.path 'out/b' is data.path"),
         ({"data": {"path": ["out/a", 5]}}, r"\['out/a', 5\] is not a path or a list of paths"),
         ({"data": {"path": []}}, r"\[\] is not a path or"),

@@ -141,7 +141,7 @@ def test_engine_of_a_config(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PACKING_RANK", "0")
     monkeypatch.setenv("PACKING_WORLD_SIZE", "1")
     config = make_config(tmp_path / "data", tmp_path / "out", engine={"name": name})
-    with build_engine(config) as engine:
+    with build_engine(config.engine) as engine:
         assert isinstance(engine, ENGINES[name])
         assert engine.workers == 0
 

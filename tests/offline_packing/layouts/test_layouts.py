@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from packaging.specifiers import SpecifierSet
 
-from offline_packing.errors import ConfigError, DiskFullError, StageError
+from offline_packing.errors import DiskFullError, StageError
 from offline_packing.layouts import energon_metadata
 from offline_packing.layouts.energon_metadata import ENERGON_VERSION, index_pack_folder
 from offline_packing.layouts.shards import lay_out_shards
@@ -28,21 +28,20 @@ from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.versions import SUPPORTED
-from tests.helpers.datasets import image_bytes, make_run, pack_all, packed_run
+from tests.helpers.datasets import image_bytes, pack_all, packed_run
 from tests.helpers.outputs import copy_tars, sqlite_rows
 from tests.world import World, copy_of
 
 
-@pytest.mark.parametrize("layout", ["energon", "references"])
+@pytest.mark.parametrize("media", ["copy", "refer"])
 def test_what_is_not_ours_stays_when_packs_are_overwritten(
-    world: World, tmp_path: Path, layout: str
+    world: World, tmp_path: Path, media: str
 ) -> None:
-    """Though other layouts, or other splits, would give their files such names."""
-    copy_of(world.run("captioning", output={"layout": layout}), tmp_path / "out")
-    others = [tmp_path / "out" / name for name in ("notes.jsonl", "packed_seq_dataset_my.bin")]
+    copy_of(world.run("captioning", output={"media": media}), tmp_path / "out")
+    others = [tmp_path / "out" / name for name in ("notes.jsonl", "my-00000.tar")]
     for path in others:
         path.write_text("mine")
-    output = {"layout": layout, "key_prefix": "new-", "overwrite": True}
+    output = {"media": media, "key_prefix": "new-", "overwrite": True}
     again = packed_run(world.source("captioning"), tmp_path / "out", output=output)
     assert verify(again).ok
     assert [path.read_text() for path in others] == ["mine", "mine"]
@@ -101,12 +100,6 @@ def test_the_bytes_are_the_same(world: World, layout: str) -> None:
     assert [pack.key for pack in packs[1]] == [pack.key for pack in packs[0]]
     assert all(map(np.array_equal, *map(pack_costs, packs)))
     assert all(map(np.array_equal, *(one.columns() for one in packs)))
-
-
-@pytest.mark.parametrize("layout", ["references", "indexed"])
-def test_other_layouts_refuse_them(tmp_path: Path, layout: str) -> None:
-    with pytest.raises(ConfigError, match=f"layout {layout} has no file per shard"):
-        make_run(tmp_path, tmp_path / "out", output={"layout": layout, "shards_per_folder": 2})
 
 
 def test_a_shard_that_was_not_finished_is_written(world: World, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_packs_of_the_second_are_as_its_packer_writes_them(
             "prompts": record["prompts"],
             "captions": record["captions"],
         }
-        subs = sub_samples_of_pack(Pack(pack.key, record, pack.media), task, "")
+        subs = sub_samples_of_pack(Pack(pack.key, record, pack.media), task)
         alone = [encoder.encoder.encode(one.sample, one.images) for one in subs]  # type: ignore[arg-type]
         row = encoded.row(number).row
         assert row.tokens.tolist() == np.concatenate([one.tokens for one in alone]).tolist()

@@ -356,7 +356,7 @@ def test_repeated_pictures_are_told(tmp_path: Path) -> None:
     """The estimate for 600 questions on 90 pictures is near the plan with shared prefixes."""
     pattern = r"repeated media +(.*) distinct pictures in (.*) samples; .* need about (.*) packs\n"
     source = shared_media(tmp_path / "data", (600, 0, 20), (90, 0), sides=(168, 224))
-    sections: Any = {"model": MODEL, "output": {"layout": "references"}}
+    sections: Any = {"model": MODEL, "output": {"media": "refer"}}
     sections["engine"] = {"samples_per_part": 1000}
 
     def told(**pack: Any) -> tuple[list[int], int]:
@@ -593,7 +593,6 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     ("sections", "message"),
     [
         ({"pack": {"context_parallel": 2}}, r"share_prefixes cannot go with context_par"),
-        ({"output": {"layout": "indexed"}}, r"layout='indexed' .*choose energon or references"),
         ({"output": {"layout": "llava_onevision"}}, r"layout='llava_onevision' .*choose energon"),
         ({"pack": {"strategy": "sequential"}}, r"strategy sequential counts samples"),
         ({"pack": {"share_prefixes": {"max_branches": 1}}}, r"max_branches"),

@@ -20,7 +20,6 @@ from offline_packing.verify.verify import render_result, verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
 from tests.helpers.datasets import make_run, mixed_pairs, packed_run, plan_summary
 from tests.helpers.unpacked_folders import blend_of
-from tests.scenarios import folder_of
 from tests.world import Source, World, copy_of, task_encoder
 
 ORDER = {"num_ranks": 4, "num_workers": 2, "uniform": True}
@@ -123,11 +122,10 @@ def test_balanced_loaders_of_any_ranks(ranks: int, size: int, folder: Path) -> N
     }
 
 
-@pytest.mark.parametrize("layout", ["indexed", "energon"])
-def test_readers_know_the_kinds_of_packs(layout: str, world: World) -> None:
-    run = world.run(dialogues, pack=PACK, output={**OUTPUT, "layout": layout})
+def test_readers_know_the_kinds_of_packs(world: World) -> None:
+    run = world.run(dialogues, pack=PACK, output=OUTPUT)
     for split in ("train", "val"):
-        packs = PackedFolder(folder_of(run, split), task_encoder(run), split=split)
+        packs = PackedFolder(run.workspace.root, task_encoder(run), split=split)
         columns = packs.columns()
         assert columns is not None
         assert packs.uniform_ranks == 4

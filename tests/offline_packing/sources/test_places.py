@@ -356,8 +356,8 @@ def test_packs_hold_the_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "data", records)
     run = packed_run(source, tmp_path / "out", pack={"seq_length": 512})
     assert verify(run, deep=True).ok
-    with pytest.raises(StageError, match=r"references: Energon has no address .*: record"):
-        pack_all(make_run(source, tmp_path / "b", output={"layout": "references"}))
+    with pytest.raises(StageError, match=r"media=refer: packs cannot refer to .*: record"):
+        pack_all(make_run(source, tmp_path / "b", output={"media": "refer"}))
 
 
 def test_another_picture_of_the_same_size_is_noticed(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from offline_packing.storage.tars import (
     TarShardWriter,
     index_bytes,
     member_size,
-    read_pack,
+    read_pack_entry,
     scan_tar,
     tar_size,
 )
@@ -353,19 +353,19 @@ def test_one_pack(tmp_path: Path) -> None:
     entries, _ = write_tar(path)
     index.write_bytes(index_bytes(entries))
     for key, members in PACKS:
-        entry, data = read_pack(path, key)
+        entry, data = read_pack_entry(path, key)
         found = [(part.name, data[part.offset :][: part.size]) for part in entry.parts]
         assert (entry.key, found) == (key, members)
     for absent in ("ps_00000003", "b_ps_00000001", "ps_x", "ps"):
         with pytest.raises(StageError, match=r"a\.tar (cannot be read|holds no pack)"):
-            read_pack(path, absent)
+            read_pack_entry(path, absent)
     for damaged in (b"", index.read_bytes()[:16], bytes(32), b"\xff" * 32):
         index.write_bytes(damaged)
         with pytest.raises(StageError, match=r"a\.tar cannot be read"):
-            read_pack(path, "ps_00000001")
+            read_pack_entry(path, "ps_00000001")
     index.write_bytes(index_bytes(entries[1:]))
     with pytest.raises(StageError, match="holds no pack 'ps_00000001'"):
-        read_pack(path, "ps_00000001")
+        read_pack_entry(path, "ps_00000001")
 
 
 def test_what_is_no_pack(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ UNCHECKED = {
     r"_packing/index/_started\.json": "read while the index is not complete only",
 }
 UNRECORDED = ("lock", "_started.json", "report.html", "report.json")
-LAYOUTS = ("energon", "references", "indexed")
+MEDIA = ("copy", "refer")
 DAMAGES, KILLS = 100, 60
 
 Edit = Callable[[Path], None]
@@ -88,11 +88,11 @@ def make_folder(path: Path) -> None:
 EDITS: tuple[Edit, ...] = (flip, make_folder)
 
 
-def pack(folder: Path, layout: str = "energon") -> Run:
+def pack(folder: Path, media: str = "copy") -> Run:
     """A small output of two parts, two splits and a sample set aside."""
     root = captioning_pairs(folder / "data", 24)
     (root / "part1" / "broken.json").write_text("{")
-    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 1}
+    output = {"media": media, "split": {"train": 0.7, "val": 0.3}, "packs_per_shard": 1}
     return packed_run(root, folder / "out", output=output)
 
 
@@ -114,11 +114,9 @@ def content(root: Path) -> dict[str, str]:
     return hashes
 
 
-@pytest.mark.parametrize(
-    ("layout", "edit"), [*(("energon", edit) for edit in EDITS), ("references", flip)]
-)
-def test_every_file_is_checked(layout: str, edit: Edit, world: World, tmp_path: Path) -> None:
-    output = {"layout": layout, "split": {"train": 0.7, "val": 0.3}}
+@pytest.mark.parametrize(("media", "edit"), [*(("copy", edit) for edit in EDITS), ("refer", flip)])
+def test_every_file_is_checked(media: str, edit: Edit, world: World, tmp_path: Path) -> None:
+    output = {"media": media, "split": {"train": 0.7, "val": 0.3}}
     run = copy_of(world.run("captioning", output=output), tmp_path / "out")
     report(run)
     root, unnoticed, used = run.workspace.root, [], set()
@@ -236,12 +234,12 @@ def damage(run: Run, dice: random.Random) -> dict[str, str]:
 def test_damage(seed: int, tmp_path: Path) -> None:
     """Repaired, or refused where the source has grown or is gone; nothing is deleted."""
     dice = random.Random(seed)
-    layout, fate = dice.choice(LAYOUTS), dice.choice(["kept", "kept", "kept", "grown", "gone"])
-    source, run = tmp_path / "data", pack(tmp_path, layout)
+    media, fate = dice.choice(MEDIA), dice.choice(["kept", "kept", "kept", "grown", "gone"])
+    source, run = tmp_path / "data", pack(tmp_path, media)
     expected = content(run.workspace.root)
     done = damage(run, dice)
     damaged = content(run.workspace.root)
-    case = (layout, fate, done)
+    case = (media, fate, done)
     if fate == "grown":
         for name in ("000000.json", "000000.png"):
             shutil.copy(source / "part0" / name, source / "part0" / name.replace("000000", "more"))
@@ -281,7 +279,7 @@ def test_damage(seed: int, tmp_path: Path) -> None:
 def test_kill(seed: int, tmp_path: Path) -> None:
     """Kill discard or the run after it, once or more; the rest of both ends with the same bytes."""
     dice = random.Random(seed)
-    run = pack(tmp_path, dice.choice(LAYOUTS))
+    run = pack(tmp_path, dice.choice(MEDIA))
     expected = content(run.workspace.root)
     damage(run, dice)
     for _ in range(dice.choice([1, 1, 2])):
@@ -316,20 +314,6 @@ def test_folders_in_place_of_files_are_moved(packed: Run) -> None:
         discard(packed)
         pack_all(packed)
         assert content(root) == expected, some
-
-
-@pytest.mark.parametrize(
-    ("layout", "joined"), [("references", "train.jsonl"), ("indexed", "packed_seq_dataset.bin")]
-)
-def test_pieces_that_are_joined_go(layout: str, joined: str, world: World, tmp_path: Path) -> None:
-    """Killed after shards were joined, before their own files were removed."""
-    run = copy_of(world.run("captioning", output={"layout": layout}), tmp_path / "out")
-    root, expected = run.workspace.root, content(run.workspace.root)
-    size = require_manifest(root).shards[0].bytes
-    piece = (root / joined).read_bytes()[:size]
-    (root / f"train-000000{Path(joined).suffix}").write_bytes(piece)
-    pack_all(run)
-    assert content(root) == expected
 
 
 def test_flipped_bit_in_an_index_part_costs_that_part_only(packed: Run) -> None:
@@ -487,9 +471,9 @@ def test_verify_counts_hashes_and_draws(packed: Run, tmp_path: Path) -> None:
     assert any("train-000000.tar" in one for one in problems)  # the bit is in the other
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
-def test_samples_drawn_at_random(layout: str, world: World) -> None:
-    output = {"layout": layout, "split": {"train": 0.6, "val": 0.4}}
+@pytest.mark.parametrize("media", MEDIA)
+def test_samples_drawn_at_random(media: str, world: World) -> None:
+    output = {"media": media, "split": {"train": 0.6, "val": 0.4}}
     run = world.run("captioning", output=output, pack={"seq_length": 256})
     packs = sum(require_manifest(run.workspace.root).counts.packs.values())
     some = verify(run, drawn=Drawn(12), deep=True)
@@ -665,7 +649,7 @@ def test_deep_and_shallow(tmp_path: Path) -> None:
 
 def test_media_that_packs_refer_to_count(tmp_path: Path) -> None:
     root = captioning_pairs(tmp_path / "data", 8)
-    run = packed_run(root, tmp_path / "out", output={"layout": "indexed"})
+    run = packed_run(root, tmp_path / "out", output={"media": "refer"})
     check(run)
     assert holds(run)
     os.utime(root / "part0/000000.png")

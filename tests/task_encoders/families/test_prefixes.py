@@ -120,7 +120,7 @@ def test_trees_of_measured_prefixes(folder: Path, case: str) -> None:
     assert row.parents.tolist() == [-1, -1, 1, 1, 1, -1]
     alone = [
         concatenate([encoder.encoder.encode(*one[1:4])], pad_token_id=0)  # type: ignore[arg-type]
-        for one in sub_samples_of_pack(pack, task, "")
+        for one in sub_samples_of_pack(pack, task)
     ]
     lengths = [len(one.tokens) for one in alone]
     assert len(row.tokens) == sum(lengths) - 2 * tree.num_tokens

@@ -229,9 +229,6 @@ def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:
     for path in (packs, packs / "nothing"):
         with pytest.raises(PackedFolderError, match="neither a packed folder nor a metadataset"):
             PackedFolder(path)
-    (packs / "packed_seq_dataset.idx").touch()
-    with pytest.raises(PackedFolderError, match=r"dataset\.idx and \.bin cannot be read"):
-        PackedFolder(packs)
     path = blend(tmp_path, "path: nowhere, weight: 1")
     with pytest.raises(PackedFolderError, match=r"Energon cannot read it .*nowhere"):
         PackedFolder(path)
@@ -242,9 +239,9 @@ SETTINGS = PackingSettings(packed=True, bmr=True)
 
 @pytest.fixture
 def layouts(world: World) -> Callable[[str], Path]:
-    """The same dialogues in each layout."""
+    """Return the same dialogues with media that are copied or referred to."""
     pack = {"seq_length": SEQ_LENGTH}
-    return lambda layout: world.packed("bmr", pack=pack, output={"layout": layout})
+    return lambda media: world.packed("bmr", pack=pack, output={"media": media})
 
 
 @pytest.fixture
@@ -269,22 +266,22 @@ def make_encoder(settings: PackingSettings = SETTINGS) -> PackedTaskEncoder:
     return PackedTaskEncoder(seq_length=SEQ_LENGTH, max_pixels=50176, settings=settings)
 
 
-@pytest.mark.parametrize(("layout", "protocol"), [("energon", "s3"), ("references", "msc")])
+@pytest.mark.parametrize(("media", "protocol"), [("copy", "s3"), ("refer", "msc")])
 def test_energons_loader_saved_in_the_middle(
-    layout: str, protocol: str, layouts: Any, store: Any
+    media: str, protocol: str, layouts: Any, store: Any
 ) -> None:
-    url, encoder = store(layouts(layout), protocol), make_encoder()
+    url, encoder = store(layouts(media), protocol), make_encoder()
     with loading(url, encoder, 1) as loader:
         found = list(itertools.islice(loader, 5))
         state = loader.save_state_rank()
     found += batches_of(url, encoder, 1, state=state)
-    assert_same(found, batches_of(layouts(layout), encoder, 1))
+    assert_same(found, batches_of(layouts(media), encoder, 1))
     assert not any(secret in repr(vars(state)) for secret in ("test-key", "test-secret"))
 
 
 def test_packs_by_number(layouts: Any, store: Any) -> None:
     """In a forked process, which has connections of its own."""
-    path = layouts("indexed")
+    path = layouts("refer")
     folder = PackedFolder(store(path, "msc"), make_encoder())
     found = DataLoader(folder, collate_fn=folder.collate, num_workers=1)  # type: ignore[arg-type]
     local = PackedFolder(path, make_encoder())
@@ -293,10 +290,10 @@ def test_packs_by_number(layouts: Any, store: Any) -> None:
 
 def test_a_blend_of_here_and_there(world: World, layouts: Any, store: Any, tmp_path: Path) -> None:
     captions = world.packed("captioning", pack={"seq_length": SEQ_LENGTH})
-    url = energon_url(store(layouts("energon"), "s3"))
+    url = energon_url(store(layouts("copy"), "s3"))
     found = []
     encoder = make_encoder(PackingSettings(packed=True))
-    for number, other in enumerate((url, layouts("energon"))):
+    for number, other in enumerate((url, layouts("copy"))):
         entries = f"path: {captions}, repetitions: 1", f"path: '{other}', repetitions: 2"
         blend = blend_of(tmp_path / f"{number}.yaml", entries)
         batches = batches_of(blend, encoder)
@@ -309,7 +306,7 @@ def test_a_blend_that_names_a_url_as_it_is(layouts: Any, store: Any, tmp_path: P
     blend = tmp_path / "blend.yaml"
     blend.write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
-        f"    path: '{store(layouts('energon'), 's3')}'\n"
+        f"    path: '{store(layouts('copy'), 's3')}'\n"
     )
     remedy = r"Energon reads s3://BUCKET/\.\.\. as msc://_s3-BUCKET/\.\.\."
     with pytest.raises(PackedFolderError, match=remedy):

@@ -10,7 +10,7 @@ from tests.helpers.datasets import captioning_pairs, make_run, pack_all
 
 
 def test_written_manifests_are_read(tmp_path: Path) -> None:
-    output = {"layout": "references", "split": {"train": 0.7, "val": 0.3}}
+    output = {"media": "refer", "split": {"train": 0.7, "val": 0.3}}
     pack = {"seq_length": 512}
     written = pack_all(
         make_run(captioning_pairs(tmp_path / "d"), tmp_path / "o", output=output, pack=pack)

@@ -352,7 +352,7 @@ def test_a_pack_of_trees(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(decoded) == sorted(given.media.values())
     assert found.row.parents.tolist() == [-1, 0, 0, 0, -1, -1, 5, 5]
     assert found.sub_sample_keys == [f"s{i}" for i in range(6)]
-    samples = sub_samples_of_pack(given, "vqa", "")
+    samples = sub_samples_of_pack(given, "vqa")
     for part, one in zip(split_row(found.row), samples, strict=True):
         alone = concatenate([ENCODER.encode(one.sample, one.images)], pad_token_id=0)
         same(part, alone)

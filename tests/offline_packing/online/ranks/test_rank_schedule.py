@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from offline_packing import plan_packs
 from offline_packing.errors import StageError
-from offline_packing.online.ranks.pack_costs import numbers_in_plans, pack_costs, schedule_of
+from offline_packing.online.ranks.pack_costs import pack_costs, schedule_of
 from offline_packing.online.ranks.rank_schedule import EpochSchedule, RankSchedule
-from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
@@ -232,22 +230,6 @@ def test_the_schedule_is_that_of_a_blend(dialogues: Path, tmp_path: Path) -> Non
             folder = PackedFolder(blend_of(tmp_path / "blend.yaml", parts))
             found[schedule_of(folder, order="written", **options).digest] += len(folder)
     assert [*found.values()] == [6] * 4
-
-
-def test_a_split_in_one_file_is_found_in_the_plan(world: World) -> None:
-    """Also where another split was written before."""
-    output = {"layout": "indexed", "split": {"test": 0.4, "train": 0.6}}
-    run = world.run("bmr", output=output)
-    samples, plan = open_index(run), PackPlan.load(run.workspace.plan)
-    for split in ("train", "test"):
-        folder = PackedFolder(run.workspace.root, split=split)
-        ((root, numbers, planned),) = numbers_in_plans(folder)
-        assert root == folder.shards[0].root
-        assert numbers.tolist() == list(range(len(folder)))
-        for number, pack in enumerate(planned):
-            ids = plan.sample_ids[slice(*plan.pack_offsets[pack:][:2])]
-            keys = samples.table("key")["key"].take(ids).to_pylist()
-            assert [*folder[number].tokens.sub_sample_keys] == keys
 
 
 def test_packs_without_their_plan_are_named(captions: Run, dialogues: Path, tmp_path: Path) -> None:

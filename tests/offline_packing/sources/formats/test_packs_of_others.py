@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from offline_packing.export.raw_packs import export
+from offline_packing.export.export import export
 from offline_packing.verify.verify import verify
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample

@@ -1,4 +1,5 @@
-"""Exported packs: converted to tars as upstream does, read back, killed at any moment, checked."""
+"""Exported packs: converted to tars as upstream does, read back, opened by megatron-core, killed at
+any moment, checked."""
 
 import itertools
 import json
@@ -8,20 +9,53 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import webdataset
 from click.testing import CliRunner
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from offline_packing.cli.commands import cli
+from offline_packing.engines.local import LocalEngine
 from offline_packing.errors import DamagedError, StageError
-from offline_packing.export.raw_packs import export
+from offline_packing.export import nemo
+from offline_packing.export.export import export
+from offline_packing.export.exported import PIECES, ShardExport
+from offline_packing.export.nemo import SEQUENCES
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
+from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.pack import restore_pack
-from tests.helpers.datasets import index_rows, make_run, pack_all
+from task_encoders.storage.paths import path_of
+from tests.helpers.datasets import (
+    dialogue,
+    image_bytes,
+    index_rows,
+    make_run,
+    mixed_pairs,
+    pack_all,
+    write_json,
+)
 from tests.helpers.outputs import files_of, flip_byte, members_of
-from tests.world import World, copy_of
+from tests.helpers.videos import make_video
+from tests.scenarios import TREES
+from tests.world import Source, World, copy_of, task_encoder
+
+PACK = {"seq_length": 1024}
+KINDS = ("images", "videos")
+
+
+def with_clips(folder: Path) -> Source:
+    """Write dialogues with no image, one, two, or a video and an image."""
+    mixed_pairs(folder, 40)
+    for i in range(3):
+        (folder / f"clip{i}.mp4").write_bytes(make_video(4 + i))
+        texts = dialogue("<video><image>\nSame?", "Yes. " * (i + 1))
+        record = {"messages": texts, "images": [f"clip{i}.jpg"], "videos": [f"clip{i}.mp4"]}
+        (folder / f"clip{i}.jpg").write_bytes(image_bytes(84, 56 + 28 * i))
+        write_json(folder / f"clip{i}.json", record)
+    return {"format": "pairs", "path": str(folder), "task": "bmr"}
 
 
 @pytest.fixture
@@ -41,22 +75,29 @@ def samples_of(run: Run) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("task", "layout"),
+    ("task", "output"),
     [
-        ("bmr", "energon"),
-        ("vqa", "loongforge"),
-        ("vqa", "llava_onevision"),
-        ("bmr", "llava_onevision2"),
-        ("captioning", "energon"),
+        ("bmr", {}),
+        ("bmr", {"media": "refer"}),
+        ("vqa", {"layout": "loongforge"}),
+        ("vqa", {"layout": "llava_onevision"}),
+        ("bmr", {"layout": "llava_onevision2"}),
+        ("captioning", {}),
     ],
 )
 def test_packs_are_those_of_the_shards_and_are_read_back(
-    tmp_path: Path, world: World, task: str, layout: str
+    tmp_path: Path, world: World, task: str, output: dict[str, str]
 ) -> None:
-    run = world.run(task, output={"layout": layout})
+    run = world.run(task, output=output)
     folder = tmp_path / "new" / "raw_packing_data"
     done = export(run.workspace.root, folder)
     shards, found = members_of(run.workspace.root), packs_of(folder)
+    if output.get("media"):
+        shards = members_of(world.packed(task))
+        for name in [name for name in shards if name.endswith(".json")]:
+            record = json.loads(shards[name])
+            del record["meta"]["checksums"]
+            shards[name] = json.dumps(record).encode()
     assert found.keys() == shards.keys()
     assert done.num_files == len(found) > 20
     for name, data in found.items():
@@ -114,7 +155,79 @@ def test_each_split_has_a_folder(tmp_path: Path, world: World) -> None:
         assert {name.name for name in names if name.parent.name == split} == set(shards)
 
 
-def export_and_die(output: Path, folder: Path, after: int) -> bool:
+@pytest.mark.parametrize("media", ["copy", "refer"])
+def test_megatron_core_opens_token_ids(world: World, tmp_path: Path, media: str) -> None:
+    output = {"media": media, "packs_per_shard": 3, "split": {"train": 0.6, "val": 0.4}}
+    run, folder = world.run(with_clips, pack=PACK, output=output), tmp_path / "nemo"
+    packs, root = 0, run.workspace.root
+    export(root, folder, "nemo")
+    names = ["packed_seq_dataset", "packed_seq_dataset_val"]
+    files = [f"{name}.{ending}" for name in names for ending in ("bin", "idx")]
+    assert sorted(path.name for path in folder.iterdir()) == ["_export", "media_roots.json", *files]
+    roots = json.loads((folder / "media_roots.json").read_text())
+    for split, name in zip(("train", "val"), names, strict=True):
+        theirs = IndexedDataset(str(folder / name))
+        ours = PackedFolder(root, task_encoder(run), split=split)
+        bounds = [*itertools.pairwise(theirs.document_indices.tolist())]
+        assert len(bounds) == len(ours)
+        for number, (first, end) in enumerate(bounds):
+            assert end - first == len(SEQUENCES)
+            cu_lengths, tokens, labels, mask, record = theirs[first:end]
+            raw, row = ours[number], ours.batch([number])
+            pack = json.loads(record.tobytes())
+            assert pack["key"] == raw.key
+            assert cu_lengths.tolist() == row.cu_lengths[0].tolist()
+            assert tokens.tolist() == row.tokens[0].tolist()
+            assert labels.tolist() == row.labels[0].tolist()
+            assert mask.view(np.uint8)[: len(tokens)].tolist() == row.loss_mask[0].tolist()
+            shown = [pack[kind][i] for i in range(len(pack["images"])) for kind in KINDS]
+            for name, place in zip(itertools.chain(*shown), pack["media"], strict=True):
+                at, file, offset, size, _, start, length = place
+                data = Path(roots[at], file).read_bytes()[offset or 0 :][:size]
+                assert data == raw.media[name]
+                inside = tokens[start : start + length]
+                assert (labels[start : start + length] == -100).all()
+                assert len(inside) == length > 3
+        packs += len(bounds)
+    assert packs == sum(shard.packs for shard in require_manifest(root).shards) > 5
+
+
+def test_token_ids_are_completed_and_checked(packed: Run, tmp_path: Path) -> None:
+    """By two processes, into a folder and a storage."""
+    root, expected = packed.workspace.root, tmp_path / "whole"
+    export(root, expected, "nemo")
+    with LocalEngine(2) as engine:
+        export(root, tmp_path / "nemo", "nemo", engine)
+    assert files_of(tmp_path / "nemo") == files_of(expected)
+    stored = path_of(f"memory://{tmp_path.name}")
+    export(root, stored, "nemo")
+    assert export(root, stored, "nemo").was_complete
+    name = "packed_seq_dataset.bin"
+    assert (stored / name).read_bytes() == (expected / name).read_bytes()
+    for after in itertools.count(0, 5):
+        folder = tmp_path / f"nemo{after}"
+        if not export_and_die(root, folder, after, "nemo"):
+            break
+        export(root, folder, "nemo")
+        assert files_of(folder) == files_of(expected)
+    assert after > 20
+    flip_byte(expected / name, 40)
+    with pytest.raises(DamagedError, match=rf"{name} is missing or damaged; remove the folder"):
+        export(root, expected, "nemo")
+
+
+def test_a_processor_that_changed_is_refused(world: World, tmp_path: Path) -> None:
+    run = copy_of(world.run("captioning"), tmp_path / "out")
+    manifest = require_manifest(run.workspace.root)
+    config = {**manifest.config, "model": {**manifest.config["model"], "max_pixels": 3136}}
+    changed = manifest.model_copy(update={"config": config})
+    task = ShardExport(run.workspace.root, tmp_path, changed, 0)
+    (tmp_path / PIECES).mkdir(parents=True)
+    with pytest.raises(StageError, match=r"tokens, was measured with \d+: the model's processor"):
+        nemo.write(task)
+
+
+def export_and_die(output: Path, folder: Path, after: int, to: str = "raw") -> bool:
     """Export in a fork that is killed before it opens or renames a file again, after some times;
     returns whether it was."""
     pid = os.fork()
@@ -127,7 +240,7 @@ def export_and_die(output: Path, folder: Path, after: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(step)
-        export(output, folder, progress=False)
+        export(output, folder, to, progress=False)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
@@ -193,18 +306,23 @@ def test_damage_is_named(packed: Run, tmp_path: Path) -> None:
 
 def test_what_is_refused(packed: Run, world: World, tmp_path: Path) -> None:
     folder, other = tmp_path / "raw", world.packed("captioning", output={"key_prefix": "two"})
-    references = world.packed("captioning", output={"layout": "references"})
+    foreign = world.packed("vqa", output={"layout": "llava_onevision"})
+    trees = world.packed("shared media", **TREES)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "a.txt").write_text("of somebody")
     export(packed.workspace.root, folder)
-    for root, to, message in (
-        (references, folder, "hold no media: its output.layout is references; pack"),
-        (tmp_path / "nothing", folder, r"no manifest in .*; run write first"),
-        (other, folder, "holds packs of another output"),
-        (other, tmp_path / "own", "holds files of others; name another folder"),
+    new = tmp_path / "new"
+    for root, place, to, message in (
+        (foreign, new, "nemo", r"to nemo: .*output.layout=llava_onevision\); pack to energon"),
+        (trees, new, "nemo", r"to nemo: they hold samples that share prefixes"),
+        (trees, new, "raw", r"to raw: they hold samples that share prefixes"),
+        (tmp_path / "nothing", folder, "raw", r"no manifest in .*; run write first"),
+        (other, folder, "raw", "holds packs of another output"),
+        (packed.workspace.root, folder, "nemo", "or in another form; remove the folder"),
+        (other, tmp_path / "own", "raw", "holds files of others; name another folder"),
     ):
         with pytest.raises(StageError, match=message):
-            export(root, to)
+            export(root, place, to)
 
 
 def test_the_command(packed: Run, tmp_path: Path) -> None:
@@ -220,4 +338,7 @@ def test_the_command(packed: Run, tmp_path: Path) -> None:
     assert f"exported {packs} packs in " in call(folder)
     assert call(folder, "--dry-run").startswith(f"would check the files of {packs} packs")
     assert f"checked {packs} packs in " in call(folder, "--quiet")
-    assert "export needs a local folder" in call("memory://raw")
+    assert "is no engine.KEY=VALUE" in call(folder, "workers=2")
+    nemo = str(tmp_path / "nemo")
+    assert f"exported {packs} packs in " in call(nemo, "--to=nemo", "engine.workers=0")
+    assert f"checked {packs} packs in 3 files" in call(nemo, "--to=nemo", "engine.workers=0")

@@ -1,0 +1,220 @@
+"""Exports of finished packs, for readers of other forms than ours: raw_packs.py and nemo.py.
+
+    OTHER/_export/source.json         content_hash of the output, and the form; written first
+    OTHER/_export/train-000000.json   hashes of the files of a shard: its task is done
+    OTHER/_export/manifest.json       hashes of the files that the export consists of; written last
+
+A folder is written as `OTHER.partial`, which is renamed at the end: readers never meet a part of
+the packs. A killed export goes on: files of finished shards are compared with their hashes, the
+others are written again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from offline_packing.engines.local import Engine, LocalEngine, advance
+from offline_packing.errors import DamagedError, StageError
+from offline_packing.export import nemo, raw_packs
+from offline_packing.export.exported import OWN, PIECES, ShardExport
+from offline_packing.runs.manifest import require_manifest
+from offline_packing.runs.run import progress_bar
+from offline_packing.storage.files import (
+    hash_file,
+    hold_lock,
+    is_remote,
+    read_json,
+    remove_folder,
+    remove_temporaries,
+    seal,
+    sync_folder,
+    to_json,
+    translate_disk_full,
+    write_atomically,
+)
+from task_encoders.packs.manifest import FileName, Manifest
+
+_SOURCE: Final = f"{OWN}/source.json"
+_MANIFEST: Final = f"{OWN}/manifest.json"
+_AGAIN: Final = "remove the folder and export again"
+
+
+class Form(NamedTuple):
+    """A form of exported packs."""
+
+    #: f(manifest): why packs of an output have no such form; "": they have
+    refuse: Callable[[Manifest], str]
+    #: f(task): write the files of a shard; returns their hashes by name, relative to the folder
+    write: Callable[[ShardExport], Mapping[str, str]]
+    #: f(folder, tasks): complete the export of all shards; returns the files that it consists of
+    finish: Callable[[Path, Sequence[ShardExport]], list[str]]
+
+
+FORMS: Final[Mapping[str, Form]] = {
+    "raw": Form(raw_packs.refuse, raw_packs.write, raw_packs.finish),
+    "nemo": Form(nemo.refuse, nemo.write, nemo.finish),
+}
+
+
+class Exported(NamedTuple):
+    """Result of an export, or of checking it."""
+
+    num_packs: int
+    num_files: int
+    #: whether the folder was complete, and its files were compared with their hashes
+    was_complete: bool
+
+
+def export(
+    output: Path,
+    folder: Path,
+    to: str = "raw",
+    engine: Engine | None = None,
+    *,
+    progress: bool = True,
+) -> Exported:
+    """Write the packs of a finished output in another form into a new folder, or at a URL. If it is
+    complete, compare every file with its hash.
+
+    Args:
+        to: a name in FORMS.
+        engine: runs a task per shard; None: this process.
+
+    Raises:
+        StageError: the output is not complete, damaged, or has packs without such a form; the
+            folder holds something else, or its files have changed since the export.
+    """
+    engine = engine or LocalEngine(0)
+    if engine.IS_SHARED:
+        raise StageError("export runs with engine.name local or ray: no step of it is shared")
+    manifest, folder = _open(output, folder, to)
+    num_packs = sum(manifest.counts.packs.values())
+    made = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[FileName, str]])
+    if made is not None:
+        files = made["files"]
+        with progress_bar("check", len(files), "file", shown=progress) as bar:
+            checks = (
+                _FileCheck(folder, name, expected, number)
+                for number, (name, expected) in enumerate(files.items())
+            )
+            num_files = sum(engine.run(_check_file, checks, bar.update))
+        _remove_pieces(folder, files)
+        return Exported(num_packs, num_files, was_complete=True)
+    place, tasks = _partial(folder), _tasks(output, _partial(folder), manifest)
+    with hold_lock(place / OWN / "lock", str(folder)), translate_disk_full(place):
+        (place / PIECES).mkdir(parents=True, exist_ok=True)
+        for left in (place, place / OWN, place / PIECES):
+            remove_temporaries(left)
+        write_atomically(place / _SOURCE, to_json(seal(_source(manifest, to))))
+        with progress_bar("export", num_packs, "pack", shown=progress) as bar:
+            num_files = sum(engine.run(partial(_export_shard, to), tasks, bar.update))
+        names = FORMS[to].finish(place, tasks)
+        files = {name: hash_file(place / name) for name in names}
+        write_atomically(place / _MANIFEST, to_json(seal({"files": files})))
+        if place != folder:
+            place.rename(folder)
+            sync_folder(folder.parent)
+    _remove_pieces(folder, files)
+    return Exported(num_packs, num_files, was_complete=False)
+
+
+def _remove_pieces(folder: Path, files: Mapping[str, str]) -> None:
+    """Remove what was joined into the files of a complete export, and what marked it as done."""
+    if (folder / PIECES).is_dir():
+        remove_folder(folder / PIECES)
+        for path in (folder / OWN).glob("*-??????.json"):
+            if f"{OWN}/{path.name}" not in files:
+                path.unlink()
+
+
+def preview_export(output: Path, folder: Path, to: str = "raw") -> str:
+    """Describe what `export` would do. Raises StageError as it does."""
+    manifest, folder = _open(output, folder, to)
+    packs = f"{sum(manifest.counts.packs.values()):,} packs"
+    if (folder / _MANIFEST).exists():
+        return f"would check the files of {packs} in {folder}"
+    tasks = _tasks(output, _partial(folder), manifest)
+    there = sum(task.done.exists() for task in tasks)
+    already = f"; {there:,} of {len(tasks):,} shards are there" if there else ""
+    size = sum(line.bytes for line in manifest.shards)
+    return f"would write {packs}, {size:,} bytes of shards, to {folder}{already}"
+
+
+def _open(output: Path, folder: Path, to: str) -> tuple[Manifest, Path]:
+    """Return the output's manifest, and the absolute folder, which is free or holds this export."""
+    manifest, folder = require_manifest(output), folder.absolute()
+    if why := FORMS[to].refuse(manifest):
+        raise StageError(f"the packs of {output} cannot be exported to {to}: {why}")
+    for place in (folder, _partial(folder)):
+        source = read_json(place / _SOURCE, _AGAIN, form=dict[str, Any])
+        if source is None and place.is_dir() and set(place.iterdir()) - {place / OWN}:
+            raise StageError(f"{place} holds files of others; name another folder")
+        if source not in (None, _source(manifest, to)):
+            raise StageError(
+                f"{place} holds packs of another output than {output} is now, or in another form; "
+                "remove the folder or name another"
+            )
+    return manifest, folder
+
+
+def _partial(folder: Path) -> Path:
+    """Return the folder in which an export is made."""
+    return folder if is_remote(folder) else folder.with_name(f"{folder.name}.partial")
+
+
+def _source(manifest: Manifest, to: str) -> dict[str, Any]:
+    return {"content_hash": manifest.content_hash, "form": to, "version": 2}
+
+
+def _tasks(output: Path, folder: Path, manifest: Manifest) -> list[ShardExport]:
+    return [ShardExport(output, folder, manifest, number) for number in range(len(manifest.shards))]
+
+
+def _export_shard(to: str, task: ShardExport) -> int:
+    """Export a shard, unless that is done; returns the number of its files."""
+    try:
+        hashes = _read_done(task.folder, task.done)
+    except DamagedError:  # or not there yet
+        hashes = FORMS[to].write(task)
+        write_atomically(task.done, to_json(seal(dict(hashes))))
+    advance(task.line.packs)
+    return len(hashes)
+
+
+def _read_done(folder: Path, done: Path) -> Mapping[str, str]:
+    """Return the hashes of a finished shard's files. Raises DamagedError if one is missing, or not
+    as it was written."""
+    hashes = read_json(done, _AGAIN, form=dict[FileName, str])
+    if hashes is None:
+        raise DamagedError(f"{done} is missing; {_AGAIN}")
+    wrong = [name for name, one in hashes.items() if not _is_whole(folder / name, one)]
+    if wrong:
+        raise DamagedError(
+            f"{len(wrong):,} files of {done.stem} in {folder} are missing or damaged, such as "
+            f"{wrong[0]}; {_AGAIN}"
+        )
+    return hashes
+
+
+def _is_whole(path: Path, expected: str) -> bool:
+    return path.is_file() and hash_file(path) == expected
+
+
+class _FileCheck(NamedTuple):
+    folder: Path
+    name: str
+    expected: str
+    number: int
+
+
+def _check_file(task: _FileCheck) -> int:
+    """Compare a file of a complete export with its hash, and the files that it names as a shard's;
+    returns their number. Raises DamagedError."""
+    path, count = task.folder / task.name, 1
+    if not _is_whole(path, task.expected):
+        raise DamagedError(f"{path} is missing or damaged; {_AGAIN}")
+    if path.parent == task.folder / OWN:
+        count = len(_read_done(task.folder, path))
+    advance(1)
+    return count

@@ -1,0 +1,162 @@
+"""Media that packs refer to instead of holding them (`output.media: refer`).
+
+A pack's JSON has the place of each medium in `meta.media`, by the name that it would have in the
+pack:
+
+    {"img000.jpg": ["files0", "a/cat.jpg", null, 34071, 1763766381000000000],
+     "img001.jpg": ["tars0", "000.tar", 51200, 20113, 1763766381000000000]}
+
+A place is a root, a file in it, the medium's offset there (null: it is the whole file), its bytes,
+and the file's modification time in ns (0 of a remote object: storages do not agree on it). The
+roots of an output are in one small file beside its shards, so that its data can move:
+
+    media_roots.json    {"files0": "/data/images", "tars0": "/data"}    folders or URLs
+"""
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from task_encoders.packs.pack import Pack, PackFormatError, parse_json
+from task_encoders.storage.paths import REMEDY, is_url, path_of
+
+MEDIA_ROOTS: Final = "media_roots.json"
+
+#: Root, file, offset, bytes and modification time of a medium.
+Place = Sequence[Any]
+
+
+class MovedMediumError(PackFormatError):
+    """A medium that cannot be read, or has changed since it was packed."""
+
+    @classmethod
+    def gone(cls, path: str, why: object) -> "MovedMediumError":
+        """Say that the medium cannot be read."""
+        return cls(
+            f"{path} cannot be read: {why}; restore it, or if the data moved, say where they are: "
+            "offline-packing write CONFIG source.path=NEW (or source.image_root)"
+        )
+
+    @classmethod
+    def changed(cls, path: str, what: str) -> "MovedMediumError":
+        """Say that the medium has another size or time."""
+        return cls(
+            f"{path} changed since it was packed ({what}); restore it (cp -a and rsync -t keep "
+            "times), or pack again with another output.path"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def read_media_roots(folder: str) -> Mapping[str, str]:
+    """Read the folders, or URLs, that packs in a folder name, once per process. Raises
+    PackFormatError if the file is missing or damaged."""
+    path = path_of(folder) / MEDIA_ROOTS
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise PackFormatError(f"{path} cannot be used ({error}); {REMEDY}") from error
+
+
+class StoredMedium(NamedTuple):
+    """Address of the bytes of an image or a video."""
+
+    #: absolute, or a URL of fsspec
+    path: str
+    #: None: it is the whole file
+    offset: int | None
+    size: int
+    #: modification time of the file; 0 of a remote one
+    mtime_ns: int
+
+    @classmethod
+    def at(cls, place: Place, folder: str) -> "StoredMedium":
+        """Resolve a place in a pack of an output. Raises PackFormatError."""
+        try:
+            root, file, offset, size, mtime_ns = place
+            return cls(f"{read_media_roots(folder)[root]}/{file}", offset, size, mtime_ns)
+        except (LookupError, TypeError, ValueError) as error:
+            if isinstance(error, PackFormatError):
+                raise
+            what = f"no medium is at {place!r}"[:200]
+            raise PackFormatError(f"{folder}: {what} by {MEDIA_ROOTS}; {REMEDY}") from error
+
+    def read(self, count: int | None = None) -> bytes:
+        """Read the bytes, or the first `count`. Raises MovedMediumError if they no longer exist, or
+        the file has another size or was written to."""
+        count = self.size if count is None else count
+        begin, mtime_ns = self.offset or 0, 0
+        try:
+            if is_url(self.path):
+                data, file_size = _read_remote(self.path, begin, count)
+            else:
+                with open(self.path, "rb", buffering=0) as file:
+                    data = os.pread(file.fileno(), count, begin)
+                    found = os.fstat(file.fileno())
+                file_size, mtime_ns = found.st_size, found.st_mtime_ns
+        except OSError as error:
+            raise MovedMediumError.gone(self.path, error.strerror or error) from error
+        end = begin + self.size
+        if file_size < end or len(data) < count or (self.offset is None and file_size != end):
+            raise MovedMediumError.changed(self.path, f"{file_size} bytes, were {end}")
+        if mtime_ns != self.mtime_ns:
+            raise MovedMediumError.changed(self.path, "another time")
+        return data
+
+
+def _read_remote(url: str, begin: int, count: int) -> tuple[bytes, int]:
+    """Read bytes of a remote file, and return them with its size."""
+    from fsspec.core import url_to_fs
+
+    filesystem, path = url_to_fs(url)
+    data = filesystem.cat_file(path, start=begin, end=begin + count) if count else b""
+    return data, filesystem.size(path)
+
+
+class StoredMedia(Mapping[str, bytes]):
+    """Media by name that are read when asked for."""
+
+    def __init__(self, places: Mapping[str, Place], folder: object) -> None:
+        """Take the places in a pack's JSON, and the folder or URL of its output."""
+        self._places, self._folder = places, str(folder)
+
+    def check(self, name: str) -> None:
+        """Raise as reading a medium does, by the size and time of its file alone."""
+        self._read(name, 0)
+
+    def _read(self, name: str, count: int | None = None) -> bytes:
+        try:
+            return StoredMedium.at(self._places[name], self._folder).read(count)
+        except PackFormatError:
+            read_media_roots.cache_clear()  # perhaps the data moved since
+            return StoredMedium.at(self._places[name], self._folder).read(count)
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # Mapping's own would read the bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def with_stored_media(pack: Pack, folder: object) -> Pack:
+    """Parse a pack's JSON and, if it refers to media, give the pack these. JSON that cannot be
+    parsed stays as it is.
+
+    Args:
+        folder: of the output, or its URL.
+    """
+    try:
+        record = parse_json(pack.record, pack.key)
+    except PackFormatError:  # whoever looks into it says so
+        return pack
+    meta = record.get("meta")
+    places = meta.get("media") if isinstance(meta, Mapping) else None
+    media = StoredMedia(places, folder) if isinstance(places, Mapping) else pack.media
+    return Pack(pack.key, record, media)
