@@ -78,6 +78,8 @@ def _expand_user(path: Any) -> Any:
 
 
 def _without_keys(path: str) -> str:
+    if not path:
+        raise ValueError("nothing is named; give a file, a folder or a URL")
     if KEYS_IN_URL.search(path):
         raise ValueError(
             "keys in a URL would be stored with the output; leave them out, and give them as the "

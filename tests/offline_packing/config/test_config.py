@@ -96,7 +96,7 @@ def test_overrides_of_a_list(tmp_path: Path) -> None:
         ("output.path=s3://", r"output\.path='s3://': .*no bucket; write s3://BUCKET/FOLDER"),
         ("source.path=ftp://k:secret@b/x", r"source\.0\.path='ftp://…@b/x': keys in a URL"),
         ("output.key_prefix=a.b", r"key_prefix='a\.b': string should match pattern"),
-        ("source.path=", r"source\.0\.path='': .*at least 1 character"),
+        ("source.path=", r"source\.0\.path='': .*nothing is named"),
         ("source=[]", r"source.*no source; name at least one"),
         ("pack.seed", r"'pack\.seed' is not of the form a\.b=value"),
         ("pack.seed.more=1", r"pack\.seed is 0, not a mapping"),

@@ -65,7 +65,8 @@ def test_bytes_equal_the_shards(run: Run) -> None:
     assert len(stored) == len(packs) > 3
     for pack, members in zip(packs, stored, strict=True):
         assert pack.key == members["__key__"]
-        assert {**pack.media, "json": pack.record} == {
+        assert pack.record == json.loads(members.pop("json"))
+        assert pack.media == {
             name: data for name, data in members.items() if not name.startswith("__")
         }
     assert folder[-1] == packs[-1]
