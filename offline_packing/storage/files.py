@@ -234,10 +234,6 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a whole file, as `atomic_file`."""
-    remote = as_remote(path)
-    if remote is not None:
-        remote.upload(data)
-        return
     with atomic_file(path) as file:
         file.write(data)
 
@@ -289,14 +285,18 @@ def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> byte
             actual = os.fstat(file.fileno()).st_size
             data = os.pread(file.fileno(), size, offset)
     except OSError as error:
-        raise StageError(
-            f"{path} cannot be read: {error.strerror}; restore it, or measure again with "
-            "output.overwrite=true"
-        ) from error
+        raise unreadable(path, error.strerror) from error
     if len(data) != size or (whole and actual != size):
         why = f"it has {actual} bytes, {offset + size} were expected"
         raise ChangedError(str(path), why)
     return data
+
+
+def unreadable(path: str | Path, why: object) -> StageError:
+    """The error of a file of a source that can no longer be read."""
+    return StageError(
+        f"{path} cannot be read: {why}; restore it, or measure again with output.overwrite=true"
+    )
 
 
 def hash_bytes(data: bytes) -> str:

@@ -156,7 +156,7 @@ def test_a_storage_that_goes_on_failing_ends_the_run(
         calls.append(arguments)
         raise ConnectionResetError("told to")
 
-    monkeypatch.setattr(remote.fs, "pipe_file", fail)
+    monkeypatch.setattr(remote.fs, "put_file", fail)
     with pytest.raises(RemoteError, match=r"s3://.*/a cannot be written: .*told to; run again"):
         write_atomically(path, b"x")
     assert len(calls) == 6
@@ -212,7 +212,7 @@ def test_threads_share_a_path(object_store: ObjectStore, bucket: str) -> None:
 
 def test_half_a_key_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setattr(remote_paths, "_filesystem", remote_paths._filesystem.__wrapped__)
+    monkeypatch.setattr(remote_paths, "_FILESYSTEMS", {})
     S3FileSystem.clear_instance_cache()
     with pytest.raises(RemoteError, match=r"AWS_SECRET_ACCESS_KEY; check that the bucket exists"):
         path_of(f"{bucket}/a").exists()
