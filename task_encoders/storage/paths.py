@@ -6,10 +6,11 @@ before there is a URL.
 
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from task_encoders.storage.remote_requests import CHECK, in_a_line
+from task_encoders.storage.remote_requests import CHECK, in_a_line, make_request
 
 if TYPE_CHECKING:
     from task_encoders.storage.remote_paths import RemotePath
@@ -63,11 +64,17 @@ def path_of(path: object) -> Path:
 
 def open_url(url: str) -> "RemotePath":
     """The path of a URL as it stands. Raises StorageError if the storage is unknown or a package is
-    missing."""
+    missing; RemoteError if credentials are."""
     try:
-        from task_encoders.storage.remote_paths import open_remote
+        from task_encoders.storage.remote_paths import RemotePath
 
-        return open_remote(url)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it does not know msc, with plain paths
+            path = RemotePath(url.rstrip("/"))
+        filesystem = make_request(url, "opened", lambda: path.fs)
+        if path.protocol == "msc":
+            filesystem.resolve_path_and_storage_client(url)  # there may be no such profile
+        return path
     except (ImportError, ValueError) as error:
         raise StorageError(
             f"{url!r} cannot be opened: {error}; correct it, or pip install fsspec "
@@ -101,15 +108,14 @@ def as_remote(path: Path) -> "RemotePath | None":
 
 def check_exists(path: Path) -> None:
     """Raise StorageError if a URL leads nowhere: neither to a file nor to a folder."""
-    if as_remote(path) is not None and not path.exists():
+    if as_remote(path) and not path.exists():
         raise unreachable(path, FileNotFoundError())
 
 
 def read_range(path: Path, start: int, end: int) -> bytes:
     """The bytes [start, end) of a file, fewer if it ends before: of a URL in one request. Raises
     OSError."""
-    remote = as_remote(path)
-    if remote is not None:
+    if remote := as_remote(path):
         return remote.read_range(start, end)
     with open(path, "rb", buffering=0) as file:
         return os.pread(file.fileno(), end - start, start)

@@ -5,11 +5,11 @@ lies. An object appears whole or not at all: it is uploaded when it is complete.
 are repeated after growing waits, and counted; those that are refused are not.
 """
 
+import errno
 import io
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -43,9 +43,10 @@ class RemotePath(ProxyUPath):
         if key not in _FILESYSTEMS:
             # Listings that are kept would hide what other processes write.
             options = {**self.storage_options, "use_listings_cache": False}
-            _FILESYSTEMS[key] = filesystem = fsspec.filesystem(self.protocol, **options)
+            filesystem = fsspec.filesystem(self.protocol, **options)
             if self.protocol in _S3:
                 filesystem.s3.meta.events.register("needs-retry.s3", count_attempt)
+            _FILESYSTEMS[key] = filesystem
         return _FILESYSTEMS[key]
 
     def exists(self, **options: Any) -> bool:
@@ -59,7 +60,7 @@ class RemotePath(ProxyUPath):
 
     def stat(self, **options: Any) -> Any:
         if not (info := self._info()):
-            raise FileNotFoundError(f"{self} does not exist")
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return os.stat_result((0, 0, 0, 0, 0, 0, int(info["size"]), 0, 0, 0))
 
     def iterdir(self) -> Iterator[Any]:
@@ -185,15 +186,3 @@ class RemotePath(ProxyUPath):
 
     def _request(self, done: str, request: Callable[[], Any], default: Any = MUST_EXIST) -> Any:
         return make_request(str(self), done, request, default)
-
-
-def open_remote(url: str) -> RemotePath:
-    """The path of a URL. Raises ImportError or ValueError if there is no such storage, or its
-    package is missing; RemoteError if credentials are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it does not know msc, whose paths are plain
-        path = RemotePath(url.rstrip("/"))
-    filesystem = make_request(url, "opened", lambda: path.fs)
-    if path.protocol == "msc":
-        filesystem.resolve_path_and_storage_client(url)  # there may be no such profile
-    return path

@@ -27,7 +27,8 @@ _STORAGES: Final = frozenset(
 )
 #: Errors that a repetition does not change.
 _REFUSED: Final = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "InvalidAccessKey")
-_REPEATS: Final = Counter[str]()
+#: Requests that this process repeated, and those that others repeated for it.
+REPEATS: Final = Counter[str]()
 
 
 class RemoteError(RuntimeError):
@@ -61,25 +62,15 @@ def make_request(
             if wait is None or refused:
                 remedy = "run again" if wait is None else CHECK
                 raise RemoteError(f"{path} cannot be {done}: {why}; {remedy}") from error
-            _REPEATS["requests"] += 1
+            REPEATS["requests"] += 1
             logger.warning("%s: a request failed (%s), again in %d s", path, why, wait)
         time.sleep(wait)
     raise AssertionError
 
 
-def count_repeats() -> int:
-    """Requests that this process has repeated so far."""
-    return _REPEATS["requests"]
-
-
-def add_repeats(count: int) -> None:
-    """Count requests that another process repeated for this one."""
-    _REPEATS["requests"] += count
-
-
 def count_attempt(attempts: int, **event: Any) -> None:
     """Count an attempt that botocore made, which calls this after each."""
-    _REPEATS["requests"] += attempts > 1
+    REPEATS["requests"] += attempts > 1
 
 
 def in_a_line(error: BaseException) -> str:

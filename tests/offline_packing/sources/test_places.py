@@ -79,6 +79,8 @@ def test_remote_paths_stay_inside() -> None:
     for outside in ("../a.jpg", "/a.jpg", "sub/../../a.jpg"):
         with pytest.raises(SampleError, match="path_outside_root"):
             root.locate("", outside)
+    cached, _ = open_root("simplecache::memory://inside")  # the URL names a file system's options
+    assert cached.entry("a.jpg") == ("a.jpg", 1, 0)
     with pytest.raises(StageError, match=r"does not exist; set source\.path"):
         open_root("memory://nowhere")
     with pytest.raises(ConfigError, match="cannot be opened"):

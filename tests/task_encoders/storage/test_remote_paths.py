@@ -127,14 +127,14 @@ def test_large_objects_are_sent_in_parts(object_store: ObjectStore, bucket: str)
 
 @pytest.mark.usefixtures("no_waiting")
 def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, bucket: str) -> None:
-    folder, before = path_of(f"{bucket}/a"), remote_requests.count_repeats()
+    folder, before = path_of(f"{bucket}/a"), remote_requests.REPEATS["requests"]
     object_store.fail(0.15)
     for i in range(6):
         with atomic_file(folder / f"{i}.bin") as file:
             file.write(LARGE[i:])
         assert (folder / f"{i}.bin").read_bytes() == LARGE[i:]
     assert object_store.counts()["failed"] > 3
-    assert remote_requests.count_repeats() > before
+    assert remote_requests.REPEATS["requests"] > before
     assert len(list(folder.iterdir())) == 6
     object_store.set_faults()
     remote = as_remote(folder)
@@ -222,14 +222,14 @@ def test_half_a_key_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_ranges(folder: Path) -> None:
     """Bytes after the end are not there; no request for them is repeated."""
     write_atomically(folder / "a", b"0123456789")
-    before = remote_requests.count_repeats()
+    before = remote_requests.REPEATS["requests"]
     assert read_range(folder / "a", 2, 5) == b"234"
     assert read_range(folder / "a", 8, 15) == b"89"
     with suppress(OSError):  # so S3
         assert read_range(folder / "a", 20, 25) == b""
     with pytest.raises(FileNotFoundError):
         read_range(folder / "b", 0, 1)
-    assert remote_requests.count_repeats() == before
+    assert remote_requests.REPEATS["requests"] == before
 
 
 def test_unknown_storages_are_refused() -> None:
