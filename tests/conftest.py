@@ -3,12 +3,15 @@
 import gc
 import json
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import xxhash
 
 from tests.helpers.object_store import ObjectStore, serve_objects
 
@@ -16,6 +19,31 @@ if TYPE_CHECKING:
     from tests.world import World
 
 
+ROOT = Path(__file__).parents[1]
+
+
+def _keep_kernels() -> None:
+    """Have numba keep compiled kernels in a folder of the user's, named by what the planner's files
+    hold: numba itself looks at the file of a kernel, not at those of the kernels that it calls.
+    Each is compiled once on a machine, whichever checkout's tests, or what they start, need it."""
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "offline-packing-tests")
+    digest = xxhash.xxh3_64()
+    for path in sorted((ROOT / "offline_packing/planner").rglob("*.py")):
+        digest.update(path.read_bytes())
+    folder = kept / digest.hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    for left in sorted(kept.iterdir(), key=lambda path: path.stat().st_mtime)[:-10]:
+        shutil.rmtree(left, ignore_errors=True)
+    os.environ["NUMBA_CACHE_DIR"] = str(folder)
+    os.environ["NUMBA_CACHE_LOCATOR_CLASSES"] = "tests.helpers.kernel_cache.ByName"
+    os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+
+
+if "NUMBA_CACHE_DIR" not in os.environ:
+    _keep_kernels()
+#: Megatron compiles some functions when it is imported, which takes 3 s of each process.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 #: Ray gives its workers the lowest priority but four; beside other tests they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -173,8 +173,8 @@ def put_files(files: Mapping[str, bytes], folder: Path | str) -> None:
     """Write files, by their names relative to a folder or URL."""
     for name, data in files.items():
         path = path_of(str(folder)) / name
-        if remote := as_remote(path):
-            remote.upload(data)
+        if as_remote(path):
+            write_atomically(path, data)
         else:
             formats.write_file(path, data)
 

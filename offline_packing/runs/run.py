@@ -45,7 +45,7 @@ from task_encoders.field_types import NonNegative
 from task_encoders.packs.manifest import FileName
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import as_remote, path_of
-from task_encoders.storage.remote_requests import RemoteError, count_repeats
+from task_encoders.storage.remote_requests import REPEATS, RemoteError
 
 logger = logging.getLogger(__name__)
 
@@ -148,18 +148,17 @@ class Workspace:
                 yield
                 return
             self._remove_remains()
-            repeats = count_repeats()
+            repeats = REPEATS["requests"]
             try:
                 yield
             finally:
                 self._remove_remains()
-                if count := count_repeats() - repeats:
+                if count := REPEATS["requests"] - repeats:
                     logger.info("%s: %d requests failed and were made again", self.root, count)
 
     def _remove_remains(self) -> None:
         """Remove uploads that killed runs left in object storage, and scratch files."""
-        remote = as_remote(self.root)
-        if remote is None:
+        if not (remote := as_remote(self.root)):
             return
         remove_folder(self.scratch)
         try:

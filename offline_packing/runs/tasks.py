@@ -8,6 +8,7 @@ completes the stage.
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -35,7 +36,7 @@ from offline_packing.layouts.shards import (
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import generation_of
 from offline_packing.runs.run import Run, open_sources
-from task_encoders.storage.remote_requests import add_repeats, count_repeats
+from task_encoders.storage.remote_requests import REPEATS
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +73,14 @@ def run_tasks(
     counted = update_wrapper(partial(_counted, function), function)  # Ray's dashboard names it
     for result, process, repeats in run.engine.run(counted, tasks, listener):
         if process != os.getpid():
-            add_repeats(repeats)
+            REPEATS.update(repeats)
         yield result
 
 
-def _counted(function: Callable[[Task], Result], task: Task) -> tuple[Result, int, int]:
+def _counted(function: Callable[[Task], Result], task: Task) -> tuple[Result, int, Counter[str]]:
     """The result of a task, its process, and how many requests it had to repeat."""
-    before = count_repeats()
-    result = function(task)
-    return result, os.getpid(), count_repeats() - before
+    before = REPEATS.copy()
+    return function(task), os.getpid(), REPEATS - before
 
 
 def check_all_done(

@@ -29,6 +29,7 @@ from offline_packing.sources.reading.locators import (
 from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.roots import Root, open_root
 from offline_packing.storage.key_set import KeySet
+from offline_packing.storage.streams import size_of
 from task_encoders.records.record import (
     check_prompts_are_shown,
     decode_inline,
@@ -236,7 +237,7 @@ class Source(ABC):
             folder = "" if self.image_root is not None else record.locator.container
             container = self.media.locate(folder.rpartition("/")[0], name)
             file = self.media.open(container)
-            return Locator("file", container, 0, self.media.size(file)), file
+            return Locator("file", container, 0, size_of(file)), file
         if found.data is not None:
             return found.locator, io.BytesIO(found.data)
         at = found.locator

@@ -113,8 +113,7 @@ def _locked(folder: Path, operation: int) -> Iterator[None]:
 @contextmanager
 def local_copy(path: Path) -> Iterator[Path]:
     """The file itself; of an object a copy of the same name, while the block runs."""
-    remote = as_remote(path)
-    if remote is None:
+    if not (remote := as_remote(path)):
         yield path
         return
     with temporary_folder() as folder:
@@ -148,8 +147,7 @@ def file_stamp(path: str | Path) -> Stamp | None:
 def file_stamps(folder: Path) -> dict[str, Stamp | None]:
     """Stamps of the files of a folder by their names, objects' from one listing. None: the storage
     gives no ETag. A folder that does not exist is empty."""
-    remote = as_remote(folder)
-    if remote is not None:
+    if remote := as_remote(folder):
         return {name: (size, tag) if tag else None for name, size, tag in remote.tags()}
     names = os.listdir(folder) if folder.is_dir() else ()
     return {name: stamp for name in names if (stamp := file_stamp(f"{folder}/{name}")) is not None}
@@ -157,11 +155,10 @@ def file_stamps(folder: Path) -> dict[str, Stamp | None]:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder with its content, if it exists."""
-    remote = as_remote(folder)
-    if remote is None:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
+    if remote := as_remote(folder):
         remote.remove_tree()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_path(path: Path) -> None:
@@ -185,8 +182,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name only if the block succeeds: written beside it, synced, renamed; or
     written to a local one, and uploaded. Raises StageError if the disk is full."""
-    remote = as_remote(path)
-    if remote is not None:
+    if remote := as_remote(path):
         with translate_disk_full(Path(tempfile.gettempdir())), remote.uploaded() as file:
             yield file
         return
@@ -234,10 +230,6 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a whole file, as `atomic_file`."""
-    remote = as_remote(path)
-    if remote is not None:
-        remote.upload(data)
-        return
     with atomic_file(path) as file:
         file.write(data)
 
@@ -289,14 +281,18 @@ def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> byte
             actual = os.fstat(file.fileno()).st_size
             data = os.pread(file.fileno(), size, offset)
     except OSError as error:
-        raise StageError(
-            f"{path} cannot be read: {error.strerror}; restore it, or measure again with "
-            "output.overwrite=true"
-        ) from error
+        raise unreadable(path, error.strerror) from error
     if len(data) != size or (whole and actual != size):
         why = f"it has {actual} bytes, {offset + size} were expected"
         raise ChangedError(str(path), why)
     return data
+
+
+def unreadable(path: str | Path, why: object) -> StageError:
+    """The error of a file of a source that can no longer be read."""
+    return StageError(
+        f"{path} cannot be read: {why}; restore it, or measure again with output.overwrite=true"
+    )
 
 
 def hash_bytes(data: bytes) -> str:

@@ -63,8 +63,7 @@ class KeySet:
 
     def _local_path(self) -> Path:
         """The file; of an object, a copy that the processes of a machine share."""
-        remote = as_remote(self._path)
-        if remote is None:
+        if not (remote := as_remote(self._path)):
             return self._path
         folder, what = scratch_folder(self._path.parent), "the keys of source.skip"
         return unpacked_copy(str(self._path), what, folder, remote.download)

@@ -46,28 +46,34 @@ def open_range(file: BinaryIO, begin: int, size: int, *, keep_open: bool = False
     return io.BufferedReader(own, 4096)
 
 
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file, which stays where it is."""
+    position, size = file.tell(), file.seek(0, io.SEEK_END)
+    file.seek(position)
+    return size
+
+
 def codec_of(name: str) -> str | None:
     """The codec that a file's name tells; None for a plain file."""
     return CODECS.get(name.rpartition(".")[2].lower())
 
 
-def open_unpacked(file: BinaryIO, name: str, packed_size: int) -> BinaryIO:
+def open_unpacked(file: BinaryIO, name: str) -> BinaryIO:
     """A file's content, unpacked if its name says that it is compressed; closing it closes both."""
     codec = codec_of(name)
     if codec is None:
         return file
-    return io.BufferedReader(_UnpackedStream(file, codec, packed_size), _BLOCK)
+    return io.BufferedReader(_UnpackedStream(file, codec), _BLOCK)
 
 
 class _UnpackedStream(io.RawIOBase):
     """Unpacks in blocks of one size: a damaged file always gives the same bytes before it fails."""
 
-    def __init__(self, file: BinaryIO, codec: str, packed_size: int) -> None:
+    def __init__(self, file: BinaryIO, codec: str) -> None:
         import pyarrow as pa
 
-        self._file = file
+        self._file, self._packed_size = file, size_of(file)
         self._stream: Any = pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)
-        self._packed_size = packed_size
         self._unpacked = 0
         #: the rest of the block that was unpacked last
         self._block = memoryview(b"")
@@ -103,9 +109,9 @@ class _UnpackedStream(io.RawIOBase):
         super().close()
 
 
-def unpack(file: BinaryIO, name: str, packed_size: int, target: BinaryIO) -> None:
+def unpack(file: BinaryIO, name: str, target: BinaryIO) -> None:
     """Write the content of a compressed file; of a damaged one, as far as it was measured."""
-    with open_unpacked(file, name, packed_size) as content, contextlib.suppress(DamagedStreamError):
+    with open_unpacked(file, name) as content, contextlib.suppress(DamagedStreamError):
         shutil.copyfileobj(content, target, _BLOCK)
 
 

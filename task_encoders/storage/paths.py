@@ -6,10 +6,11 @@ before there is a URL.
 
 import os
 import re
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
-from task_encoders.storage.remote_requests import in_a_line
+from task_encoders.storage.remote_requests import CHECK, in_a_line, make_request
 
 if TYPE_CHECKING:
     from task_encoders.storage.remote_paths import RemotePath
@@ -57,35 +58,36 @@ def path_of(path: object) -> Path:
         return Path(text)
     for protocol in PROFILED:
         text = text.replace(BUCKET_PROFILE.format(protocol), f"{protocol}://")
+    # Annotations say Path everywhere: only methods that both have are used.
+    return cast(Path, open_url(text))
+
+
+def open_url(url: str) -> "RemotePath":
+    """The path of a URL as it stands. Raises StorageError if the storage is unknown or a package is
+    missing; RemoteError if credentials are."""
     try:
-        from task_encoders.storage.remote_paths import open_remote
+        from task_encoders.storage.remote_paths import RemotePath
 
-        return open_remote(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it does not know msc, with plain paths
+            path = RemotePath(url.rstrip("/"))
+        filesystem = make_request(url, "opened", lambda: path.fs)
+        if path.protocol == "msc":
+            filesystem.resolve_path_and_storage_client(url)  # there may be no such profile
+        return path
     except (ImportError, ValueError) as error:
-        raise unopened(text, error) from error
-
-
-def unopened(url: str, error: Exception) -> StorageError:
-    """The error of a URL whose storage is not known, or its package is missing."""
-    return StorageError(
-        f"{url!r} cannot be opened: {error}; correct it, or pip install fsspec universal_pathlib "
-        "and its package (s3fs, gcsfs, adlfs, multi-storage-client, ...)"
-    )
+        raise StorageError(
+            f"{url!r} cannot be opened: {error}; correct it, or pip install fsspec "
+            "universal_pathlib and its package (s3fs, gcsfs, adlfs, multi-storage-client, ...)"
+        ) from error
 
 
 def unreachable(path: object, error: Exception) -> StorageError:
     """The error of a URL whose storage does not answer, or refuses to."""
     if isinstance(error, FileNotFoundError):
         return StorageError(f"{path} does not exist; check the address")
-    if isinstance(error, ImportError):
-        remedy = "pip install the package of the storage (multi-storage-client[boto3], ...)"
-    else:
-        remedy = (
-            "check the address, and that the credentials may list and read there (of S3 "
-            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL in the environment, or "
-            "FSSPEC_S3_ANON=true of a public bucket; of msc:// the profile in the file that "
-            "MSC_CONFIG names)"
-        )
+    remedy = "pip install the package of the storage (multi-storage-client[boto3], ...)"
+    remedy = remedy if isinstance(error, ImportError) else CHECK
     return StorageError(f"{path} cannot be reached: {in_a_line(error)}; {remedy}")
 
 
@@ -106,15 +108,14 @@ def as_remote(path: Path) -> "RemotePath | None":
 
 def check_exists(path: Path) -> None:
     """Raise StorageError if a URL leads nowhere: neither to a file nor to a folder."""
-    if as_remote(path) is not None and not path.exists():
-        raise StorageError(f"{path} does not exist; check the address")
+    if as_remote(path) and not path.exists():
+        raise unreachable(path, FileNotFoundError())
 
 
 def read_range(path: Path, start: int, end: int) -> bytes:
     """The bytes [start, end) of a file, fewer if it ends before: of a URL in one request. Raises
     OSError."""
-    remote = as_remote(path)
-    if remote is not None:
+    if remote := as_remote(path):
         return remote.read_range(start, end)
     with open(path, "rb", buffering=0) as file:
         return os.pread(file.fileno(), end - start, start)

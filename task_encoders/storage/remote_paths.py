@@ -6,16 +6,14 @@ are repeated after growing waits, and counted; those that are refused are not.
 """
 
 import errno
-import functools
 import io
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
+from functools import partial
 from typing import Any, BinaryIO, Final, cast
 
 import fsspec
@@ -28,6 +26,9 @@ from task_encoders.storage.remote_requests import MUST_EXIST, count_attempt, mak
 _BLOCK: Final = 1 << 20
 _COPIED: Final = 8 << 20
 _S3: Final = ("s3", "s3a")
+#: Connections by protocol, options and process. Those that a worker inherits are kept as well: it
+#: would close them, and complain.
+_FILESYSTEMS: Final[dict[tuple[str, str, int], Any]] = {}
 
 
 class RemotePath(ProxyUPath):
@@ -37,38 +38,50 @@ class RemotePath(ProxyUPath):
 
     @property
     def fs(self) -> Any:
-        return _filesystem(self.protocol, os.getpid())
+        """fsspec's file system, with the options that stand in the URL; a process's own."""
+        key = (self.protocol, str(self.storage_options), os.getpid())
+        if key not in _FILESYSTEMS:
+            # Listings that are kept would hide what other processes write.
+            options = {**self.storage_options, "use_listings_cache": False}
+            filesystem = fsspec.filesystem(self.protocol, **options)
+            if self.protocol in _S3:
+                filesystem.s3.meta.events.register("needs-retry.s3", count_attempt)
+            _FILESYSTEMS[key] = filesystem
+        return _FILESYSTEMS[key]
 
     def exists(self, **options: Any) -> bool:
-        return self._info() is not None
+        return bool(self._info())
 
     def is_file(self, **options: Any) -> bool:
-        info = self._info()
-        return info is not None and info["type"] == "file"
+        return self._info().get("type") == "file"
 
     def is_dir(self, **options: Any) -> bool:
-        info = self._info()
-        return info is not None and info["type"] == "directory"
+        return self._info().get("type") == "directory"
 
     def stat(self, **options: Any) -> Any:
-        info = self._info()
-        if info is None:
+        if not (info := self._info()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return os.stat_result((0, 0, 0, 0, 0, 0, int(info["size"]), 0, 0, 0))
 
     def iterdir(self) -> Iterator[Any]:
         """Entries of the folder, by name, from one listing."""
-        found = self._request("listed", lambda: self.fs.ls(self.path, detail=False), default=())
-        names = {name.rstrip("/").rpartition("/")[2] for name in found if not self._is_self(name)}
-        return (self / name for name in sorted(names))
+        return (self / name for name in sorted({name for name, _ in self.listing()}))
+
+    def listing(self, below: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(name, what the storage tells) of the entries of the folder, or one below it, from one
+        listing."""
+        path = f"{self.path.rstrip('/')}/{below}".rstrip("/")
+        for one in self._request("listed", lambda: self.fs.ls(path, detail=True), default=()):
+            if one["name"].strip("/") != path.strip("/"):  # as some storages list the folder itself
+                yield one["name"].rstrip("/").rpartition("/")[2], one
 
     def tags(self) -> Iterator[tuple[str, int, str]]:
         """(name, size, ETag) of the objects in the folder itself, from one listing; the ETag is
         empty if the storage gives none."""
-        for one in self._request("listed", lambda: self.fs.ls(self.path, detail=True), default=()):
-            if one["type"] == "file" and not self._is_self(one["name"]):
+        for name, one in self.listing():
+            if one["type"] == "file":
                 tag = one.get("ETag") or one.get("etag") or ""  # s3fs and msc, or others
-                yield one["name"].rpartition("/")[2], int(one["size"]), str(tag)
+                yield name, int(one["size"]), str(tag)
 
     def glob(self, pattern: str, **options: Any) -> Iterator[Any]:
         """Entries of the folder itself that have such a name."""
@@ -78,7 +91,7 @@ class RemotePath(ProxyUPath):
         """The objects under the folder that have such a name."""
         found = self._request("listed", lambda: self.fs.find(self.path), default=())
         start = len(self.path.rstrip("/")) + 1
-        paths = (self / name[start:] for name in sorted(found) if not self._is_self(name))
+        paths = (self / name[start:] for name in sorted(found) if name[start:])
         return (path for path in paths if fnmatchcase(path.name, pattern))
 
     def open(self, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
@@ -116,12 +129,6 @@ class RemotePath(ProxyUPath):
         """Remove all that is under it."""
         self._request("removed", lambda: self.fs.rm(self.path, recursive=True), default=True)
 
-    def upload(self, data: bytes) -> None:
-        """Write a small object."""
-        options = _upload_options(self.fs, self.protocol, len(data))
-        options.pop("overwrite", None)  # always does
-        self._request("written", lambda: self.fs.pipe_file(self.path, data, **options))
-
     @contextmanager
     def uploaded(self) -> Iterator[BinaryIO]:
         """A local file without a name, which becomes the object if the block succeeds. A large one
@@ -129,7 +136,13 @@ class RemotePath(ProxyUPath):
         with tempfile.TemporaryFile() as file:
             yield cast(BinaryIO, file)
             file.flush()
-            options = _upload_options(self.fs, self.protocol, os.fstat(file.fileno()).st_size)
+            options: dict[str, Any] = {}  # which differ between storages
+            if self.protocol in _S3:
+                # 50 MiB, or as the variable FSSPEC_S3 says; S3 takes 10,000 parts.
+                size = os.fstat(file.fileno()).st_size
+                options = {"chunksize": max(self.fs.default_block_size, -(-size // 10_000))}
+            elif self.protocol in ("abfs", "abfss", "az"):
+                options = {"overwrite": True}
             name = f"/proc/self/fd/{file.fileno()}"
             self._request("written", lambda: self.fs.put_file(name, self.path, **options))
 
@@ -150,63 +163,26 @@ class RemotePath(ProxyUPath):
         if self.protocol not in _S3:
             return 0
         bucket, _, folder = self.path.partition("/")
-        asked = {"Bucket": bucket, **({"Prefix": f"{folder}/"} if folder else {})}
-        count = 0
+
+        def call(method: str, **asked: str) -> Mapping[str, Any]:
+            """An answer of S3; an empty one if the upload does not exist any more."""
+            request = partial(self.fs.call_s3, method, Bucket=bucket, **asked)
+            return cast(Mapping[str, Any], self._request("cleaned", request, default={}))
+
+        count, asked = 0, {"Prefix": f"{folder}/"} if folder else {}
         while True:
-            page = self._call_s3("list_multipart_uploads", asked)
+            page = call("list_multipart_uploads", **asked)
             for one in page.get("Uploads", ()):
-                upload = {"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]}
-                self._call_s3("abort_multipart_upload", upload)
+                call("abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
                 count += 1
             if not page.get("IsTruncated"):
                 return count
-            for marker in ("KeyMarker", "UploadIdMarker"):
-                asked[marker] = page[f"Next{marker}"]
+            asked |= {name: page[f"Next{name}"] for name in ("KeyMarker", "UploadIdMarker")}
 
-    def _call_s3(self, method: str, asked: Mapping[str, str]) -> Mapping[str, Any]:
-        """An answer of S3; an empty one if the upload does not exist any more."""
-        answer = self._request("cleaned", lambda: self.fs.call_s3(method, **asked), default={})
-        return cast(Mapping[str, Any], answer)
-
-    def _info(self) -> Mapping[str, Any] | None:
-        answer = self._request("read", lambda: self.fs.info(self.path), default=None)
-        return cast("Mapping[str, Any] | None", answer)
-
-    def _is_self(self, name: str) -> bool:
-        """Whether an entry of a listing is the folder itself, as some storages list it."""
-        return name.strip("/") == self.path.strip("/")
+    def _info(self) -> Mapping[str, Any]:
+        """What the storage tells of an object or a folder; nothing if there is none."""
+        request = partial(self.fs.info, self.path)
+        return cast(Mapping[str, Any], self._request("read", request, default={}))
 
     def _request(self, done: str, request: Callable[[], Any], default: Any = MUST_EXIST) -> Any:
         return make_request(str(self), done, request, default)
-
-
-def open_remote(url: str) -> Path:
-    """The path of a URL. Raises ImportError or ValueError if there is no such storage, or its
-    package is missing; RemoteError if credentials are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it does not know msc, whose paths are plain
-        path = RemotePath(url.rstrip("/"))
-    filesystem = make_request(url, "opened", lambda: path.fs)
-    if path.protocol == "msc":
-        filesystem.resolve_path_and_storage_client(url)  # there may be no such profile
-    # Annotations say Path everywhere: only methods that both have are used.
-    return cast(Path, path)
-
-
-@functools.cache
-def _filesystem(protocol: str, process: int) -> Any:
-    """A process's own connections. Those that a worker inherits are kept as well: it would close
-    them, and complain."""
-    # Listings that are kept would hide what other processes write.
-    filesystem = fsspec.filesystem(protocol, use_listings_cache=False)
-    if protocol in _S3:
-        filesystem.s3.meta.events.register("needs-retry.s3", count_attempt)
-    return filesystem
-
-
-def _upload_options(filesystem: Any, protocol: str, size: int) -> dict[str, Any]:
-    """Arguments of fsspec's put_file, which differ between storages."""
-    if protocol in _S3:
-        # 50 MiB, or as the variable FSSPEC_S3 says; S3 takes 10,000 parts.
-        return {"chunksize": max(filesystem.default_block_size, -(-size // 10_000))}
-    return {"overwrite": True} if protocol in ("abfs", "abfss", "az") else {}

@@ -11,6 +11,13 @@ logger = logging.getLogger(__name__)
 
 #: Seconds before a request is made again, after the storage's own package has repeated it.
 WAITS: Final = (1, 2, 5, 15, 45)
+#: Remedy where a storage refuses a request.
+CHECK: Final = (
+    "check that the bucket exists, and that the credentials may do so there (of S3 "
+    "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL in the environment, or "
+    "FSSPEC_S3_ANON=true of a public bucket; of msc:// the profile in the file that MSC_CONFIG "
+    "names)"
+)
 #: Stands for no default: the request is for an object that exists.
 MUST_EXIST: Final = object()
 
@@ -20,7 +27,8 @@ _STORAGES: Final = frozenset(
 )
 #: Errors that a repetition does not change.
 _REFUSED: Final = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "InvalidAccessKey")
-_REPEATS: Final = Counter[str]()
+#: Requests that this process repeated, and those that others repeated for it.
+REPEATS: Final = Counter[str]()
 
 
 class RemoteError(RuntimeError):
@@ -52,32 +60,17 @@ def make_request(
             refused = isinstance(error, PermissionError) or _lacks_bucket(error)
             refused |= any(name in f"{type(error).__name__} {error}" for name in _REFUSED)
             if wait is None or refused:
-                remedy = "run again"
-                if wait is not None:
-                    remedy = (
-                        "check that the bucket exists, and that the credentials in the environment "
-                        "may do so there"
-                    )
+                remedy = "run again" if wait is None else CHECK
                 raise RemoteError(f"{path} cannot be {done}: {why}; {remedy}") from error
-            _REPEATS["requests"] += 1
+            REPEATS["requests"] += 1
             logger.warning("%s: a request failed (%s), again in %d s", path, why, wait)
         time.sleep(wait)
     raise AssertionError
 
 
-def count_repeats() -> int:
-    """Requests that this process has repeated so far."""
-    return _REPEATS["requests"]
-
-
-def add_repeats(count: int) -> None:
-    """Count requests that another process repeated for this one."""
-    _REPEATS["requests"] += count
-
-
 def count_attempt(attempts: int, **event: Any) -> None:
     """Count an attempt that botocore made, which calls this after each."""
-    _REPEATS["requests"] += attempts > 1
+    REPEATS["requests"] += attempts > 1
 
 
 def in_a_line(error: BaseException) -> str:

@@ -84,19 +84,19 @@ def fatal_moments(moments: Iterable[Moment], function: str) -> list[Moment]:
 @contextmanager
 def killed_before(name: str) -> Iterator[None]:
     """Kill the process where a file whose path ends in this name would appear."""
-    replace, upload = os.replace, RemotePath.upload
+    replace, request = os.replace, RemotePath._request
 
     def replaced(path: Any, target: Any) -> None:
         if str(target).endswith(name):
             raise Killed
         replace(path, target)
 
-    def uploaded(path: RemotePath, data: bytes) -> None:
-        if str(path).endswith(name):
+    def requested(path: RemotePath, done: str, *rest: Any, **options: Any) -> Any:
+        if done == "written" and str(path).endswith(name):
             raise Killed
-        upload(path, data)
+        return request(path, done, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", replaced)
-        patch.setattr(RemotePath, "upload", uploaded)
+        patch.setattr(RemotePath, "_request", requested)
         yield

@@ -12,8 +12,8 @@ import pytest
 
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
+from offline_packing.storage.files import write_atomically
 from offline_packing.verify.verify import discard, verify
-from task_encoders.storage.paths import as_remote
 from tests.helpers.datasets import index_rows, pack_all
 from tests.helpers.outputs import files_of
 from tests.laws.kills import OFTEN
@@ -54,22 +54,15 @@ def flip(path: Path) -> None:
     """Turn all bits of a byte in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
-    replace_file(path, bytes(data))
+    write_atomically(path, bytes(data))
 
 
 def cut(path: Path) -> None:
-    replace_file(path, path.read_bytes()[:-7])
+    write_atomically(path, path.read_bytes()[:-7])
 
 
 def lose(path: Path) -> None:
     path.unlink()
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    if remote := as_remote(path):
-        remote.upload(data)
-    else:
-        path.write_bytes(data)
 
 
 EDITS: tuple[Callable[[Path], None], ...] = (flip, cut, lose)

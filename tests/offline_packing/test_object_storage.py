@@ -13,11 +13,11 @@ import pytest
 from offline_packing.report.preview import preview
 from offline_packing.report.report import report
 from offline_packing.runs.run import Run, Workspace
-from offline_packing.storage.files import local_copy, scratch_folder
+from offline_packing.storage.files import local_copy, scratch_folder, write_atomically
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
-from task_encoders.storage.paths import as_remote, path_of
+from task_encoders.storage.paths import path_of
 from tests.helpers.command import Command
 from tests.helpers.datasets import config_file, pack_all, packed_run
 from tests.helpers.object_store import Faults, ObjectStore
@@ -138,11 +138,11 @@ def test_scratch_of_a_killed_run_is_removed(
 KILLED = """
 import os, signal, sys, tempfile
 from pathlib import Path
-from offline_packing.storage.files import local_copy
-from task_encoders.storage.paths import as_remote, path_of
+from offline_packing.storage.files import local_copy, write_atomically
+from task_encoders.storage.paths import path_of
 
 object = path_of("memory://folder/a.npy")
-object.upload(b"content")
+write_atomically(object, b"content")
 with local_copy(object):
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -169,7 +169,7 @@ def test_scratch_of_remote_outputs_is_private(
     assert subprocess.run([sys.executable, "-c", KILLED], env=environment).returncode == -9
     assert [path.name for path in tmp_path.rglob("*.npy")] == ["a.npy"]
     remote = path_of("memory://folder/b.npy")
-    as_remote(remote).upload(b"content")
+    write_atomically(remote, b"content")
     with local_copy(remote) as first, local_copy(remote) as second:
         assert first.read_bytes() == second.read_bytes() == b"content"
         assert sorted(tmp_path.rglob("*.npy")) == sorted([first, second])

@@ -221,7 +221,7 @@ class JsonlSource(Source):
         cutter = self._cutter(container, begin)
         held, start, position, number, is_blank = list[bytes](), begin, begin, 0, True
         packed = self.open_container(container, sequential=True)
-        with _buffered(open_unpacked(packed, container, self.root.size(packed))) as file:
+        with _buffered(open_unpacked(packed, container)) as file:
             head = b""
             if begin:
                 file.seek(begin)

@@ -156,7 +156,7 @@ class WebDatasetSource(Source):
         ending = next((end for end in self.ENDINGS if container.lower().endswith(end)), "")
         stem = container[: len(container) - len(ending)]
         with self.open_container(container, sequential=True) as packed:
-            file = open_unpacked(packed, container, self.root.size(packed))
+            file = open_unpacked(packed, container)
             keep_data = not file.seekable()
             for sample in group_members(
                 container, file, keep_data=keep_data, most=_MOST_KEPT, split=self.SPLITS

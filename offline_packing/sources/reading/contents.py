@@ -183,11 +183,10 @@ def file_head(path: Path, name: str) -> bytes:
 
 def holds_packs(path: Path, tar: str) -> bool:
     """Whether a tar at a path (which may be that tar) begins with a pack."""
-    with open(path if path.is_file() else path / tar, "rb") as packed:
-        size = os.fstat(packed.fileno()).st_size
-        with contextlib.suppress(DamagedStreamError):
-            for member in TarReader(open_unpacked(packed, tar, size)):
-                return is_pack_name(member.name)
+    file = path if path.is_file() else path / tar
+    with open(file, "rb") as packed, contextlib.suppress(DamagedStreamError):
+        for member in TarReader(open_unpacked(packed, tar)):
+            return is_pack_name(member.name)
     return False
 
 

@@ -82,7 +82,7 @@ def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
 
     def write(copy: BinaryIO) -> None:
         with root.open(at.container, sequential=True) as file:
-            unpack(file, at.container, root.size(file), copy)
+            unpack(file, at.container, copy)
 
     name = f"{path}\0{root.stamp(at.container)}"
     with open(unpacked_copy(name, path, unpack_folder, write), "rb", buffering=0) as file:

@@ -1,9 +1,8 @@
 """Files under a root, here or remote, and never a file outside it; and how they are listed.
 
-Remote ones are read through fsspec: s3://bucket/data, gs://..., memory://... Its packages of the
-storage (s3fs, gcsfs, ...) find the credentials. A `Root` is a folder here or there: both offer the
-same. A request takes some 30 ms however little it asks for, in which a connection brings megabytes.
-Ranges that are known to be needed are therefore read ahead, in few requests, several at a time.
+A `Root` is a folder here, or a RemotePath there: both offer the same. A request takes some 30 ms
+however little it asks for, in which a connection brings megabytes. Ranges that are known to be
+needed are therefore read ahead, in few requests, several at a time.
 """
 
 import bisect
@@ -19,16 +18,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from offline_packing.errors import ChangedError, ConfigError, StageError
-from offline_packing.storage.files import read_range
-from offline_packing.storage.streams import open_range
+from offline_packing.storage.files import read_range, unreadable
+from offline_packing.storage.streams import open_range, size_of
 from task_encoders.samples import SampleError
-from task_encoders.storage.paths import is_url, unopened, unreachable
+from task_encoders.storage.paths import StorageError, is_url, open_url, unreachable
 from task_encoders.storage.remote_requests import make_request
 from task_encoders.threads import in_threads
+
+if TYPE_CHECKING:
+    from task_encoders.storage.remote_paths import RemotePath
 
 #: Enough for most image headers, in one read.
 _BUFFER_BYTES: Final = 4096
@@ -81,10 +83,6 @@ class MediaRoot:
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
         """A file of `size` bytes at `offset` of a file. Raises SampleError as `open`."""
         return open_range(self.open(container), offset, size)
-
-    def size(self, file: BinaryIO) -> int:
-        """Bytes of an open file."""
-        return os.fstat(file.fileno()).st_size
 
     def stamp(self, container: str) -> str:
         """Changes when a file is replaced or written to."""
@@ -218,11 +216,9 @@ class FileRange(NamedTuple):
 class RemoteRoot:
     """A remote folder whose files may be read; the counterpart of MediaRoot."""
 
-    def __init__(self, filesystem: Any, folder: str) -> None:
-        self._filesystem = filesystem
-        self.folder = folder.rstrip("/")
-        #: multi-storage-client decides itself how much to read ahead
-        self._is_msc = "msc" in filesystem.protocol
+    def __init__(self, folder: "RemotePath") -> None:
+        self._at = folder
+        self.folder = folder.path.rstrip("/")
         self._stamps: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._open_file: tuple[str, BinaryIO] | None = None
@@ -233,31 +229,9 @@ class RemoteRoot:
         """Another process opens its own connections."""
         return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None, "_held": {}}
 
-    @classmethod
-    def at(cls, url: str) -> tuple["RemoteRoot", str | None]:
-        """The root of a URL; of a file, its folder and its name. Raises ConfigError if there is
-        no such storage or its package is missing, StageError if there is nothing at the URL."""
-        try:
-            from fsspec.core import url_to_fs
-
-            filesystem, path = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"source path {unopened(url, error)}") from error
-        try:
-            is_folder = filesystem.isdir(path)
-            is_file = not is_folder and filesystem.isfile(path)
-        except Exception as error:  # every storage has its own: botocore's, google's, aiohttp's
-            raise StageError(f"source path {unreachable(url, error)}") from error
-        if is_folder:
-            return cls(filesystem, path), None
-        if not is_file:
-            raise StageError(f"source path {url!r} does not exist; set source.path")
-        folder, _, name = path.rpartition("/")
-        return cls(filesystem, folder), name
-
     def path(self, container: str) -> str:
         """URL of a file."""
-        return str(self._filesystem.unstrip_protocol(self._path(container)))
+        return str(self._at.fs.unstrip_protocol(self._path(container)))
 
     def locate(self, folder: str, name: str) -> str:
         """Container that `name` means in `folder`. Raises SampleError as MediaRoot.locate does."""
@@ -273,13 +247,14 @@ class RemoteRoot:
         """Open a file for reading. One that is read sequentially is kept open for `open_range`.
         Raises SampleError (missing_image) if there is none."""
         options = _SEQUENTIAL if sequential else {"block_size": _BLOCK}
+        if self._at.protocol == "msc":  # decides itself how much to read ahead
+            options = {}
         with _missing(container):
-            path = self._path(container)
-            file = self._filesystem.open(path, "rb", **({} if self._is_msc else options))
+            file: BinaryIO = self._at.fs.open(self._path(container), "rb", **options)
         if not sequential:
             return file
         self._open_file = (container, file)
-        return self.open_range(container, 0, self.size(file))
+        return self.open_range(container, 0, size_of(file))
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
         """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in
@@ -288,23 +263,16 @@ class RemoteRoot:
             self._open_file = (container, self.open(container))
         return open_range(self._open_file[1], offset, size, keep_open=True)
 
-    def size(self, file: BinaryIO) -> int:
-        """Bytes of an open file."""
-        position = file.tell()
-        size = file.seek(0, 2)
-        file.seek(position)
-        return size
-
     def stamp(self, container: str) -> str:
         """Changes when a file is replaced or written to; asked for once per task."""
         if container not in self._stamps:
-            self._stamps[container] = str(self._filesystem.ukey(self._path(container)))
+            self._stamps[container] = str(self._at.fs.ukey(self._path(container)))
         return self._stamps[container]
 
     def read(self, container: str, limit: int) -> bytes:
         """A whole file. Raises SampleError as MediaRoot.read does."""
         with _missing(container, "bad_json"):
-            data: bytes = self._filesystem.cat_file(self._path(container), start=0, end=limit + 1)
+            data: bytes = self._at.fs.cat_file(self._path(container), start=0, end=limit + 1)
         if len(data) > limit:
             raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
         return data
@@ -318,10 +286,7 @@ class RemoteRoot:
         try:
             data = self._fetch(container, offset, wanted.end)
         except OSError as error:
-            raise StageError(
-                f"{self.path(container)} cannot be read: {error}; restore it, or measure again "
-                "with output.overwrite=true"
-            ) from error
+            raise unreadable(self.path(container), error) from error
         if len(data) != size:
             raise ChangedError(self.path(container))
         return data
@@ -346,21 +311,17 @@ class RemoteRoot:
         return {one: part for one, part in parts.items() if len(part) == one.size}
 
     def _fetch(self, container: str, start: int, end: int) -> bytes:
-        path = self._path(container)
-        request = partial(self._filesystem.cat_file, path, start=start, end=end)
+        request = partial(self._at.fs.cat_file, self._path(container), start=start, end=end)
         return bytes(make_request(self.path(container), "read", request))
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
         """(name, size, 0) of the entries of a folder (b"" or b"a/b/"); folders have size None, and
         storages do not agree on a modification time. Names that begin with a dot are left out.
         Raises StageError if the storage does not report the size of a file."""
-        path = f"{self.folder}/{folder.decode()}".rstrip("/")
-        for info in self._filesystem.ls(path, detail=True):
-            name = info["name"].rstrip("/").rpartition("/")[2]
-            if info["name"].rstrip("/") == path or name.startswith("."):
-                continue  # some storages list a folder as its own first entry
-            is_folder = info["type"] == "directory"
-            yield name.encode(), None if is_folder else self._size(info["name"], info["size"]), 0
+        for name, info in self._at.listing(folder.decode()):
+            if not name.startswith("."):
+                is_file = info["type"] != "directory"
+                yield name.encode(), self._size(info["name"], info["size"]) if is_file else None, 0
 
     def entry(self, container: str) -> tuple[str, int, int]:
         """(container, size, 0) of a file. Raises StageError as `list_folder`."""
@@ -371,12 +332,10 @@ class RemoteRoot:
         if listed is not None:
             return int(listed)
         if path not in self._sizes:
-            size = self._filesystem.size(path)
-            if size is None:
+            if (size := self._at.fs.size(path)) is None:
                 raise StageError(
-                    f"{self._filesystem.unstrip_protocol(path)}: its server does not report the "
-                    "size of the file (Content-Length); download the source, and set source.path "
-                    "to it"
+                    f"{self._at.fs.unstrip_protocol(path)}: its server does not report the size of "
+                    "the file (Content-Length); download the source, and set source.path to it"
                 )
             self._sizes[path] = int(size)
         return self._sizes[path]
@@ -401,10 +360,21 @@ def neighbors(ranges: Iterable[FileRange]) -> list[list[FileRange]]:
 
 
 def open_root(path: str) -> tuple[Root, str | None]:
-    """The root at a path or URL; of a file, its folder and name. Raises as `RemoteRoot.at`."""
-    if is_url(path):
-        return RemoteRoot.at(path)
-    given = Path(path)
-    if not given.exists():
+    """The root at a path or URL; of a file, its folder and name. Raises ConfigError if there is no
+    such storage or its package is missing, StageError if there is nothing there."""
+    root: type[Root] = RemoteRoot if is_url(path) else MediaRoot
+    if not is_url(path):
+        at: Any = Path(path)
+        is_folder, is_there = at.is_dir(), at.exists()
+    else:
+        try:
+            at = open_url(path)
+            is_folder = at.fs.isdir(at.path)
+            is_there = is_folder or at.fs.isfile(at.path)
+        except StorageError as error:
+            raise ConfigError(f"source path {error}") from error
+        except Exception as error:  # every storage has its own: botocore's, google's, aiohttp's
+            raise StageError(f"source path {unreachable(path, error)}") from error
+    if not is_there:
         raise StageError(f"source path {path!r} does not exist; set source.path")
-    return (MediaRoot(given), None) if given.is_dir() else (MediaRoot(given.parent), given.name)
+    return (root(at), None) if is_folder else (root(at.parent), at.name)

@@ -24,7 +24,7 @@ from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import config_fingerprint
 from offline_packing.runs.run import open_sources
 from offline_packing.sources import SOURCES, Source
-from offline_packing.sources.roots.roots import RemoteRoot
+from offline_packing.sources.roots.roots import RemoteRoot, open_root
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.accounting import account, measured_rows, open_one
@@ -72,16 +72,19 @@ def test_remote_sources(tmp_path: Path, name: str) -> None:
 
 def test_remote_paths_stay_inside() -> None:
     fsspec.filesystem("memory").pipe("memory://inside/a.jpg", b"x")
-    root, name = RemoteRoot.at("memory://inside")
+    root, name = open_root("memory://inside")
+    assert isinstance(root, RemoteRoot)
     assert name is None
     assert root.locate("sub", "../a.jpg") == "a.jpg"
     for outside in ("../a.jpg", "/a.jpg", "sub/../../a.jpg"):
         with pytest.raises(SampleError, match="path_outside_root"):
             root.locate("", outside)
+    cached, _ = open_root("simplecache::memory://inside")  # the URL names a file system's options
+    assert cached.entry("a.jpg") == ("a.jpg", 1, 0)
     with pytest.raises(StageError, match=r"does not exist; set source\.path"):
-        RemoteRoot.at("memory://nowhere")
+        open_root("memory://nowhere")
     with pytest.raises(ConfigError, match="cannot be opened"):
-        RemoteRoot.at("nosuchstorage://bucket")
+        open_root("nosuchstorage://bucket")
 
 
 def test_plug_in_packs_like_any_other(tmp_path: Path) -> None:

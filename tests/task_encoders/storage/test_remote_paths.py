@@ -127,14 +127,14 @@ def test_large_objects_are_sent_in_parts(object_store: ObjectStore, bucket: str)
 
 @pytest.mark.usefixtures("no_waiting")
 def test_failed_requests_are_repeated_and_counted(object_store: ObjectStore, bucket: str) -> None:
-    folder, before = path_of(f"{bucket}/a"), remote_requests.count_repeats()
+    folder, before = path_of(f"{bucket}/a"), remote_requests.REPEATS["requests"]
     object_store.fail(0.15)
     for i in range(6):
         with atomic_file(folder / f"{i}.bin") as file:
             file.write(LARGE[i:])
         assert (folder / f"{i}.bin").read_bytes() == LARGE[i:]
     assert object_store.counts()["failed"] > 3
-    assert remote_requests.count_repeats() > before
+    assert remote_requests.REPEATS["requests"] > before
     assert len(list(folder.iterdir())) == 6
     object_store.set_faults()
     remote = as_remote(folder)
@@ -156,7 +156,7 @@ def test_a_storage_that_goes_on_failing_ends_the_run(
         calls.append(arguments)
         raise ConnectionResetError("told to")
 
-    monkeypatch.setattr(remote.fs, "pipe_file", fail)
+    monkeypatch.setattr(remote.fs, "put_file", fail)
     with pytest.raises(RemoteError, match=r"s3://.*/a cannot be written: .*told to; run again"):
         write_atomically(path, b"x")
     assert len(calls) == 6
@@ -212,7 +212,7 @@ def test_threads_share_a_path(object_store: ObjectStore, bucket: str) -> None:
 
 def test_half_a_key_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setattr(remote_paths, "_filesystem", remote_paths._filesystem.__wrapped__)
+    monkeypatch.setattr(remote_paths, "_FILESYSTEMS", {})
     S3FileSystem.clear_instance_cache()
     with pytest.raises(RemoteError, match=r"AWS_SECRET_ACCESS_KEY; check that the bucket exists"):
         path_of(f"{bucket}/a").exists()
@@ -222,14 +222,14 @@ def test_half_a_key_is_one_line(bucket: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_ranges(folder: Path) -> None:
     """Bytes after the end are not there; no request for them is repeated."""
     write_atomically(folder / "a", b"0123456789")
-    before = remote_requests.count_repeats()
+    before = remote_requests.REPEATS["requests"]
     assert read_range(folder / "a", 2, 5) == b"234"
     assert read_range(folder / "a", 8, 15) == b"89"
     with suppress(OSError):  # so S3
         assert read_range(folder / "a", 20, 25) == b""
     with pytest.raises(FileNotFoundError):
         read_range(folder / "b", 0, 1)
-    assert remote_requests.count_repeats() == before
+    assert remote_requests.REPEATS["requests"] == before
 
 
 def test_unknown_storages_are_refused() -> None:

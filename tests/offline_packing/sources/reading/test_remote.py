@@ -24,6 +24,7 @@ from offline_packing.sources import Locator
 from offline_packing.sources.reading.locators import read_ahead, read_locator
 from offline_packing.sources.roots.roots import FileRange, RemoteRoot, neighbors
 from offline_packing.verify.verify import verify
+from task_encoders.storage.remote_paths import RemotePath
 from tests.helpers import accounting, formats
 from tests.helpers.datasets import (
     dialogue,
@@ -57,14 +58,16 @@ class CountedStorage(MemoryFileSystem):
 
 
 @pytest.fixture
-def root() -> Iterator[RemoteRoot]:
-    storage = CountedStorage(skip_instance_cache=True)
-    yield RemoteRoot(storage, "/data")
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedStorage]:
+    found = CountedStorage(skip_instance_cache=True)
+    monkeypatch.setattr(RemotePath, "fs", found)
+    yield found
     CountedStorage.store.clear()
 
 
-def put(root: RemoteRoot, name: str, data: bytes) -> None:
-    root._filesystem.pipe_file(f"/data/{name}", data)
+@pytest.fixture
+def root(storage: CountedStorage) -> RemoteRoot:
+    return RemoteRoot(RemotePath("memory://data"))
 
 
 def lines(count: int, size: int, gap: int = 0) -> list[FileRange]:
@@ -91,12 +94,14 @@ def test_neighbors_of_files() -> None:
     assert neighbors([outer, inner, beside, inner]) == [[outer, inner, beside]]
 
 
-def test_ranges_are_held_while_their_items_are_used(root: RemoteRoot) -> None:
+def test_ranges_are_held_while_their_items_are_used(
+    storage: CountedStorage, root: RemoteRoot
+) -> None:
     size = 10 * MIB
     data = np.random.default_rng(0).bytes(8 * size)
-    put(root, "a.tar", data)
+    storage.pipe_file("/data/a.tar", data)
     places = [Locator("bytes", "a.tar", i * size, size) for i in range(8)]
-    asked = root._filesystem.asked
+    asked = storage.asked
     found = []
     for number, place in enumerate(read_ahead(places, lambda at: [(root, at)])):
         assert len(asked) == min(8, number // 4 * 4 + 4)  # 32 MiB at a time
@@ -106,7 +111,7 @@ def test_ranges_are_held_while_their_items_are_used(root: RemoteRoot) -> None:
     assert not root._held
 
 
-def test_changed_and_missing_files(root: RemoteRoot) -> None:
+def test_changed_and_missing_files(storage: CountedStorage, root: RemoteRoot) -> None:
     """What is not as it was measured is an error of that record alone, as without reading ahead."""
     whole = Locator("file", "whole", 0, 10)
     places = {
@@ -119,7 +124,7 @@ def test_changed_and_missing_files(root: RemoteRoot) -> None:
     }
     sizes = {"whole": 10, "grown": 11, "short": 9, "cut": 100}
     for name, size in sizes.items():
-        put(root, name, bytes(range(size)))
+        storage.pipe_file(f"/data/{name}", bytes(range(size)))
     read = {}
     for name, place in read_ahead(places.items(), lambda item: [(root, item[1])]):
         try:
