@@ -23,11 +23,8 @@ from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, is_video_name
 from task_encoders.packs.references import is_reference, read_parts
-from task_encoders.records.documents import is_document
-from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS, has_answer
+from task_encoders.records.forms import MEDIA_FIELDS, best_answer, form_of, has_answer
 from task_encoders.records.record import (
-    MEDIA_FIELDS,
-    best_answer,
     decode_inline,
     decode_text,
     is_inline,
@@ -85,7 +82,7 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
             record, media = _of_parts(sample.parts)
         else:
             record, media = _of_type(sample)
-        task = _task(record)
+        task = form_of(record).task  # as no configuration says it
         paired = tuple(media) if media or task == "captioning" else None
         found = to_sample(record, sample.__key__, task, paired)
         stem = sample.__key__.rpartition("/")[2]
@@ -93,15 +90,6 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
         return SubSample(sample.__key__, found, images, videos)
     except SampleError as error:
         return SubSample(sample.__key__, error)
-
-
-def _task(record: Mapping[str, Any]) -> str:
-    """Task of a record. Its content decides, as no configuration says it."""
-    if is_document(record):
-        return "captioning"
-    if any(record.get(name) is not None for name in DIALOGUE_FIELDS):
-        return "bmr"
-    return "vqa" if any(record.get(name) is not None for name in PROMPT_FIELDS) else "captioning"
 
 
 def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:

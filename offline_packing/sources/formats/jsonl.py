@@ -43,14 +43,8 @@ from offline_packing.storage.streams import (
     codec_of,
     open_unpacked,
 )
-from task_encoders.records.questions import DIALOGUE_FIELDS
-from task_encoders.records.record import (
-    MEDIA_FIELDS,
-    RECORD_FIELDS,
-    decode_text,
-    load_json,
-    own_key,
-)
+from task_encoders.records.forms import LISTS, RECORD_FIELDS
+from task_encoders.records.record import decode_text, load_json, own_key
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES, check_json
 
@@ -455,9 +449,6 @@ class TextSource(JsonlSource):
         return self.fields.apply({"text": decode_text(data).strip()})
 
 
-#: Columns whose cells may be JSON.
-_STRUCTURED: Final = {*DIALOGUE_FIELDS, *MEDIA_FIELDS, "captions", "answers", "tools", "functions"}
-
 csv.field_size_limit(MAX_JSON_BYTES)  # of the process; the default is 128 KiB
 
 
@@ -507,16 +498,7 @@ class TsvSource(JsonlSource):
             raise DamagedStreamError(
                 f"its heading cannot be read: {error.detail}; mend it"
             ) from error
-        twice = [name for name in columns if columns.count(name) > 1]
-        if twice:
-            raise DamagedStreamError(f"it has {len(twice)} columns named {twice[0]!r}; rename them")
-        absent = [one for one in self.fields.named.values() if one not in columns]
-        if absent or not {*columns} & ({*RECORD_FIELDS, *self.fields.columns()} - {"id"}):
-            problem = f" (no {absent[0]})" if absent else ""
-            raise DamagedStreamError(
-                f"it has the columns {', '.join(columns)}; its first row is to name them; name "
-                f"those to be used{problem}, for example source.fields={{image: jpg, caption: txt}}"
-            )
+        self.fields.choose(columns, hint="its first row is to name them; ")
         return columns
 
     def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
@@ -542,7 +524,7 @@ class TsvSource(JsonlSource):
 
 
 def _cell_value(name: str, cell: Any) -> Any:
-    if name not in _STRUCTURED or not isinstance(cell, str) or cell[0] not in "[{":
+    if name not in LISTS or not isinstance(cell, str) or cell[0] not in "[{":
         return cell
     data = cell.encode()
     check_json(data)

@@ -22,7 +22,7 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, MediaOptions
-from task_encoders.records.questions import read_history, with_input
+from task_encoders.records.forms import read_history, with_input
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES
@@ -56,6 +56,8 @@ _COLUMNS: Final = {
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
 }
+#: What goes with every formatting.
+_KEPT: Final = ("id", "images", "videos", "system", "tools", "audios")
 _TAGS: Final = {
     "sharegpt": ("from", "value", "human", "gpt", "system", "observation", "function_call"),
     "openai": ("role", "content", "user", "assistant", "system", "tool", "function_call"),
@@ -192,30 +194,25 @@ class _EntryFields(FieldMap):
         super().__init__({})
         formatting = entry.get("formatting", "alpaca")
         columns = {name: at for name, at in (entry.get("columns") or {}).items() if at}
-        own = {name: name for name in ("images", "videos", "system", "history")}
-        self._names = _COLUMNS[formatting] | own | columns
-        for name in ("query", "response") if columns and formatting == "alpaca" else ():
-            if name not in columns:  # if columns are named, these have no default
-                self._names.pop(name)
+        own = dict(_COLUMNS[formatting])
+        if columns and formatting == "alpaca":  # the others have no default then
+            own = {"prompt": own["prompt"]}
+        own |= {name: name for name in ("id", "images", "videos", "system", "history")}
+        self._names = own | columns
         tags = {name: tag for name, tag in (entry.get("tags") or {}).items() if tag}
         defaults = dict(zip(_TAG_NAMES, _TAGS.get(formatting, ()), strict=False))
         #: empty where records hold no messages
         self._tags = defaults | tags if defaults else {}
 
     def columns(self) -> set[str]:
-        return {"id", *self._names.values()}
+        return {*self._names.values()}
 
     def media_columns(self) -> set[str]:
         return {self._names["images"], self._names["videos"]}
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         named = {name: content.get(column) for name, column in self._names.items()}
-        if named.get("audios"):
-            raise SampleError("bad_record", "it has audios, which are not packed")
-        kept = {"id": content.get("id")} if "id" in content else {}
-        for name in ("images", "videos", "system", "tools"):
-            if named.get(name) not in (None, ""):
-                kept[name] = named[name]
+        kept = {name: value for name in _KEPT if (value := named.get(name)) not in (None, "")}
         if self._tags:
             return {**kept, "messages": self._dialogue(named)}
         if "response" not in self._names:  # plain text, of which LLaMA-Factory pretrains

@@ -124,7 +124,7 @@ def test_equal_names_are_refused(tmp_path: Path) -> None:
         [pa.array([JPEG]), pa.array(["A."]), pa.array(["B."])], ["image", "caption", "caption"]
     )
     source = write_parquet(tmp_path / "data", table)
-    with pytest.raises(StageError, match=r"a\.parquet: it has 2 columns named 'caption'; write it"):
+    with pytest.raises(StageError, match=r"a\.parquet: it has 2 columns named 'caption'; rename"):
         outcomes(source, tmp_path)
 
 
