@@ -62,15 +62,22 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     content, names = record.content, record.names
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}
-    own, told = {"id"} | {"group"} & fields.named.keys(), set[str]()
-    for line, name in _lost_beside(content, names, sample.task):
-        told.add(name)
-        yield line, _shown(content[name])
+    told = dict[str, str]()
+    if content.get("label") is False:
+        told["label"] = "records say label: false, as preferences mark bad answers"
+    prompt, answer = names.get("prompt"), names.get("answer")
+    if sample.task == "captioning" and answer in REPLIES and not (prompt and content[prompt]):
+        told[answer] = f"field {answer!r} is trained as a caption; where is its question?"
+    for name in _BESIDE_PROMPT if prompt and sample.task != "captioning" else ():
+        if name != prompt and content.get(name):
+            told[name] = f"field {name!r} is not shown beside {prompt!r}"
+    yield from ((line, _shown(content[name])) for name, line in told.items())
     for name in record.unread[0]:
         yield f"field {name!r} {UNUSED_MEDIA}", ""
     for name in record.unread[1]:
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
+    own = {"id"} | {"group"} & fields.named.keys()
     for name in content.keys() - names.values() - own - fields.columns_beside:
         value, remedy = content[name], "" if name in RECORD_FIELDS else "; name it in source.fields"
         if _holds_media(name, value, used):
@@ -83,19 +90,6 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     if record.paired_media and not sample.media:
         yield "files beside their record are used by no sample: it says that it has none", ""
     yield from _other_marks(sample)
-
-
-def _lost_beside(content: Content, names: Names, task: str) -> Iterator[tuple[str, str]]:
-    """Lines on fields that change what others mean, each with the field's name."""
-    if content.get("label") is False:
-        yield "records say label: false, as preferences mark bad answers", "label"
-    prompt, answer = names.get("prompt"), names.get("answer")
-    if task != "captioning":
-        for name in _BESIDE_PROMPT if prompt else ():
-            if name != prompt and content.get(name):
-                yield f"field {name!r} is not shown beside {prompt!r}", name
-    elif answer in REPLIES and not (prompt and content[prompt]):
-        yield f"field {answer!r} is trained as a caption; where is its question?", answer
 
 
 def _odd_answers(content: Content, names: Names, sample: SourceSample) -> Iterator[Lost]:

@@ -104,10 +104,8 @@ def read_record(
             raise SampleError("missing_image", "no image of the record's name beside it")
         if len(paired_media) > 1:
             raise SampleError("ambiguous_image", f"the record names none of {quoted(paired_media)}")
-        if is_video_name(paired_media[0]):
-            videos = paired_media
-        else:
-            images = paired_media
+        is_video = is_video_name(paired_media[0])
+        images, videos = (None, paired_media) if is_video else (paired_media, None)
     images, videos = images or (), videos or ()
     turns = _mark_videos(draft.turns, len(videos), task) if videos and not images else draft.turns
     tools = read_tools(content.get(names["tools"] or "tools"))

@@ -200,9 +200,11 @@ class _EntryFields(FieldMap):
         own |= {name: name for name in ("id", "images", "videos", "system", "history")}
         self._names = own | columns
         tags = {name: tag for name, tag in (entry.get("tags") or {}).items() if tag}
-        defaults = dict(zip(_TAG_NAMES, _TAGS.get(formatting, ()), strict=False))
         #: empty where records hold no messages
-        self._tags = defaults | tags if defaults else {}
+        self._tags = dict(zip(_TAG_NAMES, _TAGS.get(formatting, ()), strict=False))
+        if self._tags:
+            self._tags |= tags
+        self._roles = {self._tags[name]: role for name, role in _TAG_ROLES.items() if self._tags}
 
     def columns(self) -> set[str]:
         return {*self._names.values()}
@@ -214,25 +216,20 @@ class _EntryFields(FieldMap):
         named = {name: content.get(column) for name, column in self._names.items()}
         kept = {name: value for name in _KEPT if (value := named.get(name)) not in (None, "")}
         if self._tags:
-            return {**kept, "messages": self._dialogue(named)}
+            said = named["messages"]
+            said = list(map(self._said, said)) if isinstance(said, list) else said
+            return {**kept, "messages": said}
         if "response" not in self._names:  # plain text, of which LLaMA-Factory pretrains
             return {**kept, "text": named["prompt"]}
         return {**kept, "messages": _alpaca(named)}
 
-    def _dialogue(self, named: Mapping[str, Any]) -> Any:
-        """The messages with our names of roles."""
-        messages = named["messages"]
-        if not isinstance(messages, list):
-            return messages
-        tags = self._tags
-        roles = {tags[name]: role for name, role in _TAG_ROLES.items()}
-
-        def said(message: dict[str, Any]) -> dict[str, Any]:
-            role, content = message.get(tags["role_tag"]), message.get(tags["content_tag"])
-            role = roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
-            return {"role": role, "content": content, "tool_calls": message.get("tool_calls")}
-
-        return [said(one) if isinstance(one, dict) else one for one in messages]
+    def _said(self, message: Any) -> Any:
+        """Return a message with our names of fields and roles."""
+        if not isinstance(message, dict):
+            return message
+        role, content = (message.get(self._tags[name]) for name in ("role_tag", "content_tag"))
+        role = self._roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
+        return {"role": role, "content": content, "tool_calls": message.get("tool_calls")}
 
 
 def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
