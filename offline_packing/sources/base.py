@@ -48,7 +48,8 @@ _MAX_DETAIL: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A task's share of a source: the format's own `items`, at most `num_records` (None: any)."""
+    """A task's share of a source: the format's own `items`, at most `num_records` (None: any), or
+    more where some are lists of records."""
 
     items: Any
     num_records: int | None

@@ -18,6 +18,7 @@ length, one entry per turn. Names of images ("images" or "image"), videos ("vide
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Final, NamedTuple, cast
 
@@ -25,6 +26,7 @@ import orjson
 
 from task_encoders.records.messages import Draft, first_field, kind_of, media_name, read_dialogue
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, Turn
+from task_encoders.samples.limits import check_json
 
 Content = Mapping[str, Any]
 #: Name that a record has for each field of its form; None: it lacks the field.
@@ -70,6 +72,19 @@ def form_of(content: Content) -> Form:
         if content.get(name) is not None and form.like(content[name]):
             return form
     return FORMS["caption"]
+
+
+def read_cells(content: Content) -> dict[str, Any]:
+    """Return a row of a table with the lists in it that are written as JSON. Raises SampleError:
+    too_costly."""
+    found = dict(content)
+    for name in LISTS & content.keys():
+        text = content[name]
+        if isinstance(text, str) and text.startswith(("[", "{")):
+            check_json(text.encode())
+            with suppress(orjson.JSONDecodeError):  # a file's name or a text that begins so
+                found[name] = orjson.loads(text)
+    return found
 
 
 def has_answer(content: Content) -> bool:
@@ -266,5 +281,8 @@ RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "caption": (*DIALOGUES, *PROMPTS, *_AS_CAPTION),
     "group": (),
 }
-#: Fields that hold lists; formats whose cells are text hold their JSON.
-LISTS: Final = {*DIALOGUES, *MEDIA_FIELDS, "tools", "functions", "captions", "answers"}
+#: Fields that hold lists, or their JSON in the cells of a table.
+LISTS: Final = {
+    *(*DIALOGUES, *MEDIA_FIELDS, "tools", "functions", "captions", "answers"),
+    *("history", "text_list", "image_info"),
+}

@@ -34,6 +34,7 @@ from offline_packing.sources.reading.rows import (
 from offline_packing.sources.roots.listing import hash_files
 from offline_packing.storage.memory import machine_memory
 from offline_packing.storage.streams import DamagedStreamError
+from task_encoders.records.forms import read_cells
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES, MAX_ROW_BYTES
@@ -144,6 +145,9 @@ class TableSource(Source):
         return SourceRecord(
             own or key, at, content, paired, embedded, own_id=own != "", unread=unread
         )
+
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        return read_cells(super().parse(data, column))
 
     def _columns(self, schema: pa.Schema) -> list[str]:
         """The columns that records are made of. Raises DamagedStreamError where there are none."""
