@@ -17,6 +17,7 @@ from task_encoders.records.forms import (
     Names,
     is_scalar,
 )
+from task_encoders.records.marks import MARKS, PICTURE, shown_text
 from task_encoders.records.messages import LOSS_FIELDS
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError, SourceSample
 
@@ -40,8 +41,7 @@ _LABEL_NAME: Final = re.compile(
 _BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPTS)
 #: Marks of an image in other projects.
 _OTHER_MARKS: Final = re.compile(
-    r"<\|?(?:ImageHere|image_pad|vision_start|image[_ ]?\d*|img|media|video_pad)\|?>|\[IMG\]",
-    re.IGNORECASE,
+    rf"{MARKS.pattern}|<\|?(?:image_pad|vision_start|image|img|media|video_pad)\|?>", re.IGNORECASE
 )
 _EXAMPLE_LENGTH: Final = 60
 #: Answers that data sets have where there was none.
@@ -120,12 +120,12 @@ def _odd_answers(content: Content, names: Names, sample: SourceSample) -> Iterat
 
 
 def _other_marks(sample: SourceSample) -> Iterator[Lost]:
-    if not sample.media:
-        return
     what = "captions" if sample.task == "captioning" else "prompts"
-    texts = [turn.answer if what == "captions" else turn.prompt for turn in sample.turns]
-    text = "\n".join(texts)
-    if IMAGE_PLACEHOLDER not in text and VIDEO_PLACEHOLDER not in text:
+    text = shown_text(sample.turns, sample.task)
+    if picture := PICTURE.search(text):
+        line = f"{what} hold pictures as text that are neither data: URIs nor files of image_root"
+        yield line, _shown(picture[0])
+    if sample.media and IMAGE_PLACEHOLDER not in text and VIDEO_PLACEHOLDER not in text:
         mark = _OTHER_MARKS.search(text)
         if mark is not None:
             line = f"{what} hold {mark[0]!r} as text; media are marked by {IMAGE_PLACEHOLDER}"

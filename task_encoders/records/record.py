@@ -1,16 +1,9 @@
-"""Read one sample from one JSON object, in five steps.
-
-load_json       bytes to a dict; offline_packing/sources/options.py renames its fields
-form_of         the first form of forms.py that the dict has
-Form.names      the fields that it is read from; all others are lost, see lost_fields.py
-Form.read       turns, and media that stand among them
-read_record     the sample, with media, system and tools beside the turns; checked
-"""
+"""Read one sample from one JSON object, whose form is one of forms.py."""
 
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import unquote
@@ -19,6 +12,7 @@ import orjson
 
 from task_encoders.packs.pack_format import is_video_name
 from task_encoders.records.forms import Names, form_of, is_scalar, named_media, quoted
+from task_encoders.records.marks import place_images, place_pictures, place_videos
 from task_encoders.records.messages import kind_of, parsed, read_tools
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -77,11 +71,16 @@ def own_key(content: Mapping[str, Any]) -> str:
 
 
 def read_record(
-    content: Mapping[str, Any], key: str, task: str, paired_media: Sequence[str] | None = None
+    content: Mapping[str, Any],
+    key: str,
+    task: str,
+    paired_media: Sequence[str] | None = None,
+    is_file: Callable[[str], bool] | None = None,
 ) -> tuple[SourceSample, Names]:
     """Return the sample of a parsed record, and the names of the fields that it was read from.
     `paired_media` are images and videos with the record's name, where the format pairs by name.
-    Raises SampleError if the record cannot be used."""
+    `is_file` tells which names in texts are pictures; without it, texts hold none. Raises
+    SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     if content.get("patch_positions"):
@@ -99,6 +98,13 @@ def read_record(
     system = (beside or None) if draft.system is None else draft.system
     images = _one_list(content, "images", draft.images)
     videos = _one_list(content, "videos", draft.videos)
+    turns, inline = draft.turns, list[str]()
+    if is_file is not None:
+        turns, inline = place_pictures(turns, task, is_file)
+    if inline and images:
+        shown = f"pictures in its texts, such as {inline[0][:60]!r}, and names others"
+        raise SampleError("bad_record", f"the record has {shown}")
+    images = inline or images
     if images is videos is None and paired_media is not None:
         if not paired_media:
             raise SampleError("missing_image", "no image of the record's name beside it")
@@ -107,7 +113,10 @@ def read_record(
         is_video = is_video_name(paired_media[0])
         images, videos = (None, paired_media) if is_video else (paired_media, None)
     images, videos = images or (), videos or ()
-    turns = _mark_videos(draft.turns, len(videos), task) if videos and not images else draft.turns
+    if videos and not images:
+        turns = place_videos(turns, task, len(videos))
+    elif images and not inline:
+        turns = place_images(turns, task, len(images))
     tools = read_tools(content.get(names["tools"] or "tools"))
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
@@ -121,10 +130,14 @@ def read_record(
 
 
 def to_sample(
-    content: Mapping[str, Any], key: str, task: str, paired_media: Sequence[str] | None = None
+    content: Mapping[str, Any],
+    key: str,
+    task: str,
+    paired_media: Sequence[str] | None = None,
+    is_file: Callable[[str], bool] | None = None,
 ) -> SourceSample:
     """Return the sample of `read_record`."""
-    return read_record(content, key, task, paired_media)[0]
+    return read_record(content, key, task, paired_media, is_file)[0]
 
 
 def check_prompts_are_shown(sample: SourceSample) -> None:
@@ -137,18 +150,6 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
                 f"captioning would not show the prompt {text[:60]!r}; set source.task to vqa or "
                 "bmr, or source.ignore_prompts=true to train the answers as captions",
             )
-
-
-def _mark_videos(turns: list[Turn], num_videos: int, task: str) -> list[Turn]:
-    """Replace `<image>`, by which LLaVA-Video's records mark the places of videos, by our mark."""
-    marks = [
-        count_placeholders(turns, mark, task) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
-    ]
-    if marks != [num_videos, 0]:
-        return turns
-    field = "answer" if task == "captioning" else "prompt"
-    texts = [getattr(turn, field).replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for turn in turns]
-    return [replace(turn, **{field: text}) for turn, text in zip(turns, texts, strict=True)]
 
 
 def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) -> SourceSample:

@@ -84,7 +84,7 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
             record, media = _of_type(sample)
         task = form_of(record).task  # as no configuration says it
         paired = tuple(media) if media or task == "captioning" else None
-        found = to_sample(record, sample.__key__, task, paired)
+        found = to_sample(record, sample.__key__, task, paired, lambda name: False)
         stem = sample.__key__.rpartition("/")[2]
         images, videos = _files(found.images, media, stem), _files(found.videos, media, stem)
         return SubSample(sample.__key__, found, images, videos)

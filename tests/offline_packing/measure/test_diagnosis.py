@@ -292,9 +292,14 @@ def test_content_of_other_fields(content: dict[str, Any], kind: str, names: str)
             ],
         ),
         (
-            {"messages": dialogue("<ImageHere>What?", "This."), "image": "a.jpg"},
+            {"messages": dialogue("<ImageHere><ImageHere>What?", "This."), "image": "a.jpg"},
             {},
             ["prompts hold '<ImageHere>' as text; media are marked by <image>"],
+        ),
+        (
+            {"messages": dialogue("![](gone.jpg)What?", "This: ![](gone.jpg)")},
+            {},
+            ["prompts hold pictures as text that are neither data: URIs nor files of image_root"],
         ),
         (
             {**ASKED, "images": []},
