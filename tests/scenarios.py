@@ -7,6 +7,7 @@ and what is expected of it.
 its own algorithm beside its module.
 """
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from offline_packing.runs.run import Run
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.pack import RestoredPack, restore_pack
+from task_encoders.samples import SourceSample
 from tests.helpers import formats
 from tests.helpers.datasets import (
     WORDS,
@@ -167,6 +169,20 @@ def small_shards(run: Run) -> None:
     sizes = [path.stat().st_size for path in run.workspace.root.glob("*.tar")]
     assert len(sizes) > 1
     assert max(sizes) <= run.config.output.max_shard_bytes  # type: ignore[operator]
+
+
+def shown_in_place(run: Run) -> None:
+    """Pictures stand where the text has them; what is no picture stays text."""
+    for _, restored in packs_of(run):
+        for key, sample in zip(restored.keys, restored.sub_samples, strict=True):
+            assert isinstance(sample, SourceSample)
+            mark = "![](gone.jpg)" if int(key) % 5 == 4 else "<image>"
+            assert [turn.prompt for turn in sample.turns] == [
+                f"Of {mark}: what is {key}?",
+                "And <img>?",
+            ]
+            assert sample.turns[0].answer == f"![](a.jpg) and {key}."
+            assert len(sample.images) == (mark == "<image>")
 
 
 def nothing_copied(run: Run) -> None:
@@ -367,6 +383,23 @@ def fractions(folder: Path) -> Source:
     return {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr"}
 
 
+def in_texts(folder: Path) -> Source:
+    """Dialogues with a picture in each first prompt, and marks of other projects; for every fifth
+    the file is missing."""
+    data = base64.b64encode(image_bytes(84, 56)).decode()
+    marks = "![](a.jpg) <img>a.jpg</img> [IMG] ![] ![](gone.jpg)".split()
+    marks[3] += f"(data:image/jpeg;base64,{data})"
+    rows = []
+    for i in range(15):
+        said = dialogue(
+            f"Of {marks[i % 5]}: what is {i}?", f"![](a.jpg) and {i}.", "And <img>?", "A."
+        )
+        rows.append({"id": f"{i}", "messages": said} | ({"image": "a.jpg"} if i % 5 == 2 else {}))
+    write_file(folder / "a.jpg", image_bytes())
+    write_file(folder / "a.jsonl", lines(rows))
+    return {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr"}
+
+
 def tools(folder: Path) -> Source:
     return {"format": "jsonl", "path": str(tool_dialogues(folder / "source")), "task": "bmr"}
 
@@ -447,6 +480,7 @@ SCENARIOS: dict[str, Scenario] = {
     "repeat": Scenario(repeated, {}, Expected(30, check=used_twice)),
     "not drawn": Scenario(half_drawn, {}, Expected(17, {"not_drawn": 5})),
     "weights": Scenario(weighted, {}, Expected(41)),
+    "in texts": Scenario(in_texts, FEW, Expected(15, check=shown_in_place)),
     "loss weights": Scenario(fractions, FEW, Expected(12, check=weighed)),
     # families
     "qwen2_5_vl": Scenario("short", family("qwen2_5_vl"), Expected(24)),

@@ -40,7 +40,8 @@ from offline_packing.storage.yaml_file import parse_yaml
 from task_encoders.families import model_options
 from task_encoders.media.image import read_image_header
 from task_encoders.packs.pack_format import image_extension
-from task_encoders.records.record import DIALOGUE_FIELDS, to_sample
+from task_encoders.records.forms import DIALOGUES
+from task_encoders.records.record import read_record
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
 from task_encoders.text.pieces import to_messages
@@ -73,14 +74,20 @@ def read_samples(
             try:
                 if isinstance(record.content, SampleError):
                     raise record.content
-                sample = to_sample(record.content, record.key, source.task, record.paired_media)
+                sample, _ = read_record(
+                    record.content,
+                    record.key,
+                    source.task,
+                    record.paired_media,
+                    source.files_at(record.locator),
+                )
                 if len(sample.images) > 1 or sample.videos:
                     raise SampleError(
                         "bad_record",
                         f"{len(sample.images)} images, {len(sample.videos)} videos: not a pair",
                     )
                 found = _find_image(source, record, sample)
-                has_dialogue = any(record.content.get(name) for name in DIALOGUE_FIELDS)
+                has_dialogue = any(record.content.get(name) for name in DIALOGUES)
                 is_list = split_lists and not has_dialogue
                 for turns in ((turn,) for turn in sample.turns) if is_list else (sample.turns,):
                     yield found._replace(sample=replace(sample, turns=turns))

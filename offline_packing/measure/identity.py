@@ -168,7 +168,8 @@ def is_known(source: Source, record: SourceRecord) -> bool:
     if source.known is None or not record.own_id or isinstance(record.content, SampleError):
         return False
     try:
-        sample = to_sample(record.content, record.key, source.task, record.paired_media)
+        paired, is_file = record.paired_media, source.files_at(record.locator)
+        sample = to_sample(record.content, record.key, source.task, paired, is_file)
     except SampleError:
         return False
     media = map(record.embedded.get, (*sample.images, *sample.videos))

@@ -9,6 +9,7 @@ read_sample, read_media   -> a sample, and the bytes of its media, again from no
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
@@ -30,11 +31,13 @@ from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.roots import Root, open_root
 from offline_packing.storage.key_set import KeySet
 from offline_packing.storage.streams import size_of
+from task_encoders.records.forms import Names
 from task_encoders.records.record import (
     check_prompts_are_shown,
     decode_inline,
     is_inline,
     load_json,
+    read_record,
     to_sample,
 )
 from task_encoders.samples import SampleError, SourceSample, join_sections, sections
@@ -47,7 +50,8 @@ _MAX_DETAIL: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A task's share of a source: the format's own `items`, at most `num_records` (None: any)."""
+    """A task's share of a source: the format's own `items`, at most `num_records` (None: any), or
+    more where some are lists of records."""
 
     items: Any
     num_records: int | None
@@ -88,7 +92,8 @@ class SourceRecord:
     holds, by the name that the content or `paired_media` use, the media in the record's container.
     `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
     the number of records that it stands for, which the source leaves out and did not read. `unread`
-    are columns of its file that seem to hold media, and such that hold text, which are not read.
+    are columns of its file that seem to hold media, and such that hold text, which are not read;
+    `names` the fields that its sample was read from.
     """
 
     key: str
@@ -99,6 +104,7 @@ class SourceRecord:
     own_id: bool = False
     known: int = 0
     unread: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    names: Names = field(default_factory=dict)
 
 
 class Source(ABC):
@@ -233,15 +239,29 @@ class Source(ABC):
             data = decode_inline(name)
             return in_record(record.locator, name, len(data)), io.BytesIO(data)
         if found is None:
-            # Names are relative to image_root, or else to the folder of the record's own file.
-            folder = "" if self.image_root is not None else record.locator.container
-            container = self.media.locate(folder.rpartition("/")[0], name)
-            file = self.media.open(container)
+            container, file = self._open_file(record.locator, name)
             return Locator("file", container, 0, size_of(file)), file
         if found.data is not None:
             return found.locator, io.BytesIO(found.data)
         at = found.locator
         return at, self.root.open_range(at.container, at.offset, at.size)
+
+    def _open_file(self, record: Locator, name: str) -> tuple[str, BinaryIO]:
+        """Open a file that a record names, from image_root on, or else its own file's folder."""
+        folder = "" if self.image_root is not None else record.container
+        container = self.media.locate(folder.rpartition("/")[0], name)
+        return container, self.media.open(container)
+
+    def files_at(self, record: Locator) -> Callable[[str], bool] | None:
+        """Return a test of whether a name in a record's text is a file; None: texts hold none."""
+
+        def is_file(name: str) -> bool:
+            with suppress(SampleError):
+                self._open_file(record, name)[1].close()
+                return True
+            return False
+
+        return is_file
 
     def read(self, locator: Locator) -> Mapping[str, Any]:
         """The JSON object at a locator. Raises StageError if it is no longer there."""
@@ -255,7 +275,9 @@ class Source(ABC):
         """The sample of a record. Raises SampleError if it must be set aside."""
         if isinstance(record.content, SampleError):
             raise record.content
-        sample = to_sample(record.content, key, self.task, record.paired_media)
+        sample, record.names = read_record(
+            record.content, key, self.task, record.paired_media, self.files_at(record.locator)
+        )
         if not self.options.ignore_prompts:
             check_prompts_are_shown(sample)
         limits = self.options
@@ -275,7 +297,7 @@ class Source(ABC):
         # A record that names no media was paired with one; its name no longer matters.
         paired = ("paired.mp4",) if num_videos else ("paired",) if num_images else None
         try:
-            sample = to_sample(self.read(locator), key, self.task, paired)
+            sample = to_sample(self.read(locator), key, self.task, paired, self.files_at(locator))
         except SampleError as error:
             raise ChangedError(f"sample {key!r}", error) from error
         if (len(sample.images), len(sample.videos)) != (num_images, num_videos):
@@ -302,7 +324,8 @@ class Source(ABC):
         at, text_hash = record_around(locator)
         try:
             if self._texts is None or self._texts[0] != at:
-                media = to_sample(self.read(at), "", self.task, ("paired",)).media
+                paired, is_file = ("paired",), self.files_at(at)
+                media = to_sample(self.read(at), "", self.task, paired, is_file).media
                 self._texts = at, {hash_text(name): name for name in media if is_inline(name)}
             data = decode_inline(self._texts[1].get(text_hash, "data:"))
         except SampleError as error:

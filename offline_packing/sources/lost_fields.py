@@ -8,15 +8,17 @@ from typing import Any, Final
 from offline_packing.sources.base import SourceRecord
 from offline_packing.sources.options import FieldMap
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS
-from task_encoders.records.messages import LOSS_FIELDS, media_name
-from task_encoders.records.questions import (
-    DIALOGUE_FIELDS,
-    PROMPT_FIELDS,
-    answer_fields,
-    first_field,
+from task_encoders.records.forms import (
+    MEDIA_FIELDS,
+    PROMPTS,
+    RECORD_FIELDS,
+    REPLIES,
+    Content,
+    Names,
     is_scalar,
 )
-from task_encoders.records.record import MEDIA_FIELDS, RECORD_FIELDS, texts_read
+from task_encoders.records.marks import MARKS, PICTURE, shown_text
+from task_encoders.records.messages import LOSS_FIELDS
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError, SourceSample
 
 #: Part of every line on unused media: with one, a source without any picture is a mistake.
@@ -35,14 +37,11 @@ _LABEL_NAME: Final = re.compile(
     r"(.*_)?(id|uuid|key|md5|url|source|dataset|subset|split|license|language|category|type)s?",
     re.IGNORECASE,
 )
-_RECORD_FIELDS: Final = frozenset(RECORD_FIELDS)
-_TEXT_FIELDS: Final = _RECORD_FIELDS - MEDIA_FIELDS - {"id"}
 #: Fields next to a prompt that the model should have seen, too.
-_BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPT_FIELDS)
+_BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPTS)
 #: Marks of an image in other projects.
 _OTHER_MARKS: Final = re.compile(
-    r"<\|?(?:ImageHere|image_pad|vision_start|image[_ ]?\d*|img|media|video_pad)\|?>|\[IMG\]",
-    re.IGNORECASE,
+    rf"{MARKS.pattern}|<\|?(?:image_pad|vision_start|image|img|media|video_pad)\|?>", re.IGNORECASE
 )
 _EXAMPLE_LENGTH: Final = 60
 #: Answers that data sets have where there was none.
@@ -60,32 +59,32 @@ Lost = tuple[str, str]
 
 def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[Lost]:
     """Content of a record that its sample lacks."""
-    content = record.content
+    content, names = record.content, record.names
     assert not isinstance(content, SampleError)
     used = {_base_name(name) for name in sample.media}
-    told: set[str] = set()
-    for line, name in _lost_beside(content, sample):
-        told.add(name)
-        yield line, _shown(content[name])
+    told = dict[str, str]()
+    if content.get("label") is False:
+        told["label"] = "records say label: false, as preferences mark bad answers"
+    prompt, answer = names.get("prompt"), names.get("answer")
+    if sample.task == "captioning" and answer in REPLIES and not (prompt and content[prompt]):
+        told[answer] = f"field {answer!r} is trained as a caption; where is its question?"
+    for name in _BESIDE_PROMPT if prompt and sample.task != "captioning" else ():
+        if name != prompt and content.get(name):
+            told[name] = f"field {name!r} is not shown beside {prompt!r}"
+    yield from ((line, _shown(content[name])) for name, line in told.items())
     for name in record.unread[0]:
         yield f"field {name!r} {UNUSED_MEDIA}", ""
     for name in record.unread[1]:
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
-    for name in content.keys() - _RECORD_FIELDS - fields.named.keys() - fields.columns_beside:
-        if _holds_media(name, content[name], used):
-            yield f"field {name!r} {UNUSED_MEDIA}; name it in source.fields", _shown(content[name])
-        elif name not in told and (text := _lost_text(name, content[name], used)):
+    own = {"id"} | {"group"} & fields.named.keys()
+    for name in content.keys() - names.values() - own - fields.columns_beside:
+        value, remedy = content[name], "" if name in RECORD_FIELDS else "; name it in source.fields"
+        if _holds_media(name, value, used):
+            yield f"field {name!r} {UNUSED_MEDIA}{remedy}", _shown(value)
+        elif name not in told and (text := _lost_text(name, value, used)):
             yield f"field {name!r} {_UNUSED_TEXT}", _shown(text)
-    for name in MEDIA_FIELDS & content.keys():
-        value = content[name] or []
-        named = map(media_name, value if isinstance(value, list) else [value])
-        if not used.issuperset(_base_name(one) for one in named if one and isinstance(one, str)):
-            yield f"field {name!r} {UNUSED_MEDIA}", _shown(value)
-    for name in (_TEXT_FIELDS & content.keys()) - texts_read(content, sample.task) - told:
-        if text := _lost_text(name, content[name], used):
-            yield f"field {name!r} {_UNUSED_TEXT}", _shown(text)
-    yield from _odd_answers(content, sample)
+    yield from _odd_answers(content, names, sample)
     for place in fields.missing(content):
         yield f"{place} is not in the record", ""
     if record.paired_media and not sample.media:
@@ -93,26 +92,9 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     yield from _other_marks(sample)
 
 
-def _lost_beside(content: Mapping[str, Any], sample: SourceSample) -> Iterator[tuple[str, str]]:
-    """Lines on fields that change what others mean, each with the field's name."""
-    if content.get("label") is False:
-        yield "records say label: false, as preferences mark bad answers", "label"
-    prompt = next(filter(content.get, PROMPT_FIELDS), None)
-    if prompt is not None and sample.task != "captioning":
-        for name in _BESIDE_PROMPT:
-            if name != prompt and content.get(name):
-                yield f"field {name!r} is not shown beside {prompt!r}", name
-    answer = next(filter(content.get, ("answer", "answers")), None)
-    captions = content.get("captions") or content.get("caption")
-    if sample.task == "captioning" and prompt is None and answer and not captions:
-        yield f"field {answer!r} is trained as a caption; where is its question?", answer
-
-
-def _odd_answers(content: Mapping[str, Any], sample: SourceSample) -> Iterator[Lost]:
+def _odd_answers(content: Content, names: Names, sample: SourceSample) -> Iterator[Lost]:
     """Answers that are not trained as they stand in the record, or hardly should be."""
-    answers = [content.get(name) for name in answer_fields(sample.task)]
-    values = next((one for one in answers if one is not None), None)
-    if (name := first_field(content, DIALOGUE_FIELDS)) is not None:
+    if name := names.get("messages"):
         messages = [one for one in content[name] if isinstance(one, Mapping)]
         values = [one.get("value", one.get("content")) for one in messages]
         if any(message.get("mask") for message in messages):
@@ -120,10 +102,12 @@ def _odd_answers(content: Mapping[str, Any], sample: SourceSample) -> Iterator[L
                 "messages have a 'mask', which is not read; loss_weight: 0 trains none of a message"
             )
             yield line, sample.turns[0].answer[:_EXAMPLE_LENGTH]
-    elif isinstance(values, list) and len(values) > len(sample.turns):
+    else:
+        given = content[name] if (name := names.get("answer")) else None
+        values = given if isinstance(given, list) else [given]
+    if name == "answers" and len(values) > len(sample.turns):
         line = "of several 'answers' the first is trained; source.fields names another"
         yield line, _shown([str(one) for one in values])
-    values = values if isinstance(values, list) else [values]
     if scalars := [one for one in values if is_scalar(one)]:
         yield "answers that are numbers, true or false are trained as their text", str(scalars[0])
     weights = [name for name in LOSS_FIELDS if is_scalar(content.get(name, ""))]
@@ -136,12 +120,12 @@ def _odd_answers(content: Mapping[str, Any], sample: SourceSample) -> Iterator[L
 
 
 def _other_marks(sample: SourceSample) -> Iterator[Lost]:
-    if not sample.media:
-        return
     what = "captions" if sample.task == "captioning" else "prompts"
-    texts = [turn.answer if what == "captions" else turn.prompt for turn in sample.turns]
-    text = "\n".join(texts)
-    if IMAGE_PLACEHOLDER not in text and VIDEO_PLACEHOLDER not in text:
+    text = shown_text(sample.turns, sample.task)
+    if picture := PICTURE.search(text):
+        line = f"{what} hold pictures as text that are neither data: URIs nor files of image_root"
+        yield line, _shown(picture[0])
+    if sample.media and IMAGE_PLACEHOLDER not in text and VIDEO_PLACEHOLDER not in text:
         mark = _OTHER_MARKS.search(text)
         if mark is not None:
             line = f"{what} hold {mark[0]!r} as text; media are marked by {IMAGE_PLACEHOLDER}"
@@ -187,7 +171,7 @@ def _holds_media(name: str, value: Any, used: set[str]) -> bool:
     texts = list(_texts(value))
     if any(text.startswith("data:image/") for text in texts):
         return True
-    named = [text for text in texts if _is_media_name(text)]
+    named = [text for text in texts if name in MEDIA_FIELDS or _is_media_name(text)]
     if named:
         # If samples have media, an address is only their origin.
         fresh = [text for text in named if not (used and "://" in text)]

@@ -6,14 +6,15 @@ sample needs:
 
     fields: {id: image_id, images: image, caption: "captions[0].content"}
 
-A field on the left is one that `records.to_sample` reads; on the right is its place in the record.
-Fields that are not listed keep their default names. Where `question` is Alpaca's `instruction`,
-its `input` goes with it. Places of the same form name what `keep` puts into the index.
+A field on the left is one of RENAMED (task_encoders/records/forms.py); on the right is its place in
+the record. Fields that are not listed keep their default names. Where `question` is Alpaca's
+`instruction`, its `input` goes with it. Places of the same form name what `keep` puts into the
+index.
 """
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self
@@ -28,33 +29,15 @@ from pydantic import (
     model_validator,
 )
 
+from offline_packing.storage.streams import DamagedStreamError
 from task_encoders.field_types import IF_ON, Count, LocalOrRemotePath, not_bool
-from task_encoders.records.questions import (
-    ANSWER_FIELDS,
-    DIALOGUE_FIELDS,
-    PROMPT_FIELDS,
-    with_input,
-)
-from task_encoders.records.record import MEDIA_FIELDS, RATED, RECORD_FIELDS
+from task_encoders.records.forms import MEDIA_FIELDS, RECORD_FIELDS, RENAMED, with_input
+from task_encoders.records.record import RATED
 from task_encoders.samples.limits import MAX_MEDIA, MAX_MESSAGES, MAX_TEXT_LENGTH
 
 #: More copies of a sample than this are taken for a typing error.
 MAX_REPEAT: Final = 1000
 
-#: Names on the left of `fields`, and the default names that do not count beside it.
-_REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
-    "id": ("id",),
-    "images": ("images", "image"),
-    "videos": ("videos", "video"),
-    "messages": DIALOGUE_FIELDS,
-    "conversations": DIALOGUE_FIELDS,
-    "system": ("system",),
-    "tools": ("tools", "functions"),
-    "question": (*DIALOGUE_FIELDS, *PROMPT_FIELDS),
-    "answer": (*DIALOGUE_FIELDS, *ANSWER_FIELDS),
-    "caption": (*DIALOGUE_FIELDS, *PROMPT_FIELDS, *ANSWER_FIELDS),
-    "group": (),
-}
 #: Name in a mapped record of what `keep` takes out of it: a `kept_value` by place.
 KEPT: Final = "source.keep"
 #: Characters of a text that is kept, and the largest integer up to which all are exact as float64.
@@ -76,9 +59,9 @@ class FieldMap:
     ) -> None:
         """Raises ValueError for an unknown field or a place that is not a path."""
         for name in fields:
-            if name not in _REPLACED:
+            if name not in RENAMED:
                 raise ValueError(
-                    f"source.fields.{name} is not a known field; valid: {', '.join(_REPLACED)}"
+                    f"source.fields.{name} is not a known field; valid: {', '.join(RENAMED)}"
                 )
         self._steps = {name: _steps(f"source.fields.{name}", at) for name, at in fields.items()}
         self._least = min_rating
@@ -91,9 +74,9 @@ class FieldMap:
         }
         #: the record's own fields that a place was given for, by canonical field
         self.named = {name: steps[0] for name, steps in self._steps.items()}
-        replaced = {old for name in fields for old in _REPLACED[name]}
+        replaced = {old for name in fields for old in RENAMED[name]}
         #: default names that are still read
-        self._defaults = set(RECORD_FIELDS) - replaced
+        self._defaults = RECORD_FIELDS - replaced
         self._dropped = replaced | (set(self.named.values()) - self._defaults)
         #: that it is about, beside Alpaca's instruction
         is_alpaca = self._steps.get("question") == ("instruction",)
@@ -108,6 +91,25 @@ class FieldMap:
     def columns(self) -> set[str]:
         """All of the record's own fields that may go into a sample."""
         return {*self.named.values(), *self._defaults, *self._input}
+
+    def choose(
+        self, columns: Sequence[str], ignored: Collection[str] = (), hint: str = ""
+    ) -> list[str]:
+        """Return those of a table's columns that records are made of. Raises DamagedStreamError
+        where there are none, or two of one name."""
+        wanted = (self.columns() | self.columns_beside) - set(ignored)
+        chosen = [name for name in columns if name in wanted]
+        twice = [name for name in chosen if chosen.count(name) > 1]
+        if twice:
+            raise DamagedStreamError(f"it has {len(twice)} columns named {twice[0]!r}; rename them")
+        absent = [f"{name}={at}" for name, at in self.named.items() if at not in chosen]
+        if absent or not set(chosen) - {"id", self.named.get("id")} - self.columns_beside:
+            problem = f" (no {absent[0]})" if absent else ""
+            raise DamagedStreamError(
+                f"it has the columns {', '.join(columns)}; {hint}name those to be used{problem}, "
+                "for example source.fields={images: jpg, caption: text}"
+            )
+        return chosen
 
     def media_columns(self) -> set[str]:
         """The record's own fields that images and videos are taken from."""

@@ -16,9 +16,8 @@ from offline_packing.sources.base import Source, SourceRecord
 from offline_packing.sources.lost_fields import UNUSED_MEDIA, lost_fields
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.reading.contents import find_image_root
-from task_encoders.records.documents import is_document
-from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS
-from task_encoders.records.record import RECORD_FIELDS, load_json
+from task_encoders.records.forms import form_of
+from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.samples.limits import MAX_JSON_BYTES
 
@@ -148,12 +147,8 @@ def _common_root(source: Source) -> str | None:
 
 def _guess_task(records: list[SourceRecord]) -> str:
     contents = [r.content for r in records if not isinstance(r.content, SampleError)]
-    if contents and all(map(is_document, contents)):
-        return "captioning"
-    for task, fields in (("bmr", DIALOGUE_FIELDS), ("vqa", PROMPT_FIELDS)):
-        if any(content.get(name) for content in contents for name in fields):
-            return task
-    return "captioning"
+    tasks = {form_of({k: v for k, v in content.items() if v}).task for content in contents}
+    return next((task for task in ("bmr", "vqa") if task in tasks), "captioning")
 
 
 def _example(source: Source, record: SourceRecord) -> Example:
@@ -171,5 +166,5 @@ def _example(source: Source, record: SourceRecord) -> Example:
     found = sorted(lost_fields(record, sample, source.fields))
     lost = [f"{what}, such as {shown}" if shown else what for what, shown in found]
     assert not isinstance(record.content, SampleError)  # it has a sample
-    unread = tuple(name for name in record.content if name not in RECORD_FIELDS)
+    unread = tuple(name for name in record.content if name not in {*record.names.values(), "id"})
     return Example(record.key, sample, "", missing, record.unread[0] + unread, tuple(lost))

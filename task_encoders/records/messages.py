@@ -66,9 +66,9 @@ _MEDIA_TYPES: Final[Mapping[str, str]] = {
 
 
 @dataclass(slots=True)
-class Dialogue:
-    """System text, turns, and the media that content lists name; None: it has no name.
-    `is_document`: its only message is a document."""
+class Draft:
+    """System text, turns, and the media that they name; None: it has no name. `is_document`: its
+    only turn is a document."""
 
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -88,12 +88,14 @@ class _Message(NamedTuple):
     truncated: bool = False
 
 
-def read_dialogue(messages: Any, name: str, task: str) -> Dialogue:
+def read_dialogue(content: Mapping[str, Any], names: Mapping[str, str | None], task: str) -> Draft:
     """[system,] user, assistant, user, assistant, ...; results of tools count as user. Raises
     SampleError: bad_roles, or bad_record where a message cannot be packed as it is."""
+    name = names["messages"]
+    messages = content[name or ""]
     if not isinstance(messages, list) or not messages:
         raise SampleError("bad_record", f"{name!r} is {kind_of(messages)}, not a list of messages")
-    found = Dialogue(is_document=task == "captioning" and len(messages) == 1)
+    found = Draft(is_document=task == "captioning" and len(messages) == 1)
     said: list[_Message] = []
     for message in messages:
         said += _messages(message, found)
@@ -193,7 +195,7 @@ def kind_of(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _messages(message: Any, found: Dialogue) -> list[_Message]:
+def _messages(message: Any, found: Draft) -> list[_Message]:
     """A message; of an object that holds a whole turn, two."""
     if not isinstance(message, dict):
         raise SampleError("bad_record", f"a message is {kind_of(message)}, not an object")
@@ -256,7 +258,7 @@ def _loss_weight(role: str, message: Mapping[str, Any]) -> float:
     return float(weight)
 
 
-def _text(role: str, content: Any, found: Dialogue) -> str:
+def _text(role: str, content: Any, found: Draft) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, int | float) and role == "assistant":
@@ -270,7 +272,7 @@ def _text(role: str, content: Any, found: Dialogue) -> str:
     return "".join(_part(role, part, found) for part in content)
 
 
-def _part(role: str, part: Any, found: Dialogue) -> str:
+def _part(role: str, part: Any, found: Draft) -> str:
     """The text of one part of a content list; for a medium, its placeholder."""
     if not isinstance(part, dict):
         raise SampleError("bad_record", f"a part of a message is {kind_of(part)}, not an object")
@@ -289,5 +291,14 @@ def _part(role: str, part: Any, found: Dialogue) -> str:
     return placeholder
 
 
+def first_field(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Return the first of some fields that a record or a message has."""
+    for name in names:
+        if content.get(name) is not None:
+            return name
+    return None
+
+
 def _first(part: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((part[name] for name in names if part.get(name) is not None), None)
+    name = first_field(part, names)
+    return None if name is None else part[name]

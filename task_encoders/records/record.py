@@ -1,24 +1,9 @@
-"""Read one sample from one JSON object in one of these forms:
-
-    {"messages" | "conversations" | "texts": [...], "images": [str, ...]}     see messages.py
-    {"captions": [{"content": str}]}, {"captions": [str]}, {"caption": str}
-    {"question" | "prompt" | "context": str, "answer" | "answers": str}
-    {"instruction": str, "input": str, "output": str}                 Alpaca; "input" may lack
-    {"query": str, "response": str, "history": [[str, str], ...]}     ms-swift; so may "history"
-    {"text": str}     a caption, or plain text without an image; a document, with `<image>` in it
-    {"texts" | "text_list": [...], ...}                               documents, see documents.py
-
-The first prompt and the first answer of a record, in the order of PROMPT_FIELDS and
-`answer_fields`, make its turn. Prompts and answers may also be two lists of equal length, one entry
-per turn. Images are named by "images" or "image", videos by "videos" or "video"; the name may stand
-in an object {"path": ...}. `system` is the system message, `tools` (or `functions`) what the model
-may call. Other fields are ignored; offline_packing/sources/lost_fields.py reports it.
-"""
+"""Read one sample from one JSON object, whose form is one of forms.py."""
 
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import unquote
@@ -26,27 +11,9 @@ from urllib.parse import unquote
 import orjson
 
 from task_encoders.packs.pack_format import is_video_name
-from task_encoders.records.documents import PICTURES, SENTENCES, is_in_turn, read_document
-from task_encoders.records.messages import (
-    Dialogue,
-    kind_of,
-    media_name,
-    parsed,
-    read_dialogue,
-    read_tools,
-)
-from task_encoders.records.questions import (
-    ANSWER_FIELDS,
-    DIALOGUE_FIELDS,
-    HISTORY,
-    INPUT,
-    PROMPT_FIELDS,
-    answer_fields,
-    first_field,
-    is_scalar,
-    quoted,
-    read_turns,
-)
+from task_encoders.records.forms import Names, form_of, is_scalar, named_media, quoted
+from task_encoders.records.marks import place_images, place_pictures, place_videos
+from task_encoders.records.messages import kind_of, parsed, read_tools
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -63,15 +30,6 @@ from task_encoders.samples.limits import check_json
 #: A longer "id" is not a key.
 _MAX_KEY_LENGTH: Final = 4096
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
-MEDIA_FIELDS: Final = frozenset(("image", "images", "video", "videos"))
-_TOOLS: Final = ("tools", "functions")
-
-#: Every field that `to_sample` reads, and "id".
-RECORD_FIELDS: Final = (
-    *("id", "system", *_TOOLS, *sorted(MEDIA_FIELDS)),
-    *(SENTENCES, PICTURES, *DIALOGUE_FIELDS, *PROMPT_FIELDS, INPUT, HISTORY, *ANSWER_FIELDS),
-)
-
 #: Field with lists that rate the turns, {place: (a list, the least that a turn needs)}: see
 #: `source.min_rating`.
 RATED: Final = "source.min_rating"
@@ -112,29 +70,54 @@ def own_key(content: Mapping[str, Any]) -> str:
     return key if len(key) <= _MAX_KEY_LENGTH else ""
 
 
-def to_sample(
+def read_record(
     content: Mapping[str, Any],
     key: str,
     task: str,
     paired_media: Sequence[str] | None = None,
-) -> SourceSample:
-    """The sample of a parsed record. `paired_media` are images and videos with the record's name,
-    where the format pairs by name. Raises SampleError if the record cannot be used."""
+    is_file: Callable[[str], bool] | None = None,
+) -> tuple[SourceSample, Names]:
+    """Return the sample of a parsed record, and the names of the fields that it was read from.
+    `paired_media` are images and videos with the record's name, where the format pairs by name.
+    `is_file` tells which names in texts are pictures; without it, texts hold none. Raises
+    SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
-    refuse_codec_input(content.get("patch_positions"))
-    name = first_field(content, DIALOGUE_FIELDS)
-    found = read_document(content)
-    if found is not None and task != "captioning":
+    if content.get("patch_positions"):
+        refuse_codec_input(content["patch_positions"])
+    form = form_of(content)
+    names = form.names(content, task)
+    draft = form.read(content, names, task)
+    if draft.is_document and task != "captioning":
         raise SampleError("bad_record", "a document; set source.task=captioning to pack it")
-    if found is None and name:
-        found = read_dialogue(content[name], name, task)
-    elif found is None:
-        found = Dialogue(turns=read_turns(content, task))
-    system = _system(content, found.system) if name or task != "captioning" else None
-    images, videos = _media(content, found, paired_media)
-    turns = _mark_videos(found.turns, len(videos), task) if videos and not images else found.turns
-    tools = "".join([read_tools(content[name]) for name in _TOOLS if content.get(name)])
+    beside = content.get("system") if names["system"] else None
+    if not isinstance(beside, str | None):
+        raise SampleError("bad_record", f"'system' is {kind_of(beside)}, not text")
+    if draft.system and beside and draft.system != beside:
+        raise SampleError("bad_record", "'system' is not the system message among the messages")
+    system = (beside or None) if draft.system is None else draft.system
+    images = _one_list(content, "images", draft.images)
+    videos = _one_list(content, "videos", draft.videos)
+    turns, inline = draft.turns, list[str]()
+    if is_file is not None:
+        turns, inline = place_pictures(turns, task, is_file)
+    if inline and images:
+        shown = f"pictures in its texts, such as {inline[0][:60]!r}, and names others"
+        raise SampleError("bad_record", f"the record has {shown}")
+    images = inline or images
+    if images is videos is None and paired_media is not None:
+        if not paired_media:
+            raise SampleError("missing_image", "no image of the record's name beside it")
+        if len(paired_media) > 1:
+            raise SampleError("ambiguous_image", f"the record names none of {quoted(paired_media)}")
+        is_video = is_video_name(paired_media[0])
+        images, videos = (None, paired_media) if is_video else (paired_media, None)
+    images, videos = images or (), videos or ()
+    if videos and not images:
+        turns = place_videos(turns, task, len(videos))
+    elif images and not inline:
+        turns = place_images(turns, task, len(images))
+    tools = read_tools(content.get(names["tools"] or "tools"))
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
     if content.get(RATED):
@@ -143,19 +126,18 @@ def to_sample(
     _check_places(sample)
     if content.get("objects"):
         _check_boxes(sample)
-    return sample
+    return sample, names
 
 
-def texts_read(content: Mapping[str, Any], task: str) -> set[str | None]:
-    """Choose the fields with text that make the sample of a record."""
-    beside = {*_TOOLS, None if task == "captioning" else "system"}
-    if content.get(SENTENCES) is not None:
-        return {*beside, SENTENCES, PICTURES}
-    if name := first_field(content, DIALOGUE_FIELDS):
-        return {*beside, "system", name}
-    prompt = first_field(content, PROMPT_FIELDS)
-    about = {"instruction": (INPUT, HISTORY), "query": (HISTORY,)}.get(prompt or "", ())
-    return {*beside, *about, prompt, first_field(content, answer_fields(task))}
+def to_sample(
+    content: Mapping[str, Any],
+    key: str,
+    task: str,
+    paired_media: Sequence[str] | None = None,
+    is_file: Callable[[str], bool] | None = None,
+) -> SourceSample:
+    """Return the sample of `read_record`."""
+    return read_record(content, key, task, paired_media, is_file)[0]
 
 
 def check_prompts_are_shown(sample: SourceSample) -> None:
@@ -168,41 +150,6 @@ def check_prompts_are_shown(sample: SourceSample) -> None:
                 f"captioning would not show the prompt {text[:60]!r}; set source.task to vqa or "
                 "bmr, or source.ignore_prompts=true to train the answers as captions",
             )
-
-
-def named_media(content: Mapping[str, Any], kind: str) -> list[Any] | None:
-    """Unchecked names of a record's media of a kind, "image" or "video"; None if it names none, []
-    if it says that there are no images."""
-    many = content.get(f"{kind}s")
-    named = many or content.get(kind)
-    named = many if named is None else named
-    if named is None or (kind == "video" and not named):
-        return None
-    named = named if isinstance(named, list) else [named]
-    names = [media_name(name) for name in named]
-    return [name for name in names if name] if is_in_turn(content) else names
-
-
-def best_answer(answers: Any, weights: Any) -> Any:
-    """The answer of a VQA sample with the largest weight; without weights the first."""
-    if not isinstance(answers, list) or not answers:
-        return answers
-    is_weighed = isinstance(weights, list) and all(isinstance(one, int | float) for one in weights)
-    if not is_weighed or len(weights) != len(answers):
-        return answers[0]
-    return answers[weights.index(max(weights))]
-
-
-def _mark_videos(turns: list[Turn], num_videos: int, task: str) -> list[Turn]:
-    """Replace `<image>`, by which LLaVA-Video's records mark the places of videos, by our mark."""
-    marks = [
-        count_placeholders(turns, mark, task) for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
-    ]
-    if marks != [num_videos, 0]:
-        return turns
-    field = "answer" if task == "captioning" else "prompt"
-    texts = [getattr(turn, field).replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for turn in turns]
-    return [replace(turn, **{field: text}) for turn, text in zip(turns, texts, strict=True)]
 
 
 def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) -> SourceSample:
@@ -239,38 +186,13 @@ def _well_rated(sample: SourceSample, ratings: Mapping[str, tuple[Any, float]]) 
     return replace(sample, turns=tuple(chosen))
 
 
-def _system(content: Mapping[str, Any], said: str | None) -> str | None:
-    """The system message, which may stand among the messages, as `said`, or beside them."""
-    beside = content.get("system")
-    if beside is not None and not isinstance(beside, str):
-        raise SampleError("bad_record", f"'system' is {kind_of(beside)}, not text")
-    if said and beside and said != beside:
-        raise SampleError("bad_record", "'system' is not the system message among the messages")
-    return (beside or None) if said is None else said
-
-
-def _media(
-    content: Mapping[str, Any], found: Dialogue, paired_media: Sequence[str] | None
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Names of the images and of the videos."""
-    if found.images or found.videos or not MEDIA_FIELDS.isdisjoint(content):
-        images = _one_list("images", named_media(content, "image"), found.images)
-        videos = _one_list("videos", named_media(content, "video"), found.videos)
-        if images is not None or videos is not None:
-            return images or (), videos or ()
-    if paired_media is None:
-        return (), ()
-    if not paired_media:
-        raise SampleError("missing_image", "no image of the record's name beside it")
-    if len(paired_media) > 1:
-        raise SampleError("ambiguous_image", f"the record names none of {quoted(paired_media)}")
-    return ((), paired_media) if is_video_name(paired_media[0]) else (paired_media, ())
-
-
 def _one_list(
-    field: str, named: list[Any] | None, in_messages: Sequence[str | None]
+    content: Mapping[str, Any], field: str, in_messages: Sequence[str | None]
 ) -> Sequence[str] | None:
-    """The names that a record or its messages hold; None where there are none."""
+    """Return the names of media that a record or its messages hold; None where there are none."""
+    named = named_media(content, field)
+    if named is None and not in_messages:
+        return None
     names = [name for name in in_messages if name is not None]
     if not all(isinstance(name, str) for name in (*names, *(named or ()))):
         raise SampleError("bad_record", f"{field!r} holds something other than file names")

@@ -21,11 +21,8 @@ from megatron.energon.errors import FatalSampleError
 from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
-from task_encoders.records.documents import is_document
-from task_encoders.records.questions import DIALOGUE_FIELDS, PROMPT_FIELDS, has_answer
+from task_encoders.records.forms import MEDIA_FIELDS, best_answer, form_of, has_answer
 from task_encoders.records.record import (
-    MEDIA_FIELDS,
-    best_answer,
     decode_inline,
     decode_text,
     is_inline,
@@ -78,23 +75,14 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
             record, media = _of_parts(sample.parts)
         else:
             record, media = _of_type(sample)
-        task = _task(record)
+        task = form_of(record).task  # as no configuration says it
         paired = tuple(media) if media or task == "captioning" else None
-        found = to_sample(record, sample.__key__, task, paired)
+        found = to_sample(record, sample.__key__, task, paired, lambda name: False)
         stem = sample.__key__.rpartition("/")[2]
         images, videos = _files(found.images, media, stem), _files(found.videos, media, stem)
         return SubSample(sample.__key__, found, images, videos)
     except SampleError as error:
         return SubSample(sample.__key__, error)
-
-
-def _task(record: Mapping[str, Any]) -> str:
-    """Task of a record. Its content decides, as no configuration says it."""
-    if is_document(record):
-        return "captioning"
-    if any(record.get(name) is not None for name in DIALOGUE_FIELDS):
-        return "bmr"
-    return "vqa" if any(record.get(name) is not None for name in PROMPT_FIELDS) else "captioning"
 
 
 def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:

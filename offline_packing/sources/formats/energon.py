@@ -32,7 +32,8 @@ from offline_packing.sources.options import SourceOptions, follow
 from offline_packing.sources.reading.contents import file_names, holds_packs
 from offline_packing.sources.roots.listing import walk
 from offline_packing.storage.yaml_file import parse_yaml
-from task_encoders.records.record import best_answer, decode_text, load_json
+from task_encoders.records.forms import best_answer
+from task_encoders.records.record import decode_text, load_json
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES
 

@@ -6,7 +6,8 @@
 
 The path is one file, or a folder of which every file with the format's suffix is read. A record's
 key is its "id" (text or a whole number), or else `FILE:NUMBER`, lines or elements counted from 1.
-Blank lines are not records.
+Blank lines are not records. A list of records in the place of one, as Qwen's packed form has it, is
+read as its records, `FILE:NUMBER.PLACE`.
 
     image,question,answer                   the heading: names as those of a JSON record's fields,
     images/17.jpg,"How many, in all?",Two   or named by `source.fields`
@@ -23,6 +24,7 @@ import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
 
@@ -43,16 +45,10 @@ from offline_packing.storage.streams import (
     codec_of,
     open_unpacked,
 )
-from task_encoders.records.questions import DIALOGUE_FIELDS
-from task_encoders.records.record import (
-    MEDIA_FIELDS,
-    RECORD_FIELDS,
-    decode_text,
-    load_json,
-    own_key,
-)
+from task_encoders.records.forms import RECORD_FIELDS, read_cells
+from task_encoders.records.record import decode_text, load_json, own_key
 from task_encoders.samples import SampleError
-from task_encoders.samples.limits import MAX_JSON_BYTES, check_json
+from task_encoders.samples.limits import MAX_JSON_BYTES
 
 #: Bytes at a time while listing, and while reading records.
 _BLOCK: Final = 2 << 20
@@ -66,6 +62,8 @@ _AFTER: Final = 1 << 20
 #: A JSON object with one of these is a record.
 _FIELDS: Final = frozenset(name.encode() for name in RECORD_FIELDS if name != "id")
 _EMPTY: Final = "it is empty; restore it"
+#: Beginning of a list of records.
+_LIST: Final = re.compile(rb"\s*\[(?=\s*\{)")
 
 #: Takes a file block by block; returns the end offset of each record in the block.
 _Cutter = Callable[[bytes], npt.NDArray[np.intp]]
@@ -88,6 +86,8 @@ class JsonlSource(Source):
     SEPARATOR: ClassVar[int] = 0
     #: whether a line break ends a record
     BY_LINE: ClassVar[bool] = True
+    #: whether a record may be a list of records
+    NESTED: ClassVar[bool] = True
     #: bytes of blank records
     BLANK: ClassVar[bytes] = string.whitespace.encode()
 
@@ -206,7 +206,7 @@ class JsonlSource(Source):
                 if data is None or data.strip():
                     at = Locator(kind, container, offset, size)
                     known = first + number
-                    yield self._record(f"{stem}:{known}", at, data)
+                    yield from self._records(f"{stem}:{known}", at, data)
         except DamagedStreamError as error:
             why = f"{error} (after {stem}:{known})" if known else error
             yield self.damaged(container, Locator(kind, container, 0, 0), why)
@@ -263,6 +263,18 @@ class JsonlSource(Source):
             damage = _EMPTY
         if damage:
             raise DamagedStreamError(damage)
+
+    def _records(self, key: str, at: Locator, data: bytes | None) -> Iterator[SourceRecord]:
+        """Yield the record in a line or an element, or those of a list of them."""
+        cutter, bounds = _ArrayCutter(), list[int]()
+        if data is not None and self.NESTED and (match := _LIST.match(data)):
+            bounds = [match.end(), *cutter(data).tolist()]
+        if data is None or not cutter.is_closed or cutter.problem_after():
+            yield self._record(key, at, data)
+            return
+        for number, (begin, end) in enumerate(pairwise(bounds), 1):
+            place = at._replace(offset=at.offset + begin, size=end - 1 - begin)
+            yield self._record(f"{key}.{number}", place, data[begin : end - 1])
 
     def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
         try:
@@ -444,6 +456,7 @@ class TextSource(JsonlSource):
 
     ENDINGS = endings(".txt")
     UNREAD = endings(".txt", UNREAD_SUFFIXES)
+    NESTED = False
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -455,9 +468,6 @@ class TextSource(JsonlSource):
         return self.fields.apply({"text": decode_text(data).strip()})
 
 
-#: Columns whose cells may be JSON.
-_STRUCTURED: Final = {*DIALOGUE_FIELDS, *MEDIA_FIELDS, "captions", "answers", "tools", "functions"}
-
 csv.field_size_limit(MAX_JSON_BYTES)  # of the process; the default is 128 KiB
 
 
@@ -466,6 +476,7 @@ class TsvSource(JsonlSource):
 
     ENDINGS = endings(".tsv")
     UNREAD = endings(".tsv", UNREAD_SUFFIXES)
+    NESTED = False
     DIALECT: ClassVar[Mapping[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
     def _cut(
@@ -507,16 +518,7 @@ class TsvSource(JsonlSource):
             raise DamagedStreamError(
                 f"its heading cannot be read: {error.detail}; mend it"
             ) from error
-        twice = [name for name in columns if columns.count(name) > 1]
-        if twice:
-            raise DamagedStreamError(f"it has {len(twice)} columns named {twice[0]!r}; rename them")
-        absent = [one for one in self.fields.named.values() if one not in columns]
-        if absent or not {*columns} & ({*RECORD_FIELDS, *self.fields.columns()} - {"id"}):
-            problem = f" (no {absent[0]})" if absent else ""
-            raise DamagedStreamError(
-                f"it has the columns {', '.join(columns)}; its first row is to name them; name "
-                f"those to be used{problem}, for example source.fields={{image: jpg, caption: txt}}"
-            )
+        self.fields.choose(columns, hint="its first row is to name them; ")
         return columns
 
     def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
@@ -529,8 +531,7 @@ class TsvSource(JsonlSource):
         if len(cells) != len(names):
             raise SampleError("bad_record", f"{len(cells)} cells, the heading has {len(names)}")
         row = zip(names, cells, strict=True)
-        renamed = self.fields.apply({name: cell for name, cell in row if cell})
-        return {name: _cell_value(name, cell) for name, cell in renamed.items()}
+        return read_cells(self.fields.apply({name: cell for name, cell in row if cell}))
 
     def _cells(self, line: bytes) -> list[str]:
         text = decode_text(line).rstrip("\r\n")
@@ -539,17 +540,6 @@ class TsvSource(JsonlSource):
         except (csv.Error, ValueError) as error:
             raise SampleError("bad_record", f"the row cannot be read: {error}") from error
         return row
-
-
-def _cell_value(name: str, cell: Any) -> Any:
-    if name not in _STRUCTURED or not isinstance(cell, str) or cell[0] not in "[{":
-        return cell
-    data = cell.encode()
-    check_json(data)
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return cell  # a file's name or a text that begins so
 
 
 class CsvSource(TsvSource):

@@ -22,7 +22,7 @@ from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, MediaOptions
-from task_encoders.records.questions import read_history, with_input
+from task_encoders.records.forms import read_history, with_input
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES
@@ -56,6 +56,8 @@ _COLUMNS: Final = {
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
 }
+#: What goes with every formatting.
+_KEPT: Final = ("id", "images", "videos", "system", "tools", "audios")
 _TAGS: Final = {
     "sharegpt": ("from", "value", "human", "gpt", "system", "observation", "function_call"),
     "openai": ("role", "content", "user", "assistant", "system", "tool", "function_call"),
@@ -192,50 +194,42 @@ class _EntryFields(FieldMap):
         super().__init__({})
         formatting = entry.get("formatting", "alpaca")
         columns = {name: at for name, at in (entry.get("columns") or {}).items() if at}
-        own = {name: name for name in ("images", "videos", "system", "history")}
-        self._names = _COLUMNS[formatting] | own | columns
-        for name in ("query", "response") if columns and formatting == "alpaca" else ():
-            if name not in columns:  # if columns are named, these have no default
-                self._names.pop(name)
+        own = dict(_COLUMNS[formatting])
+        if columns and formatting == "alpaca":  # the others have no default then
+            own = {"prompt": own["prompt"]}
+        own |= {name: name for name in ("id", "images", "videos", "system", "history")}
+        self._names = own | columns
         tags = {name: tag for name, tag in (entry.get("tags") or {}).items() if tag}
-        defaults = dict(zip(_TAG_NAMES, _TAGS.get(formatting, ()), strict=False))
         #: empty where records hold no messages
-        self._tags = defaults | tags if defaults else {}
+        self._tags = dict(zip(_TAG_NAMES, _TAGS.get(formatting, ()), strict=False))
+        if self._tags:
+            self._tags |= tags
+        self._roles = {self._tags[name]: role for name, role in _TAG_ROLES.items() if self._tags}
 
     def columns(self) -> set[str]:
-        return {"id", *self._names.values()}
+        return {*self._names.values()}
 
     def media_columns(self) -> set[str]:
         return {self._names["images"], self._names["videos"]}
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         named = {name: content.get(column) for name, column in self._names.items()}
-        if named.get("audios"):
-            raise SampleError("bad_record", "it has audios, which are not packed")
-        kept = {"id": content.get("id")} if "id" in content else {}
-        for name in ("images", "videos", "system", "tools"):
-            if named.get(name) not in (None, ""):
-                kept[name] = named[name]
+        kept = {name: value for name in _KEPT if (value := named.get(name)) not in (None, "")}
         if self._tags:
-            return {**kept, "messages": self._dialogue(named)}
+            said = named["messages"]
+            said = list(map(self._said, said)) if isinstance(said, list) else said
+            return {**kept, "messages": said}
         if "response" not in self._names:  # plain text, of which LLaMA-Factory pretrains
             return {**kept, "text": named["prompt"]}
         return {**kept, "messages": _alpaca(named)}
 
-    def _dialogue(self, named: Mapping[str, Any]) -> Any:
-        """The messages with our names of roles."""
-        messages = named["messages"]
-        if not isinstance(messages, list):
-            return messages
-        tags = self._tags
-        roles = {tags[name]: role for name, role in _TAG_ROLES.items()}
-
-        def said(message: dict[str, Any]) -> dict[str, Any]:
-            role, content = message.get(tags["role_tag"]), message.get(tags["content_tag"])
-            role = roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
-            return {"role": role, "content": content, "tool_calls": message.get("tool_calls")}
-
-        return [said(one) if isinstance(one, dict) else one for one in messages]
+    def _said(self, message: Any) -> Any:
+        """Return a message with our names of fields and roles."""
+        if not isinstance(message, dict):
+            return message
+        role, content = (message.get(self._tags[name]) for name in ("role_tag", "content_tag"))
+        role = self._roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
+        return {"role": role, "content": content, "tool_calls": message.get("tool_calls")}
 
 
 def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -142,5 +142,8 @@ class PacksSource(WebDatasetSource):
             name = f"{stem}.{name}"
         return super().open_media(record, name)
 
+    def files_at(self, record: Locator) -> None:
+        return None
+
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         return load_json(data)

@@ -34,6 +34,7 @@ from offline_packing.sources.reading.rows import (
 from offline_packing.sources.roots.listing import hash_files
 from offline_packing.storage.memory import machine_memory
 from offline_packing.storage.streams import DamagedStreamError
+from task_encoders.records.forms import read_cells
 from task_encoders.records.record import own_key
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES, MAX_ROW_BYTES
@@ -145,29 +146,19 @@ class TableSource(Source):
             own or key, at, content, paired, embedded, own_id=own != "", unread=unread
         )
 
+    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
+        return read_cells(super().parse(data, column))
+
     def _columns(self, schema: pa.Schema) -> list[str]:
         """The columns that records are made of. Raises DamagedStreamError where there are none."""
-        named = self.fields.named
         # Pictures are not text, whatever the name of their column ("input", "output") means.
-        media = {*named.values(), *self.fields.media_columns()}
+        media = {*self.fields.named.values(), *self.fields.media_columns()}
         pictures = {one.name for one in schema if holds_pictures(one.type)} - media
-        wanted = (self.fields.columns() | self.fields.columns_beside) - pictures
-        columns = [name for name in schema.names if name in wanted]
-        twice = [name for name in columns if columns.count(name) > 1]
-        if twice:
-            problem = f"it has {len(twice)} columns named {twice[0]!r}"
-            raise DamagedStreamError(f"{problem}; write it again with a name for each")
+        columns = self.fields.choose(schema.names, pictures)
         unread = next((schema.field(c) for c in columns if unread_type(schema.field(c).type)), None)
         if unread:
             problem = f"column {unread.name!r} has the type {unread.type}, which is not read"
             raise DamagedStreamError(f"its {problem}; cast it to a plain one, as list or binary")
-        absent = [f"{name}={at}" for name, at in named.items() if at not in columns]
-        if absent or not set(columns) - {"id", named.get("id")} - self.fields.columns_beside:
-            problem = f" (no {absent[0]})" if absent else ""
-            raise DamagedStreamError(
-                f"it has the columns {', '.join(schema.names)}; name those to be used{problem}"
-                ", for example source.fields={images: jpg, caption: text}"
-            )
         return columns
 
 

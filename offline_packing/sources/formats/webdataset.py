@@ -33,8 +33,8 @@ from offline_packing.storage.streams import (
 )
 from offline_packing.storage.tars import TarMember, TarReader
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
-from task_encoders.records.questions import has_answer
-from task_encoders.records.record import decode_text, named_media
+from task_encoders.records.forms import has_answer, named_media
+from task_encoders.records.record import decode_text
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_JSON_BYTES
 
@@ -192,9 +192,9 @@ class WebDatasetSource(Source):
         except Exception as error:  # noqa: BLE001 - of this record
             yield SourceRecord(key, at, as_sample_error(error))
             return
-        for kind in ("image", "video"):
+        for kind in ("images", "videos"):
             names = named_media(content, kind)
-            parts = [part for part in media if is_video_name(part) == (kind == "video")]
+            parts = [part for part in media if is_video_name(part) == (kind == "videos")]
             if names is not None and len(names) == len(parts) == 1:
                 embedded.setdefault(str(names[0]), embedded[parts[0]])
         paired = tuple(media) if media or self.task == "captioning" else None

@@ -22,7 +22,7 @@ from offline_packing.sources.lost_fields import control_text, lost_fields
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
 from task_encoders.media.image import decode_image
-from task_encoders.records.record import to_sample
+from task_encoders.records.record import read_record, to_sample
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
@@ -230,7 +230,7 @@ def told(
     """The notes on a record, after its fields were named."""
     names = FieldMap(fields or {})
     record = SourceRecord("k", Locator("bytes", "a", 0, 0), names.apply(content), paired)
-    sample = to_sample(names.apply(content), "k", task, paired)
+    sample, record.names = read_record(names.apply(content), "k", task, paired)
     return sorted(what for what, _ in lost_fields(record, sample, names))
 
 
@@ -292,9 +292,14 @@ def test_content_of_other_fields(content: dict[str, Any], kind: str, names: str)
             ],
         ),
         (
-            {"messages": dialogue("<ImageHere>What?", "This."), "image": "a.jpg"},
+            {"messages": dialogue("<ImageHere><ImageHere>What?", "This."), "image": "a.jpg"},
             {},
             ["prompts hold '<ImageHere>' as text; media are marked by <image>"],
+        ),
+        (
+            {"messages": dialogue("![](gone.jpg)What?", "This: ![](gone.jpg)")},
+            {},
+            ["prompts hold pictures as text that are neither data: URIs nor files of image_root"],
         ),
         (
             {**ASKED, "images": []},

@@ -319,6 +319,66 @@ def test_odd_values_anywhere_are_read_or_refused(task: str) -> None:
     assert min(num_read, num_refused) > 100
 
 
+URI = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown", "images"),
+    [
+        ("Picture 1: <img>a.jpg</img>\nWhat?", "Picture 1: <image>\nWhat?", ["a.jpg"]),
+        (f"![]({URI}) and ![b c](a.jpg)?", "<image> and <image>?", [URI, "a.jpg"]),
+        ("![](b.jpg) <img>c.jpg</img> ![](https://x.org/a.jpg)", "", []),
+        ("![](a.txt), [a](a.jpg), ![](), <img></img>", "", []),
+        ("Write <img>a.jpg</img> twice: <img>a.jpg</img>", "", ["a.jpg", "a.jpg"]),
+    ],
+)
+def test_pictures_in_prompts(prompt: str, shown: str, images: list[str]) -> None:
+    """Data URIs and files are pictures in their places; all else, and answers, stay text."""
+    texts = [prompt, "So: ![](a.jpg).", "And?", "Yes."]
+    sample = to_sample(
+        {"messages": dialogue(*texts)}, "k", "bmr", None, {"a.jpg", "a.txt"}.__contains__
+    )
+    shown = shown or prompt.replace("<img>a.jpg</img>", "<image>")
+    assert [turn.prompt for turn in sample.turns] == [shown, "And?"]
+    assert [turn.answer for turn in sample.turns] == texts[1::2]
+    assert [*sample.images] == images
+    assert to_sample({"messages": dialogue(*texts)}, "k", "bmr").turns[0].prompt == prompt
+
+
+def test_pictures_in_documents_and_beside_others() -> None:
+    text = {"text": "One. ![](a.jpg) Two."}
+    sample = to_sample(text, "k", "captioning", (), lambda name: True)
+    assert sample == document("One. <image> Two.", "a.jpg")
+    with pytest.raises(SampleError, match="has pictures in its texts, such as 'a"):
+        to_sample({**text, "image": "b.jpg"}, "k", "captioning", None, lambda name: True)
+    kept = to_sample({**text, "image": "b.jpg"}, "k", "captioning", None, lambda name: False)
+    assert kept == document(text["text"], "b.jpg")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("<image_1> and <image_2>?", "<image> and <image>?"),
+        ("<image 1>, <|image_2|>", "<image>, <image>"),
+        ("<image_00><image_01>", "<image><image>"),
+        ("(<image>./</image>)(<image>./</image>)", "<image><image>"),
+        ("<img><IMG_CONTEXT></img>[IMG]", "<image><image>"),
+        ("<|vision_start|><|image_pad|><|vision_end|><start_of_image>", "<image><image>"),
+        ("<IMAGE> <ImageHere>", "<image> <image>"),
+        # What cannot be told stays text.
+        ("<image_2> and <image_1>?", ""),
+        ("<image_1> and <image_1>?", ""),
+        ("<image_2> and <image_3>?", ""),
+        ("[IMG] [IMG] [IMG]", ""),
+        ("<image><image> of [IMG]", ""),
+        ("<img> <media>", ""),
+    ],
+)
+def test_marks_of_other_projects(prompt: str, expected: str) -> None:
+    content = {"messages": dialogue(prompt, "[IMG]"), "images": ["a.jpg", "b.jpg"]}
+    assert to_sample(content, "k", "bmr").turns == turns(expected or prompt, "[IMG]")
+
+
 PART = {"type": "text", "text": "What is it?"}
 ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
 

@@ -69,6 +69,29 @@ def test_elements(
     assert [record.content for record in found] == content
 
 
+def read_lists(path: Path, data: bytes) -> dict[str, Any]:
+    """The records of a file by key, each read once more by its locator."""
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    options = {"format": path.name.split(".")[1], "path": str(path), "task": "bmr"}
+    source = open_source(options, unpack_folder=path.parent / ".unpacked")
+    found = [record for part in source.scan(2).parts for record in source.records(part)]
+    whole = [record for record in found if not isinstance(record.content, SampleError)]
+    assert [source.read(record.locator) for record in whole] == [one.content for one in whole]
+    return {one.key: None if isinstance(one.content, SampleError) else one.content for one in found}
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl"])
+def test_lists_of_records_are_read_flat(tmp_path: Path, name: str) -> None:
+    """As Qwen's packed files have them."""
+    lists: list[Any] = [[{"a": 1}, {"b": [2, "]"]}], {"c": 3}, [{"d": {}}, 5], [6], [{"e": 1}]]
+    text = "\n".join(map(json.dumps, lists)) if name == "a.jsonl" else json.dumps(lists)
+    keys = "a:1.1 a:1.2 a:2 a:3.1 a:3.2 a:4 a:5.1".split()
+    inner = [{"a": 1}, {"b": [2, "]"]}, {"c": 3}, {"d": {}}, None, None, {"e": 1}]
+    assert read_lists(tmp_path / name, text.encode()) == dict(zip(keys, inner, strict=True))
+    broken = read_lists(tmp_path / "b.jsonl", b'[{"a": 1}] 2\n[{"a": 1}\n')
+    assert broken == {"b:1": None, "b:2": None}
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
 @pytest.mark.parametrize(("indent", "samples_per_part"), [(None, 1), (2, 2), (None, 100)])
 @pytest.mark.parametrize("block", [9, 1 << 16])

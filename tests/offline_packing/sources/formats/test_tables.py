@@ -1,6 +1,7 @@
 """Tables: types of columns that writers choose, their names, and which files are read."""
 
 import io
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,23 @@ def test_messages_and_ids_that_are_stored_as_bytes(tmp_path: Path) -> None:
     source = {**write_parquet(tmp_path / "data", table), "task": "bmr"}
     assert outcomes(source, tmp_path) == {"k": "ok"}
     assert texts_of(source, tmp_path) == ["That."]
+
+
+def test_lists_that_are_stored_as_json(tmp_path: Path) -> None:
+    """As in CSV; a text that begins like one stays text."""
+    said = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "That."}]
+    columns = {
+        "messages": [json.dumps(said), None, None],
+        "images": ['["a.jpg"]', "[b].jpg", None],
+        "question": [None, "What?", "And?"],
+        "answer": [None, "[sic]", '["so"]'],
+        "history": [None, None, '[["Who?", "I."]]'],
+    }
+    for name in ("a.jpg", "[b].jpg"):
+        formats.write_file(tmp_path / "data" / name, JPEG)
+    source = {**write_parquet(tmp_path / "data", pa.table(columns)), "task": "bmr"}
+    assert [*outcomes(source, tmp_path).values()] == ["ok"] * 3
+    assert texts_of(source, tmp_path) == ["That.", "[sic]", '["so"]']
 
 
 def dictionary_of(values: list[bytes]) -> pa.Array:
@@ -124,7 +142,7 @@ def test_equal_names_are_refused(tmp_path: Path) -> None:
         [pa.array([JPEG]), pa.array(["A."]), pa.array(["B."])], ["image", "caption", "caption"]
     )
     source = write_parquet(tmp_path / "data", table)
-    with pytest.raises(StageError, match=r"a\.parquet: it has 2 columns named 'caption'; write it"):
+    with pytest.raises(StageError, match=r"a\.parquet: it has 2 columns named 'caption'; rename"):
         outcomes(source, tmp_path)
 
 
