@@ -34,7 +34,6 @@ from offline_packing.index.set_aside import AsideSamples, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
-from offline_packing.plan.summary import render_summary
 from offline_packing.plan.uses import Trees, Uses, choose_uses
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.passes import PlanOptions
@@ -47,7 +46,7 @@ from offline_packing.runs.artifacts import (
     plan_fingerprint,
     plan_identity,
 )
-from offline_packing.runs.figures import run_figures
+from offline_packing.runs.figures import as_text, run_figures
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
 from offline_packing.runs.run import Fingerprint, Run, listed
@@ -178,7 +177,7 @@ def preview_plan(run: Run, samples: Index) -> str:
 
 def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
-    return render_summary(run_figures(run.config, samples, packs, plan_reasons))
+    return as_text(run_figures(run.config, samples, packs, plan_reasons))
 
 
 def _discard_previous(run: Run, found: Mapping[str, Any] | None, wanted: Fingerprint) -> None:

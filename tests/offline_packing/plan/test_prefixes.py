@@ -27,7 +27,7 @@ from offline_packing.plan.prefixes import Items, form_items, group_samples
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
-from offline_packing.runs.figures import run_figures
+from offline_packing.runs.figures import as_values, run_figures
 from offline_packing.runs.run import Run
 from task_encoders.families import model_cost
 from tests.helpers.datasets import dialogue, make_run, plan_index, plan_summary
@@ -368,7 +368,7 @@ def test_repeated_pictures_are_told(tmp_path: Path) -> None:
         if not pack:
             report(run)
             page = (run.workspace.report / "report.html").read_text()
-            assert "<p>90 distinct pictures in 600 samples; pack.share_prefixes would" in page
+            assert "90 distinct pictures in 600 samples; pack.share_prefixes would" in page
         return [int(one.replace(",", "")) for one in found], packs.num_packs
 
     for pack in ({}, {"max_samples": 60, "pad_multiple": 16}):
@@ -540,15 +540,16 @@ def test_shares_are_of_the_tokens_that_rows_hold(
         found = held_shares(samples, packs, own, len(shares))
         assert found == pytest.approx(shares, abs=0.03 if mixture else 0.02)
     check_trees_of_sources(samples, packs)
-    figures = run_figures(run.config, samples, packs, {})
+    figures = as_values(run_figures(run.config, samples, packs, {}))
+    name = run.config.source_names()[0]
     if mixture:
-        first, *_, last = figures["plan"]["mixture"]
+        first, *_, last = figures["mixture"]["rows"]
         train = next(iter(splits_of_plan(packs, run.config.output.split).values()))
-        held = held_shares(samples, packs, train, min(20, len(train)))
-        assert [first[0]["share"], last[0]["share"]] == pytest.approx([held[0], held[-1]])
+        held = held_shares(samples, packs, train, min(10, len(train)))
+        assert [first[name], last[name]] == pytest.approx([held[0], held[-1]])
     else:
         whole = held_shares(samples, packs, range(packs.num_packs), 1)[0]
-        found = [one["share_of_tokens"] for one in figures["sources"]]
+        found = [one["share"] for one in figures["sources"]["rows"]]
         assert found == pytest.approx([whole, 1 - whole])
 
 
@@ -568,7 +569,7 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     assert loaded.hash.count("-") == 2
     assert loaded.packs.info.num_tokens == whole - shared
     summary = " ".join(plan_summary(run).split())
-    assert "shared prefixes 4 trees of 40 samples" in summary
+    assert "shared prefixes trees 4 trees of 40 samples" in summary
     assert f"tokens {whole:,} -> {whole - shared:,} images and videos 43 -> 7" in summary
     assert "3 of 43 samples show images or videos of other samples" in summary
     least = -(-whole // 512)
@@ -577,10 +578,10 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     assert f"fill {(whole - shared) / (512 * loaded.packs.num_packs):.2%}" in summary
     report(run)
     page = (run.workspace.report / "report.html").read_text()
-    assert "What shared prefixes save" in page
-    document = json.loads((run.workspace.report / "report.json").read_text())
-    assert sum(document["plan"]["sharing"]["samples_per_pack"]) > 0
-    assert document["packs"]["spread"]["tokens"]["max"] <= 512
+    assert "Shared prefixes" in page
+    found = json.loads((run.workspace.report / "report.json").read_text())["figures"]
+    assert sum(found["shared prefixes"]["samples per pack"]) > 0
+    assert found["work per pack"]["rows"][0]["max"] <= 512
     # Lost, it is made again; another number of branches is another plan.
     (run.workspace.plan / "branches.npy").unlink()
     assert plan(run, samples).hash == made.hash
