@@ -59,7 +59,7 @@ def report(run: Run) -> str:
     stored = open_plan(run) if workspace.plan_info.exists() else None
     if stored is not None and manifest is not None:
         check_layout(run, stored.hash)
-    plan, prefix = stored and stored.packs, stored and key_prefix(run, stored.hash)
+    plan, prefix = (stored.packs, key_prefix(run, stored.hash)) if stored else (None, None)
     table = pack_table(samples, plan, model_cost(config.model)) if plan else None
     found = [*run_figures(config, samples, plan, stored.set_aside if stored else {}, table)]
     if plan and table:
