@@ -64,26 +64,21 @@ def _environment() -> Environment:
     return environment
 
 
-def _drawn(drawn: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return rows of packs and of padded batches, and colours of the samples in them: by source, or
-    by kind if there is one source or too many to tell apart."""
+def _drawn(packs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return rows of packs, and colours of the samples in them: by source, or by kind if there is
+    one source or too many to tell apart."""
     by_source = 1 < len(names) <= _NUM_COLOURS
     kinds = names if by_source else ["one image", "text only", "several images"]
-    packed: list[Bar] = []
-    for pack in drawn["packs"]:
-        packed.append([])
+    rows: list[Bar] = []
+    for pack in packs:
+        rows.append([])
         columns = (pack[name] for name in ("keys", "sources", "tokens", "images"))
         for key, source, tokens, images in zip(*columns, strict=True):
             kind = source if by_source else (1, 0, 2)[min(images, 2)]
             title = f"{pack['key']}: {key}, {tokens:,} tokens, {images} images"
-            packed[-1].append((tokens, f"c{kind}", title))
-    padded: list[Bar] = [
-        [(tokens, "c4", f"{tokens:,} tokens"), (width - tokens, "none", "padding")]
-        for tokens, width in drawn["padded"]
-    ]
-    used = sorted({class_ for bar in packed for _, class_, _ in bar})
-    legend = [(class_, kinds[int(class_[1:])]) for class_ in used]
-    return {"packed": packed, "padded": padded, "legend": legend}
+            rows[-1].append((tokens, f"c{kind}", title))
+    used = sorted({class_ for bar in rows for _, class_, _ in bar})
+    return {"rows": rows, "legend": [(class_, kinds[int(class_[1:])]) for class_ in used]}
 
 
 def _segments(pack: PackPreview) -> Bar:

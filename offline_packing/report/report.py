@@ -30,7 +30,6 @@ from offline_packing.runs.figures import (
     Table,
     as_values,
     by_section,
-    count_uses,
     run_figures,
     spread,
 )
@@ -43,7 +42,7 @@ from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.packs.pack_format import pack_key
 
 REPORT_VERSION: Final = 2
-#: Packs, and rows of padded batches, that are drawn.
+#: Packs that are drawn.
 _NUM_DRAWN: Final = 24
 #: Examples kept of each reason, and the text that is kept of an example's detail.
 _NUM_EXAMPLES: Final = 5
@@ -76,7 +75,7 @@ def report(run: Run) -> str:
         "verdict": _verdict(values, plan, written=manifest is not None),
         "seq_length": config.pack.seq_length,
         "figures": values,
-        "drawn": _drawn(config, samples, plan, prefix or "") if plan else None,
+        "drawn": _drawn(samples, plan, prefix or "") if plan else None,
         "fingerprint": samples.info.fingerprint,
         "config": stored_config(config, prefix),
         "library_versions": samples.info.versions,
@@ -163,14 +162,12 @@ def _shards(manifest: Manifest) -> Table:
     return Table("shards", {"split": "", **dict.fromkeys(names.split(", "), ",")}, rows)
 
 
-def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -> dict[str, Any]:
-    """Some packs, evenly over all, with the names of their samples; and samples in padded
-    batches."""
+def _drawn(samples: Index, plan: PackPlan, prefix: str) -> list[dict[str, Any]]:
+    """Return some packs, evenly over all, with the names of their samples."""
     chosen = np.linspace(0, plan.num_packs - 1, min(_NUM_DRAWN, plan.num_packs))
     numbers = np.unique(chosen.astype(np.int64)).tolist()
     rows = [plan.pack(number).astype(np.int64) for number in numbers]
     named = name_samples(samples, np.concatenate(rows))
-    lengths = samples.array("num_tokens")
     tokens, images = (
         of_uses(samples, plan, methodcaller("array", f"num_{name}"))
         for name in ("tokens", "images")
@@ -189,18 +186,7 @@ def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -
                 "images": images[places].tolist(),
             }
         )
-    packed = np.repeat(lengths, count_uses(samples, plan))
-    padded = _padded_rows(packed, config.report.padded_batch_size, config.pack.seed)
-    return {"packs": packs, "padded": padded}
-
-
-def _padded_rows(lengths: npt.NDArray[np.integer], batch_size: int, seed: int) -> list[list[int]]:
-    """[tokens, padded to] of about `_NUM_DRAWN` samples in random whole batches. `lengths`
-    (num_packed,) has at least one sample."""
-    wanted = min(len(lengths), -(-_NUM_DRAWN // batch_size) * batch_size)
-    chosen = np.random.default_rng(seed).choice(len(lengths), wanted, replace=False)
-    batches = (lengths[chosen[i : i + batch_size]].tolist() for i in range(0, wanted, batch_size))
-    return [[length, max(batch)] for batch in batches for length in batch]
+    return packs
 
 
 #: Lower ends of the bands that packs are counted in, as shares of seq_length.

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import ReportConfig, SharePrefixesConfig
 from offline_packing.index.records import record_numbers
 from offline_packing.index.rows import (
-    Prefixes,
     media_of_samples,
     of_uses,
     pack_table,
@@ -34,7 +34,8 @@ from task_encoders.samples import REASONS
 
 #: The ranks whose waiting is computed if pack.order names none.
 _NUM_RANKS: Final = 8
-#: Columns summed up per source: columns num_NAME of the index.
+#: Columns num_NAME of the index: that trees share, and that are summed up per source.
+_SHARED: Final = ("tokens", "images", "videos", "vision_patches")
 _SUMS: Final = ("tokens", "loss_tokens", "images", "videos", "vision_patches", "turns")
 #: Stretches of a plan whose shares are shown, where these change.
 _STRETCHES: Final = 10
@@ -164,13 +165,15 @@ def run_figures(
         yield Row("set aside", reason, f"{count:,}", count, REASONS[reason])
     if warnings := run_warnings(config, samples, plan):
         yield Table("warnings", {"warning": ""}, [[line] for line in warnings])
-    columns = [f"num_{name}" for name in _SUMS]
-    sums = sums_by_source(samples, uses, len(config.source), columns)
+    sums = sums_by_source(samples, uses, len(config.source), [f"num_{name}" for name in _SUMS])
     total = {name: sum(sums[f"num_{name}"]) for name in _SUMS}
     if plan is None:
         yield from _contents(samples, uses, total)
     else:
-        packed, held = np.repeat(lengths, uses), _held_by_rows(samples, plan, total)
+        packed, held = np.repeat(lengths, uses), total
+        if plan.branches is not None:  # what rows hold, a shared prefix once
+            columns = {name: methodcaller("array", f"num_{name}") for name in _SHARED}
+            held = {n: int(of_uses(samples, plan, of).sum()) for n, of in columns.items()}
         yield from plan_figures(config.report, packed, plan, total["tokens"] - held["tokens"])
         if config.pack.context_parallel > 1:
             ranks, multiple = config.pack.context_parallel, config.pack.padding
@@ -261,19 +264,6 @@ def _contents(
     some = int(uses[media_of_samples(samples.array) > 0].sum())
     text = f"{images:,} images, {videos:,} videos in {some:,} of {int(uses.sum()):,} samples; "
     yield Row("contents", "images and videos", f"{text}{each:,.0f} patches each", [images, videos])
-
-
-def _held_by_rows(samples: Index, plan: PackPlan, total: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums over what rows hold, a shared prefix once; `total` are those of all uses."""
-    names = ("tokens", "images", "videos", "vision_patches")
-    if plan.branches is None:
-        return {name: total[name] for name in names}
-    prefixes = Prefixes(samples).table(*(f"num_{name}" for name in names))
-    shared = plan.sample_ids[plan.branches.astype(bool)]
-    return {
-        name: total[name] - int(prefixes[f"num_{name}"].to_numpy()[shared].sum(dtype=np.int64))
-        for name in names
-    }
 
 
 def _sharing(
