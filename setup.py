@@ -90,7 +90,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["offline_packing*", "task_encoders*", "launch*"]),
     package_data={
-        "offline_packing": ["py.typed", "demo/*.yaml", "report/templates/*.html"],
+        "offline_packing": ["py.typed", "report/templates/*.html"],
         "task_encoders": ["py.typed"],
         "launch": ["py.typed", "*.sh", "*.sbatch", "*.yaml"],
     },

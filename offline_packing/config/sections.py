@@ -16,7 +16,8 @@ from pydantic import (
 
 from offline_packing.engines import ENGINES
 from offline_packing.layouts import LAYOUTS
-from offline_packing.planner.passes import PlanOptions, PlanRequest
+from offline_packing.planner.options import PlanOptions, PlanRequest
+from offline_packing.planner.passes import asked_passes
 from offline_packing.planner.ranks.layout import RankLayout
 from task_encoders.field_types import (
     IF_ON,
@@ -162,12 +163,7 @@ class PackConfig(PlanOptions, Section):
                 f"strategy {self.strategy} counts samples as the packer that it is taken from does,"
                 " and share_prefixes joins some; choose strategy auto, or leave out one of them"
             )
-        PlanRequest(
-            self,
-            self.budgets,
-            self.layout,
-            has_mixture=self.mixture is not None,
-        ).passes()
+        asked_passes(PlanRequest(self, self.budgets, self.layout, mixture=self.mixture))
         if self.padding > self.seq_length:
             raise ValueError(
                 f"context_parallel {self.context_parallel} pads samples to multiples of "

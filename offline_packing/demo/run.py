@@ -38,6 +38,8 @@ SEQ_LENGTH: Final = 2048
 MODEL: Final[Mapping[str, Any]] = {"max_pixels": 32 * model_options().model_dump()["min_pixels"]}
 TRAIN_STEPS: Final = 8
 COMPARED_PACKS: Final = 2
+#: packs or samples of a step, in the table
+BATCH: Final = 8
 
 #: Source folders of each task. The multi-turn data come in two forms, packed together.
 SOURCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
@@ -55,7 +57,7 @@ MIN_CONTROL_DIFFERENCE: Final = 1e-1
 class TaskResult:
     """Everything the table says of one task, as measured."""
 
-    #: content of report.json
+    #: figures of report.json
     report: Mapping[str, Any]
     verified: VerifyResult
     difference: "LossDifference"
@@ -63,7 +65,7 @@ class TaskResult:
 
     def failures(self, task: str) -> list[str]:
         """Promises that were not kept."""
-        bound, packs = (self.report["plan"][name] for name in ("lower_bound", "packs"))
+        bound, packs = (self.report["packs"][name] for name in ("lower bound", "packs"))
         packed, control = self.difference.packed, self.difference.without_boundaries
         checks = {
             f"{self.verified.num_problems} problems found by verify": self.verified.ok,
@@ -107,7 +109,8 @@ def _run_task(folder: Path, task: str, seed: int, progress: bool) -> TaskResult:
             verified = verify(run, deep=True)
             report(run)
     difference, losses = _train(Path(config.output.path), task)
-    return TaskResult(read_json(run.workspace.report / "report.json"), verified, difference, losses)
+    found = read_json(run.workspace.report / "report.json")["figures"]
+    return TaskResult(found, verified, difference, losses)
 
 
 def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
@@ -126,7 +129,7 @@ def _write_config(folder: Path, task: str, seed: int) -> PackingConfig:
             "split": {"train": 0.95, "val": 0.05},
             "overwrite": True,
         },
-        "report": {"global_batch_size": 8},
+        "report": {"global_batch_size": BATCH},
     }
     path = folder / f"{task}.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
@@ -153,22 +156,22 @@ def _train(path: Path, task: str) -> tuple["LossDifference", list[float]]:
 def _figures(result: TaskResult) -> dict[str, str]:
     """Name and figure of each line of the table."""
     found, verified, losses = result.report, result.verified, result.losses
-    samples, plan, saving = found["samples"], found["plan"], found["saving"]
-    batch = saving["global_batch_size"]
-    padded = f"padding, batches of {saving['padded_batch_size']} padded to longest"
+    samples, packs, saving = found["samples"], found["packs"], found["saving"]
+    padded, *_, packed = saving["rows"]
+    before, after = saving["iterations"]
     return {
         "samples": f"{samples['found']:,}",
-        "set aside": f"{samples['set_aside']:,}",
+        "set aside": f"{samples['set aside']:,}",
         "packed": f"{verified.num_samples:,}",
-        "packs": f"{plan['packs']:,}",
-        "lower bound of packs": f"{plan['lower_bound']:,}",
-        "fill": f"{plan['fill']:.2%}",
-        "samples per pack (packing factor)": f"{plan['packing_factor']:.2f}",
-        padded: f"{saving['padding_before']:.1%}",
-        "padding, packed": f"{saving['padding_after']:.2%}",
-        f"iterations per epoch, {batch} samples a step": f"{saving['iterations_before']:,}",
-        f"iterations per epoch, {batch} packs a step": f"{saving['iterations_after']:,}",
-        "tokens, measured from headers and text": f"{saving['tokens']:,}",
+        "packs": f"{packs['packs']:,}",
+        "lower bound of packs": f"{packs['lower bound']:,}",
+        "fill": f"{packs['fill']:.2%}",
+        "samples per pack (packing factor)": f"{packs['packing factor']:.2f}",
+        f"padding, {padded['an epoch of']}": f"{padded['empty']:.1%}",
+        "padding, packed": f"{packed['empty']:.2%}",
+        f"iterations per epoch, {BATCH} samples a step": f"{before:,}",
+        f"iterations per epoch, {BATCH} packs a step": f"{after:,}",
+        "tokens, measured from headers and text": f"{packs['tokens']:,}",
         "tokens, encoded again by verify": f"{verified.num_tokens:,}",
         "samples lost, doubled, mismeasured, altered": f"{verified.num_problems:,}",
         "per-token loss, packed - unpacked": f"{result.difference.packed:.1e}",
@@ -184,6 +187,7 @@ def render_table(results: Mapping[str, TaskResult]) -> str:
     rows = {"": list(results), **{name: [c[name] for c in columns] for name in columns[0]}}
     lines = [f"{name:<44}" + "".join(f"{c:>14}" for c in cells) for name, cells in rows.items()]
     for task, result in results.items():
-        reasons = ((entry["reason"], entry["samples"]) for entry in result.report["set_aside"])
-        lines.append(f"set aside in {task}: {listed(reasons)}")
+        reasons = result.report.get("set aside", {}).items()
+        counts = ((reason, count) for reason, count in reasons if reason != "rows")
+        lines.append(f"set aside in {task}: {listed(counts)}")
     return "\n".join(lines) + "\n"

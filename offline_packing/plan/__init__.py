@@ -1,1 +1,1 @@
-"""The stage `plan`: index to plan, and a summary to share."""
+"""The stage `plan`: index to plan."""

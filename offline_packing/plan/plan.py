@@ -10,7 +10,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,10 +33,10 @@ from offline_packing.index.set_aside import AsideSamples, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
-from offline_packing.plan.summary import render_summary
 from offline_packing.plan.uses import Trees, Uses, choose_uses
+from offline_packing.planner.options import PlanOptions, PlanRequest
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.passes import PlanOptions
+from offline_packing.planner.samples import Column, Table
 from offline_packing.runs.artifacts import (
     StoredPlan,
     changed_fields,
@@ -47,7 +46,7 @@ from offline_packing.runs.artifacts import (
     plan_fingerprint,
     plan_identity,
 )
-from offline_packing.runs.figures import run_figures
+from offline_packing.runs.figures import as_text, run_figures
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.repair import accept, refused, set_apart
 from offline_packing.runs.run import Fingerprint, Run, listed
@@ -178,7 +177,7 @@ def preview_plan(run: Run, samples: Index) -> str:
 
 def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
-    return render_summary(run_figures(run.config, samples, packs, plan_reasons))
+    return as_text(run_figures(run.config, samples, packs, plan_reasons))
 
 
 def _discard_previous(run: Run, found: Mapping[str, Any] | None, wanted: Fingerprint) -> None:
@@ -232,11 +231,17 @@ def make_plan(run: Run, samples: Index) -> Planned:
     if len(aside.ids):
         kept = np.delete(kept, aside.ids)
     trees = None
-    if run.config.pack.share_prefixes is not None:
-        from offline_packing.plan.prefixes import group_samples  # compiled
+    if (sharing := run.config.pack.share_prefixes) is not None:
+        from offline_packing.plan.prefixes import Items, form_items, group_samples  # compiled
+        from offline_packing.planner.strategies.kernels import kernels_for
 
-        groups = group_samples(run, samples)
-        trees = partial(_form_trees, run.config, samples, num_tokens, groups)
+        groups, longest = group_samples(run, samples), run.config.pack.longest_sample
+
+        def trees(ids: SampleIds, records: npt.NDArray[np.integer] | None) -> Items:
+            table = tabulate(run.config, samples, ids, num_tokens[ids], records)
+            with kernels_for(len(ids), run.config.pack.seq_length):
+                return form_items(ids, groups[ids], table, longest, sharing.max_branches)
+
     uses = choose_uses(run.config, samples, kept, trees)
     packs = _pack_uses(run.config, samples, num_tokens, uses, trees)
     kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
@@ -291,7 +296,7 @@ def _pack_uses(
     """The plan of all uses, split after split, over the ids of the index. `trees`: see Trees; None:
     samples share no prefixes."""
     # Its compiled parts take time to import.
-    from offline_packing.planner.plan_packs import plan_packs
+    from offline_packing.planner.plan_packs import plan_table
 
     plans: dict[str, PackPlan] = {}
     # Samples with one number share no pack: copies, and parts of a conversation.
@@ -300,45 +305,21 @@ def _pack_uses(
         for name, ids in uses.ids.items():
             if trees is not None:
                 items = trees(ids, apart)
-                plans[name] = items.expand(plan_packs(**items.arguments)).of(ids)
-                continue
-            is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
-            arguments = plan_arguments(config, samples, ids)
-            if apart is not None:
-                arguments["copy_of"] = apart[ids]
-            own = plan_packs(num_tokens if is_all else num_tokens[ids], **arguments)
-            plans[name] = own if is_all else own.of(ids)
-    except (TypeError, ValueError) as error:  # TypeError: an option that the strategy lacks
+                own = items.expand(plan_table(items.table, _request(config, items.table)))
+            else:
+                is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
+                tokens = num_tokens if is_all else num_tokens[ids]
+                table = tabulate(config, samples, ids, tokens, apart)
+                own = plan_table(table, _request(config, table))
+                if is_all:
+                    plans[name] = own
+                    continue
+            plans[name] = own.of(ids)
+    except ValueError as error:
         raise StageError(f"plan: {' '.join(str(error).split())}") from error
     if len(plans) == 1 and not uses.repeated:
         return next(iter(plans.values()))
     return _join_plans(plans)
-
-
-def _form_trees(
-    config: PackingConfig,
-    samples: Index,
-    num_tokens: npt.NDArray[np.integer],
-    groups: npt.NDArray[np.integer],
-    ids: SampleIds,
-    records: npt.NDArray[np.integer] | None,
-) -> Any:
-    """Form items of the uses `ids` of one split. `num_tokens`, `groups` and `records`, of which no
-    item holds two uses, are (num_samples,)."""
-    from offline_packing.plan.prefixes import form_items  # compiled
-    from offline_packing.planner.strategies.kernels import kernels_for
-
-    assert config.pack.share_prefixes is not None
-    prefixes = Prefixes(samples)
-    arguments, of_prefixes = (
-        {**plan_arguments(config, index, ids), "num_tokens": tokens[ids]}
-        for index, tokens in ((samples, num_tokens), (prefixes, prefixes.array("num_tokens")))
-    )
-    if records is not None:
-        arguments["copy_of"] = records[ids]
-    most = config.pack.share_prefixes.max_branches
-    with kernels_for(len(ids), config.pack.seq_length):
-        return form_items(ids, groups[ids], arguments, of_prefixes, most)
 
 
 def _join_plans(planned: Mapping[str, PackPlan]) -> PackPlan:
@@ -372,49 +353,81 @@ def _join_plans(planned: Mapping[str, PackPlan]) -> PackPlan:
     return PackPlan(*packs, aside[lost], reasons, info, branches)
 
 
-def plan_arguments(config: PackingConfig, samples: Index, kept: SampleIds) -> dict[str, Any]:
-    """Keyword arguments of `plan_packs` beside lengths. `kept` (num_kept,) are the planned samples,
-    twice if used twice; the arrays are theirs."""
+def tabulate(
+    config: PackingConfig,
+    samples: Index,
+    kept: SampleIds,
+    num_tokens: npt.NDArray[np.integer],
+    records: npt.NDArray[np.integer] | None,
+) -> Table:
+    """Return all that planning needs of the samples `kept` (num_kept,), one twice if it is used
+    twice, and what an item has of each column. `num_tokens` is theirs; samples of one number in
+    `records` (num_samples,) share no pack."""
+    pack = config.pack
 
     def column(name: str) -> npt.NDArray[Any]:
         return samples.array(name)[kept]
 
-    pack = config.pack
-    arguments = {name: getattr(pack, name) for name in PlanOptions.model_fields}
-    arguments |= {
-        "pad_multiple": pack.padding,
-        "budgets": {name: (column(f"num_{name}"), most) for name, most in pack.budgets.items()},
-        "window_packs": config.output.packs_per_shard,
-        "order": pack.layout,
-    }
+    def sums(index: Index) -> dict[str, npt.NDArray[Any]]:
+        """Quantities that add up in a pack: of the samples, or of their prefixes."""
+        found: dict[str, npt.NDArray[Any]] = {
+            n: index.array(f"num_{n}")[kept] for n in pack.budgets
+        }
+        if pack.order is not None:
+            flops = sample_flops(index, model_cost(config.model))
+            found |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
+            # Tokens with loss, and tokens per source (all but the last).
+            tokens, sources = index.array("num_tokens")[kept], column("source_id")
+            own = [
+                np.where(sources == i, tokens, 0)
+                for i in range(min(sources.max(initial=0), _MOST_SOURCES))
+            ]
+            own.insert(0, index.array("num_loss_tokens")[kept])
+            found |= {f"features[{i}]": values for i, values in enumerate(own)}
+        return found
+
+    whole, shared, of_prefix = sums(samples), dict[str, npt.NDArray[Any]](), None
+    if pack.share_prefixes is not None:
+        shared, of_prefix = sums(prefixes := Prefixes(samples)), prefixes.array("num_tokens")[kept]
+    columns = {name: Column(own, "sum", shared.get(name)) for name, own in whole.items()}
+    budgets = {str(name): (columns.pop(name), most) for name, most in pack.budgets.items()}
+    if pack.max_samples is not None:
+        ones = np.ones(len(kept), np.int32)
+        budgets["samples"] = Column(ones, "sum", 0 * ones), pack.max_samples
+    alike = dict[str, npt.NDArray[Any]]()  # in all samples of an item
     if pack.has_locality:
-        arguments["source_order"] = kept
+        alike["source_order"] = kept
     if pack.layout is not None and pack.layout.uniform:
-        arguments["media"] = media_of_samples(column)
+        alike["media"] = media_of_samples(column)
     if pack.homogeneous or LAYOUTS[config.output.layout].ONE_MEDIUM:
         has_video = column("num_videos") > 0
         groups = ((column("num_images") > 0) | has_video).astype(np.int32) + has_video
         if pack.homogeneous or len(np.unique(groups)) > 1:
-            arguments |= {"homogeneous": True, "groups": groups}
+            alike["groups"] = groups
+    if pack.mixture is not None:
+        # In random order, the same in each round of uses: so copies are as far apart as can be.
+        rounds = np.cumsum(np.diff(kept, prepend=-1) <= 0)
+        turns = np.random.default_rng(pack.seed).permutation(samples.info.num_samples)
+        alike |= {"source_order": rounds * len(turns) + turns[kept], "source": column("source_id")}
+    columns |= {name: Column(values, "first") for name, values in alike.items()}
+    if records is not None:
+        columns["copy_of"] = Column(records[kept], "joined")
+    return Table(Column(num_tokens, "sum", of_prefix), budgets, columns)
+
+
+def _request(config: PackingConfig, table: Table) -> PlanRequest:
+    """Return what the configuration asks of the plan of a table."""
+    pack, mixture = config.pack, None
     if pack.mixture is not None:
         from offline_packing.planner.mixture import Mixture  # compiled
 
         lines = [[pack.mixture.share(n, end) for n in config.source_names()] for end in (0, 1)]
-        arguments["mixture"] = Mixture(*map(tuple, lines))
-        # In random order, the same in each round of uses: so copies are as far apart as can be.
-        rounds = np.cumsum(np.diff(kept, prepend=-1) <= 0)
-        turns = np.random.default_rng(pack.seed).permutation(samples.info.num_samples)
-        arguments["source_order"] = rounds * len(turns) + turns[kept]
-        arguments["source"] = column("source_id")
-    if pack.order is not None:
-        flops = sample_flops(samples, model_cost(config.model))
-        arguments |= {"cost": flops.total[kept], "tower_cost": flops.tower[kept]}
-        # Tokens with loss, and tokens per source (all but the last).
-        tokens, sources = column("num_tokens"), column("source_id")
-        count = min(int(sources.max(initial=0)), _MOST_SOURCES)
-        own = [np.where(sources == one, tokens, 0) for one in range(count)]
-        arguments["features"] = [column("num_loss_tokens"), *own]
-    return arguments
+        mixture = Mixture(*map(tuple, lines))
+    options = {name: getattr(pack, name) for name in PlanOptions.model_fields}
+    options |= {"pad_multiple": pack.padding, "max_samples": None}
+    options["homogeneous"] = "groups" in table.columns
+    window_packs = config.output.packs_per_shard
+    return PlanRequest(PlanOptions(**options), table.budgets, pack.layout, window_packs, mixture)
 
 
 def set_aside_reason(name: str, num_tokens: int, pack: PackConfig) -> tuple[str, str]:

@@ -9,6 +9,7 @@ beyond the prefix. So limits, orders and balance hold for trees as for samples.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from offline_packing.index.rows import (
 from offline_packing.index.table import Index
 from offline_packing.planner.exchange import rounds_of_copies
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.samples import Column, Table
 from offline_packing.planner.strategies.kernels import Kernel, counting_sort
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources import Locator, Source
@@ -36,8 +38,6 @@ from task_encoders.threads import in_threads
 _THREADS: Final = 8
 #: Kinds of media whose bytes measuring did not hold.
 _PLACES: Final = ("file", "bytes")
-#: Arguments of `plan_packs` that are the same for all samples of an item.
-_ALIKE: Final = ("groups", "media", "source", "source_order")
 
 Numbers = npt.NDArray[np.int64]
 
@@ -122,8 +122,8 @@ class Items:
     uses: Numbers
     #: (num_items + 1,)
     offsets: Numbers
-    #: arguments of `plan_packs` for the items
-    arguments: Mapping[str, Any]
+    #: the columns of the items
+    table: Table
 
     def expand(self, plan: PackPlan) -> PackPlan:
         """The plan of the uses, from the plan of the items."""
@@ -145,8 +145,8 @@ class Items:
         """Return (num_uses,) the tokens that each use adds to rows, an item's all at its first use;
         and the least hash in its item and in the items that share records with it."""
         tokens, least_of = np.zeros(len(self.uses), np.int64), np.empty_like(hashes)
-        tokens[self.uses[self.offsets[:-1]]] = self.arguments["num_tokens"]
-        labels = np.repeat(self.arguments["copy_of"], np.diff(self.offsets))
+        tokens[self.uses[self.offsets[:-1]]] = self.table.num_tokens.values
+        labels = np.repeat(self.table.columns["copy_of"].values, np.diff(self.offsets))
         least = np.full(int(labels.max(initial=-1)) + 1, np.iinfo(np.uint64).max)
         np.minimum.at(least, labels, hashes[self.uses])
         least_of[self.uses] = least[labels]
@@ -166,8 +166,8 @@ class Items:
 def form_items(
     ids: SampleIds,
     groups: npt.NDArray[np.integer],
-    arguments: Mapping[str, Any],
-    of_prefixes: Mapping[str, Any],
+    table: Table,
+    longest: int,
     max_branches: int,
 ) -> Items:
     """Items of samples that share a prefix.
@@ -179,29 +179,18 @@ def form_items(
     Args:
         ids: (num_uses,) samples, all first uses in order, then all second ones, and so on.
         groups: (num_uses,) from 0; -1: it stands alone.
-        arguments: of `plan_packs`, num_tokens included, for the uses. `copy_of`: items of which two
-            hold the same number, or lead from one to another by such, share no pack.
-        of_prefixes: the same of their prefixes.
+        table: of the uses. A joined column has the record of each, of which an item holds no two.
+            Raises ValueError for a column that does not say what an item has of it.
+        longest: tokens of an item, at most.
         max_branches: samples of an item, at most.
     """
-    ones, most = np.ones(len(ids), np.int32), arguments["max_samples"]
-    arguments = {**arguments, "budgets": dict(arguments["budgets"]), "max_samples": None}
-    shared = dict(of_prefixes["budgets"])
-    if most is not None:
-        arguments["budgets"]["samples"], shared["samples"] = (ones, most), (0 * ones, most)
-    of_prefixes = {**of_prefixes, "budgets": shared}
-    multiple = arguments["pad_multiple"]
-    limits = [arguments["seq_length"] // multiple * multiple]
-    limits += [limit for _, limit in arguments["budgets"].values()]
-
-    def sizes(given: Mapping[str, Any], some: Numbers) -> Numbers:
-        arrays = [given["num_tokens"], *(array for array, _ in given["budgets"].values())]
-        return np.stack([array[some] for array in arrays], axis=1).astype(np.int64)
-
-    records = arguments.get("copy_of")
+    limits = [longest, *(limit for _, limit in table.budgets.values())]
+    joined = [one.values for one in table.columns.values() if one.of_item == "joined"]
+    records = joined[0] if joined else None
+    sizes = np.stack([one.values for one in table.sized()], axis=1).astype(np.int64)
     rounds = rounds_of_copies(ids) if records is not None else np.zeros(len(ids), np.int32)
     some = np.flatnonzero((groups >= 0) & (rounds == 0))
-    some = some[(sizes(arguments, some) <= limits).all(axis=1)]
+    some = some[(sizes[some] <= limits).all(axis=1)]
     if records is not None:
         # Parts of a record that has parts in several groups stand alone: each would tie all items
         # of its group to all of another.
@@ -214,14 +203,17 @@ def form_items(
         some = some[np.argsort(numbers, kind="stable")]
     some = some[_sort(groups[some])[0]]
     held = np.empty(0, np.int64) if records is None else records[some]
-    whole = sizes(arguments, some)
-    added = whole - sizes(of_prefixes, some)
+    whole = sizes[some]
+    added = whole - np.stack([_of_prefix(one)[some] for one in table.sized()], axis=1)
     chunks = _cut(groups[some], held, whole, added, np.array(limits), max_branches)
     of_sample = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
     of_sample[ids[some]] = chunks
     items = _number_items(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
     uses, offsets = _sort(items)
-    return Items(uses, offsets, _of_items(uses, offsets, items, arguments, of_prefixes))
+    change = partial(_of_items, uses, offsets[:-1], items)
+    budgets = {name: (change(name, own), most) for name, (own, most) in table.budgets.items()}
+    columns = {name: change(name, own) for name, own in table.columns.items()}
+    return Items(uses, offsets, Table(change("num_tokens", table.num_tokens), budgets, columns))
 
 
 def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
@@ -232,39 +224,26 @@ def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
     return order, starts
 
 
-def _of_items(
-    uses: Numbers,
-    offsets: Numbers,
-    items: Numbers,
-    arguments: Mapping[str, Any],
-    of_prefixes: Mapping[str, Any],
-) -> Mapping[str, Any]:
-    """Arguments of `plan_packs` for items from the arguments for uses; `items` (num_uses,) has the
-    item of each use."""
-    firsts = offsets[:-1]
-    is_branch = np.ones(len(uses), np.uint8)
-    is_branch[firsts] = 0
-
-    def sums(values: npt.NDArray[Any], of_prefix: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        each = values[uses] - of_prefix[uses] * is_branch
+def _of_items(uses: Numbers, firsts: Numbers, items: Numbers, name: str, column: Column) -> Column:
+    """Return a column of items from that of uses; `items` (num_uses,) has the item of each use, and
+    each begins at one of `firsts` in `uses`."""
+    values, rule = column.values, column.of_item
+    if rule == "sum":
+        is_branch = np.ones(len(uses), np.uint8)
+        is_branch[firsts] = 0
+        each = values[uses] - _of_prefix(column)[uses] * is_branch
         kind = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
-        return np.add.reduceat(each, firsts, dtype=kind)
+        return Column(np.add.reduceat(each, firsts, dtype=kind))
+    if rule == "first":
+        return Column(values[uses[firsts]])
+    if rule == "joined":
+        return Column(_components(items, values)[: len(firsts)])
+    raise ValueError(f"column {name} does not say what an item has of it: sum, first or joined")
 
-    made: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if name == "budgets":
-            shared = of_prefixes[name]
-            made[name] = {n: (sums(own, shared[n][0]), most) for n, (own, most) in value.items()}
-        elif name == "features":
-            made[name] = list(map(sums, value, of_prefixes[name]))
-        elif name == "copy_of":
-            made[name] = _components(items, value)[: len(firsts)]
-        elif name in _ALIKE:
-            made[name] = value[uses[firsts]]
-        else:
-            is_sum = isinstance(value, np.ndarray)
-            made[name] = sums(value, of_prefixes[name]) if is_sum else value
-    return made
+
+def _of_prefix(column: Column) -> npt.NDArray[Any]:
+    assert column.of_prefix is not None
+    return column.of_prefix
 
 
 def _components(items: Numbers, records: Numbers) -> Numbers:

@@ -1,75 +1,115 @@
-"""Passes over a draft of a plan: which ones are asked for, in the order in which they run.
+"""Passes over a draft of a plan: the list of those that are asked for is what runs, in its order.
 
 compose: by strategy | in windows | by mixture   ->   uniform kinds   ->   equal cost | shuffle   ->
 sample order
 
 A pass keeps what earlier ones promise, or is refused beside them, here and nowhere else.
-Configurations are checked with it, so it imports nothing that compiles.
+Configurations are checked with the list, so what compiles is imported where a pass runs.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+import numpy as np
 
-from offline_packing.planner.ranks.layout import RankLayout
-from offline_packing.storage.yaml_file import explain_value_error
-from task_encoders.field_types import Count, NonNegative, one_of
+from offline_packing.planner.options import PlanRequest
+from offline_packing.planner.samples import Samples
+
+if TYPE_CHECKING:
+    from offline_packing.planner.strategies.strategy import Packs
+
+_SAMPLE_ORDER_STREAM = 1  # random numbers of their own: other choices stay as they are
 
 
-class PlanOptions(BaseModel):
-    """Options of a plan that are the same for every sample: arguments of `plan_packs`, and fields
-    of `pack` in a configuration."""
+class Draft(NamedTuple):
+    """A plan so far."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    packs: "Packs"
+    #: no plan for these samples has fewer packs (of the same groups and budgets)
+    bound: int
+    #: what passes say of their work, for `PlanInfo.settings`
+    notes: Mapping[str, Any] = {}
 
-    #: tokens of a pack
-    seq_length: Annotated[Count, Field(le=2**31 - 1)] = 8192
-    #: how samples are combined: a name in STRATEGIES
-    strategy: str = "auto"
-    #: of every random choice
-    seed: NonNegative = 0
-    #: each sample counts as its length rounded up to this multiple
-    pad_multiple: Count = 1
-    #: the strategy's options besides seq_length and seed, such as hash_bucket's phases
-    strategy_options: dict[str, Any] = {}
-    #: which sample of a length goes where: shuffle, or locality (packs follow the source)
-    assignment: Literal["shuffle", "locality"] = "shuffle"
-    #: packs hold only samples with videos, with images alone, or without either
-    homogeneous: bool = False
-    #: samples that a pack may hold
-    max_samples: Count | None = None
+    def of(self, order: np.ndarray) -> "Draft":
+        """The draft with its packs in this order."""
+        from offline_packing.planner.strategies.strategy import reorder_packs
 
-    @field_validator("strategy")
-    @classmethod
-    def _check_strategy(cls, strategy: str) -> str:
-        if strategy != "auto":  # the planner's compiled parts take half a second to import
-            from offline_packing.planner.strategies import STRATEGIES
+        return self._replace(packs=reorder_packs(self.packs, order))
 
-            one_of(STRATEGIES).func(strategy)  # type: ignore[call-arg]
-        return strategy
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "PlanOptions":
-        if self.pad_multiple > self.seq_length:
-            raise ValueError(
-                f"pad_multiple {self.pad_multiple} > seq_length {self.seq_length}; no sample would "
-                "fit a pack"
-            )
-        if self.strategy_options:
-            from offline_packing.planner.strategies import check_options
+def _compose(samples: Samples, request: PlanRequest, _: Draft | None) -> Draft:
+    """Compose packs by the strategy."""
+    from offline_packing.planner.composing import by_strategy, compose
 
-            try:
-                check_options(self.strategy, self.strategy_options)
-            except ValueError as error:
-                raise ValueError(f"strategy_options: {explain_value_error(error)}") from error
-        return self
+    return Draft(*compose(samples, request, by_strategy))
 
-    @property
-    def has_locality(self) -> bool:
-        """Whether packs follow the order of the samples in the source."""
-        return self.assignment == "locality"
+
+def _in_windows(samples: Samples, request: PlanRequest, _: Draft | None) -> Draft:
+    """Compose packs in the order of the source."""
+    from offline_packing.planner.composing import compose, in_windows
+
+    return Draft(*compose(samples, request, in_windows))
+
+
+def _mix(samples: Samples, request: PlanRequest, _: Draft | None) -> Draft:
+    """Compose packs along the mixture, and order them by it."""
+    from offline_packing.planner.composing import along_mixture, compose
+
+    draft = Draft(*compose(samples, request, along_mixture))
+    source = samples.columns["source"]
+    return draft.of(request.mixture.order(draft.packs, source, samples.lengths))
+
+
+def _make_uniform(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
+    """Make the number of packs of each kind divide among the ranks."""
+    from offline_packing.planner.ranks.uniform import make_uniform
+
+    if request.order is None or not draft.packs.num_packs:
+        return draft
+    media = samples.columns["media"]
+    packs, halved, repeated = make_uniform(draft.packs, media, samples.lengths, request.order)
+    notes = {**draft.notes, "uniform": {"halved": halved, "repeated": repeated}}
+    return draft._replace(packs=packs, notes=notes)
+
+
+def _order_by_cost(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
+    """Order packs so that the ranks get similar cost at each step."""
+    from offline_packing.planner.ranks.deal import PackCosts, cost_grouped_order
+    from offline_packing.planner.ranks.uniform import kinds_of
+
+    packs, columns = draft.packs, samples.columns
+    assert request.order is not None
+
+    def sums(values: np.ndarray) -> np.ndarray:
+        of_uses = values[packs.sample_ids]
+        return np.bincount(packs.pack_of_slot(), of_uses, minlength=packs.num_packs)
+
+    features = [array for name, array in columns.items() if name.startswith("features[")]
+    costs = PackCosts.of(
+        sums(samples.cost),
+        sums(columns["tower_cost"]) if "tower_cost" in columns else None,
+        kinds_of(columns["media"], packs) if "uniform" in draft.notes else None,
+        np.stack([sums(some) for some in (samples.lengths, *features)], axis=1),
+    )
+    return draft.of(cost_grouped_order(costs, request.order, request.options.seed))
+
+
+def _shuffle(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
+    """Put the packs into random order."""
+    return draft.of(np.random.default_rng(request.options.seed).permutation(draft.packs.num_packs))
+
+
+def _order_samples(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
+    """Put the samples of each pack into random order, unless the strategy is another packer's."""
+    from offline_packing.planner.strategies import COMPOSERS
+    from offline_packing.planner.strategies.kernels import random_state, shuffle_between
+
+    if request.options.strategy not in COMPOSERS:
+        return draft
+    packs = draft.packs._replace(sample_ids=draft.packs.sample_ids.copy())
+    shuffle_between(*packs, random_state([request.options.seed, _SAMPLE_ORDER_STREAM]))
+    return draft._replace(packs=packs)
 
 
 @dataclass(frozen=True)
@@ -79,71 +119,57 @@ class Pass:
     name: str
     #: as messages call it
     title: str = ""
-    #: arrays with one entry per sample that it needs
+    #: columns of `Samples` that it needs
     needs: tuple[str, ...] = ()
     #: earlier passes whose promise it breaks, and why
     breaks: Mapping[str, str] = field(default_factory=dict)
+    run: Callable[[Samples, PlanRequest, Any], Draft] | None = None
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """All that is asked of a plan besides the samples; see `plan_packs`."""
+def asked_passes(request: PlanRequest) -> list[Pass]:
+    """Return the passes in order. Raises ValueError if one breaks the promise of an earlier one."""
+    found: list[Pass] = []
+    for new in _asked(request):
+        for earlier in found:
+            if earlier.name in new.breaks:
+                raise ValueError(
+                    f"{new.title} cannot keep {earlier.title}: {new.breaks[earlier.name]}; leave "
+                    "out one of them"
+                )
+        found.append(new)
+    return found
 
-    options: PlanOptions
-    #: names of the further limits of a pack
-    limits: Collection[str] = ()
-    order: RankLayout | None = None
-    window_packs: int = 1000
-    has_mixture: bool = False
 
-    def passes(self) -> list[Pass]:
-        """The passes in order. Raises ValueError if one breaks the promise of an earlier one."""
-        found: list[Pass] = []
-        for new in self._asked():
-            for earlier in found:
-                if earlier.name in new.breaks:
-                    raise ValueError(
-                        f"{new.title} cannot keep {earlier.title}: {new.breaks[earlier.name]}; "
-                        "leave out one of them"
-                    )
-            found.append(new)
-        return found
+def _asked(request: PlanRequest) -> Iterator[Pass]:
+    options, strategy = request.options, request.options.strategy
+    limits = [*request.limits, *(["samples"] if options.max_samples else [])]
+    if limits:
+        yield Pass("limits", f"a limit of {', '.join(dict.fromkeys(limits))}")
+    if options.homogeneous:
+        yield Pass("groups", "homogeneous", ("groups",))
+    in_order = options.has_locality or request.mixture is not None
+    run = None if in_order else _compose
+    if strategy == "auto":
+        yield Pass("compose", run=run)
+    else:
+        from offline_packing.planner.strategies import lacks_limits
 
-    def _asked(self) -> Iterator[Pass]:
-        options, strategy = self.options, self.options.strategy
-        limits = [*self.limits, *(["samples"] if options.max_samples else [])]
-        if limits:
-            yield Pass("limits", f"a limit of {', '.join(dict.fromkeys(limits))}")
-        if options.homogeneous:
-            yield Pass("groups", "homogeneous", ("groups",))
-        if strategy == "auto":
-            yield Pass("compose")
-        else:
-            from offline_packing.planner.strategies import lacks_limits
-
-            lacks = lacks_limits(strategy)
-            breaks = {"limits": lacks} if lacks else {}
-            yield Pass("compose", f"strategy {strategy!r}", (), breaks)
-        others = {} if strategy == "auto" else {"compose": "it packs by auto"}
-        if options.has_locality:
-            breaks = {"limits": "its windows know tokens only", **others}
-            yield Pass("windows", "assignment locality", ("source_order",), breaks)
-        if self.has_mixture:
-            breaks = {
-                "limits": "its windows know tokens only",
-                "groups": "packs of each kind would follow it by themselves",
-                "windows": "packs follow the source",
-                **others,
-            }
-            yield Pass("mixture", "mixture", ("source", "source_order"), breaks)
-        if self.order is not None:
-            if self.order.uniform:
-                yield Pass("uniform", "order.uniform", ("media",))
-            breaks = {
-                "windows": "it puts packs of similar cost side by side",
-                "mixture": "it puts packs of similar cost side by side",
-            }
-            yield Pass("equal_cost", "order", (), breaks)
-        elif not (options.has_locality or self.has_mixture):
-            yield Pass("shuffle")
-        yield Pass("sample_order")
+        lacks = lacks_limits(strategy)
+        breaks = {"limits": lacks} if lacks else {}
+        yield Pass("compose", f"strategy {strategy!r}", (), breaks, run)
+    others = {"limits": "its windows know tokens only"}
+    others |= {} if strategy == "auto" else {"compose": "it packs by auto"}
+    if options.has_locality:
+        yield Pass("windows", "assignment locality", ("source_order",), others, _in_windows)
+    if request.mixture is not None:
+        others |= {"groups": "packs of each kind would follow it by themselves"}
+        others |= {"windows": "packs follow the source"}
+        yield Pass("mixture", "mixture", ("source", "source_order"), others, _mix)
+    if request.order is not None:
+        if request.order.uniform:
+            yield Pass("uniform", "order.uniform", ("media",), run=_make_uniform)
+        breaks = dict.fromkeys(("windows", "mixture"), "it puts packs of similar cost side by side")
+        yield Pass("equal_cost", "order", (), breaks, _order_by_cost)
+    elif not in_order:
+        yield Pass("shuffle", run=_shuffle)
+    yield Pass("sample_order", run=_order_samples)

@@ -1,8 +1,8 @@
-"""Samples: the table that is packed. Sizes and limits, and named columns for what needs them."""
+"""The table that is planned: sizes and limits, and named columns for what needs them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,33 @@ Budgets = Mapping[str, tuple[np.ndarray, int]]
 EMPTY = "empty"
 OVER_SEQ_LENGTH = "over_seq_length"
 _CHUNK = 1 << 20  # samples handled at a time: temporaries stay in cache and far below the input
+
+
+class Column(NamedTuple):
+    """A quantity of each sample, and what an item has of it: one sample, or several of a prefix."""
+
+    #: (num_samples,)
+    values: np.ndarray
+    #: the sum over all samples, of a further one less `of_prefix`; the first sample's; or one
+    #: number for all items that samples of equal values join, directly or by others
+    of_item: Literal["sum", "first", "joined"] | None = None
+    #: (num_samples,): of the sample's prefix alone
+    of_prefix: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is known of samples before they are planned."""
+
+    num_tokens: Column
+    #: further limits per pack, by name
+    budgets: Mapping[str, tuple[Column, int]]
+    #: by their names as arguments of `plan_packs`
+    columns: Mapping[str, Column]
+
+    def sized(self) -> list[Column]:
+        """Return the columns that a pack is limited in, tokens first."""
+        return [self.num_tokens, *(column for column, _ in self.budgets.values())]
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ _packing/report/report.html    one self-contained page for people
 _packing/report/report.json    the same figures
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.config.packing import PackingConfig
@@ -23,7 +23,16 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import OVER_SEQ_LENGTH
 from offline_packing.report.pages import render_report
 from offline_packing.runs.artifacts import check_layout, key_prefix, open_index, open_plan
-from offline_packing.runs.figures import Figures, count_uses, run_figures
+from offline_packing.runs.figures import (
+    Bars,
+    Figure,
+    Row,
+    Table,
+    as_values,
+    by_section,
+    run_figures,
+    spread,
+)
 from offline_packing.runs.manifest import read_manifest, stored_config
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
@@ -31,28 +40,51 @@ from offline_packing.storage.files import hash_file, read_json, to_json, write_a
 from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.packs.pack_format import pack_key
-from task_encoders.samples import REASONS
 
-REPORT_VERSION: Final = 1
-#: Packs, and rows of padded batches, that are drawn.
+REPORT_VERSION: Final = 2
+#: Packs that are drawn.
 _NUM_DRAWN: Final = 24
 #: Examples kept of each reason, and the text that is kept of an example's detail.
 _NUM_EXAMPLES: Final = 5
 _DETAIL_LENGTH: Final = 200
 
-Examples = defaultdict[str, list[dict[str, str]]]
-
 
 def report(run: Run) -> str:
     """Write the report; returns the numbers of packed and other samples in one line. Raises
-    StageError if not even the index is complete, or a stage was made with other settings."""
-    document = _document(run)
-    folder = run.workspace.report
-    folder.mkdir(parents=True, exist_ok=True)
-    line = _verdict(document)
-    write_atomically(folder / "report.html", render_report(document, line))
-    write_atomically(folder / "report.json", to_json(document))
-    return line
+    StageError if not even the index is complete, or a stage was made with other settings. Equal
+    stages give equal bytes."""
+    config, workspace = run.config, run.workspace
+    manifest, samples = read_manifest(workspace.root), open_index(run)
+    stored = open_plan(run) if workspace.plan_info.exists() else None
+    if stored is not None and manifest is not None:
+        check_layout(run, stored.hash)
+    plan, prefix = (stored.packs, key_prefix(run, stored.hash)) if stored else (None, None)
+    table = pack_table(samples, plan, model_cost(config.model)) if plan else None
+    found = [*run_figures(config, samples, plan, stored.set_aside if stored else {}, table)]
+    if plan and table:
+        found += [*_packs(config, samples, plan, table), *_online(config.pack, samples, plan)]
+    found += [*_overlong(config.pack, samples, plan)]
+    if manifest is not None:
+        found.append(_shards(manifest))
+    tables = aside_while_measuring(workspace, samples.info)
+    found += _set_aside(tables + (aside_while_planning(workspace) if stored else []))
+    values = as_values(found)
+    document = {
+        "version": REPORT_VERSION,
+        "made_from": _made_from(workspace, manifest),
+        "verdict": _verdict(values, plan, written=manifest is not None),
+        "seq_length": config.pack.seq_length,
+        "figures": values,
+        "drawn": _drawn(samples, plan, prefix or "") if plan else None,
+        "fingerprint": samples.info.fingerprint,
+        "config": stored_config(config, prefix),
+        "library_versions": samples.info.versions,
+    }
+    workspace.report.mkdir(parents=True, exist_ok=True)
+    page = render_report(document, by_section(found), config.source_names())
+    write_atomically(workspace.report / "report.html", page)
+    write_atomically(workspace.report / "report.json", to_json(document))
+    return str(document["verdict"])
 
 
 def report_status(workspace: Workspace) -> str | None:
@@ -65,63 +97,24 @@ def report_status(workspace: Workspace) -> str | None:
     return f"{workspace.report / 'report.html'}{old}"
 
 
-def _document(run: Run) -> Figures:
-    """The content of report.json, from which the page is drawn. Equal stages give equal bytes.
-    Figures of a plan are null without one, figures of shards without a manifest."""
-    config, workspace = run.config, run.workspace
-    manifest, samples = read_manifest(workspace.root), open_index(run)
-    stored = open_plan(run) if workspace.plan_info.exists() else None
-    if stored is not None and manifest is not None:
-        check_layout(run, stored.hash)
-    prefix = key_prefix(run, stored.hash) if stored else None
-    plan = stored.packs if stored else None
-    table = pack_table(samples, plan, model_cost(config.model)) if plan else None
-    found = run_figures(config, samples, plan, stored.set_aside if stored else {}, table)
-    tables = aside_while_measuring(workspace, samples.info)
-    tables += aside_while_planning(workspace) if stored else []
-    by_source, examples = _set_aside(config, tables)
-    for source, count in zip(found["sources"], by_source.tolist(), strict=True):
-        source["set_aside"] = count
-    for entry in found["set_aside"]:
-        entry["explanation"] = REASONS[entry["reason"]]
-        entry["examples"] = examples[entry["reason"]]
-    return {
-        **found,
-        "version": REPORT_VERSION,
-        "stages": {"measure": True, "plan": plan is not None, "write": manifest is not None},
-        "made_from": _made_from(workspace, manifest),
-        "lengths": length_figures(config.pack, samples),
-        "packs": pack_figures(config, samples, plan, table) if plan and table else None,
-        "online": online_figures(config.pack, samples, plan) if plan else None,
-        "overlong": overlong_figures(config.pack, samples, plan),
-        "shards": None if manifest is None else _shards(manifest),
-        "drawn": _drawn(config, samples, plan, prefix or "") if plan else None,
-        "fingerprint": samples.info.fingerprint,
-        "config": stored_config(config, prefix),
-        "library_versions": samples.info.versions,
-    }
-
-
-def _verdict(document: Figures) -> str:
+def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool) -> str:
     """Describe in one line what became of the samples."""
-    samples, plan = document["samples"], document["plan"]
+    found, aside = (values["samples"][name] for name in ("found", "set aside"))
+    used = found - aside
     if plan is None:
-        usable = samples["found"] - samples["set_aside"]
         return (
-            f"{samples['found']:,} samples = {usable:,} measured + {samples['set_aside']:,} set "
-            "aside; no packs yet: run plan"
+            f"{found:,} samples = {used:,} measured + {aside:,} set aside; no packs yet: run plan"
         )
-    above = plan["packs"] - plan["lower_bound"]
-    used = samples["found"] - samples["set_aside"]
     # of several epochs, or of a source that repeats
-    uses = "" if plan["samples"] == used else f", {plan['samples']:,} times in all"
+    uses = len(plan.sample_ids)
+    times = "" if uses == used else f", {uses:,} times in all"
     line = (
-        f"{samples['found']:,} samples = {used:,} packed{uses} + "
-        f"{samples['set_aside']:,} set aside; {plan['packs']:,} packs, "
-        f"{above:,} above the lower bound; {plan['fill']:.2%} full"
+        f"{found:,} samples = {used:,} packed{times} + {aside:,} set aside; {plan.num_packs:,} "
+        f"packs, {plan.num_packs - plan.info.lower_bound:,} above the lower bound; "
+        f"{values['packs']['fill']:.2%} full"
     )
-    line += f"; {document['split_turns']}" if document["split_turns"] else ""
-    return line if document["stages"]["write"] else f"{line}; not written yet: run write"
+    line += f"; {values['samples']['too long']}" if "too long" in values["samples"] else ""
+    return line if written else f"{line}; not written yet: run write"
 
 
 def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
@@ -134,57 +127,47 @@ def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str
     }
 
 
-def _set_aside(config: PackingConfig, paths: list[Path]) -> tuple[npt.NDArray[np.int64], Examples]:
-    """Samples set aside of each source (num_sources,), and some of each reason, from their tables,
+def _set_aside(paths: list[Path]) -> Iterator[Table]:
+    """Yield the samples set aside of each source, and examples of each reason, from their tables,
     which are read one batch of rows at a time."""
-    by_source, examples = np.zeros(len(config.source), np.int64), Examples(list)
+    by_source, examples = Counter[str](), defaultdict[str, list[list[str]]](list)
     for table in read_set_aside(paths):
-        by_source += np.bincount(_source_numbers(table, config), minlength=len(by_source))
+        by_source.update(table["source"].to_pylist())
         for reason in pc.unique(table["reason"]).to_pylist():
             kept = examples[reason]
             if len(kept) < _NUM_EXAMPLES:
-                rows = table.filter(pc.equal(table["reason"], reason)).drop(["reason"])
+                rows = table.filter(pc.equal(table["reason"], reason))
                 for row in rows.slice(0, _NUM_EXAMPLES - len(kept)).to_pylist():
-                    kept.append({**row, "detail": row["detail"][:_DETAIL_LENGTH]})
-    return by_source, examples
+                    kept.append([reason, row["key"], row["detail"][:_DETAIL_LENGTH]])
+    if examples:
+        rows = [row for reason in sorted(examples) for row in examples[reason]]
+        yield Table("set aside", {"reason": "", "for example": "", "detail": ""}, rows)
+        yield Table("set aside by source", {"path": "", "samples": ","}, sorted(by_source.items()))
 
 
-def _source_numbers(table: pa.Table, config: PackingConfig) -> npt.NDArray[np.int32]:
-    """(num_rows,) the number of each row's source."""
-    numbers = np.zeros(len(table), np.int32)
-    prefixes = list(enumerate(zip(config.source, config.key_prefixes(), strict=True)))
-    # The longest prefix that fits decides among sources with one path: it comes last.
-    for number, (source, prefix) in sorted(prefixes, key=lambda item: len(item[1][1])):
-        own = pc.and_(
-            pc.equal(table["source"], source.path), pc.starts_with(table["key"], pattern=prefix)
-        )
-        numbers[own.to_numpy()] = number
-    return numbers
-
-
-def _shards(manifest: Manifest) -> list[Figures]:
-    """One entry per split."""
-    lines = []
+def _shards(manifest: Manifest) -> Table:
+    """Return a row for each split."""
+    rows = []
     for split in manifest.counts.packs:
         shards = [shard for shard in manifest.shards if shard.split == split]
-        names = ("packs", "samples", "tokens", "bytes")
-        line = {"split": split, "shards": len(shards)}
-        line |= {name: sum(getattr(shard, name) for shard in shards) for name in names}
-        for name in ("packs", "bytes"):
-            line[f"min_{name}"] = min((getattr(shard, name) for shard in shards), default=0)
-            line[f"max_{name}"] = max((getattr(shard, name) for shard in shards), default=0)
-        lines.append(line)
-    return lines
+        packs, some, tokens, size = (
+            [getattr(shard, name) for shard in shards] or [0]
+            for name in ("packs", "samples", "tokens", "bytes")
+        )
+        sums = map(sum, (packs, some, tokens, size))
+        rows.append([split, len(shards), *sums, min(packs), max(packs), min(size), max(size)])
+    names = (
+        "shards, packs, samples, tokens, bytes, fewest packs, most packs, fewest bytes, most bytes"
+    )
+    return Table("shards", {"split": "", **dict.fromkeys(names.split(", "), ",")}, rows)
 
 
-def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -> Figures:
-    """Some packs, evenly over all, with the names of their samples; and samples in padded
-    batches."""
+def _drawn(samples: Index, plan: PackPlan, prefix: str) -> list[dict[str, Any]]:
+    """Return some packs, evenly over all, with the names of their samples."""
     chosen = np.linspace(0, plan.num_packs - 1, min(_NUM_DRAWN, plan.num_packs))
     numbers = np.unique(chosen.astype(np.int64)).tolist()
     rows = [plan.pack(number).astype(np.int64) for number in numbers]
     named = name_samples(samples, np.concatenate(rows))
-    lengths = samples.array("num_tokens")
     tokens, images = (
         of_uses(samples, plan, methodcaller("array", f"num_{name}"))
         for name in ("tokens", "images")
@@ -203,43 +186,20 @@ def _drawn(config: PackingConfig, samples: Index, plan: PackPlan, prefix: str) -
                 "images": images[places].tolist(),
             }
         )
-    packed = np.repeat(lengths, count_uses(samples, plan))
-    padded = _padded_rows(packed, config.report.padded_batch_size, config.pack.seed)
-    return {"packs": packs, "padded": padded}
-
-
-def _padded_rows(lengths: npt.NDArray[np.integer], batch_size: int, seed: int) -> list[list[int]]:
-    """[tokens, padded to] of about `_NUM_DRAWN` samples in random whole batches. `lengths`
-    (num_packed,) has at least one sample."""
-    wanted = min(len(lengths), -(-_NUM_DRAWN // batch_size) * batch_size)
-    chosen = np.random.default_rng(seed).choice(len(lengths), wanted, replace=False)
-    batches = (lengths[chosen[i : i + batch_size]].tolist() for i in range(0, wanted, batch_size))
-    return [[length, max(batch)] for batch in batches for length in batch]
+    return packs
 
 
 #: Lower ends of the bands that packs are counted in, as shares of seq_length.
-_FILL_BANDS: Final = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.0)
+_FILL_BANDS: Final = (0.0, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
 #: Factors of seq_length tried for samples that are too long.
 _LONGER: Final = (2, 4)
 #: Samples whose packing in small buffers is tried, and the sizes of the buffers.
 _TRIED_SAMPLES: Final = 50_000
 _BUFFERS: Final = (100, 1000)
-#: Bins of a logarithmic histogram per doubling, and of one of equal width.
-_BINS_PER_DOUBLING: Final = 4
-_MAX_BINS: Final = 40
-_QUANTILES: Final = {"min": 0, "p5": 5, "p50": 50, "p95": 95, "max": 100}
 
 
-def length_figures(pack: PackConfig, samples: Index) -> dict[str, Any] | None:
-    """Lengths in tokens of all measured samples; None without any."""
-    lengths = samples.array("num_tokens")
-    if not len(lengths):
-        return None
-    return {**spread(lengths), **log_histogram(lengths, pack.seq_length)}
-
-
-def overlong_figures(pack: PackConfig, samples: Index, plan: PackPlan | None) -> dict[str, Any]:
-    """Samples with more tokens than a pack holds, and what longer sequences would save."""
+def _overlong(pack: PackConfig, samples: Index, plan: PackPlan | None) -> Iterator[Figure]:
+    """Yield samples with more tokens than a pack holds, and what longer sequences would save."""
     lengths = samples.array("num_tokens")
 
     def longest(factor: int) -> int:
@@ -251,26 +211,24 @@ def overlong_figures(pack: PackConfig, samples: Index, plan: PackPlan | None) ->
     else:
         codes = [i for i, name in enumerate(plan.info.reason_names) if name == OVER_SEQ_LENGTH]
         lengths = lengths[plan.set_aside_ids[np.isin(plan.set_aside_reasons, codes)]]
-    saved = {factor: lengths[lengths <= longest(factor)] for factor in _LONGER}
-    return {
-        "samples": len(lengths),
-        "tokens": int(lengths.sum(dtype=np.int64)),
-        "longest": int(lengths.max(initial=0)),
-        "saved_by": [
-            {
-                "seq_length": factor * pack.seq_length,
-                "samples": len(some),
-                "tokens": int(some.sum(dtype=np.int64)),
-            }
-            for factor, some in saved.items()
-        ],
-    }
+    if not len(lengths):
+        return
+    tokens = int(lengths.sum(dtype=np.int64))
+    text = f"{len(lengths):,} with {tokens:,} tokens; the longest has {lengths.max():,}"
+    yield Row("too long for a sequence", "samples", text, len(lengths))
+    rows = []
+    for factor in _LONGER:
+        some = lengths[lengths <= longest(factor)]
+        saved = int(some.sum(dtype=np.int64))
+        rows.append([factor * pack.seq_length, len(some), saved, saved / tokens])
+    columns = {"with seq_length": ",", "samples kept": ",", "tokens": ",", "of what is lost": ".1%"}
+    yield Table("too long for a sequence", columns, rows)
 
 
-def pack_figures(
+def _packs(
     config: PackingConfig, samples: Index, plan: PackPlan, table: PackColumns
-) -> dict[str, Any]:
-    """Fill, samples and cost per pack. The plan has one pack at least."""
+) -> Iterator[Figure]:
+    """Yield packs by fill, and work per pack. The plan has one pack at least."""
 
     def sums(column: str, kind: type = np.int64, power: int = 1) -> npt.NDArray[Any]:
         def values(index: Index) -> npt.NDArray[Any]:
@@ -279,27 +237,35 @@ def pack_figures(
         each = of_uses(samples, plan, values)
         return np.add.reduceat(each, plan.pack_offsets[:-1], dtype=kind)
 
-    num_samples, tokens = np.diff(plan.pack_offsets), sums("num_tokens")
-    at_least = [int((tokens >= share * plan.info.seq_length).sum()) for share in _FILL_BANDS]
-    bands = zip(_FILL_BANDS, np.diff(at_least, prepend=0).tolist(), strict=True)
+    tokens, seq_length = sums("num_tokens"), plan.info.seq_length
+    ends = np.ceil(np.array(_FILL_BANDS) * seq_length).astype(np.int64) - 1
+    edges = np.unique([0, *ends[1:], seq_length])
+    counts = np.histogram(tokens, edges + 1)[0]
+    first = int(np.flatnonzero(counts)[0])
+    yield Bars("packs by tokens", edges[first:].tolist(), counts[first:].tolist())
     values = {
         "tokens": tokens,
-        "attention": sums("num_tokens", np.float64, 2),
-        "vision_patches": sums("num_vision_patches"),
+        "sum of squared lengths, as attention costs": sums("num_tokens", np.float64, 2),
+        "vision patches": sums("num_vision_patches"),
         "images": sums("num_images"),
-        "samples": num_samples,
-        "operations": table.cost,
+        "samples": np.diff(plan.pack_offsets),
+        f"10⁹ forward operations of {model_cost(config.model).name}": table.cost / 1e9,
     }
-    return {
-        "fill_bands": [{"at_least": share, "packs": count} for share, count in bands],
-        "samples_per_pack": linear_histogram(num_samples),
-        "spread": {name: spread(some) for name, some in values.items()},
-        "cost_of": model_cost(config.model).name,
-    }
+    spreads = {name: spread(some) for name, some in values.items()}
+    columns = ("mean", "min", "p5", "p50", "p95", "max")
+    rows = [
+        [name, *(of[c] for c in columns), of["max"] / of["p50"] if of["p50"] else None]
+        for name, of in spreads.items()
+        if of["max"]
+    ]
+    forms = {"a pack has": "", **dict.fromkeys(columns, ",.0f"), "max / p50": ".2f"}
+    note = "Ranks wait for the one with the most expensive pack."
+    yield Table("work per pack", forms, rows, note)
 
 
-def online_figures(pack: PackConfig, samples: Index, plan: PackPlan) -> list[dict[str, Any]]:
-    """Fill that first-fit-decreasing reaches on buffers of some samples in random order."""
+def _online(pack: PackConfig, samples: Index, plan: PackPlan) -> Iterator[Row]:
+    """Yield the fill that first-fit-decreasing reaches on buffers of some samples in random
+    order."""
     from offline_packing.planner.strategies.peers.placing import first_fit_decreasing
 
     ids = plan.sample_ids
@@ -307,39 +273,10 @@ def online_figures(pack: PackConfig, samples: Index, plan: PackPlan) -> list[dic
     drawn = rng.permutation(rng.choice(len(ids), min(len(ids), _TRIED_SAMPLES), replace=False))
     lengths = samples.array("num_tokens")[ids[drawn]]
     counted = -(-lengths // pack.padding) * pack.padding
-    figures = []
     for size in _BUFFERS:
         buffers = (counted[start : start + size] for start in range(0, len(counted), size))
         plans = [first_fit_decreasing(buffer, pack.seq_length) for buffer in buffers]
         num_packs = sum(len(made.pack_offsets) - 1 for made in plans)
         fill = int(lengths.sum(dtype=np.int64)) / (num_packs * pack.seq_length)
-        figures.append({"buffer": size, "samples": len(lengths), "fill": fill})
-    return figures
-
-
-def spread(values: npt.NDArray[Any]) -> dict[str, float | int]:
-    """mean, min, p5, p50, p95 and max; quantiles are values that occur. Not for empty arrays."""
-    points = np.percentile(values, list(_QUANTILES.values()), method="inverted_cdf")
-    quantiles = {name: p.item() for name, p in zip(_QUANTILES, points, strict=True)}
-    return {"mean": float(values.mean(dtype=np.float64)), **quantiles}
-
-
-def linear_histogram(values: npt.NDArray[np.integer]) -> dict[str, list[int]]:
-    """edges (n + 1) and counts (n) of at most 40 bins of equal width, from the smallest value on;
-    bin i holds edges[i] <= value < edges[i + 1]. Not for empty arrays."""
-    low, high = int(values.min()), int(values.max())
-    width = -(-(high - low + 1) // _MAX_BINS)
-    counts = np.bincount((values - low) // width)
-    return {"edges": (low + width * np.arange(len(counts) + 1)).tolist(), "counts": counts.tolist()}
-
-
-def log_histogram(values: npt.NDArray[np.integer], limit: int) -> dict[str, list[int]]:
-    """edges (n + 1) and counts (n) of positive integers, from the first bin that holds anything to
-    the last, in bins that do not depend on the data: edges 0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14,
-    16, 20, ..., and `limit`; bin i holds edges[i] < value <= edges[i + 1]. Not for empty arrays."""
-    steps = 2.0 ** (np.arange(32 * _BINS_PER_DOUBLING) / _BINS_PER_DOUBLING)
-    edges = np.union1d(np.ceil(steps).astype(np.int64), [0, limit])
-    counts = np.histogram(values, edges + 1)[0]
-    used = np.flatnonzero(counts)
-    bins = slice(used[0], used[-1] + 1)
-    return {"edges": edges[bins.start : bins.stop + 1].tolist(), "counts": counts[bins].tolist()}
+        note = f"first-fit-decreasing while training, tried on {len(lengths):,} samples"
+        yield Row("saving", f"fill by buffers of {size:,}", f"{fill:.2%}", fill, note)

@@ -23,8 +23,8 @@ import yaml
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.online.ranks.pack_costs import artifacts_of
-from offline_packing.runs.figures import Hashes, count_shared, hashes_of
 from offline_packing.runs.manifest import require_manifest
+from offline_packing.runs.warnings import Hashes, count_shared, hashes_of
 from task_encoders.packs.manifest import Manifest
 from task_encoders.settings import describe_change
 from task_encoders.storage.energon_paths import energon_url

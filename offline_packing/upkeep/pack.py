@@ -12,9 +12,9 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import plan
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index
-from offline_packing.runs.figures import run_warnings
 from offline_packing.runs.run import Run, build_engine
 from offline_packing.runs.set_aside import check_media, check_set_aside
+from offline_packing.runs.warnings import run_warnings
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verdict import check, known_verdict
 from offline_packing.verify.verify import check_deep, render_verdict

@@ -434,12 +434,12 @@ def test_pictures_that_no_sample_uses_stop_a_run(
         assert f"none of the 4 samples of 'data' has an image or a video under task {task}" in said
         assert "source.fields, such as {images: FIELD}" in said
         assert (
-            "warning                 field 'image_path' holds media"
+            "warnings\n  field 'image_path' holds media"
             in Path(task, "_packing/plan/summary.txt").read_text()
         )
     named = invoke("run", "pack.yaml", "engine.workers=0", "source.fields={images: image_path}")
-    assert "tokens with loss        " in named.output
-    assert "4 images, 0 videos in 4 of 4 packed samples; " in named.output
+    assert "tokens with loss      " in named.output
+    assert "4 images, 0 videos in 4 of 4 samples; " in named.output
     invoke("run", "pack.yaml", *overrides, "source.text_only=true")
 
 
@@ -504,7 +504,7 @@ def test_files_with_absolute_paths_run_as_they_are(
     assert "REFUSED" not in shown
     assert "measured 10 of the first records; next: offline-packing run --deep pack.yaml" in shown
     said = invoke("run", "--deep", "pack.yaml", "engine.workers=0").output
-    assert "samples                 60\nset aside               0\n" in said
+    assert "found                 60\n  set aside             0\n" in said
     assert (tmp_path / "data_packed" / "manifest.json").is_file()
 
 

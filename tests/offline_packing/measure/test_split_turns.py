@@ -75,9 +75,11 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     cut = len({row["part"]["key"] for row in rows})
     assert info.split == {"conversations": cut, "samples": len(rows)}
     line = f"{cut} were cut into {len(rows)} samples"
-    assert f"too long                {line}\n" in plan_summary(packed)
+    assert f"too long              {line}\n" in plan_summary(packed)
     report(packed)
-    assert read_json(packed.workspace.report / "report.json")["split_turns"] == line
+    assert (
+        read_json(packed.workspace.report / "report.json")["figures"]["samples"]["too long"] == line
+    )
     assert line in (packed.workspace.report / "report.html").read_text()
     counts = read_json(packed.workspace.manifest)["counts"]
     lost = [row["key"] for row in set_aside_in_plan(packed)]

@@ -1,6 +1,7 @@
 """Which sample is where in which pack, padding for the ranks of a pack, and the figures of a plan,
 against numbers worked out by hand."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import pytest
 from offline_packing.config.sections import PackConfig, ReportConfig
 from offline_packing.errors import ConfigError
 from offline_packing.plan.assignment import write_assignment
-from offline_packing.plan.summary import render_summary
 from offline_packing.planner.plan_packs import plan_packs
 from offline_packing.runs.artifacts import open_index, open_plan
-from offline_packing.runs.figures import padded_tokens, plan_figures, sample_figures
+from offline_packing.runs.figures import (
+    as_text,
+    as_values,
+    log_histogram,
+    padded_tokens,
+    plan_figures,
+)
 from offline_packing.runs.manifest import require_manifest
 from task_encoders import required_pad_multiple
 from task_encoders.loading.packed_folder import PackedFolder
@@ -56,28 +62,35 @@ def test_figures() -> None:
     packs = plan_packs(lengths, 100)
     assert (packs.num_packs, packs.info.lower_bound, packs.packing_factor) == (4, 4, 1.5)
     compared = ReportConfig(global_batch_size=2, padded_batch_size=6)
-    figures = sample_figures(8, {"bad_json": 2}) | plan_figures(compared, lengths, packs)
-    found = figures["saving"]
-    assert found["padding_before"] == pytest.approx(250 / 600)  # six padded to 100
-    assert found["padding_after"] == 0
-    assert (found["iterations_before"], found["iterations_after"]) == (3, 2)
-    assert found["equal_batch_size"] == 1
-    text = render_summary(figures)
+    figures = [*plan_figures(compared, lengths, packs)]
+    found = as_values(figures)["saving"]
+    batches, _, packed = found["rows"]
+    assert batches["empty"] == pytest.approx(250 / 600)  # six padded to 100
+    assert (batches["cost"], packed["empty"], packed["cost"]) == (600 / 350, 0.125, 1)
+    assert found["iterations"] == [3, 2]
+    text = as_text(figures)
     shown = {line[:24].strip(): line[24:] for line in text.splitlines()}
-    assert (shown["samples"], shown["fill"]) == ("8", "87.50%")
-    bars = text.partition("samples by tokens\n")[2].splitlines()
-    assert sum(int(line.split()[-1]) for line in bars) == 6
-    assert "41.7% -> 0.0%" in text
-    assert "3 -> 2 per epoch at global batch size 2" in text
-    assert "bad_json" in text
+    assert (shown["packed samples"], shown["fill"]) == ("6", "87.50%")
+    assert "3 -> 2 per epoch at global batch size 2 (global batch size 1 keeps" in text
+    assert re.search(r"\n  batches of 6 padded to their longest +600 +41\.67% +1\.71\n", text)
+
+
+def test_a_histogram_of_lengths_is_shown() -> None:
+    bars = log_histogram("by tokens", np.array([1, 5, 6, 6, 90, 130]), 100)
+    assert bars.edges == [0, 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, 46, 64, 91, 100, 128, 182]
+    assert bars.counts == [1, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]
+    lines = as_text([bars]).splitlines()
+    assert lines[0] == "by tokens"
+    assert lines[1].split() == ["1", "█" * 14, "1"]
+    assert lines[5].split() == ["5", "–", "6", "█" * 40, "3"]
 
 
 def test_padding_to_a_multiple_is_counted() -> None:
     lengths = np.array([1, 7], np.int32)
     packs = plan_packs(lengths, 16, pad_multiple=8)
-    figures = sample_figures(2, {}) | plan_figures(ReportConfig(), lengths, packs)
-    assert figures["saving"]["padding_after"] == pytest.approx(0.5)
-    assert "50.00%" in render_summary(figures)
+    figures = [*plan_figures(ReportConfig(), lengths, packs)]
+    assert as_values(figures)["saving"]["rows"][-1]["tokens"] == 16
+    assert "50.00%" in as_text(figures)
 
 
 def test_samples_of_rows_divide_among_the_ranks(world: World) -> None:
@@ -85,7 +98,7 @@ def test_samples_of_rows_divide_among_the_ranks(world: World) -> None:
     manifest, plan = require_manifest(run.workspace.root), open_plan(run).packs
     assert (manifest.pad_multiple, plan.info.pad_multiple) == (4, 4)
     summary = (run.workspace.plan / "summary.txt").read_text()
-    assert "ranks of a pack         2, samples padded to multiples of 4" in summary
+    assert "ranks of a pack       2, samples padded to multiples of 4" in summary
     packs = PackedFolder(run.workspace.root, task_encoder(run, pad_multiple=4))
     for number in range(len(packs)):
         row = packs.batch([number])

@@ -25,9 +25,10 @@ from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, plan
 from offline_packing.plan.prefixes import Items, form_items, group_samples
 from offline_packing.planner.pack_plan import PackPlan
+from offline_packing.planner.samples import Column, Table
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_plan
-from offline_packing.runs.figures import run_figures
+from offline_packing.runs.figures import as_values, run_figures
 from offline_packing.runs.run import Run
 from task_encoders.families import model_cost
 from tests.helpers.datasets import dialogue, make_run, plan_index, plan_summary
@@ -54,31 +55,24 @@ def drawn_uses(
     return ids, groups[ids], records[ids] if repeated or cut else None
 
 
-def drawn_arguments(
+def drawn_table(
     rng: np.random.Generator, ids: np.ndarray, groups: np.ndarray, records: np.ndarray | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `plan_packs` for uses, and of their prefixes."""
+) -> Table:
+    """Columns of uses, with what their prefixes have of them."""
     of_group = rng.integers(0, [[50], [5], [9]], (3, int(groups.max(initial=0)) + 2))[:, groups]
     own = rng.integers(1, [[30], [3], [20]], (3, int(ids.max(initial=0)) + 1))[:, ids]
-    whole, most = of_group + own, [None, int(rng.integers(1, 9))][int(rng.integers(2))]
-    made = [
-        {
-            "num_tokens": sizes[0],
-            "seq_length": SEQ_LENGTH,
-            "pad_multiple": multiple,
-            "budgets": {"images": (sizes[1], 9)},
-            "max_samples": most,
-            "cost": sizes[2].astype(np.float64),
-            "features": [sizes[2]],
-            "source_order": ids,
-            "seed": 3,
-        }
-        for multiple in [int(rng.choice([1, 8]))]
-        for sizes in (whole, of_group)
-    ]
+    tokens, images, amount = (
+        Column(whole, "sum", shared) for whole, shared in zip(of_group + own, of_group, strict=True)
+    )
+    budgets = {"images": (images, 9)}
+    if rng.random() < 0.5:
+        ones = np.ones(len(ids), np.int32)
+        budgets["samples"] = Column(ones, "sum", 0 * ones), int(rng.integers(1, 9))
+    cost = Column(amount.values.astype(np.float64), "sum", amount.of_prefix)
+    columns = {"cost": cost, "features[0]": amount, "source_order": Column(ids, "first")}
     if records is not None:
-        made[0]["copy_of"] = records
-    return made[0], made[1]
+        columns["copy_of"] = Column(records, "joined")
+    return Table(tokens, budgets, columns)
 
 
 def items_of(items: Items) -> list[list[int]]:
@@ -86,23 +80,16 @@ def items_of(items: Items) -> list[list[int]]:
 
 
 def slow_items(
-    ids: np.ndarray,
-    groups: np.ndarray,
-    arguments: dict[str, Any],
-    of_prefixes: dict[str, Any],
-    most: int,
+    ids: np.ndarray, groups: np.ndarray, table: Table, longest: int, most: int
 ) -> list[list[int]]:
     """The uses of each item, one after the other."""
-    records = arguments.get("copy_of", ids)
-    room = SEQ_LENGTH // arguments["pad_multiple"] * arguments["pad_multiple"]
+    records = table.columns.get("copy_of", Column(ids)).values
+    limits = [longest, *(limit for _, limit in table.budgets.values())]
 
     def fits(uses: list[int]) -> bool:
-        sizes = [(arguments["num_tokens"], of_prefixes["num_tokens"], room)]
-        for name, (values, limit) in arguments["budgets"].items():
-            sizes.append((values, of_prefixes["budgets"][name][0], limit))
-        sums = [(sum(v[uses]) - sum(p[uses[1:]]), limit) for v, p, limit in sizes]
-        return all(total <= limit for total, limit in sums) and len(uses) <= (
-            arguments["max_samples"] or len(uses)
+        return all(
+            sum(one.values[uses]) - sum(one.of_prefix[uses[1:]]) <= limit  # type: ignore[index]
+            for one, limit in zip(table.sized(), limits, strict=True)
         )
 
     firsts: dict[int, int] = {}
@@ -148,25 +135,34 @@ def slow_items(
 def test_items_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> None:
     rng = np.random.default_rng(seed)
     ids, groups, records = drawn_uses(rng, repeated, cut)
-    arguments, of_prefixes = drawn_arguments(rng, ids, groups, records)
-    most = int(rng.integers(2, 6))
-    items = form_items(ids, groups, arguments, of_prefixes, most)
+    table, multiple = drawn_table(rng, ids, groups, records), int(rng.choice([1, 8]))
+    most, longest = int(rng.integers(2, 6)), SEQ_LENGTH // multiple * multiple
+    items = form_items(ids, groups, table, longest, most)
     found = items_of(items) if len(ids) else []
-    assert found == slow_items(ids, groups, arguments, of_prefixes, most)
+    assert found == slow_items(ids, groups, table, longest, most)
     assert sorted(itertools.chain(*found)) == list(range(len(ids)))
-    made = items.arguments
-    for name, uses in enumerate(found):
-        whole, prefix = arguments["num_tokens"], of_prefixes["num_tokens"]
-        assert made["num_tokens"][name] == sum(whole[uses]) - sum(prefix[uses[1:]])
-        costs = sum(arguments["cost"][uses]), sum(of_prefixes["cost"][uses[1:]])
-        assert made["cost"][name] == costs[0] - costs[1]
-        assert made["features"][0][name] == made["cost"][name]
-        assert made["source_order"][name] == ids[uses[0]]
+    made = {name: column.values for name, column in items.table.columns.items()}
+    for number, uses in enumerate(found):
+        for own, column in zip(table.sized(), items.table.sized(), strict=True):
+            whole, shared = own.values[uses], own.of_prefix[uses[1:]]  # type: ignore[index]
+            assert column.values[number] == whole.sum() - shared.sum()
+        cost = table.columns["cost"]
+        assert made["cost"][number] == sum(cost.values[uses]) - sum(cost.of_prefix[uses[1:]])  # type: ignore[index]
+        assert made["features[0]"][number] == made["cost"][number]
+        assert made["source_order"][number] == ids[uses[0]]
     if records is not None:
         labels = made["copy_of"]
         for one, other in itertools.combinations(range(len(found)), 2):
             if {*records[found[one]]} & {*records[found[other]]}:
                 assert labels[one] == labels[other]
+
+
+def test_a_column_without_a_rule_is_refused() -> None:
+    """A new column never falls into a sum, or the first sample's, silently."""
+    values = np.array([3, 4, 5])
+    table = Table(Column(values, "sum", values - 2), {}, {"turns": Column(values)})
+    with pytest.raises(ValueError, match="column turns does not say what an item has of it"):
+        form_items(np.arange(3), np.zeros(3, int), table, 50, 2)
 
 
 # Plans of an index, under all options.
@@ -368,7 +364,7 @@ def test_repeated_pictures_are_told(tmp_path: Path) -> None:
         if not pack:
             report(run)
             page = (run.workspace.report / "report.html").read_text()
-            assert "<p>90 distinct pictures in 600 samples; pack.share_prefixes would" in page
+            assert "90 distinct pictures in 600 samples; pack.share_prefixes would" in page
         return [int(one.replace(",", "")) for one in found], packs.num_packs
 
     for pack in ({}, {"max_samples": 60, "pad_multiple": 16}):
@@ -540,15 +536,16 @@ def test_shares_are_of_the_tokens_that_rows_hold(
         found = held_shares(samples, packs, own, len(shares))
         assert found == pytest.approx(shares, abs=0.03 if mixture else 0.02)
     check_trees_of_sources(samples, packs)
-    figures = run_figures(run.config, samples, packs, {})
+    figures = as_values(run_figures(run.config, samples, packs, {}))
+    name = run.config.source_names()[0]
     if mixture:
-        first, *_, last = figures["plan"]["mixture"]
+        first, *_, last = figures["mixture"]["rows"]
         train = next(iter(splits_of_plan(packs, run.config.output.split).values()))
-        held = held_shares(samples, packs, train, min(20, len(train)))
-        assert [first[0]["share"], last[0]["share"]] == pytest.approx([held[0], held[-1]])
+        held = held_shares(samples, packs, train, min(10, len(train)))
+        assert [first[name], last[name]] == pytest.approx([held[0], held[-1]])
     else:
         whole = held_shares(samples, packs, range(packs.num_packs), 1)[0]
-        found = [one["share_of_tokens"] for one in figures["sources"]]
+        found = [one["share"] for one in figures["sources"]["rows"]]
         assert found == pytest.approx([whole, 1 - whole])
 
 
@@ -568,7 +565,7 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     assert loaded.hash.count("-") == 2
     assert loaded.packs.info.num_tokens == whole - shared
     summary = " ".join(plan_summary(run).split())
-    assert "shared prefixes 4 trees of 40 samples" in summary
+    assert "shared prefixes trees 4 trees of 40 samples" in summary
     assert f"tokens {whole:,} -> {whole - shared:,} images and videos 43 -> 7" in summary
     assert "3 of 43 samples show images or videos of other samples" in summary
     least = -(-whole // 512)
@@ -577,10 +574,10 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     assert f"fill {(whole - shared) / (512 * loaded.packs.num_packs):.2%}" in summary
     report(run)
     page = (run.workspace.report / "report.html").read_text()
-    assert "What shared prefixes save" in page
-    document = json.loads((run.workspace.report / "report.json").read_text())
-    assert sum(document["plan"]["sharing"]["samples_per_pack"]) > 0
-    assert document["packs"]["spread"]["tokens"]["max"] <= 512
+    assert "Shared prefixes" in page
+    found = json.loads((run.workspace.report / "report.json").read_text())["figures"]
+    assert sum(found["shared prefixes"]["samples per pack"]) > 0
+    assert found["work per pack"]["rows"][0]["max"] <= 512
     # Lost, it is made again; another number of branches is another plan.
     (run.workspace.plan / "branches.npy").unlink()
     assert plan(run, samples).hash == made.hash

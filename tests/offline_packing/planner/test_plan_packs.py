@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from offline_packing import plan_packs
 from offline_packing.config.sections import PackConfig
+from offline_packing.planner.options import PlanOptions, PlanRequest
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.passes import PlanOptions, PlanRequest
+from offline_packing.planner.passes import asked_passes
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.planner.samples import admit_samples
 from offline_packing.planner.strategies import STRATEGIES
@@ -223,9 +224,9 @@ IMAGES = {"budgets": {"images": (np.ones(9, int), 4)}}
 
 def test_passes_stand_in_the_order_in_which_they_run() -> None:
     layout = RankLayout(2, uniform=True)
-    ordered = PlanRequest(PlanOptions(), order=layout).passes()
+    ordered = asked_passes(PlanRequest(PlanOptions(), order=layout))
     assert [one.name for one in ordered] == "compose uniform equal_cost sample_order".split()
-    shuffled = PlanRequest(PlanOptions(max_samples=4)).passes()
+    shuffled = asked_passes(PlanRequest(PlanOptions(max_samples=4)))
     assert [one.name for one in shuffled] == "limits compose shuffle sample_order".split()
 
 

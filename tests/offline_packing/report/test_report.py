@@ -54,6 +54,11 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def read_report(run: Run) -> dict[str, Any]:
+    """Return the figures of a new report by section."""
+    return read_document(run)["figures"]  # type: ignore[no-any-return]
+
+
+def read_document(run: Run) -> dict[str, Any]:
     report(run)
     return json.loads((run.workspace.report / "report.json").read_text())  # type: ignore[no-any-return]
 
@@ -77,75 +82,76 @@ def test_counts_agree_with_the_manifest(run: Run) -> None:
     manifest = json.loads(run.workspace.manifest.read_text())
     counts = manifest["counts"]
     assert found["samples"]["found"] == counts["samples"]
-    assert found["plan"]["samples"] == counts["packed"] > 0
-    assert found["samples"]["set_aside"] == sum(counts["set_aside"].values()) > 0
-    assert {e["reason"]: e["samples"] for e in found["set_aside"]} == counts["set_aside"]
-    assert {e["explanation"] for e in found["set_aside"]} <= set(REASONS.values())
-    assert found["plan"]["packs"] == sum(counts["packs"].values())
-    assert found["saving"]["tokens"] == counts["tokens"]
-    for line in found["shards"]:
+    assert found["packs"]["packed samples"] == counts["packed"] > 0
+    assert found["samples"]["set aside"] == sum(counts["set_aside"].values()) > 0
+    rows = found["set aside"].pop("rows")
+    assert found["set aside"] == counts["set_aside"]
+    assert {row["reason"] for row in rows} == counts["set_aside"].keys()
+    assert all(REASONS[reason] in read_page(run) for reason in counts["set_aside"])
+    assert found["packs"]["packs"] == sum(counts["packs"].values())
+    assert found["packs"]["tokens"] == counts["tokens"]
+    for line in found["shards"]["rows"]:
         own = [shard for shard in manifest["shards"] if shard["split"] == line["split"]]
         assert line["packs"] == counts["packs"][line["split"]]
         assert line["bytes"] == sum(shard["bytes"] for shard in own)
-        assert line["min_packs"] == min(shard["packs"] for shard in own)
-        assert line["max_bytes"] == max(shard["bytes"] for shard in own)
-    assert len(found["shards"]) == 2
+        assert line["fewest packs"] == min(shard["packs"] for shard in own)
+        assert line["most bytes"] == max(shard["bytes"] for shard in own)
+    assert len(found["shards"]["rows"]) == 2
 
 
 def test_figures_agree_with_the_plan_s_summary(run: Run) -> None:
     found = read_report(run)
-    plan, saving = found["plan"], found["saving"]
     summary = (run.workspace.plan / "summary.txt").read_text()
     figures = {line[:24].strip(): line[24:] for line in summary.splitlines()}
-    assert figures["fill"] == f"{plan['fill']:.2%}"
-    assert figures["lower bound"] == f"{plan['lower_bound']:,} (gap {plan['gap']:.3%})"
-    assert f"{plan['packing_factor']:.2f} samples per pack" in summary
-    padding = f"{saving['padding_before']:.1%} -> {saving['padding_after']:.1%}"
-    assert figures["padding"].startswith(padding)
-    steps = f"{saving['iterations_before']:,} -> {saving['iterations_after']:,} per epoch"
-    assert figures["iterations"].startswith(steps)
-    assert f"(global batch size {saving['equal_batch_size']:,} keeps" in summary
+    packs, (padded, *_, packed) = found["packs"], found["saving"]["rows"]
+    assert figures["fill"] == f"{packs['fill']:.2%}"
+    assert figures["lower bound"].startswith(f"{packs['lower bound']:,} (gap ")
+    assert f"{packs['packing factor']:.2f} samples per pack" in summary
+    assert padded["an epoch of"].endswith(" padded to their longest")
+    assert f"{padded['empty']:.2%}" in summary
+    assert packed["empty"] == pytest.approx(1 - packs["fill"])
+    assert "{} -> {} per epoch".format(*found["saving"]["iterations"]) in figures["iterations"]
     assert figures["model"].startswith("qwen2_vl, resize pil; transformers 5 takes torch where")
-    most = plan["fill"] * plan["packs"] / (plan["packs"] - 1)  # a split may take a pack more
-    for online in found["online"]:
-        assert 0.3 < online["fill"] <= most + 1e-9
+    most = packs["fill"] * packs["packs"] / (packs["packs"] - 1)  # a split may take a pack more
+    for size in ("100", "1,000"):
+        assert 0.3 < found["saving"][f"fill by buffers of {size}"] <= most + 1e-9
 
 
 def test_packs_are_summed_up(run: Run) -> None:
-    document = read_report(run)
-    found, waiting = document["packs"], document["plan"]["waiting"]
+    found = read_report(run)
     packs = packs_of(run)
     per_pack = {
         "tokens": [sum(row["num_tokens"] for row in pack) for pack in packs],
-        "attention": [sum(row["num_tokens"] ** 2 for row in pack) for pack in packs],
-        "vision_patches": [sum(row["num_vision_patches"] for row in pack) for pack in packs],
+        "sum of": [sum(row["num_tokens"] ** 2 for row in pack) for pack in packs],
+        "vision": [sum(row["num_vision_patches"] for row in pack) for pack in packs],
         "images": [sum(row["num_images"] for row in pack) for pack in packs],
         "samples": [len(pack) for pack in packs],
-        "operations": [sum(cost_of(row) for row in pack) for pack in packs],
+        "10⁹": [sum(cost_of(row) for row in pack) / 1e9 for pack in packs],
     }
-    assert found["spread"].keys() == per_pack.keys()
-    for name, values in per_pack.items():
-        spread = found["spread"][name]
+    for (name, values), spread in zip(
+        per_pack.items(), found["work per pack"]["rows"], strict=True
+    ):
+        assert spread["a pack has"].startswith(name)
         assert spread["mean"] == pytest.approx(sum(values) / len(values)), name
         assert spread["min"] == pytest.approx(min(values))
         assert spread["max"] == pytest.approx(max(values))
         for point, share in (("p5", 0.05), ("p50", 0.5), ("p95", 0.95)):
             assert spread[point] == pytest.approx(nearest_rank(values, share)), (name, point)
-    bands = found["fill_bands"]
-    assert sum(band["packs"] for band in bands) == len(packs)
-    assert bands[0]["packs"] == sum(tokens == 512 for tokens in per_pack["tokens"])
-    half = sum(band["packs"] for band in bands if band["at_least"] >= 0.5)
-    assert half == sum(tokens >= 256 for tokens in per_pack["tokens"])
-    histogram = found["samples_per_pack"]
-    for count, low, high in zip(
-        histogram["counts"], histogram["edges"], histogram["edges"][1:], strict=False
-    ):
-        assert count == sum(low <= number < high for number in per_pack["samples"])
-    if waiting["packs"] < waiting["num_ranks"]:
-        assert waiting["share"] is None
-        assert f"<p>{waiting['packs']} packs are not one for each of 8 ranks.</p>" in read_page(run)
+    check_bars(found["packs by tokens"], per_pack["tokens"])
+    assert found["packs by tokens"]["edges"][-2:] == [511, 512]
+    if len(packs) < 8:
+        assert "are not one for each of 8 ranks" in read_page(run)
     else:
-        assert 0 <= waiting["share"] <= waiting["two_phase_share"] < 1
+        one, two = found["ranks"]["idle"]
+        assert 0 <= one <= two < 1
+
+
+def check_bars(bars: dict[str, Any], values: list[Any]) -> None:
+    """Check the counts of a histogram, which leaves out no value."""
+    edges = bars["edges"]
+    for count, low, high in zip(bars["counts"], edges, edges[1:], strict=False):
+        assert count == sum(low < value <= high for value in values)
+    assert sum(bars["counts"]) == len(values)
 
 
 def cost_of(row: dict[str, Any]) -> float:
@@ -159,40 +165,32 @@ def test_lengths_loss_and_overlong(run: Run) -> None:
     rows = index_rows(run)
     packed = [row for pack in packs_of(run) for row in pack]
     lengths = [row["num_tokens"] for row in rows]
-    histogram = found["lengths"]
-    assert sum(histogram["counts"]) == len(rows)
-    for count, low, high in zip(
-        histogram["counts"], histogram["edges"], histogram["edges"][1:], strict=False
-    ):
-        assert count == sum(low < length <= high for length in lengths)
-    assert histogram["p50"] == nearest_rank(lengths, 0.5)
-    assert histogram["max"] == max(lengths)
-    loss = sum(row["num_loss_tokens"] for row in packed)
-    assert found["loss"]["loss_tokens"] == loss
-    assert found["loss"]["share"] == pytest.approx(loss / sum(r["num_tokens"] for r in packed))
+    histogram = found["samples by tokens"]
+    check_bars(histogram, lengths)
+    assert histogram["spread"]["p50"] == nearest_rank(lengths, 0.5)
+    assert histogram["spread"]["max"] == max(lengths)
+    assert found["contents"]["tokens with loss"] == sum(row["num_loss_tokens"] for row in packed)
     overlong = [length for length in lengths if length > 512]
-    assert found["overlong"]["samples"] == len(overlong)
-    assert found["overlong"]["tokens"] == sum(overlong)
-    for longer, limit in zip(found["overlong"]["saved_by"], (1024, 2048), strict=True):
-        assert longer["seq_length"] == limit
-        assert longer["samples"] == sum(length <= limit for length in overlong)
-    assert [longer["samples"] for longer in found["overlong"]["saved_by"]] == [1, 2]
+    assert found["too long for a sequence"]["samples"] == len(overlong)
+    saved = found["too long for a sequence"]["rows"]
+    for longer, limit in zip(saved, (1024, 2048), strict=True):
+        assert longer["with seq_length"] == limit
+        assert longer["samples kept"] == sum(length <= limit for length in overlong)
+    assert [longer["samples kept"] for longer in saved] == [1, 2]
 
 
 def test_examples_and_drawn_packs(run: Run) -> None:
-    found = read_report(run)
-    broken = next(e for e in found["set_aside"] if e["reason"] == "bad_json")
-    assert {example["key"] for example in broken["examples"]} <= {"broken", "worse"}
-    assert all(example["detail"] for example in broken["examples"])
+    found = read_document(run)
+    broken = [row for row in found["figures"]["set aside"]["rows"] if row["reason"] == "bad_json"]
+    assert {row["for example"] for row in broken} == {"broken", "worse"}
+    assert all(row["detail"] for row in broken)
     packs = packs_of(run)
-    drawn = found["drawn"]["packs"]
+    drawn = found["drawn"]
     assert len(drawn) == min(24, len(packs))
     for pack in drawn:
         rows = packs[int(pack["key"].removeprefix("a_ps_"))]
         assert pack["keys"] == [row["key"] for row in rows]
         assert pack["tokens"] == [row["num_tokens"] for row in rows]
-    for length, width in found["drawn"]["padded"]:
-        assert 0 < length <= width <= 512
 
 
 def used_twice(folder: Path) -> Source:
@@ -211,22 +209,23 @@ def test_several_sources(
     source: MakeSource, repeat: float, aside: int, world: World, tmp_path: Path
 ) -> None:
     run = copy_of(world.run(source), tmp_path / "out")
-    found = read_report(run)["sources"]
+    figures = read_report(run)
+    found = figures["sources"]["rows"]
     rows = index_rows(run)
     uses = [rows[i] for i in PackPlan.load(run.workspace.plan).sample_ids.tolist()]
     for i, one in enumerate(found):
         own = [row for row in uses if row["source_id"] == i]
         different = len({row["key"] for row in own})
-        assert one["packed"] == len(own)
         assert one["tokens"] == sum(row["num_tokens"] for row in own)
         assert one["images"] == sum(row["num_images"] for row in own)
         places = [place for row in own for place in (row["json"], *row["media"])]
         assert one["bytes"] == sum(place["size"] for place in places)
-        assert one["used"] == different
-        assert one["times_used"] == len(own) / different
-    assert [one["repeat"] for one in found] == [1, repeat]
-    assert [one["set_aside"] for one in found] == [0, aside]
-    assert sum(one["share_of_tokens"] for one in found) == pytest.approx(1)
+        assert one["samples"] == different
+        assert one["times used"] == len(own) / different
+    assert max(one["times used"] for one in found) == max(1, repeat)
+    lost = figures.get("set aside by source", {"rows": []})["rows"]
+    assert [row["samples"] for row in lost] == [aside] * bool(aside)
+    assert sum(one["share"] for one in found) == pytest.approx(1)
 
 
 def test_text_of_a_dataset_stays_text(tmp_path: Path) -> None:
@@ -261,10 +260,9 @@ def test_every_state(tmp_path: Path) -> None:
     line = report(run)
     assert line == "21 samples = 20 measured + 1 set aside; no packs yet: run plan"
     found = read_report(run)
-    assert found["stages"] == {"measure": True, "plan": False, "write": False}
-    assert found["plan"] is found["packs"] is found["saving"] is found["shards"] is None
-    assert found["samples"] == {"found": 21, "set_aside": 1}
-    assert found["sources"][0]["tokens"] == open_index(run).info.num_tokens
+    assert found.keys().isdisjoint(("packs", "saving", "shards", "work per pack"))
+    assert found["samples"] == {"task": "captioning", "model": "pil", "found": 21, "set aside": 1}
+    assert found["sources"]["rows"][0]["tokens"] == open_index(run).info.num_tokens
     assert "Samples by tokens" in read_page(run)
     assert "Work per pack" not in read_page(run)
     plan_index(run)
@@ -289,8 +287,7 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     measure(run)
     assert report(run).startswith("7 samples = 0 measured + 7 set aside")
     found = read_report(run)
-    assert found["lengths"] is None
-    (entry,) = found["set_aside"]
-    assert (entry["reason"], entry["samples"]) == ("bad_json", 7)
-    assert len(entry["examples"]) == 5
-    assert "and 2 more" in read_page(run)
+    assert "samples by tokens" not in found
+    rows = found["set aside"].pop("rows")
+    assert found["set aside"] == {"bad_json": 7}
+    assert len(rows) == 5

@@ -241,7 +241,7 @@ def test_a_long_pack_takes_no_memory_of_its_length(strategy: str, limits: dict[s
     lengths = np.random.default_rng(0).integers(200, 1200, 448).astype(np.int32)
     tracemalloc.start()
     plan = plan_packs(lengths, 81_920_000, strategy=strategy, **limits)
-    plan_figures(ReportConfig(), lengths, plan)
+    list(plan_figures(ReportConfig(), lengths, plan))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert plan.info.lower_bound == 1

@@ -1,0 +1,148 @@
+"""Warnings of a run: what may be wrong with its samples, sources and settings."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from offline_packing.config.packing import PackingConfig
+from offline_packing.index.records import places_of_equal
+from offline_packing.index.table import Index
+from offline_packing.layouts.shards import splits_of_plan
+from offline_packing.planner.pack_plan import PackPlan
+from task_encoders.families.base.cost import most_positions
+
+Hashes = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+
+
+def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> list[str]:
+    """Return warnings, a line each: on the samples and their sources, and with a plan on media that
+    stand in several splits. Reads the index part by part."""
+    lines, total = samples.info.warnings, samples.info.num_samples
+    several = 0
+    if config.task == "vqa":
+        several = int(np.count_nonzero(samples.array("num_turns") > 1))
+    if several:
+        lines.append(
+            f"{several:,} of {total:,} samples have several turns under task vqa, which is meant "
+            "for one question; bmr is for conversations"
+        )
+    lines.extend(_source_warnings(config.source_names(), samples))
+    lines.extend(_position_warnings(config, samples))
+    if config.pack.share_prefixes is not None:
+        lines.extend(_prefix_warnings(samples))
+    lines.extend(_split_warnings(config.output.split))
+    splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
+    for name in [name for name, own in splits.items() if not own]:
+        lines.append(
+            f"split {name} is empty: no sample, with all that it leads to by images and videos or "
+            f"its group, drew its share of {config.output.split[name]:.1%}; set another "
+            "output.split_seed, a larger share in output.split, or source.fields.group, which "
+            "counts instead of images and videos"
+        )
+    if packs is not None and len(splits) > 1 and config.names_groups:
+        first, *others = splits
+        in_first = _packed(packs, splits[first], total)
+        for name in others:
+            own = _packed(packs, splits[name], total)
+            shared = [
+                count_shared(*(hashes_of(samples, column, chosen) for chosen in (own, in_first)))
+                for column in ("media_hash", "sample_hash")
+            ]
+            if any(count for count, _ in shared):
+                media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
+                lines.append(
+                    f"split {name}: {media} images and videos and {same} samples stand in split "
+                    f"{first}, too; without source.fields.group they are on one side"
+                )
+    return lines
+
+
+def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
+    """Warn of sources that hold samples of an earlier one: copies are trained on twice."""
+    if len(names) == 1:
+        return
+    hashes, owners = samples.array("sample_hash"), samples.array("source_id")
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
+    first_of = order[np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))]
+    pairs = np.stack([owners[first_of], owners[order]])
+    different, counts = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1, return_counts=True)
+    for (one, other), count in zip(different.T.tolist(), counts.tolist(), strict=True):
+        yield (
+            f"source {names[other]}: {count:,} of {np.count_nonzero(owners == other):,} samples "
+            f"stand in source {names[one]}, too"
+        )
+
+
+def _position_warnings(config: PackingConfig, samples: Index) -> Iterator[str]:
+    """Warn of packs longer than the checkpoint's positions, which restart with each sample."""
+    limit, seq_length = most_positions(config.model.processor), config.pack.seq_length
+    if limit is not None and seq_length > limit:
+        longer = np.count_nonzero(samples.array("num_tokens") > limit)
+        yield (
+            f"pack.seq_length {seq_length:,} > max_position_embeddings {limit:,} of "
+            f"{config.model.processor}; {longer:,} of {samples.info.num_samples:,} samples are "
+            "longer than that (positions restart with each sample)"
+        )
+
+
+def _prefix_warnings(samples: Index) -> Iterator[str]:
+    """Warn of samples that show the media of others, but share no prefix with any."""
+    columns = samples.table("prefix_media", "prefix_hash")
+    media, hashes = (column.to_numpy() for column in columns.columns)
+    is_alone = np.zeros(len(media), bool)
+    is_alone[places_of_equal(media)] = True
+    is_alone[places_of_equal(hashes)] = False
+    if count := int(np.count_nonzero(is_alone & (media != 0))):
+        yield (
+            f"{count:,} of {len(media):,} samples show images or videos of other samples, but "
+            "share no prefix, as text of their own stands before these; put images and videos at "
+            "the beginning of the first prompt, below one system message for all"
+        )
+
+
+def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
+    """Warn of shares that are probably a mistake: training reads train."""
+    name, share = max(split.items(), key=lambda item: item[1])
+    train = split.get("train", 0)
+    if not train:
+        yield (
+            f"output.split has no train ({', '.join(split)}); training reads train: name one of "
+            "them so, unless the output is for validation alone"
+        )
+    elif share > train:
+        yield (
+            f"output.split gives {name} {share:.1%} of the samples and train {train:.1%}; training "
+            "reads train"
+        )
+
+
+def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
+    """(num_samples,) the samples of the index in some packs."""
+    flags = np.zeros(num_samples, bool)
+    start, stop = packs.pack_offsets[own.start], packs.pack_offsets[own.stop]
+    flags[packs.sample_ids[start:stop]] = True
+    return flags
+
+
+def count_shared(own: Iterable[Hashes], others: Iterable[Hashes]) -> tuple[int, int]:
+    """Return how many of some different hashes others have, too, and their number. Both come in
+    parts; only `own` are held."""
+    held = np.unique(np.concatenate([np.empty(0, np.uint64), *own]))
+    found = np.zeros(len(held), bool)
+    for part in others:
+        found |= np.isin(held, part)
+    return int(np.count_nonzero(found)), len(held)
+
+
+def hashes_of(samples: Index, column: str, chosen: Flags) -> Iterator[Hashes]:
+    """A column of hashes of some samples, or of their media, part by part."""
+    first = 0
+    for part in samples.parts(column):
+        own = part[column].filter(pa.array(chosen[first : first + len(part)]))
+        first += len(part)
+        yield (pc.list_flatten(own) if column == "media_hash" else own).to_numpy()
