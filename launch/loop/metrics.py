@@ -1,5 +1,5 @@
-"""Metrics of a step: sums over its micro batches, on one rank and on all, its time and operations,
-its line in the log, and metrics.jsonl, which trackers get the values of, too.
+"""Metrics of a step: sums over its micro batches, on one rank and on all, its line in the log, and
+metrics.jsonl, whose values trackers get as well.
 
 metrics.jsonl holds one line per step, and one per validation. A resumed run first removes the lines
 of steps that it will repeat, so that the file has every step once.
@@ -9,18 +9,15 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import distributed
 
 from launch.config import MetricsConfig
-from launch.model.vision_tower import frames_of, share_frames
 from offline_packing.storage.files import hash_bytes, write_atomically
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import ModelCost
@@ -31,26 +28,12 @@ class StepCounts:
     """Sums of one rank over the micro batches of a step.
 
     Losses stay on the device until `reduce`, so that no micro batch waits for the previous one.
-
-    Args:
-        context_parallel: ranks that share a row.
-        micro_batches: of a step, on each rank, at most; of validation it does not matter.
     """
 
-    def __init__(
-        self, device: torch.device, context_parallel: int = 1, micro_batches: int = 0
-    ) -> None:
-        #: loss, denominator, labelled tokens, and `row_flops`
-        self._losses = torch.zeros(6, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device) -> None:
+        #: loss, denominator, labelled tokens, and forward operations
+        self._on_device = torch.zeros(4, dtype=torch.float64, device=device)
         self._tokens = self._samples = self._packs = 0
-        #: operations of the tower on each context parallel rank; and, summed over rows, of the
-        #: row's busiest rank times the number of ranks
-        self._tower = np.zeros(context_parallel + 1)
-        #: tower, language model and sum of this rank in each micro batch
-        self._flops = torch.zeros(micro_batches, 3, dtype=torch.float64, device=device)
-        self._rows = 0
-        #: times forward and backward passes
-        self.computing = Stopwatch(device)
         self._data_seconds = 0.0
 
     def add(
@@ -70,26 +53,15 @@ class StepCounts:
             cost: of the model.
             group: the ranks that share the row; all but the losses is counted by the first.
         """
-        self._losses[0] += loss.detach().double()
-        number = self._rows
-        self._rows += 1
+        self._on_device[0] += loss.detach().double()
         if group is not None and distributed.get_rank(group):
             return
         loss_tokens = (row.labels != IGNORE_INDEX).sum()
         counted = torch.stack([denominator, loss_tokens]).double()
-        flops = row_flops(cost, row)
-        self._losses[1:] += torch.cat([counted, flops])
-        share = flops[[0, 2]] / (1 if group is None else group.size())
-        self._flops[number : number + 1] = torch.cat([share, share.sum()[None]])
+        self._on_device[1:] += torch.cat([counted, row_flops(cost, row).sum()[None]])
         self._tokens += row.num_tokens
         self._samples += len(row.sub_sample_keys)
         self._packs += len(row.__key__)
-        if group is not None:
-            frames = frames_of(torch.cat([row.image_grid_thw, row.video_grid_thw]))
-            work = cost.tower_flops(frames[:, 0])
-            tower = np.diff(np.append(0.0, work.cumsum())[share_frames(work, group.size())])
-            self._tower[: len(tower)] += tower
-            self._tower[-1] += len(tower) * tower.max()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -105,42 +77,29 @@ class StepCounts:
             counts: whether what this rank added counts (one rank's per tensor parallel group).
             stop: the signal that asked this rank to stop, or 0; one is enough for all.
         """
-        compute = self.computing.seconds()
-        own = [1, self._tokens, self._samples, self._packs, *self._tower]
-        sums = torch.cat([self._losses, self._losses.new_tensor(own)]) * counts
-        sums = torch.cat([sums, sums.new_tensor([compute])])
-        worst = sums.new_tensor([compute, self._data_seconds, float(stop)])
-        worst = torch.cat([worst, self._flops.flatten()])
+        own = self._on_device.new_tensor([self._tokens, self._samples, self._packs])
+        sums = torch.cat([self._on_device, own]) * counts
+        worst = sums.new_tensor([self._data_seconds, float(stop)])
         distributed.all_reduce(sums)
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
-        loss, denominator, loss_tokens, *flops = sums[:6].tolist()
-        *rest, total_compute = sums[6:].tolist()
-        ranks, tokens, samples, packs = map(round, rest[:4])
-        slowest, data_seconds, stopped = worst[:3].tolist()
+        loss, denominator, loss_tokens, flops, tokens, samples, packs = sums.tolist()
+        data_seconds, stopped = worst.tolist()
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = denominator or 1.0
         return StepTotals(
             loss=loss / denominator,
             denominator=denominator,
             loss_tokens=round(loss_tokens),
-            tokens=tokens,
-            samples=samples,
-            packs=packs,
-            tower_flops=flops[0],
-            language_flops=flops[1],
-            planned_language_flops=flops[2],
-            tower_shares=tuple(rest[4:-1]),
-            tower_rounds=rest[-1],
-            ranks=ranks,
-            slowest_flops=worst[3:].view(-1, 3).sum(dim=0).tolist(),
-            imbalance=distributed.get_world_size() * slowest / total_compute if slowest else 1.0,
+            tokens=round(tokens),
+            samples=round(samples),
+            packs=round(packs),
+            flops=flops,
             data_seconds=data_seconds,
             stop=round(stopped),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepTotals:
+class StepTotals(NamedTuple):
     """A step over all ranks."""
 
     loss: float
@@ -150,52 +109,15 @@ class StepTotals:
     samples: int
     packs: int
     #: operations of the forward pass
-    tower_flops: float
-    language_flops: float
-    #: with the logits of all tokens, as plans count it
-    planned_language_flops: float
-    #: the tower's on each context parallel rank; and, summed over rows, the busiest rank's times
-    #: the number of ranks
-    tower_shares: tuple[float, ...]
-    tower_rounds: float
-    #: data parallel ranks, times the ranks that share a row
-    ranks: int
-    #: tower, language model and sum: of the rank with most in each micro batch, added up
-    slowest_flops: Sequence[float]
-    #: compute seconds of the slowest rank over the mean
-    imbalance: float
+    flops: float
     #: the longest that any rank waited for its loader
     data_seconds: float
     #: the signal that asked any rank to stop, or 0
     stop: int
 
     def metrics(self, seconds: float, seq_length: int) -> dict[str, float]:
-        """The step's line. `fill`: real tokens as a share of the room in the packs.
-
-        Under context parallelism `tower_0`, …: each rank's share of the vision tower's operations,
-        and `tower_idle`: the share of its time in which ranks wait for the one with most in its
-        row. With several ranks the shares of the operations' time that they wait for the one with
-        most in each micro batch, as a plan and `RankSchedule` have them: `idle_share`, of tower and
-        language model together; `two_phase_idle_share`, after the tower, too; and of each alone.
-        """
-        found: dict[str, float] = {}
-        if len(self.tower_shares) > 1:
-            total = sum(self.tower_shares) or 1.0  # there may be no media
-            found = {f"tower_{rank}": work / total for rank, work in enumerate(self.tower_shares)}
-            found["tower_idle"] = max(0.0, 1 - total / (self.tower_rounds or 1.0))
-        if self.ranks > 1:
-            tower, language = self.tower_flops, self.planned_language_flops
-            slowest_tower, slowest_language, slowest_sum = self.slowest_flops
-            pairs = {
-                "idle_share": (tower + language, slowest_sum),
-                "two_phase_idle_share": (tower + language, slowest_tower + slowest_language),
-                "tower_idle_share": (tower, slowest_tower),
-                "language_idle_share": (language, slowest_language),
-            }
-            for name, (work, slowest) in pairs.items():
-                share = 1 - work / (self.ranks * slowest) if slowest else 0.0
-                found[name] = max(0.0, share)
-        return found | {
+        """Return the step's line. `fill`: real tokens as a share of the room in the packs."""
+        return {
             "loss": self.loss,
             "tokens_per_second": self.tokens / seconds,
             "samples_per_second": self.samples / seconds,
@@ -206,7 +128,6 @@ class StepTotals:
             "loss_tokens": self.loss_tokens,
             "step_seconds": seconds,
             "data_wait": self.data_seconds / seconds,
-            "rank_imbalance": self.imbalance,
         }
 
 
@@ -232,9 +153,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
-    """(3,) float64, on the row's device: operations that the vision tower and the language model
-    need, forward, for its real tokens and the logits of its labels; and the language model with the
-    logits of all tokens, as plans count it. A branch costs what it adds to its trunk."""
+    """Return (2,) float64, on the row's device: operations that the vision tower and the language
+    model need, forward, for the row's real tokens and the logits of its labels. A branch costs what
+    it adds to its trunk."""
 
     def counts(mask: torch.Tensor) -> torch.Tensor:
         until = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
@@ -245,12 +166,10 @@ def row_flops(cost: ModelCost, row: PackedBatch) -> torch.Tensor:
     if row.parents.numel():
         parents = row.parents.flatten().long()
         shared = tokens[parents.clamp(min=0)] * (parents >= 0)
-    seen = shared + tokens
-    language = cost.language_flops(seen, labels) - cost.language_flops(shared, 0)
-    planned = cost.language_flops(seen) - cost.language_flops(shared)
+    language = cost.language_flops(shared + tokens, labels) - cost.language_flops(shared, 0)
     steps, height, width = torch.cat([row.image_grid_thw, row.video_grid_thw]).double().T
     tower = (steps * cost.tower_flops(height * width)).sum()
-    return torch.stack([tower, language.sum(), planned.sum()])
+    return torch.stack([tower, language.sum()])
 
 
 def memory_gib(device: torch.device) -> float:
@@ -258,36 +177,6 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-class Stopwatch:
-    """Seconds of work on a device: by events on CUDA, which do not make the host wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._started = 0.0
-
-    def __enter__(self) -> None:
-        if self._is_cuda:
-            self._events.append(
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            )
-            self._events[-1][0].record()
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_cuda:
-            self._events[-1][1].record()
-        else:
-            self._seconds += time.perf_counter() - self._started
-
-    def seconds(self) -> float:
-        """Seconds of all work so far. On CUDA this waits for the last to end."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return self._seconds + sum(start.elapsed_time(end) / 1e3 for start, end in self._events)
 
 
 class Eta:
@@ -322,18 +211,6 @@ def format_line(
         f"data wait {metrics['data_wait']:.1%}",
         f"memory {metrics['memory_gib']:.1f} GiB",
     ]
-    if "idle_share" in metrics:
-        both, tower, language = (
-            f"{metrics[f'{name}_idle_share']:.1%}" for name in ("two_phase", "tower", "language")
-        )
-        parts.append(
-            f"idle {metrics['idle_share']:.1%} (waiting after the tower too {both}: tower {tower}, "
-            f"language {language})"
-        )
-    if "tower_idle" in metrics:
-        names = [name for name in metrics if name.removeprefix("tower_").isdecimal()]
-        shares = "/".join(f"{metrics[name]:.0%}" for name in names)
-        parts.append(f"tower {shares} (idle {metrics['tower_idle']:.0%})")
     if "mfu" in metrics:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     if eta is not None:

@@ -222,7 +222,7 @@ class Trainer:
         """One step; None if no rank has a pack left."""
         started = time.perf_counter()
         stage, accumulation = self.stages[self._stage], self._plan.stages[self._stage].accumulation
-        counts = StepCounts(self._device, self._config.parallel.context, accumulation)
+        counts = StepCounts(self._device)
         pack_keys: list[str] = []
         for _ in range(accumulation):
             with counts.waiting():
@@ -255,15 +255,13 @@ class Trainer:
         metrics["memory_gib"] = memory_gib(self._device)
         if self._peak_flops is not None:
             available = seconds * self._peak_flops * distributed.get_world_size()
-            metrics["mfu"] = TRAINING * (totals.tower_flops + totals.language_flops) / available
+            metrics["mfu"] = TRAINING * totals.flops / available
         self._report(metrics, bar)
         return totals
 
     def _forward_backward(self, row: PackedBatch, counts: StepCounts) -> None:
         try:
-            with counts.computing:
-                loss = self._count_loss(row, counts)
-                loss.backward()
+            self._count_loss(row, counts).backward()
         except Exception as error:
             raise StepError(
                 f"step {self.iteration + 1}: packs {', '.join(row.__key__)} of "
@@ -305,7 +303,7 @@ class Trainer:
             return
         self._validated = self.iteration
         self._model.eval()
-        counts = StepCounts(self._device, self._config.parallel.context)
+        counts = StepCounts(self._device)
         while (row := batches.next()) is not None:
             self._count_loss(row, counts)
         batches.restart()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from launch.config import OptimizerConfig
-from launch.loop.metrics import Stopwatch
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
 from task_encoders.loading.packed_folder import PackedFolder
@@ -47,7 +46,6 @@ def test_bfloat16_trains_as_float32(folder: Path, tmp_path: Path) -> None:
     assert rounded[-1] < rounded[0] - 0.1
     for line in step_lines(tmp_path / "bfloat16"):
         assert line["step_seconds"] > 0
-        assert line["rank_imbalance"] == pytest.approx(1)
 
 
 def test_recomputed_layers_give_the_same_losses(folder: Path, tmp_path: Path) -> None:
@@ -105,13 +103,3 @@ def test_the_fused_optimizer_equals_the_one_of_a_cpu(cuda: torch.device) -> None
             optimizer.step(learning_rate=1e-2, denominator=2, max_norm=1.0)
         weights[device.type] = model.weight.detach().cpu()
     torch.testing.assert_close(weights["cuda"], weights["cpu"], rtol=1e-5, atol=1e-6)
-
-
-def test_the_stopwatch_counts_what_the_device_did(cuda: torch.device) -> None:
-    watch = Stopwatch(cuda)
-    matrix = torch.randn(4096, 4096, device=cuda)
-    for _ in range(3):
-        with watch:
-            for _ in range(20):
-                matrix = matrix @ matrix / 64
-    assert 1e-4 < watch.seconds() < 10

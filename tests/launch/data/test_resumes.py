@@ -19,8 +19,7 @@ from launch.data.micro_batches import build_loader, build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
-from offline_packing.online.ranks.pack_costs import pack_columns, pack_costs
-from offline_packing.planner.ranks.layout import idle_shares
+from offline_packing.online.ranks.pack_costs import pack_costs
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import ScheduledLoader
@@ -31,7 +30,6 @@ from tests.helpers.packed_runs import (
     WHOLE_VOCABULARY,
     make_config,
     make_trainer,
-    step_lines,
 )
 from tests.helpers.rank_processes import run_ranks
 
@@ -189,18 +187,3 @@ def test_two_processes_share_an_epoch(folder: Path, tmp_path: Path) -> None:
     times = collections.Counter([*keys[0], *keys[1]])
     assert sorted(times) == packs
     assert times.total() - len(packs) == len(packs) % 2
-
-    numbers = {pack.key: pack.number for pack in PackedFolder(folder)}
-    rows = np.array([[numbers[key] for key in own] for own in keys]).T
-    _, tower, language = pack_columns(PackedFolder(folder), results[0][1])
-    none, cost = np.zeros(len(tower)), tower + language
-    steps = [rows[i : i + 2] for i in range(0, len(rows), 2)]
-    for name, of, phase, number in (
-        ("idle_share", cost, tower, 0),
-        ("two_phase_idle_share", cost, tower, 1),
-        ("tower_idle_share", tower, none, 0),
-        ("language_idle_share", language, none, 0),
-    ):
-        logged = [line[name] for line in step_lines(tmp_path / "run")]
-        assert logged == pytest.approx([idle_shares(of[s], phase[s])[number] for s in steps])
-        assert max(logged) > 0

@@ -2,7 +2,6 @@
 be a fraction, from the record to the loss and its gradient."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +233,7 @@ def test_whole_weights_are_written_as_ever(tmp_path: Path) -> None:
     run = make_run(source, tmp_path / "out", pack={"seq_length": SEQ_LENGTH})
     assert "loss_weights" not in pack_all(run)
     (pack,) = PackedFolder(tmp_path / "out")
-    meta = json.loads(pack.record)["meta"]
+    meta = pack.record["meta"]
     assert meta["turns"] == [[{"trained": False}, {}, {}]]
     assert "loss_weights" not in meta
     encoder = task_encoder(run)

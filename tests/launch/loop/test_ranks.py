@@ -150,10 +150,6 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
     counted = ("packs", "tokens", "loss_tokens", "sub_samples")
     for one, other in zip(step_lines(output_alone), step_lines(outputs["whole"]), strict=True):
         assert [one[name] for name in counted] == [other[name] for name in counted]
-        if layout.context > 1:
-            shares = [other[f"tower_{rank}"] for rank in range(layout.context)]
-            assert max(shares) == 0 or sum(shares) == pytest.approx(1)
-            assert 0 <= other["tower_idle"] < 1
     if layout.tensor == 1:
         keys = train_here(folder, outputs["moved"])
         assert keys == keys_alone[-len(keys) :]

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
@@ -450,7 +449,7 @@ def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -
 
 def samples_of(packs: Path, keys: list[str]) -> collections.Counter[str]:
     """How often samples stand in the packs, by keys without the number of a copy."""
-    names = {pack.key: orjson.loads(pack.record)["meta"]["keys"] for pack in PackedFolder(packs)}
+    names = {pack.key: pack.record["meta"]["keys"] for pack in PackedFolder(packs)}
     return collections.Counter(name.partition("#")[0] for key in keys for name in names[key])
 
 

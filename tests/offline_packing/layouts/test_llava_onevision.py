@@ -142,7 +142,7 @@ def test_packs_of_the_second_are_as_its_packer_writes_them(
     task, encoder, loader = run.config.task, task_encoder(run), written_loader(run.workspace.root)
     encoded, seen = PackedFolder(run.workspace.root, encoder), Counter[int]()
     for number, pack in enumerate(PackedFolder(run.workspace.root)):
-        record = json.loads(pack.record)
+        record = pack.record
         names = record["images"]
         assert names == [
             [f"img{i}_{j}.jpg" for j in range(len(own))] for i, own in enumerate(names)
