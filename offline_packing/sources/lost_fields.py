@@ -15,6 +15,7 @@ from task_encoders.records.forms import (
     REPLIES,
     Content,
     Names,
+    form_of,
     is_scalar,
 )
 from task_encoders.records.marks import MARKS, PICTURE, shown_text
@@ -59,8 +60,9 @@ Lost = tuple[str, str]
 
 def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[Lost]:
     """Content of a record that its sample lacks."""
-    content, names = record.content, record.names
+    content = record.content
     assert not isinstance(content, SampleError)
+    names = form_of(content).names(content, sample.task)
     used = {_base_name(name) for name in sample.media}
     told = dict[str, str]()
     if content.get("label") is False:

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import orjson
 
 from task_encoders.packs.pack_format import is_video_name
-from task_encoders.records.forms import Names, form_of, is_scalar, named_media, quoted
+from task_encoders.records.forms import form_of, is_scalar, named_media, quoted
 from task_encoders.records.marks import place_images, place_pictures, place_videos
 from task_encoders.records.messages import kind_of, parsed, read_tools
 from task_encoders.samples import (
@@ -70,17 +70,16 @@ def own_key(content: Mapping[str, Any]) -> str:
     return key if len(key) <= _MAX_KEY_LENGTH else ""
 
 
-def read_record(
+def to_sample(
     content: Mapping[str, Any],
     key: str,
     task: str,
     paired_media: Sequence[str] | None = None,
     is_file: Callable[[str], bool] | None = None,
-) -> tuple[SourceSample, Names]:
-    """Return the sample of a parsed record, and the names of the fields that it was read from.
-    `paired_media` are images and videos with the record's name, where the format pairs by name.
-    `is_file` tells which names in texts are pictures; without it, texts hold none. Raises
-    SampleError if the record cannot be used."""
+) -> SourceSample:
+    """Return the sample of a parsed record. `paired_media` are images and videos with the record's
+    name, where the format pairs by name. `is_file` tells which names in texts are pictures; without
+    it, texts hold none. Raises SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     if content.get("patch_positions"):
@@ -126,18 +125,7 @@ def read_record(
     _check_places(sample)
     if content.get("objects"):
         _check_boxes(sample)
-    return sample, names
-
-
-def to_sample(
-    content: Mapping[str, Any],
-    key: str,
-    task: str,
-    paired_media: Sequence[str] | None = None,
-    is_file: Callable[[str], bool] | None = None,
-) -> SourceSample:
-    """Return the sample of `read_record`."""
-    return read_record(content, key, task, paired_media, is_file)[0]
+    return sample
 
 
 def check_prompts_are_shown(sample: SourceSample) -> None:
