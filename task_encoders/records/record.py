@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import orjson
 
 from task_encoders.packs.pack_format import is_video_name
-from task_encoders.records.forms import form_of, is_scalar, named_media, quoted
-from task_encoders.records.marks import place_images, place_pictures, place_videos
+from task_encoders.records.forms import chosen_name, form_of, is_scalar, named_media, quoted
+from task_encoders.records.marks import place_images, place_pictures, place_videos, shown_text
 from task_encoders.records.messages import kind_of, parsed, read_tools
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -89,7 +89,7 @@ def to_sample(
     draft = form.read(content, names, task)
     if draft.is_document and task != "captioning":
         raise SampleError("bad_record", "a document; set source.task=captioning to pack it")
-    beside = content.get("system") if names["system"] else None
+    beside = content.get("system") if form.has_system(task) else None
     if not isinstance(beside, str | None):
         raise SampleError("bad_record", f"'system' is {kind_of(beside)}, not text")
     if draft.system and beside and draft.system != beside:
@@ -97,8 +97,8 @@ def to_sample(
     system = (beside or None) if draft.system is None else draft.system
     images = _one_list(content, "images", draft.images)
     videos = _one_list(content, "videos", draft.videos)
-    turns, inline = draft.turns, list[str]()
-    if is_file is not None:
+    turns, inline, text = draft.turns, list[str](), shown_text(draft.turns, task)
+    if is_file is not None and ("<img>" in text or "![" in text):
         turns, inline = place_pictures(turns, task, is_file)
     if inline and images:
         shown = f"pictures in its texts, such as {inline[0][:60]!r}, and names others"
@@ -114,9 +114,9 @@ def to_sample(
     images, videos = images or (), videos or ()
     if videos and not images:
         turns = place_videos(turns, task, len(videos))
-    elif images and not inline:
+    elif images and (text.count(IMAGE_PLACEHOLDER) != len(images) or "</image>" in text):
         turns = place_images(turns, task, len(images))
-    tools = read_tools(content.get(names["tools"] or "tools"))
+    tools = read_tools(content.get(chosen_name(content, "tools")))
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
     if content.get(RATED):
@@ -182,7 +182,7 @@ def _one_list(
     if named is None and not in_messages:
         return None
     names = [name for name in in_messages if name is not None]
-    if not all(isinstance(name, str) for name in (*names, *(named or ()))):
+    if not {str}.issuperset(map(type, (*names, *(named or ())))):
         raise SampleError("bad_record", f"{field!r} holds something other than file names")
     if not names:
         return named
