@@ -41,7 +41,7 @@ from task_encoders.families import model_options
 from task_encoders.media.image import read_image_header
 from task_encoders.packs.pack_format import image_extension
 from task_encoders.records.forms import DIALOGUES
-from task_encoders.records.record import read_record
+from task_encoders.records.record import to_sample
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import IMAGE_PLACEHOLDER, SampleError, SourceSample
 from task_encoders.text.pieces import to_messages
@@ -74,13 +74,8 @@ def read_samples(
             try:
                 if isinstance(record.content, SampleError):
                     raise record.content
-                sample, _ = read_record(
-                    record.content,
-                    record.key,
-                    source.task,
-                    record.paired_media,
-                    source.files_at(record.locator),
-                )
+                paired, is_file = record.paired_media, source.files_at(record.locator)
+                sample = to_sample(record.content, record.key, source.task, paired, is_file)
                 if len(sample.images) > 1 or sample.videos:
                     raise SampleError(
                         "bad_record",

@@ -31,13 +31,11 @@ from offline_packing.sources.roots.listing import walk
 from offline_packing.sources.roots.roots import Root, open_root
 from offline_packing.storage.key_set import KeySet
 from offline_packing.storage.streams import size_of
-from task_encoders.records.forms import Names
 from task_encoders.records.record import (
     check_prompts_are_shown,
     decode_inline,
     is_inline,
     load_json,
-    read_record,
     to_sample,
 )
 from task_encoders.samples import SampleError, SourceSample, join_sections, sections
@@ -92,8 +90,7 @@ class SourceRecord:
     holds, by the name that the content or `paired_media` use, the media in the record's container.
     `own_id` tells that the key is an id of the record's own, which others may repeat. `known` is
     the number of records that it stands for, which the source leaves out and did not read. `unread`
-    are columns of its file that seem to hold media, and such that hold text, which are not read;
-    `names` the fields that its sample was read from.
+    are columns of its file that seem to hold media, and such that hold text, which are not read.
     """
 
     key: str
@@ -104,7 +101,6 @@ class SourceRecord:
     own_id: bool = False
     known: int = 0
     unread: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    names: Names = field(default_factory=dict)
 
 
 class Source(ABC):
@@ -275,9 +271,8 @@ class Source(ABC):
         """The sample of a record. Raises SampleError if it must be set aside."""
         if isinstance(record.content, SampleError):
             raise record.content
-        sample, record.names = read_record(
-            record.content, key, self.task, record.paired_media, self.files_at(record.locator)
-        )
+        paired, is_file = record.paired_media, self.files_at(record.locator)
+        sample = to_sample(record.content, key, self.task, paired, is_file)
         if not self.options.ignore_prompts:
             check_prompts_are_shown(sample)
         limits = self.options

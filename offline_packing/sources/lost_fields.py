@@ -15,6 +15,7 @@ from task_encoders.records.forms import (
     REPLIES,
     Content,
     Names,
+    form_of,
     is_scalar,
 )
 from task_encoders.records.marks import MARKS, PICTURE, shown_text
@@ -59,16 +60,18 @@ Lost = tuple[str, str]
 
 def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[Lost]:
     """Content of a record that its sample lacks."""
-    content, names = record.content, record.names
+    content = record.content
     assert not isinstance(content, SampleError)
+    form, task = form_of(content), sample.task
+    names = form.names(content, task)
     used = {_base_name(name) for name in sample.media}
     told = dict[str, str]()
     if content.get("label") is False:
         told["label"] = "records say label: false, as preferences mark bad answers"
     prompt, answer = names.get("prompt"), names.get("answer")
-    if sample.task == "captioning" and answer in REPLIES and not (prompt and content[prompt]):
+    if task == "captioning" and answer in REPLIES and not (prompt and content[prompt]):
         told[answer] = f"field {answer!r} is trained as a caption; where is its question?"
-    for name in _BESIDE_PROMPT if prompt and sample.task != "captioning" else ():
+    for name in _BESIDE_PROMPT if prompt and task != "captioning" else ():
         if name != prompt and content.get(name):
             told[name] = f"field {name!r} is not shown beside {prompt!r}"
     yield from ((line, _shown(content[name])) for name, line in told.items())
@@ -78,7 +81,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
     own = {"id"} | {"group"} & fields.named.keys()
-    for name in content.keys() - names.values() - own - fields.columns_beside:
+    for name in content.keys() - form.used(content, task) - own - fields.columns_beside:
         value, remedy = content[name], "" if name in RECORD_FIELDS else "; name it in source.fields"
         if _holds_media(name, value, used):
             yield f"field {name!r} {UNUSED_MEDIA}{remedy}", _shown(value)

@@ -78,9 +78,9 @@ class FieldMap:
         #: default names that are still read
         self._defaults = RECORD_FIELDS - replaced
         self._dropped = replaced | (set(self.named.values()) - self._defaults)
-        #: that it is about, beside Alpaca's instruction
+        #: whether the question is Alpaca's instruction, which "input" belongs to
         is_alpaca = self._steps.get("question") == ("instruction",)
-        self._input = {"input"} - set(self.named.values()) if is_alpaca else set()
+        self._has_input = is_alpaca and "input" not in self.named.values()
         first = {steps[0] for own in self.beside.values() for steps in own.values()}
         #: the record's own fields that are read for `beside` alone
         self.columns_beside = first - FieldMap.columns(self)
@@ -90,7 +90,7 @@ class FieldMap:
 
     def columns(self) -> set[str]:
         """All of the record's own fields that may go into a sample."""
-        return {*self.named.values(), *self._defaults, *self._input}
+        return {*self.named.values(), *self._defaults}
 
     def choose(
         self, columns: Sequence[str], ignored: Collection[str] = (), hint: str = ""
@@ -124,7 +124,7 @@ class FieldMap:
         kept = {name: value for name, value in content.items() if name not in self._dropped}
         found = {name: follow(content, steps) for name, steps in self._steps.items()}
         if (
-            self._input
+            self._has_input
             and isinstance(found["question"], str)
             and isinstance(kept.get("input"), str)
         ):

@@ -166,5 +166,6 @@ def _example(source: Source, record: SourceRecord) -> Example:
     found = sorted(lost_fields(record, sample, source.fields))
     lost = [f"{what}, such as {shown}" if shown else what for what, shown in found]
     assert not isinstance(record.content, SampleError)  # it has a sample
-    unread = tuple(name for name in record.content if name not in {*record.names.values(), "id"})
+    used = form_of(record.content).used(record.content, sample.task)
+    unread = tuple(name for name in record.content if name not in {*used, "id"})
     return Example(record.key, sample, "", missing, record.unread[0] + unread, tuple(lost))

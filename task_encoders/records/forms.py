@@ -56,14 +56,22 @@ class Form(NamedTuple):
     like: Callable[[Any], bool] = lambda value: True
 
     def names(self, content: Content, task: str) -> dict[str, str | None]:
-        """Return the names of all fields in a record that a task reads."""
+        """Return the names that a record has for the form's own fields."""
         names = {field: first_field(content, known) for field, known in self.fields.items()}
-        names |= {field: chosen_name(content, field) for field in COMMON}
-        if task == "captioning" and "messages" not in names:
-            names["system"] = None
-            if "answer" in names:
-                names["answer"] = first_field(content, _AS_CAPTION)
+        if task == "captioning" and "answer" in names:
+            names["answer"] = first_field(content, _AS_CAPTION)
         return names
+
+    def has_system(self, task: str) -> bool:
+        """Return whether a system message beside the form's own fields is read."""
+        return task != "captioning" or "messages" in self.fields
+
+    def used(self, content: Content, task: str) -> set[str | None]:
+        """Return all fields that a record is read from."""
+        common = {chosen_name(content, field) for field in COMMON}
+        return {*self.names(content, task).values(), *common} - {
+            None if self.has_system(task) else "system"
+        }
 
 
 def form_of(content: Content) -> Form:

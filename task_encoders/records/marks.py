@@ -27,7 +27,8 @@ def shown_text(turns: Iterable[Turn], task: str) -> str:
     """Return the texts of turns in which marks stand for media, as one."""
     if task == "captioning":
         return "\n".join([turn.answer for turn in turns])
-    return "\n".join([text for one in turns for text in (*(t for _, t in one.before), one.prompt)])
+    texts = [turn.prompt for turn in turns]
+    return "\n".join(texts + [text for turn in turns if turn.before for _, text in turn.before])
 
 
 def _edit(turns: Iterable[Turn], task: str, edit: Callable[[str], str]) -> list[Turn]:
@@ -47,9 +48,7 @@ def place_pictures(
 ) -> tuple[list[Turn], list[str]]:
     """Return turns with <image> in the place of each picture that is a data: URI or a file, and the
     names of these. Anything else stays text."""
-    names, text = list[str](), shown_text(turns, task)
-    if "<img>" not in text and "![" not in text:  # as most
-        return turns, names
+    names = list[str]()
 
     def place(match: re.Match[str]) -> str:
         name: str = match[1] or match[2]
@@ -65,9 +64,8 @@ def place_pictures(
 def place_images(turns: list[Turn], task: str, num_images: int) -> list[Turn]:
     """Return turns with <image> in the place of other marks, if there are as many as images, and
     those that count are in order."""
-    numbers, text = list[str | None](), shown_text(turns, task)
-    is_marked = text.count(IMAGE_PLACEHOLDER) == num_images and "</image>" not in text
-    if is_marked or not MARKS.search(text):  # as most
+    numbers = list[str | None]()
+    if not MARKS.search(shown_text(turns, task)):
         return turns
 
     def place(match: re.Match[str]) -> str:

@@ -185,7 +185,7 @@ def _joined(said: list[_Message]) -> list[_Message]:
 
 def media_name(value: Any) -> Any:
     """{"path": "a.jpg"} -> "a.jpg": the name in an object; anything else is returned unchanged."""
-    if not isinstance(value, Mapping):
+    if isinstance(value, str) or not isinstance(value, Mapping):
         return value
     return next((value[name] for name in ("path", "url", "image_url") if value.get(name)), value)
 

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import orjson
 
 from task_encoders.packs.pack_format import is_video_name
-from task_encoders.records.forms import Names, form_of, is_scalar, named_media, quoted
-from task_encoders.records.marks import place_images, place_pictures, place_videos
+from task_encoders.records.forms import chosen_name, form_of, is_scalar, named_media, quoted
+from task_encoders.records.marks import place_images, place_pictures, place_videos, shown_text
 from task_encoders.records.messages import kind_of, parsed, read_tools
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
@@ -70,17 +70,16 @@ def own_key(content: Mapping[str, Any]) -> str:
     return key if len(key) <= _MAX_KEY_LENGTH else ""
 
 
-def read_record(
+def to_sample(
     content: Mapping[str, Any],
     key: str,
     task: str,
     paired_media: Sequence[str] | None = None,
     is_file: Callable[[str], bool] | None = None,
-) -> tuple[SourceSample, Names]:
-    """Return the sample of a parsed record, and the names of the fields that it was read from.
-    `paired_media` are images and videos with the record's name, where the format pairs by name.
-    `is_file` tells which names in texts are pictures; without it, texts hold none. Raises
-    SampleError if the record cannot be used."""
+) -> SourceSample:
+    """Return the sample of a parsed record. `paired_media` are images and videos with the record's
+    name, where the format pairs by name. `is_file` tells which names in texts are pictures; without
+    it, texts hold none. Raises SampleError if the record cannot be used."""
     for lost in filter(content.get, _UNPACKED):
         raise SampleError("bad_record", f"the record has {lost!r}, which are not packed")
     if content.get("patch_positions"):
@@ -90,7 +89,7 @@ def read_record(
     draft = form.read(content, names, task)
     if draft.is_document and task != "captioning":
         raise SampleError("bad_record", "a document; set source.task=captioning to pack it")
-    beside = content.get("system") if names["system"] else None
+    beside = content.get("system") if form.has_system(task) else None
     if not isinstance(beside, str | None):
         raise SampleError("bad_record", f"'system' is {kind_of(beside)}, not text")
     if draft.system and beside and draft.system != beside:
@@ -98,8 +97,8 @@ def read_record(
     system = (beside or None) if draft.system is None else draft.system
     images = _one_list(content, "images", draft.images)
     videos = _one_list(content, "videos", draft.videos)
-    turns, inline = draft.turns, list[str]()
-    if is_file is not None:
+    turns, inline, text = draft.turns, list[str](), shown_text(draft.turns, task)
+    if is_file is not None and ("<img>" in text or "![" in text):
         turns, inline = place_pictures(turns, task, is_file)
     if inline and images:
         shown = f"pictures in its texts, such as {inline[0][:60]!r}, and names others"
@@ -115,9 +114,9 @@ def read_record(
     images, videos = images or (), videos or ()
     if videos and not images:
         turns = place_videos(turns, task, len(videos))
-    elif images and not inline:
+    elif images and (text.count(IMAGE_PLACEHOLDER) != len(images) or "</image>" in text):
         turns = place_images(turns, task, len(images))
-    tools = read_tools(content.get(names["tools"] or "tools"))
+    tools = read_tools(content.get(chosen_name(content, "tools")))
     media = tuple(images), system, tuple(videos)
     sample = SourceSample(key, task, tuple(turns), *media, tools)
     if content.get(RATED):
@@ -126,18 +125,7 @@ def read_record(
     _check_places(sample)
     if content.get("objects"):
         _check_boxes(sample)
-    return sample, names
-
-
-def to_sample(
-    content: Mapping[str, Any],
-    key: str,
-    task: str,
-    paired_media: Sequence[str] | None = None,
-    is_file: Callable[[str], bool] | None = None,
-) -> SourceSample:
-    """Return the sample of `read_record`."""
-    return read_record(content, key, task, paired_media, is_file)[0]
+    return sample
 
 
 def check_prompts_are_shown(sample: SourceSample) -> None:
@@ -194,7 +182,7 @@ def _one_list(
     if named is None and not in_messages:
         return None
     names = [name for name in in_messages if name is not None]
-    if not all(isinstance(name, str) for name in (*names, *(named or ()))):
+    if not {str}.issuperset(map(type, (*names, *(named or ())))):
         raise SampleError("bad_record", f"{field!r} holds something other than file names")
     if not names:
         return named

@@ -464,6 +464,9 @@ class TextSource(JsonlSource):
         is_all = all(name.lower().split(".")[1:2] == ["txt"] for name in file_names(path))
         return super().recognise(path) if is_all else None
 
+    def files_at(self, record: Locator) -> None:
+        return None
+
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         return self.fields.apply({"text": decode_text(data).strip()})
 

@@ -22,7 +22,7 @@ from offline_packing.sources.lost_fields import control_text, lost_fields
 from offline_packing.sources.options import FieldMap
 from offline_packing.sources.reading.locators import Locator
 from task_encoders.media.image import decode_image
-from task_encoders.records.record import read_record, to_sample
+from task_encoders.records.record import to_sample
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
@@ -230,7 +230,7 @@ def told(
     """The notes on a record, after its fields were named."""
     names = FieldMap(fields or {})
     record = SourceRecord("k", Locator("bytes", "a", 0, 0), names.apply(content), paired)
-    sample, record.names = read_record(names.apply(content), "k", task, paired)
+    sample = to_sample(names.apply(content), "k", task, paired)
     return sorted(what for what, _ in lost_fields(record, sample, names))
 
 
