@@ -168,7 +168,8 @@ def _source(manifest: Manifest, to: str) -> dict[str, Any]:
 
 
 def _tasks(output: Path, folder: Path, manifest: Manifest) -> list[ShardExport]:
-    return [ShardExport(output, folder, manifest, number) for number in range(len(manifest.shards))]
+    own = output.absolute(), folder, manifest.model_copy(update={"shards": ()})
+    return [ShardExport(*own, line, number) for number, line in enumerate(manifest.shards)]
 
 
 def _export_shard(to: str, task: ShardExport) -> int:

@@ -22,13 +22,10 @@ class ShardExport:
 
     output: Path
     folder: Path
+    #: without its shards, which would travel with each task
     manifest: Manifest
+    line: ShardLine
     number: int
-
-    @property
-    def line(self) -> ShardLine:
-        """The shard in the manifest."""
-        return self.manifest.shards[self.number]
 
     @property
     def name(self) -> str:
