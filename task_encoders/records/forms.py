@@ -1,4 +1,4 @@
-"""The forms of records, in one table: the fields of each, the names that these have, its reader.
+"""One table of the forms of records: their fields, the names of each, and how they are read.
 
     obelics     {"texts": [str | null, ...], "images": [str | null, ...]}    one of the two in turn
     mmc4        {"text_list": [str, ...],                          each picture before its sentence
@@ -140,7 +140,7 @@ def _is_answer(messages: Any) -> bool:
 
 
 def _read_in_turn(content: Content, names: Names, task: str) -> Draft:
-    """Texts that follow one another are joined by a blank line."""
+    """Read a document of OBELICS; texts that follow one another are joined by a blank line."""
     texts, images = content["texts"], content.get("images")
     if not isinstance(images, list) or len(images) != len(texts):
         count = len(images) if isinstance(images, list) else "no"
@@ -157,7 +157,7 @@ def _read_in_turn(content: Content, names: Names, task: str) -> Draft:
 
 
 def _read_sentences(content: Content, names: Names, task: str) -> Draft:
-    """Sentences are joined by a blank, as in OpenFlamingo
+    """Read a document of MMC4; sentences are joined by a blank, as in OpenFlamingo
     (https://github.com/mlfoundations/open_flamingo, `train/data.py`)."""
     sentences: Any = content["text_list"]
     pictures: Any = content.get("image_info")
@@ -177,7 +177,7 @@ def _read_sentences(content: Content, names: Names, task: str) -> Draft:
 
 
 def _read_questions(content: Content, names: Names, task: str) -> Draft:
-    """Prompts and answers; of an instruction, its history before it, and what it is about."""
+    """Read prompts and answers; to an instruction belong its input, and the turns before it."""
     answers = _texts(content, names["answer"])
     if answers is None:
         known = _AS_CAPTION if task == "captioning" else ANSWERS

@@ -122,7 +122,8 @@ def to_sample(
     if content.get(RATED):
         sample = _well_rated(sample, content[RATED])
     check_sample(sample)
-    _check_places(sample)
+    if task != "captioning":
+        _check_places(sample)
     if content.get("objects"):
         _check_boxes(sample)
     return sample
@@ -197,9 +198,7 @@ def _check_places(sample: SourceSample) -> None:
         ("image", IMAGE_PLACEHOLDER, sample.images),
         ("video", VIDEO_PLACEHOLDER, sample.videos),
     ):
-        if not names or sample.task == "captioning":
-            continue
-        if count_placeholders(sample.turns, mark, sample.task):
+        if not names or count_placeholders(sample.turns, mark, sample.task):
             continue
         if sum(turn.answer.count(mark) for turn in sample.turns) == len(names):
             raise SampleError(

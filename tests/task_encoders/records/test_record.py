@@ -5,6 +5,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from offline_packing.measure.measure import measure
 from offline_packing.sources.reading.locators import to_json
+from task_encoders.records.forms import form_of
 from task_encoders.records.record import RATED, check_prompts_are_shown, to_sample
 from task_encoders.samples import (
     SampleError,
@@ -76,33 +78,28 @@ def test_forms(content: dict[str, Any], expected: SourceSample) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "paired", "images"),
+    ("paired", "reason"),
     [
-        ({}, None, ()),  # a format that does not pair by name
-        ({}, ["a.jpg"], ("a.jpg",)),
-        ({"images": []}, ["a.jpg"], ()),  # names none, and says so
-        ({"images": ["b.jpg"]}, ["a.jpg", "a.png"], ("b.jpg",)),
-        ({"images": None}, ["a.jpg"], ("a.jpg",)),
-        ({"image": "b.jpg"}, [], ("b.jpg",)),
+        ([], "missing_image"),
+        (["a.jpg", "a.png"], "ambiguous_image"),
+        (["a.jpg", "a.mp4"], "ambiguous_image"),
     ],
 )
-def test_images(fields: dict[str, Any], paired: Any, images: tuple[str, ...]) -> None:
-    content = {"caption": "a", **fields}
-    assert to_sample(content, "k", "captioning", paired).images == images
-
-
-@pytest.mark.parametrize(
-    ("paired", "reason"), [([], "missing_image"), (["a.jpg", "a.png"], "ambiguous_image")]
-)
-def test_images_that_are_not_clear(paired: list[str], reason: str) -> None:
-    with pytest.raises(SampleError) as error:
+def test_media_that_are_not_clear(paired: list[str], reason: str) -> None:
+    with pytest.raises(SampleError, match=reason):
         to_sample({"caption": "a"}, "k", "captioning", paired)
-    assert error.value.reason == reason
 
 
 @pytest.mark.parametrize(
     ("fields", "paired", "images", "videos"),
     [
+        ({}, None, (), ()),  # a format that does not pair by name
+        ({}, ["a.jpg"], ("a.jpg",), ()),
+        ({"images": []}, ["a.jpg"], (), ()),  # names none, and says so
+        ({"images": ["b.jpg"]}, ["a.jpg", "a.png"], ("b.jpg",), ()),
+        ({"images": None}, ["a.jpg"], ("a.jpg",), ()),
+        ({"image": "b.jpg"}, [], ("b.jpg",), ()),
+        ({"images": [], "image": "a.jpg"}, None, ("a.jpg",), ()),  # an empty one hides no other
         ({"video": "b.mp4"}, None, (), ("b.mp4",)),
         ({"videos": ["b.mp4", "c.webm"]}, ["a.jpg"], (), ("b.mp4", "c.webm")),
         ({"videos": ["b.mp4"], "image": "a.jpg"}, None, ("a.jpg",), ("b.mp4",)),
@@ -111,7 +108,7 @@ def test_images_that_are_not_clear(paired: list[str], reason: str) -> None:
         ({"video": None, "images": []}, ["a.mp4"], (), ()),
     ],
 )
-def test_videos(fields: dict[str, Any], paired: Any, images: Any, videos: Any) -> None:
+def test_media(fields: dict[str, Any], paired: Any, images: Any, videos: Any) -> None:
     sample = to_sample({"caption": "a", **fields}, "k", "captioning", paired)
     assert (sample.images, sample.videos) == (images, videos)
     assert sample.media == images + videos
@@ -152,30 +149,35 @@ def test_videos_that_do_not_fit(prompt: str, fields: dict[str, Any], reason: str
     assert error.value.reason == reason
 
 
-def test_media_that_are_not_clear() -> None:
-    with pytest.raises(SampleError, match="ambiguous_image"):
-        to_sample({"caption": "a"}, "k", "captioning", ["a.jpg", "a.mp4"])
-
-
 @pytest.mark.parametrize(
-    ("fields", "turns"),
+    ("fields", "texts"),
     [
-        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, [("Add.\n1, 2", "3")]),
-        ({"instruction": "Hi.", "input": "", "output": "Hi."}, [("Hi.", "Hi.")]),
-        ({"query": "Hi.", "response": "Hi.", "input": "lost"}, [("Hi.", "Hi.")]),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, ["Add.\n1, 2", "3"]),
+        ({"instruction": "Hi.", "input": "", "output": "Hi."}, ["Hi.", "Hi."]),
+        ({"query": "Hi.", "response": "Hi.", "input": "lost"}, ["Hi.", "Hi."]),
         (
             {"query": "And?", "response": "No.", "history": [["Who?", "I."]]},
-            [("Who?", "I."), ("And?", "No.")],
+            ["Who?", "I.", "And?", "No."],
         ),
         # in doubt, what was read before
-        ({"question": "q", "query": "x", "answer": "a", "response": "x"}, [("q", "a")]),
-        ({"prompt": "q", "response": "a", "history": "of the west"}, [("q", "a")]),
-        ({"instruction": "q", "context": "x", "response": "a"}, [("q", "a")]),
+        ({"question": "q", "query": "x", "answer": "a", "response": "x"}, ["q", "a"]),
+        ({"prompt": "q", "response": "a", "history": "of the west"}, ["q", "a"]),
+        ({"instruction": "q", "context": "x", "response": "a"}, ["q", "a"]),
+        # numbers are their text; of several answers to one prompt the first counts
+        ({"question": "How many?", "answer": 3}, ["How many?", "3"]),
+        ({"question": "How much?", "answer": 2.5}, ["How much?", "2.5"]),
+        ({"question": "Is it?", "answer": True}, ["Is it?", "true"]),
+        ({"question": "Is it?", "answers": [False, True]}, ["Is it?", "false"]),
+        ({"question": "What?", "answers": ["a", "b", "c"]}, ["What?", "a"]),
+        ({"question": ["What?"], "answers": ["a", "b"]}, ["What?", "a"]),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": 7}]},
+            ["q", "7"],
+        ),
     ],
 )
-def test_alpaca_and_ms_swift(fields: dict[str, Any], turns: list[tuple[str, str]]) -> None:
-    sample = to_sample(fields, "k", "vqa")
-    assert [(turn.prompt, turn.answer) for turn in sample.turns] == turns
+def test_questions(fields: dict[str, Any], texts: list[str]) -> None:
+    assert to_sample(fields, "k", "vqa").turns == turns(*texts)
 
 
 @pytest.mark.parametrize(
@@ -192,27 +194,6 @@ def test_what_no_instruction_can_be_about(fields: dict[str, Any]) -> None:
     with pytest.raises(SampleError) as error:
         to_sample({"output": "a", **fields}, "k", "vqa")
     assert error.value.reason == "bad_record"
-
-
-@pytest.mark.parametrize(
-    ("content", "task", "expected"),
-    [
-        ({"question": "How many?", "answer": 3}, "vqa", turns("How many?", "3")),
-        ({"question": "How much?", "answer": 2.5}, "vqa", turns("How much?", "2.5")),
-        ({"question": "Is it?", "answer": True}, "vqa", turns("Is it?", "true")),
-        ({"question": "Is it?", "answers": [False, True]}, "vqa", turns("Is it?", "false")),
-        ({"question": "What?", "answers": ["a", "b", "c"]}, "vqa", turns("What?", "a")),
-        ({"question": ["What?"], "answers": ["a", "b"]}, "vqa", turns("What?", "a")),
-        (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": 7}]},
-            "bmr",
-            turns("q", "7"),
-        ),
-    ],
-)
-def test_answers_that_are_not_text(content: Any, task: str, expected: tuple[Turn, ...]) -> None:
-    """Numbers are their text; of several answers to one prompt the first counts."""
-    assert to_sample(content, "k", task).turns == expected
 
 
 def test_a_list_of_objects_names_the_field() -> None:
@@ -292,6 +273,20 @@ RECORDS: list[dict[str, Any]] = [
 ODD = [[], [1], [[1]], {}, {"a": 1}, {"type": ["image"]}, {"url": {"a": 1}}, 1, 1.5, "", "x", None]
 
 
+@pytest.mark.parametrize("task", ["bmr", "vqa", "captioning"])
+def test_fields_that_are_not_used_change_nothing(task: str) -> None:
+    """Of two records in one, the first form counts; it needs nothing but its fields."""
+    num_read = num_lost = 0
+    for content in ({**one, **other} for one in RECORDS for other in RECORDS):
+        names = form_of(content).used(content, task)
+        used = {name: value for name, value in content.items() if name in names}
+        with suppress(SampleError):
+            assert to_sample(content, "k", task) == to_sample(used, "k", task)
+            num_read += 1
+            num_lost += len(used) < len(content.keys() - {"id", "objects"})
+    assert num_read > num_lost > 5
+
+
 def _replaced(value: Any, odd: Any) -> Iterator[Any]:
     """Yield a value with `odd` in each of its places."""
     yield odd
@@ -343,6 +338,26 @@ def test_pictures_in_prompts(prompt: str, shown: str, images: list[str]) -> None
     assert [turn.answer for turn in sample.turns] == texts[1::2]
     assert [*sample.images] == images
     assert to_sample({"messages": dialogue(*texts)}, "k", "bmr").turns[0].prompt == prompt
+
+
+@pytest.mark.parametrize("task", ["bmr", "captioning"])
+def test_pictures_in_texts_are_those_of_a_field(task: str) -> None:
+    rng = np.random.default_rng(0)
+    forms = ("<img>{}</img>", "![]({})", "![a b]({})")
+    for _ in range(300):
+        pieces, names = ["Of"], [str(name) for name in rng.choice([URI, "a.jpg", "b/c.png"], 3)]
+        for name in names[: rng.integers(1, 4)]:
+            pieces += [str(rng.choice(forms)).format(name), str(rng.choice(["and", "\n", "![]"]))]
+        shown = " ".join(["<image>" if i % 2 else text for i, text in enumerate(pieces)])
+        text, fields = " ".join(pieces), {"images": names[: len(pieces) // 2]}
+        inline, placed = (
+            {"text": one}
+            if task == "captioning"
+            else {"messages": dialogue(one, "A.", "![](d)", "B.")}
+            for one in (text, shown)
+        )
+        sample = to_sample(inline, "k", task, (), {"a.jpg", "b/c.png"}.__contains__)
+        assert sample == to_sample({**placed, **fields}, "k", task)
 
 
 def test_pictures_in_documents_and_beside_others() -> None:
@@ -537,11 +552,6 @@ def test_system_messages_of_questions_are_kept() -> None:
     assert to_sample({"messages": inside, "system": "s"}, "k", "bmr").system == "s"
     with pytest.raises(SampleError, match="system"):
         to_sample({"messages": inside, "system": "t"}, "k", "bmr")
-
-
-def test_one_of_two_media_fields_that_is_empty_does_not_hide_the_other() -> None:
-    content = {"question": "a", "answer": "b", "images": [], "image": "a.jpg"}
-    assert to_sample(content, "k", "vqa").images == ("a.jpg",)
 
 
 @pytest.mark.parametrize(
