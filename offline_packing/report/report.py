@@ -132,7 +132,8 @@ def _set_aside(paths: list[Path]) -> Iterator[Table]:
     which are read one batch of rows at a time."""
     by_source, examples = Counter[str](), defaultdict[str, list[list[str]]](list)
     for table in read_set_aside(paths):
-        by_source.update(table["source"].to_pylist())
+        counts = pc.value_counts(table["source"]).to_pylist()
+        by_source.update({one["values"]: one["counts"] for one in counts})
         for reason in pc.unique(table["reason"]).to_pylist():
             kept = examples[reason]
             if len(kept) < _NUM_EXAMPLES:

@@ -70,10 +70,9 @@ class Table(NamedTuple):
 
     def cells(self) -> list[list[str]]:
         """Return the values as text, None as an empty one."""
-        return [
-            ["" if v is None else format(v, form) for v, form in zip(row, self.columns.values())]  # noqa: B905
-            for row in self.rows
-        ]
+        forms = self.columns.values()
+        pairs = (zip(row, forms, strict=True) for row in self.rows)
+        return [["" if v is None else format(v, form) for v, form in row] for row in pairs]
 
 
 class Bars(NamedTuple):
@@ -218,23 +217,20 @@ def plan_figures(
     bound = f"{info.lower_bound:,} (gap {plan.gap:.3%})"
     yield Row("packs", "lower bound", bound, info.lower_bound)
     yield Row("packs", "packed samples", f"{num_samples:,}", num_samples)
-    yield Row(
-        "packs", "tokens", f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)", tokens
-    )
+    each = f"{tokens:,} (mean {tokens / num_samples:,.1f} per sample)"
+    yield Row("packs", "tokens", each, tokens)
     yield Row("packs", "fill", f"{fill:.2%}", fill)
     factor = plan.packing_factor
     yield Row("packs", "packing factor", f"{factor:.2f} samples per pack", factor)
     in_batches = padded_tokens(of_length, compared.padded_batch_size)
-    others = {
-        f"batches of {compared.padded_batch_size} padded to their longest": in_batches,
-        f"each sample padded to {info.seq_length:,}": num_samples * info.seq_length,
-    }
-    wasted = [
-        [name, all_of, 1 - tokens / all_of, all_of / info.num_tokens]
-        for name, all_of in others.items()
-    ]
+    rows: list[list[Any]] = []
+    for name, all_of in (
+        (f"batches of {compared.padded_batch_size} padded to their longest", in_batches),
+        (f"each sample padded to {info.seq_length:,}", num_samples * info.seq_length),
+    ):
+        rows.append([name, all_of, 1 - tokens / all_of, all_of / info.num_tokens])
+    rows.append(["these packs", info.num_tokens, 1 - fill, 1])
     columns = {"an epoch of": "", "tokens": ",.0f", "empty": ".2%", "cost": ".2f"}
-    rows = [*wasted, ["these packs", info.num_tokens, 1 - fill, 1]]
     note = "Cost is in multiples of these packs, by tokens; what a trainer gains depends on its "
     yield Table("saving", columns, rows, note + "attention kernel.")
     before, after = math.ceil(num_samples / batch), math.ceil(num_packs / batch)
@@ -325,10 +321,8 @@ def _repeated_media(
     if packs > _WORTH_SHARING * plan.num_packs:
         return
     media = "pictures and videos" if videos[some].any() else "pictures"
-    text = (
-        f"{len(first):,} distinct {media} in {len(some):,} samples; pack.share_prefixes would need "
-    )
-    yield Row("contents", "repeated media", f"{text}about {packs:,} packs", packs)
+    text = f"{len(first):,} distinct {media} in {len(some):,} samples; pack.share_prefixes would "
+    yield Row("contents", "repeated media", f"{text}need about {packs:,} packs", packs)
 
 
 def _mixture(config: PackingConfig, samples: Index, plan: PackPlan) -> Iterator[Figure]:
@@ -340,19 +334,13 @@ def _mixture(config: PackingConfig, samples: Index, plan: PackPlan) -> Iterator[
     count = min(_STRETCHES, num_packs)
     ends = plan.pack_offsets[np.arange(count + 1) * num_packs // max(count, 1)]
     rows: list[list[Any]] = []
+    most = 0.0
     for i, held in enumerate(_held_tokens(samples, plan, ends, len(names))):
-        asked = [mixture.share(name, (i + 0.5) / count) for name in names]
         rows.append([f"{i / count:.0%} – {(i + 1) / count:.0%}"])
-        for share in zip((own / sum(held) for own in held), asked, strict=True):
-            rows[-1] += share
-    most = max(
-        (
-            abs(share - asked)
-            for row in rows
-            for share, asked in zip(row[1::2], row[2::2], strict=True)
-        ),
-        default=0.0,
-    )
+        for name, own in zip(names, held, strict=True):
+            share, asked = own / sum(held), mixture.share(name, (i + 0.5) / count)
+            rows[-1] += share, asked
+            most = max(most, abs(share - asked))
     yield Row("mixture", "farthest off", f"{100 * most:.2f} points from what was asked", most)
     columns = {one: ".1%" for name in names for one in (name, f"{name}, asked")}
     yield Table("mixture", {"packs": "", **columns}, rows)
@@ -416,18 +404,8 @@ def _sources(
         own = {column: values[i] for column, values in sums.items()}
         tokens = own["num_tokens"]
         times, loss = own["uses"] / (own["used"] or 1), own["num_loss_tokens"] / (tokens or 1)
-        rows.append(
-            [
-                name,
-                own["used"],
-                times,
-                tokens,
-                held[i] / total,
-                loss,
-                own["num_images"],
-                own["bytes"],
-            ]
-        )
+        sizes = tokens, held[i] / total, loss, own["num_images"], own["bytes"]
+        rows.append([name, own["used"], times, *sizes])
     columns = {"source": "", "samples": ",", "times used": ".2f", "tokens": ",", "share": ".1%"}
     columns |= {"with loss": ".1%", "images": ",", "bytes": ","}
     return Table("sources", columns, rows)
