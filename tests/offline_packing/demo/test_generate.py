@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import dashscope
 import numpy as np
 import pytest
 import yaml
@@ -219,6 +218,8 @@ def test_planted_faults_are_what_they_claim(
 def test_lengths_are_spread_wide_and_only_the_overlong_are_too_long(
     truth: Truth, records: dict[str, Any]
 ) -> None:
+    import dashscope  # takes 2 s
+
     tokenizer = dashscope.get_tokenizer("qwen-7b-chat")
     lengths, estimated = [], 0
     for name, record in records.items():
