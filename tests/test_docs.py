@@ -3,6 +3,7 @@ somewhere, programs run, every name in them exists."""
 
 import importlib
 import itertools
+import json
 import os
 import re
 import runpy
@@ -15,10 +16,12 @@ from typing import Any
 import nbformat
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from nbclient import NotebookClient
 
 from launch.config import load_config
 from launch.data.packed_data import read_packed_data
+from launch.train import cli as train
 from offline_packing import plan_packs
 from offline_packing.cli.commands import cli
 from offline_packing.demo.generate import generate_demo_dataset
@@ -28,6 +31,7 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.packs.manifest import html_table
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, write_json
+from tests.helpers.formats import write_file
 from tests.helpers.markdown import Block, anchors, blocks
 
 ROOT = Path(__file__).parent.parent
@@ -267,24 +271,49 @@ def test_the_tree_is_the_tree() -> None:
     assert packages <= set(named), packages - set(named)
 
 
+#: Stands for a command that a block of bash calls: notes its words, and the variables that it has.
+NOTED = """#!{python} -S
+import json, os, sys
+own = {{name: value for name, value in os.environ.items() if name.startswith("OFFLINE_")}}
+with open({calls!r}, "a") as calls:
+    print(json.dumps([own, os.path.basename(sys.argv[0]), *sys.argv[1:]]), file=calls)
+"""
+
+
+def run_bash(text: str, folder: Path) -> str:
+    """Run a block, in this process what it calls: packing, and training of one rank; returns what
+    that said."""
+    calls, said = folder / "calls", ""
+    for name in ("offline-packing", "torchrun"):
+        write_file(folder / name, NOTED.format(python=sys.executable, calls=str(calls)).encode())
+        (folder / name).chmod(0o755)
+    calls.write_text("")
+    path = f"{folder}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-ec", text], env={**os.environ, "PATH": path}, check=True)
+    for own, name, *words in map(json.loads, calls.read_text().splitlines()):
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in own.items():
+                patch.setenv(variable, value)
+            if name == "offline-packing":
+                said += invoke(*words, "engine.workers=0").output
+                continue
+            assert words[:4] == ["--nproc-per-node", "1", "-m", "launch.train"]
+            result = CliRunner().invoke(train, words[4:], catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+    return said
+
+
 @pytest.mark.exhaustive
-def test_the_page_of_mixtures_runs(tmp_path: Path) -> None:
+def test_the_page_of_mixtures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files and commands, one after the other, on the demo's data."""
+    monkeypatch.chdir(tmp_path)
     generate_demo_dataset(tmp_path / "demo_output/data", num_samples=120, progress=False)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     said = []
     for block in blocks((ROOT / "docs/mixtures.md").read_text()):
-        if block.language == "yaml":
-            name, _, text = block.text.partition("\n")
-            (tmp_path / name.removeprefix("# ")).write_text(text)
-            continue
-        command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-ec"]
-        done = subprocess.run(
-            [*command, block.text], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
-        said.append(done.stdout + done.stderr)
+        if block.language == "bash":
+            said.append(run_bash(block.text, tmp_path / "bin"))
+        else:
+            run_here(block)
     assert "mixture" in said[1]
     first, second = (require_manifest(tmp_path / "out" / name) for name in ("first", "second"))
     assert first.counts.set_aside["not_chosen"] > 0

@@ -247,8 +247,7 @@ class RemoteRoot:
         """Open a file for reading. One that is read sequentially is kept open for `open_range`.
         Raises SampleError (missing_image) if there is none."""
         options = _SEQUENTIAL if sequential else {"block_size": _BLOCK}
-        if self._at.protocol == "msc":  # decides itself how much to read ahead
-            options = {}
+        options = {} if self._at.protocol == "msc" else options  # it decides itself what to read
         with _missing(container):
             file: BinaryIO = self._at.fs.open(self._path(container), "rb", **options)
         if not sequential:
@@ -361,7 +360,7 @@ def neighbors(ranges: Iterable[FileRange]) -> list[list[FileRange]]:
 
 def open_root(path: str) -> tuple[Root, str | None]:
     """The root at a path or URL; of a file, its folder and name. Raises ConfigError if there is no
-    such storage or its package is missing, StageError if there is nothing there."""
+    such storage or its package is missing, StageError if there is nothing there, RemoteError."""
     root: type[Root] = RemoteRoot if is_url(path) else MediaRoot
     if not is_url(path):
         at: Any = Path(path)
@@ -369,10 +368,11 @@ def open_root(path: str) -> tuple[Root, str | None]:
     else:
         try:
             at = open_url(path)
-            is_folder = at.fs.isdir(at.path)
-            is_there = is_folder or at.fs.isfile(at.path)
         except StorageError as error:
             raise ConfigError(f"source path {error}") from error
+        try:
+            is_folder = at.fs.isdir(at.path)
+            is_there = is_folder or at.fs.isfile(at.path)
         except Exception as error:  # every storage has its own: botocore's, google's, aiohttp's
             raise StageError(f"source path {unreachable(path, error)}") from error
     if not is_there:
