@@ -120,17 +120,19 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_gradients_of_the_head_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, 256 + 1 is 256."""
+    """In bfloat16, 256 + 1 is 256. No more than one of them exists at once."""
     monkeypatch.setattr(megatron_model, "LOSS_CHUNK", 1)
     head = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
-    labels, count = torch.zeros(1000, dtype=torch.int64), []
+    labels, events = torch.zeros(1000, dtype=torch.int64), list[str]()
 
     def losses_at(positions: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        count.append(len(positions))
-        return head[0, :1].expand(len(positions))
+        if len(events) < 1000:  # not in the backward pass
+            head.register_hook(lambda _: events.append("gradient"))
+        events.append(f"{len(positions)} losses")
+        return head[0, :1] * torch.ones(len(positions), dtype=head.dtype)
 
     megatron_model.token_losses(labels, head, losses_at).sum().backward()
-    assert count == [1] * 1000
+    assert events == ["1 losses"] * 1000 + ["1 losses", "gradient"] * 1000
     assert head.grad is not None
     assert head.grad.tolist() == [[1000, 0], [0, 0]]
 
