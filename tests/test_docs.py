@@ -159,7 +159,7 @@ def write_checkpoint(folder: Path) -> None:
     """A checkpoint with random weights: the real vocabulary and template, a tiny model."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    tiny = FAMILIES["qwen2_vl"].presets["tiny"]
+    tiny = FAMILIES["qwen2_vl"].tiny
     config = Qwen2VLConfig(
         text_config=dict(tiny.text),
         vision_config=dict(tiny.vision),

@@ -48,10 +48,13 @@ if compgen -G "$WHEELS/*.whl" > /dev/null; then
         --target "$WORK/site" "$WHEELS"/*.whl && PYTHONPATH+=:$WORK/site
 fi
 if [[ $("$PYTHON" -c 'import torch; print(torch.cuda.is_available())') == True ]]; then
-    SHAPES=${SHAPES:-2b} PRESET=2b SEQ_LENGTH=${SEQ_LENGTH:-8192} STEPS=${STEPS:-20} WORKERS=4
+    SHAPES=${SHAPES:-2b} SEQ_LENGTH=${SEQ_LENGTH:-8192} STEPS=${STEPS:-20} WORKERS=4
+    MODEL=$(PYTHONPATH=tools/benchmarks "$PYTHON" -c "
+import json, training_shapes
+print(json.dumps(training_shapes.SHAPES['2b'])[1:-1])")
 else
     say "no CUDA device: sizes for a CPU, whose figures say nothing about a GPU"
-    PATIENCE=6 SHAPES=${SHAPES:-cpu} PRESET=tiny SEQ_LENGTH=${SEQ_LENGTH:-1024} STEPS=${STEPS:-2} WORKERS=0
+    PATIENCE=6 SHAPES=${SHAPES:-cpu} MODEL='preset: tiny' SEQ_LENGTH=${SEQ_LENGTH:-1024} STEPS=${STEPS:-2} WORKERS=0
 fi
 # A pack of 8,192 tokens takes some 80 of the demo's samples, of which a quarter are dialogues; and
 # 30 questions about pictures of 256 tokens, or 110 of them as branches.
@@ -121,7 +124,7 @@ for part in "$@"; do
         fla) run 100 fla "$PYTHON" -m tools.gpu_fla ;;
         train)
             dialogues && for name in own own_unfused transformers; do
-                module=launch.train model="preset: $PRESET"
+                module=launch.train model=$MODEL
                 [[ $name == own_unfused ]] && model+=", fusions: false"
                 [[ $name == transformers ]] && module=launch.train_transformers
                 launch "$name" "$module" "$model"

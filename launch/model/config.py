@@ -1,4 +1,4 @@
-"""The model to train: a checkpoint, or random weights in the sizes of a preset."""
+"""The model to train: a checkpoint, or random weights in tiny or other sizes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,15 +53,14 @@ def transformers_classes(family: str) -> TransformersClasses:
     )
 
 
-def config_of_preset(
+def tiny_config(
     family: str,
-    preset: str,
     text: Mapping[str, Any] | None = None,
     vision: Mapping[str, Any] | None = None,
     **whole: Any,
 ) -> Any:
-    """transformers' config of a family's preset, with these fields changed."""
-    sizes = FAMILIES[family].presets[preset]
+    """Make transformers' config of a family's tiny model, with these fields changed."""
+    sizes = FAMILIES[family].tiny
     return transformers_classes(family).config(
         text_config={**sizes.text, **(text or {})},
         vision_config={**sizes.vision, **(vision or {})},
@@ -95,13 +94,13 @@ class ModelConfig(BaseModel):
     family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
     #: a Hugging Face folder (safetensors); without it random weights
     checkpoint: Path | None = None
-    #: sizes of a random model: tiny, 2b (3b), 7b (8b)
-    preset: str = "tiny"
+    #: sizes of a random model where `text` and `vision` give none
+    preset: Literal["tiny"] = "tiny"
     #: of a random model: other fields of transformers' text config
     text: dict[str, Any] = {}
     #: and of its vision config
     vision: dict[str, Any] = {}
-    #: of a random model: one matrix for both embeddings; without it as the preset
+    #: of a random model: one matrix for both embeddings; without it as in the preset
     tie_word_embeddings: bool | None = None
     #: auto: bfloat16 on CUDA, else float32; the optimizer keeps float32 weights
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -130,18 +129,11 @@ class ModelConfig(BaseModel):
     def _check(self) -> "ModelConfig":
         if len(self.freeze) == 3:
             raise ValueError("freeze holds all three parts, nothing would be trained; remove one")
-        if self.checkpoint is not None:
-            if self.text or self.vision or self.tie_word_embeddings is not None:
-                raise ValueError(
-                    "text, vision and tie_word_embeddings come from the checkpoint; remove them, "
-                    "or remove checkpoint"
-                )
-            return self
-        presets = FAMILIES[self.family].presets
-        if self.preset not in presets:
+        has_sizes = self.text or self.vision or self.tie_word_embeddings is not None
+        if self.checkpoint is not None and has_sizes:
             raise ValueError(
-                f"preset {self.preset!r} of {self.family} is not known; choose one of: "
-                f"{', '.join(presets)}"
+                "text, vision and tie_word_embeddings come from the checkpoint; remove them, or "
+                "remove checkpoint"
             )
         return self
 
@@ -183,7 +175,8 @@ class ModelConfig(BaseModel):
     def random_config(
         self, vision: Mapping[str, Any] | None = None, token_ids: Mapping[str, int] | None = None
     ) -> Any:
-        """transformers' config of the preset, with these fields of the vision config and ids."""
+        """Make transformers' config of the random model, with these fields of the vision config and
+        ids."""
         default = transformers_classes(self.family).config()
         for part in ("text", "vision"):
             known = set(getattr(default, f"{part}_config").to_dict())
@@ -196,9 +189,7 @@ class ModelConfig(BaseModel):
         tied = self.tie_word_embeddings
         whole = {} if tied is None else {"tie_word_embeddings": tied}
         vision = {**(vision or {}), **self.vision}
-        return config_of_preset(
-            self.family, self.preset, self.text, vision, **whole, **(token_ids or {})
-        )
+        return tiny_config(self.family, self.text, vision, **whole, **(token_ids or {}))
 
 
 class LoraOptions(BaseModel):

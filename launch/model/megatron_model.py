@@ -258,53 +258,38 @@ def token_losses(
         recomputed = functools.partial(
             checkpoint, losses_at, use_reentrant=False, preserve_rng_state=False
         )
-        uses = _uses(head, len(chunks))
-        losses = torch.cat([recomputed(*given) for given in zip(chunks, uses, strict=True)])
+        own_head = functools.partial(_HeadOfChunk.apply, head, len(chunks), [])
+        losses = torch.cat([recomputed(chunk, own_head()) for chunk in chunks])
     row = torch.zeros(1, len(labels), dtype=torch.float32, device=labels.device)
     return row.index_copy(1, positions, losses.float()[None])
 
 
-def _uses(weight: torch.Tensor, number: int) -> list[torch.Tensor]:
-    """A weight for each of its uses, whose gradients add up in float32 and become the weight's at
-    once. Autograd itself would add them in the weight's dtype."""
-    if weight.dtype == torch.float32 or not weight.requires_grad:
-        return [weight] * number
-    sums: list[torch.Tensor] = []
-    begin = _Weight.apply(weight, sums)
-    return [_Use.apply(begin, weight, sums) for _ in range(number)]
+class _HeadOfChunk(torch.autograd.Function):
+    """The head, for one of several chunks: their gradients of it add up in float32, and the last to
+    arrive becomes the head's.
 
-
-class _Weight(torch.autograd.Function):
-    """The end of all uses' backward passes: a tensor that stands for the weight in them."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, sums: list[torch.Tensor]) -> torch.Tensor:
-        ctx.sums, ctx.dtype = sums, weight.dtype
-        return weight.new_zeros(1)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return ctx.sums.pop().to(ctx.dtype), None
-
-
-class _Use(torch.autograd.Function):
-    """One use of a weight."""
+    Autograd itself would add them in the head's dtype, and in bfloat16, 256 + 1 is 256. It runs the
+    newest node first: a chunk's gradient is added before the next chunk's exists if this function
+    is applied right before that chunk's losses.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, begin: torch.Tensor, weight: torch.Tensor, sums: list[torch.Tensor]
+        ctx: Any, head: torch.Tensor, chunks: int, sums: list[torch.Tensor]
     ) -> torch.Tensor:
-        ctx.sums = sums
-        return weight.detach()
+        """Return the head. `sums`: of the gradients so far, after each; shared by all chunks."""
+        ctx.chunks, ctx.sums = chunks, sums
+        return head.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        if ctx.sums:
-            ctx.sums[0].add_(gradient)
-        else:
-            ctx.sums.append(gradient.float())
-        return gradient.new_zeros(1), None, None
+        (gradient,), sums = gradients, ctx.sums
+        sums.append(sums[-1].add_(gradient) if sums else gradient.to(torch.float32, copy=True))
+        if len(sums) < ctx.chunks:
+            return None, None, None
+        total = sums[-1].to(gradient.dtype)
+        sums.clear()
+        return total, None, None
 
 
 def rope_base(

@@ -47,7 +47,7 @@ def tiny_qwen2_vl(*, weight_std: float | None = None) -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     torch.manual_seed(0)
-    preset = FAMILIES[model_options().family].presets["tiny"]
+    preset = FAMILIES[model_options().family].tiny
     init = {} if weight_std is None else {"initializer_range": weight_std}
     config = Qwen2VLConfig(
         text_config={**preset.text, **init},

@@ -17,8 +17,10 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 from PIL import Image as PillowImage
 
-from task_encoders.families.base.cost import cost_of_sizes
+from task_encoders.families.base.cost import ModelCost, TransformerShape
 from task_encoders.families.base.family import (
+    TINY,
+    TINY_TOWER,
     Family,
     FamilyEncoder,
     ModelOptions,
@@ -175,78 +177,56 @@ _VALUES: Final = {
 }
 
 
-#: The sizes of 26B-A4B: one layer in six sees everything before it, the others a window.
-_TEXT: Final = {
+_TINY: Final = {
+    **TINY,
     "vocab_size": 262_144,
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
-    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
-    "sliding_window": 1024,
-    "enable_moe_block": True,
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "moe_intermediate_size": 704,
-}
-_VISION: Final = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 72,
-    "pooling_kernel_size": 3,
+    "sliding_window": 96,
+    "final_logit_softcapping": 30.0,
+    "use_bidirectional_attention": "vision",
 }
 
-#: Images see all of themselves in sliding layers, as in 26B-A4B and 31B.
-PRESETS: Final = {
-    "tiny": Preset(
-        {
-            **_TEXT,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-            "sliding_window": 96,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 32,
-            "hidden_size_per_layer_input": 0,
-            "final_logit_softcapping": 30.0,
-            "use_bidirectional_attention": "vision",
-        },
-        {
-            **_VISION,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        },
-        {"tie_word_embeddings": True},
-    )
-}
-
+#: As in 26B-A4B and 31B, one layer in six sees everything before it. The others see a window, and
+#: all of an image in it.
 GEMMA4: Final = Family(
     "gemma4",
     Gemma4Options,
     Gemma4Encoder,
-    cost_of_sizes("Gemma-4-26B-A4B", _TEXT, _VISION),
+    ModelCost(
+        "Gemma-4-26B-A4B",
+        TransformerShape(
+            2816,
+            30,
+            2112 + 8 * 704,
+            kv_share=1 / 2,
+            query_size=4096,
+            num_quadratic_layers=5,
+            widening=2.0,
+            window=1024,
+        ),
+        TransformerShape(1152, 27, 4304, causal=False),
+        head=2816 * 262_144,
+        merger=360_448.0,
+    ),
     "Gemma4",
     since="5.13",  # with videos 5.19
-    presets=PRESETS,
+    tiny=Preset(
+        {
+            **_TINY,
+            "num_hidden_layers": 4,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        {**TINY_TOWER, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 3},
+        {"tie_word_embeddings": True},
+    ),
 )
 
 
@@ -261,59 +241,35 @@ class Gemma4UnifiedEncoder(Gemma4Encoder):
         return two_tokens(TOKEN, 1)
 
 
-def _text(
-    hidden: int, ffn: int, layers: list[str], heads: tuple[int, int, int], widths: tuple[int, int]
-) -> dict[str, Any]:
-    """`heads`: numbers of query heads, key heads, and key heads in full layers; `widths`: of a head
-    in sliding and in full layers."""
-    num_heads, kv_heads, global_kv_heads = heads
-    head, global_head = widths
-    return {
-        "vocab_size": 262_144,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-        "global_head_dim": global_head,
-        "num_global_key_value_heads": global_kv_heads,
-        "attention_k_eq_v": True,
-        "layer_types": layers,
-        "sliding_window": 1024,
-        "final_logit_softcapping": 30.0,
-        "use_bidirectional_attention": "vision",
-    }
-
-
-def _vision(width: int) -> dict[str, Any]:
-    sizes = {"patch_size": 16, "pooling_kernel_size": 3}
-    return {**sizes, "mm_embed_dim": width, "output_proj_dims": width}
-
-
-_FULL: Final = "full_attention"
-_SLIDING: Final = ["sliding_attention"]
-
-#: "tiny" trains on a CPU; "12b" has the sizes of Gemma-4-12B.
-UNIFIED_PRESETS: Final = {
-    "tiny": Preset(
-        _text(64, 128, [_FULL, *_SLIDING, _FULL], (4, 2, 1), (16, 32)) | {"sliding_window": 96},
-        _vision(32),
-        {"tie_word_embeddings": True},
-    ),
-    "12b": Preset(
-        _text(3840, 15_360, [*_SLIDING * 5, _FULL] * 8, (16, 8, 1), (256, 512)),
-        _vision(3840),
-        {"tie_word_embeddings": True},
-    ),
-}
-
 GEMMA4_UNIFIED: Final = Family(
     "gemma4_unified",
     Gemma4Options,
     Gemma4UnifiedEncoder,
-    UNIFIED_PRESETS["12b"].cost("Gemma-4-12B"),
+    ModelCost(
+        "Gemma-4-12B",
+        TransformerShape(
+            3840,
+            48,
+            15_360,
+            kv_share=1 / 2,
+            query_size=4096,
+            num_quadratic_layers=8,
+            widening=2.0,
+            window=1024,
+        ),
+        TransformerShape(0, 0, 0),  # no tower
+        head=3840 * 262_144,
+        merger=41_287_680.0,
+    ),
     "Gemma4Unified",
     since="5.13",  # with videos 5.19
-    presets=UNIFIED_PRESETS,
+    tiny=Preset(
+        {
+            **_TINY,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 32, "output_proj_dims": 32},
+        {"tie_word_embeddings": True},
+    ),
 )

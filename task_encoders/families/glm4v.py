@@ -12,18 +12,20 @@ never both. Here the pictures of videos are encoded as images.
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from dataclasses import replace
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from task_encoders.families.base.cost import ModelCost, TransformerShape
 from task_encoders.families.base.family import (
+    TINY,
     Family,
     FamilyEncoder,
     ModelOptions,
     Preset,
     beside_lengths,
-    language_sizes,
 )
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.field_types import Count, Number
@@ -302,54 +304,50 @@ class Glm46vEncoder(GlmEncoder):
         return f"{seconds:.1f} seconds"
 
 
-def _text(hidden: int, ffn: int, layers: int, heads: int, sections: list[int]) -> dict[str, Any]:
-    """A text config; half of each head is rotated."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    rope |= {"mrope_section": sections}
-    others = {"vocab_size": 151_552, "rms_norm_eps": 1e-5, "rope_parameters": rope}
-    return language_sizes(hidden, ffn, layers, heads, 2, **others)
-
-
-def _vision(hidden: int, ffn: int, depth: int, heads: int, out: int) -> dict[str, Any]:
-    return {
-        "model_type": "glm4v_vision",
-        "depth": depth,
-        "hidden_size": hidden,
-        "hidden_act": "silu",
-        "intermediate_size": ffn,  # of the merger
-        "num_heads": heads,
-        "out_hidden_size": out,
-    }
-
-
-#: "tiny" has the real vocabulary and trains on a CPU.
-PRESETS: Final = {
-    "tiny": Preset(
-        _text(64, 128, 2, 4, [1, 1, 2]), _vision(32, 96, 2, 2, 64), {"tie_word_embeddings": True}
-    ),
-    "9b": Preset(
-        _text(4096, 13_696, 40, 32, [8, 12, 12]),
-        _vision(1536, 13_696, 24, 12, 4096),
-        {"tie_word_embeddings": False},
-    ),
-}
-
 GLM4V: Final = Family(
     "glm4v",
     Glm4vOptions,
     Glm4vEncoder,
-    PRESETS["9b"].cost("GLM-4.1V-9B"),
+    ModelCost(
+        "GLM-4.1V-9B",
+        TransformerShape(4096, 40, 13_696, kv_share=1 / 16, query_size=4096),
+        TransformerShape(1536, 24, 4096, causal=False),
+        head=4096 * 151_552,
+        merger=52_559_872.0,
+    ),
     "Glm4v",
     processor="Glm4vProcessor",
-    presets=PRESETS,
+    tiny=Preset(
+        {
+            **TINY,
+            "vocab_size": 151_552,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 2],
+            },
+        },
+        {
+            "model_type": "glm4v_vision",
+            "depth": 2,
+            "hidden_size": 32,
+            "hidden_act": "silu",
+            "intermediate_size": 96,  # of the merger
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        },
+        {"tie_word_embeddings": True},
+    ),
 )
 GLM46V: Final = Family(
     "glm46v",
     GlmOptions,
     Glm46vEncoder,
-    PRESETS["9b"].cost("GLM-4.6V-Flash"),
+    replace(GLM4V.cost, name="GLM-4.6V-Flash"),
     "Glm46V",
     other_names=("glm46v", "glm4v"),
     processor="Glm46VProcessor",
-    presets=PRESETS,
+    tiny=GLM4V.tiny,
 )

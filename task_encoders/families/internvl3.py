@@ -14,13 +14,15 @@ import numpy as np
 from PIL import Image as PillowImage
 from pydantic import model_validator
 
+from task_encoders.families.base.cost import ModelCost, TransformerShape
 from task_encoders.families.base.family import (
+    TINY,
+    TINY_TOWER,
     Family,
     FamilyEncoder,
     ModelOptions,
     Preset,
     beside_lengths,
-    language_sizes,
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count
@@ -201,41 +203,24 @@ def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
     return sorted(found, key=lambda one: one[0] * one[1])
 
 
-_LANGUAGE: Final = {"model_type": "qwen2", "vocab_size": 151_674}
-
-
-def _vision(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "internvl_vision",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
-
-
-#: "tiny" trains on a CPU; "8b" has the sizes of InternVL3-8B.
-PRESETS: Final = {
-    "tiny": Preset(
-        language_sizes(64, 128, 2, 4, 2, **_LANGUAGE),
-        _vision(32, 64, 2, 2),
-        {"image_token_id": 151_667, "tie_word_embeddings": False},
-    ),
-    "8b": Preset(
-        language_sizes(3584, 18_944, 28, 28, 4, **_LANGUAGE),
-        _vision(1024, 4096, 24, 16),
-        {"image_token_id": 151_667, "tie_word_embeddings": False},
-    ),
-}
-
 INTERNVL3: Final = Family(
     "internvl3",
     InternVL3Options,
     InternVL3Encoder,
-    PRESETS["8b"].cost("InternVL3-8B"),
+    ModelCost(
+        "InternVL3-8B",
+        TransformerShape(3584, 28, 18_944, kv_share=1 / 7, query_size=3584),
+        TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),
+        head=3584 * 151_674,
+        merger=6_881_280.0,
+    ),
     "InternVL",
     other_names=("internvl",),
     tensor_names="llava",
-    presets=PRESETS,
+    tiny=Preset(
+        {**TINY, "model_type": "qwen2", "vocab_size": 151_674},
+        {**TINY_TOWER, "model_type": "internvl_vision"},
+        {"image_token_id": 151_667, "tie_word_embeddings": False},
+    ),
     megatron_core=True,
 )

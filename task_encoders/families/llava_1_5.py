@@ -10,8 +10,15 @@ from typing import Any, ClassVar, Final, Literal
 
 from PIL import Image as PillowImage
 
-from task_encoders.families.base.cost import LLAMA_7B, cost_of_sizes
-from task_encoders.families.base.family import Family, FamilyEncoder, ModelOptions, Preset
+from task_encoders.families.base.cost import ModelCost, TransformerShape
+from task_encoders.families.base.family import (
+    TINY,
+    TINY_TOWER,
+    Family,
+    FamilyEncoder,
+    ModelOptions,
+    Preset,
+)
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count, NonNegative
 from task_encoders.media.image import CLIP_MEAN, CLIP_STD
@@ -164,40 +171,33 @@ class Llava15Encoder(FamilyEncoder):
         return pixels.transpose(2, 0, 1).reshape(1, -1), Medium(self._grid)
 
 
-#: CLIP ViT-L/14.
-_TOWER: Final = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
-
-#: Presets with the published vocabulary and size of images.
-PRESETS: Final = {
-    "tiny": Preset(
-        {
-            "model_type": "llama",
-            "vocab_size": 32_064,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "rms_norm_eps": 1e-5,
-        },
-        {
-            "model_type": "clip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": Llava15Options.model_fields["image_size"].default,
-            "patch_size": Llava15Options.model_fields["patch_size"].default,
-        },
-        {"image_token_id": 32_000, "tie_word_embeddings": False},
-    )
-}
-
 LLAVA_1_5: Final = Family(
     "llava_1_5",
     Llava15Options,
     Llava15Encoder,
-    cost_of_sizes("LLaVA-1.5-7B", {**LLAMA_7B, "vocab_size": 32_064}, _TOWER),
+    ModelCost(
+        "LLaVA-1.5-7B",
+        TransformerShape(4096, 32, 11008, query_size=4096),
+        TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),  # CLIP ViT-L/14
+        head=4096 * 32_064,
+        merger=20_971_520.0,
+    ),
     "Llava",
     other_names=("llava", "llava_llama"),
-    presets=PRESETS,
+    tiny=Preset(
+        {
+            **TINY,
+            "model_type": "llama",
+            "num_key_value_heads": 4,
+            "vocab_size": 32_064,
+            "rms_norm_eps": 1e-5,
+        },
+        {
+            **TINY_TOWER,
+            "model_type": "clip_vision_model",
+            "image_size": Llava15Options.model_fields["image_size"].default,
+            "patch_size": Llava15Options.model_fields["patch_size"].default,
+        },
+        {"image_token_id": 32_000, "tie_word_embeddings": False},
+    ),
 )

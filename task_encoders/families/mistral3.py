@@ -10,13 +10,15 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
+from task_encoders.families.base.cost import ModelCost, TransformerShape
 from task_encoders.families.base.family import (
+    TINY,
+    TINY_TOWER,
     Family,
     FamilyEncoder,
     ModelOptions,
     Preset,
     beside_lengths,
-    language_sizes,
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
@@ -168,43 +170,29 @@ class Mistral3Encoder(FamilyEncoder):
         return two_tokens(hf_config.vision_config.patch_size, hf_config.spatial_merge_size)
 
 
-_LANGUAGE: Final = {"model_type": "ministral3", "vocab_size": 131_072}
-
-
-def _vision(hidden: int, ffn: int, layers: int, heads: int) -> Any:
-    return {
-        "model_type": "pixtral",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "patch_size": Mistral3Options.model_fields["patch_size"].default,
-        "image_size": Mistral3Options.model_fields["longest_edge"].default,
-    }
-
-
-#: "tiny" has the real vocabulary and trains on a CPU; "8b" has the sizes of Ministral-3-8B.
-PRESETS: Final = {
-    "tiny": Preset(
-        language_sizes(64, 128, 2, 4, 2, head_dim=16, **_LANGUAGE),
-        _vision(32, 64, 2, 2),
-        {"image_token_id": 10, "spatial_merge_size": _MERGE, "tie_word_embeddings": False},
-    ),
-    "8b": Preset(
-        language_sizes(4096, 14336, 34, 32, 8, head_dim=128, **_LANGUAGE),
-        _vision(1024, 4096, 24, 16),
-        {"image_token_id": 10, "spatial_merge_size": _MERGE, "tie_word_embeddings": False},
-    ),
-}
-
 MISTRAL3: Final = Family(
     "mistral3",
     Mistral3Options,
     Mistral3Encoder,
-    PRESETS["8b"].cost("Ministral-3-8B"),
+    ModelCost(
+        "Ministral-3-8B",
+        TransformerShape(4096, 34, 14336, kv_share=1 / 4, query_size=4096),
+        TransformerShape(1024, 24, 4096, causal=False),
+        head=4096 * 131_072,
+        merger=6_291_456.0,
+    ),
     "Mistral3",
     since=_SINCE,
     tensor_names="llava",
-    presets=PRESETS,
+    tiny=Preset(
+        {**TINY, "model_type": "ministral3", "vocab_size": 131_072, "head_dim": 16},
+        {
+            **TINY_TOWER,
+            "model_type": "pixtral",
+            "patch_size": Mistral3Options.model_fields["patch_size"].default,
+            "image_size": Mistral3Options.model_fields["longest_edge"].default,
+        },
+        {"image_token_id": 10, "spatial_merge_size": _MERGE, "tie_word_embeddings": False},
+    ),
     megatron_core=True,
 )

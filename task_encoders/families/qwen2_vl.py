@@ -5,18 +5,19 @@ follow the time."""
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from task_encoders.families.base.cost import cost_of_sizes
+from task_encoders.families.base.cost import ModelCost, TransformerShape
 from task_encoders.families.base.family import (
+    TINY,
     Family,
     FamilyEncoder,
     ModelOptions,
     Preset,
     beside_lengths,
-    language_sizes,
 )
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.field_types import Count, Number
@@ -226,31 +227,44 @@ def vision_config(options: ModelOptions) -> Mapping[str, Any]:
     return {}
 
 
-def _text(
-    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int = VOCAB_SIZE
-) -> dict[str, Any]:
-    """A text config; the rotary sections are 1/8, 3/16 and 3/16 of a head in every size."""
-    head = hidden // heads
-    sections = [head // 8, head * 3 // 16, head * 3 // 16]
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
-    others = {"vocab_size": vocab, "rms_norm_eps": 1e-6, "rope_parameters": rope}
-    return language_sizes(hidden, ffn, layers, heads, kv_heads, **others)
-
-
-_TIED: Final = {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True}
-_UNTIED: Final = {**MEDIA_TOKEN_IDS, "tie_word_embeddings": False}
-_TINY: Final = _text(64, 128, 2, 4, 2)
-_LARGE: Final = _text(3584, 18944, 28, 28, 4, vocab=152_064)
-
-#: "tiny" has the real vocabulary and trains on a CPU.
-QWEN2_VL_PRESETS: Final = {
-    "tiny": Preset(_TINY, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, _TIED),
-    "2b": Preset(_text(1536, 8960, 28, 12, 2), {"hidden_size": 1536}, _TIED),
-    "7b": Preset(_LARGE, {"embed_dim": 1280, "hidden_size": 3584}, _UNTIED),
+_TINY: Final = {
+    **TINY,
+    "vocab_size": VOCAB_SIZE,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [2, 3, 3],
+    },
 }
+_TIED: Final = {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True}
 
-QWEN2_5_VL_PRESETS: Final = {
-    "tiny": Preset(
+QWEN2_VL: Final = Family(
+    "qwen2_vl",
+    Qwen2VLOptions,
+    Qwen2VLEncoder,
+    ModelCost(
+        "Qwen2-VL-7B",
+        TransformerShape(3584, 28, 18944, kv_share=1 / 7, query_size=3584),
+        TransformerShape(1280, 32, 5120, ffn_matrices=2, causal=False),
+        head=3584 * 152_064,
+        merger=11_141_120,
+    ),
+    "Qwen2VL",
+    tiny=Preset(_TINY, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}, _TIED),
+    megatron_core=True,
+)
+QWEN2_5_VL: Final = Family(
+    "qwen2_5_vl",
+    Qwen2VLOptions,
+    Qwen25VLEncoder,
+    replace(
+        QWEN2_VL.cost,
+        name="Qwen2.5-VL-7B",
+        vision=TransformerShape(1280, 32, 3420, causal=False, num_quadratic_layers=4),
+    ),
+    "Qwen2_5_VL",
+    tiny=Preset(
         _TINY,
         {
             "depth": 2,
@@ -262,41 +276,6 @@ QWEN2_5_VL_PRESETS: Final = {
         },
         _TIED,
     ),
-    "3b": Preset(
-        _text(2048, 11008, 36, 16, 2),
-        {"hidden_size": 1280, "out_hidden_size": 2048, "tokens_per_second": 2},
-        _TIED,
-    ),
-    "7b": Preset(
-        _LARGE,
-        {
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "hidden_act": "silu",
-            "fullatt_block_indexes": [7, 15, 23, 31],
-            "out_hidden_size": 3584,
-            "tokens_per_second": 2,
-        },
-        _UNTIED,
-    ),
-}
-
-QWEN2_VL: Final = Family(
-    "qwen2_vl",
-    Qwen2VLOptions,
-    Qwen2VLEncoder,
-    QWEN2_VL_PRESETS["7b"].cost("Qwen2-VL-7B"),
-    "Qwen2VL",
-    presets=QWEN2_VL_PRESETS,
-    megatron_core=True,
-)
-QWEN2_5_VL: Final = Family(
-    "qwen2_5_vl",
-    Qwen2VLOptions,
-    Qwen25VLEncoder,
-    QWEN2_5_VL_PRESETS["7b"].cost("Qwen2.5-VL-7B"),
-    "Qwen2_5_VL",
-    presets=QWEN2_5_VL_PRESETS,
     megatron_core=True,
 )
 
@@ -308,23 +287,18 @@ class LlavaOneVision15Encoder(Qwen2VLEncoder):
     TEXT_TOKENS = QWEN3_TEXT_TOKENS
 
 
-#: Sizes of the 8B model.
-_ONEVISION_TEXT: Final = {
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-_ONEVISION_TOWER: Final = {"depth": 24, "embed_dim": 1024, "intermediate_size": 4096}
-
 #: The model is not part of transformers.
 LLAVA_ONEVISION_1_5: Final = Family(
     "llava_onevision_1_5",
     DynamicImageOptions,
     LlavaOneVision15Encoder,
-    cost_of_sizes("LLaVA-OneVision-1.5-8B", _ONEVISION_TEXT, _ONEVISION_TOWER),
+    ModelCost(
+        "LLaVA-OneVision-1.5-8B",
+        TransformerShape(4096, 36, 12288, kv_share=1 / 4, query_size=4096),
+        TransformerShape(1024, 24, 4096, ffn_matrices=2, causal=False),
+        head=4096 * 151_936,
+        merger=8_388_608,
+    ),
     None,
     other_names=("llava_onevision1_5", "llavaonevision1_5"),  # transformers; the hub
 )

@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.families.base.family import Family, Preset, beside_lengths, language_sizes
+from task_encoders.families.base.cost import ModelCost, TransformerShape
+from task_encoders.families.base.family import TINY, Family, Preset, beside_lengths
 from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.families.qwen2_vl import QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
@@ -139,53 +139,61 @@ class Qwen35Encoder(Qwen3VLEncoder):
     HAS_BUILTIN = False
 
 
-def _text(*sizes: int, sections: list[int]) -> dict[str, Any]:
-    """A text config; `sizes` as of `language_sizes`."""
-    rope = {"rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
-    return language_sizes(
-        *sizes,
-        vocab_size=VOCAB_SIZE,
-        head_dim=2 * sum(sections),
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", **rope},
-    )
-
-
-def _vision(hidden: int, ffn: int, depth: int, heads: int, out: int, deep: list[int]) -> Any:
-    return {
-        "depth": depth,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_heads": heads,
-        "out_hidden_size": out,
-        "deepstack_visual_indexes": deep,
-    }
-
-
-#: "tiny" has the real vocabulary and trains on a CPU.
-PRESETS: Final = {
-    "tiny": Preset(
-        _text(64, 128, 2, 4, 2, sections=[4, 2, 2]),
-        _vision(32, 64, 2, 2, 64, [0, 1]),
-        {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
-    ),
-    "2b": Preset(
-        _text(2048, 6144, 28, 16, 8, sections=[24, 20, 20]),
-        _vision(1024, 4096, 24, 16, 2048, [5, 11, 17]),
-        {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
-    ),
-    "8b": Preset(
-        _text(4096, 12288, 36, 32, 8, sections=[24, 20, 20]),
-        _vision(1152, 4304, 27, 16, 4096, [8, 16, 24]),
-        {**MEDIA_TOKEN_IDS, "tie_word_embeddings": False},
-    ),
+_TINY: Final = {**TINY, "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-6}
+_TINY_VISION: Final = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
 }
 
-#: Three recurrent layers and one with attention, whose heads are rotated by a quarter.
-QWEN3_5_PRESETS: Final = {
-    "tiny": Preset(
+QWEN3_VL: Final = Family(
+    "qwen3_vl",
+    Qwen3VLOptions,
+    Qwen3VLEncoder,
+    ModelCost(
+        "Qwen3-VL-8B",
+        TransformerShape(4096, 36, 12288, kv_share=1 / 4, query_size=4096),
+        TransformerShape(1152, 27, 4304, ffn_matrices=2, causal=False),
+        head=4096 * 151_936,
+        merger=40_108_032,
+    ),
+    "Qwen3VL",
+    tensor_names="nested",
+    tiny=Preset(
         {
-            **_text(64, 128, 4, 4, 2, sections=[2, 1, 1]),
+            **_TINY,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        {**_TINY_VISION, "deepstack_visual_indexes": [0, 1]},
+        {**MEDIA_TOKEN_IDS, "tie_word_embeddings": True},
+    ),
+    megatron_core=True,
+)
+#: Three layers in four are recurrent; heads of the others are rotated by a quarter.
+QWEN3_5: Final = Family(
+    "qwen3_5",
+    Qwen3VLOptions,
+    Qwen35Encoder,
+    ModelCost(
+        "Qwen3.5-9B",
+        TransformerShape(4096, 32, 12288, kv_share=1 / 4, query_size=4096, num_quadratic_layers=8),
+        QWEN3_VL.cost.vision,
+        head=4096 * 248_320,
+        merger=10_027_008,
+    ),
+    "Qwen3_5",
+    tiny=Preset(
+        {
+            **_TINY,
+            "num_hidden_layers": 4,
             "vocab_size": 248_320,
             "head_dim": 32,
             "rope_parameters": {
@@ -200,13 +208,7 @@ QWEN3_5_PRESETS: Final = {
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
-        {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-        },
+        _TINY_VISION,
         {
             "image_token_id": 248_056,
             "video_token_id": 248_057,
@@ -214,36 +216,6 @@ QWEN3_5_PRESETS: Final = {
             "vision_end_token_id": 248_054,
             "tie_word_embeddings": True,
         },
-    )
-}
-
-#: One layer in four has attention; the other three are recurrent.
-_QWEN3_5_9B: Final = {
-    "vocab_size": 248_320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
-}
-
-QWEN3_VL: Final = Family(
-    "qwen3_vl",
-    Qwen3VLOptions,
-    Qwen3VLEncoder,
-    PRESETS["8b"].cost("Qwen3-VL-8B"),
-    "Qwen3VL",
-    tensor_names="nested",
-    presets=PRESETS,
-    megatron_core=True,
-)
-QWEN3_5: Final = Family(
-    "qwen3_5",
-    Qwen3VLOptions,
-    Qwen35Encoder,
-    cost_of_sizes("Qwen3.5-9B", _QWEN3_5_9B, _vision(1152, 4304, 27, 16, 4096, [])),
-    "Qwen3_5",
-    presets=QWEN3_5_PRESETS,
+    ),
     is_recurrent=True,
 )

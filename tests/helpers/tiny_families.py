@@ -14,7 +14,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from launch.model.config import config_of_preset, transformers_classes
+from launch.model.config import tiny_config, transformers_classes
 from task_encoders.families import FAMILIES
 from task_encoders.families.internvl3 import INTERNVL_TEMPLATE
 from task_encoders.sample_encoder import EncodedSample
@@ -158,7 +158,7 @@ def image_masks(model: Any, tokens: Any, types: Any) -> dict[str, Any]:
 
 
 def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = False) -> Any:
-    """The tiny preset on such a tokenizer; `experts`: as a mixture of four."""
+    """The tiny model on such a tokenizer; `experts`: as a mixture of four."""
     needs_family(family)
     if family in ("llava_onevision_1_5", "llava_onevision_2"):
         depth = 1 if family == "llava_onevision_2" else 2
@@ -166,7 +166,7 @@ def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = Fal
     text = {"vocab_size": 1024}
     if family == "mistral3" and experts:
         text, experts = _MISTRAL4, False
-    config = config_of_preset(family, "tiny", text, _VISION.get(family, {}), **token_ids)
+    config = tiny_config(family, text, _VISION.get(family, {}), **token_ids)
     if not experts:
         return randomise(transformers_classes(family).model(config))
     name, config_class, model = _MIXTURES[family]

@@ -68,7 +68,7 @@ def test_overrides_are_yaml(file: Path) -> None:
         ),
         ("optimizer.eps=1", "eps=1: input should be less than or equal to 0.001"),
         ("output.path=out/../out/packed", "is data.path, the folder of the packs; give the run"),
-        ("model.preset=13b", "choose one of: tiny, 2b, 7b"),
+        ("model.preset=13b", "model.preset='13b' is not valid; choose 'tiny'"),
         ("model.family=qwen3_5", "use python -m launch.train_transformers"),
         ("model.family=llava_onevision_1_5", "; train it with its own code, on batches as"),
         ("model.family=qwen", "choose one of: qwen2_vl"),

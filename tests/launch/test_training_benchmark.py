@@ -1,11 +1,15 @@
 """The three forms in which benchmark_training.py gives the same samples to a model."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from launch.model.config import ModelConfig
+from launch.model.hf_checkpoint import published_shapes
+from launch.model.megatron_model import model_outline
 from task_encoders.energon_samples import PackedBatch
 from tests.helpers.prefix_packs import tree_folders
 from tests.helpers.tools import benchmark, run_benchmark
@@ -62,6 +66,14 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_made(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 0))
     assert "139.0 GiB for weights and optimizer > 80.0 GiB" in refused("--shapes", "7b")
     report.check_fit("2b")
+
+
+@pytest.mark.parametrize(("shapes", "billions"), [("2b", 2.209), ("7b", 8.291)])
+def test_models_have_as_many_weights_as_the_published_ones(shapes: str, billions: float) -> None:
+    """The counts are those that the checkpoints' pages on the Hugging Face hub show."""
+    config = ModelConfig(**benchmark("training_shapes").SHAPES[shapes])
+    count = sum(math.prod(shape) for shape in published_shapes(model_outline(config)).values())
+    assert count / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
 def test_branches_are_samples(world: World) -> None:

@@ -57,7 +57,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 import launch.trainers.automodel
 from launch.data.packed_data import read_packed_data
-from launch.model.config import config_of_preset, transformers_classes
+from launch.model.config import tiny_config, transformers_classes
 from launch.trainers.automodel import PacksConfig
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.energon_samples import PackedBatch
@@ -383,7 +383,7 @@ def compared(family: str, task: str, root: Path) -> Iterator[tuple[Any, Any]]:
     """Our batches and AutoModel's. It is told which frames to take: by itself it takes those of
     qwen-vl-utils."""
     packed = video_packs(task, root, family=family)
-    config = config_of_preset(family, "tiny", {}, VISION[family], **MEDIA_TOKEN_IDS)
+    config = tiny_config(family, {}, VISION[family], **MEDIA_TOKEN_IDS)
     model = transformers_classes(family).model(config)
     processor, packs = processor_of(family, task), open_packs(packed)
     encoder = build_sample_encoder(family, **MODEL)

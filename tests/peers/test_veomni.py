@@ -34,7 +34,7 @@ from veomni.trainer.vlm_trainer import VeOmniVLMArguments
 
 import launch.trainers.veomni
 from launch.loop.parallel import initialize_parallel
-from launch.model.config import config_of_preset
+from launch.model.config import tiny_config
 from offline_packing.demo.training import tiny_qwen2_vl
 from task_encoders.families import build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor
@@ -284,7 +284,7 @@ VISION: dict[str, dict[str, int]] = {"qwen2_vl": {}, "qwen2_5_vl": {"tokens_per_
 
 
 def transform_of(family: str) -> Any:
-    config = config_of_preset(family, "tiny", {}, VISION[family], **MEDIA_TOKEN_IDS)
+    config = tiny_config(family, {}, VISION[family], **MEDIA_TOKEN_IDS)
     builtin = builtin_processor()
     processor = Qwen2VLProcessor(
         Qwen2VLImageProcessor(**LIMITS), builtin.tokenizer, Qwen2VLVideoProcessor(**LIMITS)

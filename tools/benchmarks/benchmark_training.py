@@ -31,6 +31,7 @@ import click
 import numpy as np
 import torch
 from training_loaders import MODES, build_loader, write_unpacked
+from training_shapes import FOLDED_WORDS, SHAPES
 
 from launch.config import OptimizerConfig
 from launch.loop.loss import shift_labels
@@ -45,37 +46,6 @@ from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import TRAINING, ModelCost, cost_of_sizes
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
-
-FOLDED_WORDS: Final = 1024
-
-#: Models by name. "cpu": its decoder takes nearly all of the time, as in a large model.
-SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "cpu": {
-        "text": {
-            "vocab_size": FOLDED_WORDS,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "hidden_size": 256,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": [8, 12, 12],
-            },
-        },
-        "vision": {"hidden_size": 256, "depth": 1},
-    },
-    "2b": {"preset": "2b"},
-    "7b": {"preset": "7b", "recompute": "full"},
-}
-
-#: The same with a tower whose operations for a picture are to the decoder's as in Qwen2-VL-7B: .44.
-SHAPES["cpu_7b"] = SHAPES["cpu"] | {
-    "vision": {"hidden_size": 256, "depth": 1, "embed_dim": 112, "num_heads": 2}
-}
 
 #: Bytes of a weight on one device: in 16 bits with its gradient, and four numbers of AdamW's.
 BYTES_PER_WEIGHT: Final = 2 + 4 * 4

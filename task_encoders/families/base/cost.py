@@ -167,7 +167,7 @@ def cost_of_checkpoint(folder: str) -> ModelCost | None:
 
 
 #: Defaults of transformers' LlamaConfig, which LLaVA's config.json leaves out.
-LLAMA_7B: Final = {
+_LLAMA_7B: Final = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "intermediate_size": 11008,
@@ -177,7 +177,7 @@ LLAMA_7B: Final = {
 
 def _language(config: Mapping[str, Any]) -> TransformerShape:
     if config.get("model_type") == "llama":
-        config = {**LLAMA_7B, **config}
+        config = {**_LLAMA_7B, **config}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     ffn = config.get("intermediate_size", 0)
     if config.get("num_experts_per_tok"):

@@ -6,9 +6,9 @@ template, its media and its positions are.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from pydantic import (
     model_serializer,
 )
 
-from task_encoders.families.base.cost import ModelCost, cost_of_sizes
+from task_encoders.families.base.cost import ModelCost
 from task_encoders.families.base.spans import (
     BlankImage,
     Medium,
@@ -509,18 +509,20 @@ def _first_with_media(sample: SourceSample) -> int:
 TensorNames = Literal["plain", "nested", "llava"]
 
 
-def language_sizes(
-    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **others: Any
-) -> dict[str, Any]:
-    """A text config of transformers: the sizes that all have, and others."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        **others,
-    }
+#: Sizes of the tiny models: fields of transformers' text configs, and of towers' configs.
+TINY: Final = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TINY_TOWER: Final = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,10 +533,6 @@ class Preset:
     vision: Mapping[str, Any]
     #: fields of the whole config: ids of special tokens, tie_word_embeddings
     whole: Mapping[str, Any]
-
-    def cost(self, name: str) -> ModelCost:
-        """The cost of this model, called `name`."""
-        return cost_of_sizes(name, self.text, self.vision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,8 +557,8 @@ class Family:
     since: str = ""
     #: how its published checkpoints name tensors
     tensor_names: TensorNames = "plain"
-    #: models to train without a checkpoint, by name
-    presets: Mapping[str, Preset] = field(default_factory=dict)
+    #: the model that is trained without a checkpoint
+    tiny: Preset = Preset({}, {}, {})
     #: whether `launch` builds its language model of megatron-core's layers
     megatron_core: bool = False
     #: whether its language model has recurrent layers: no branches begin from one state

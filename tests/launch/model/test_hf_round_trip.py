@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
 
 def test_the_flat_config_of_published_checkpoints_is_read(tmp_path: Path) -> None:
     """config.json of Qwen2-VL-2B-Instruct, where the text model's fields are at the top."""
-    published = {
+    published: dict[str, Any] = {
         "model_type": "qwen2_vl",
         "hidden_size": 1536,
         "intermediate_size": 8960,
@@ -157,12 +158,10 @@ def test_the_flat_config_of_published_checkpoints_is_read(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(published))
     found = ModelConfig(checkpoint=tmp_path).build_transformers_config()
     check_supported(found.text_config, 2)
-    expected = ModelConfig(preset="2b").build_transformers_config()
     assert found.tie_word_embeddings
-    assert found.image_token_id == expected.image_token_id
-    for part in ("text_config", "vision_config"):
-        ours, theirs = getattr(expected, part).to_dict(), getattr(found, part).to_dict()
-        for name in ("num_hidden_layers", "hidden_size", "num_heads", "intermediate_size", "depth"):
-            assert ours.get(name) == theirs.get(name)
-    rope = expected.text_config.rope_parameters
+    assert found.image_token_id == 151655
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size"):
+        assert getattr(found.text_config, name) == published[name]
+    assert published["vision_config"].items() <= found.vision_config.to_dict().items()
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     assert rope.items() <= found.text_config.rope_parameters.items()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.model.config import config_of_preset, transformers_classes
+from launch.model.config import tiny_config, transformers_classes
 from launch.model.segments import check_attention, isolate_segments
 from task_encoders.model_inputs import media_kwargs
 from tests.helpers.tiny_checkpoints import randomise
@@ -29,7 +29,7 @@ def family(request: Any) -> Any:
 
 
 def model(family: str, attention: str = "sdpa", **text: Any) -> Any:
-    config = config_of_preset(family, "tiny", {"vocab_size": 1024, **text}, **IDS)
+    config = tiny_config(family, {"vocab_size": 1024, **text}, **IDS)
     built = transformers_classes(family).model._from_config(config, attn_implementation=attention)
     return randomise(built).eval()
 
@@ -96,10 +96,10 @@ def test_packed_equals_alone(family: str, attention: str) -> None:
 @pytest.mark.parametrize("bidirectional", ["vision", None])
 def test_kernels_that_cannot_are_refused_by_name(family: str, bidirectional: str | None) -> None:
     text = {"use_bidirectional_attention": bidirectional, "global_head_dim": 512}
-    config = config_of_preset(family, "tiny", text)
+    config = tiny_config(family, text)
     reason = "mask in which an image" if bidirectional else "heads of at most 256, .* some of 512"
     for name in ("flash_attention_2", "flash_attention_3"):
         with pytest.raises(ValueError, match=f"attention '{name}' .*{reason}.*; set sdpa"):
             check_attention(config, name)
     check_attention(config, "flex_attention")
-    check_attention(config_of_preset("qwen3_vl", "tiny"), "flash_attention_2")
+    check_attention(tiny_config("qwen3_vl"), "flash_attention_2")

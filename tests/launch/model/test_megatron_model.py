@@ -120,17 +120,19 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_gradients_of_the_head_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, 256 + 1 is 256."""
+    """In bfloat16, 256 + 1 is 256. No more than one of them exists at once."""
     monkeypatch.setattr(megatron_model, "LOSS_CHUNK", 1)
     head = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
-    labels, count = torch.zeros(1000, dtype=torch.int64), []
+    labels, events = torch.zeros(1000, dtype=torch.int64), list[str]()
 
     def losses_at(positions: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        count.append(len(positions))
-        return head[0, :1].expand(len(positions))
+        if len(events) < 1000:  # not in the backward pass
+            head.register_hook(lambda _: events.append("gradient"))
+        events.append(f"{len(positions)} losses")
+        return head[0, :1] * torch.ones(len(positions), dtype=head.dtype)
 
     megatron_model.token_losses(labels, head, losses_at).sum().backward()
-    assert count == [1] * 1000
+    assert events == ["1 losses"] * 1000 + ["1 losses", "gradient"] * 1000
     assert head.grad is not None
     assert head.grad.tolist() == [[1000, 0], [0, 0]]
 
@@ -240,7 +242,7 @@ def test_images_that_do_not_belong_to_the_tokens_are_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"preset": "9b"}, "preset '9b' of qwen2_vl is not known; choose one of: tiny, 2b, 7b"),
+        ({"preset": "9b"}, "Input should be 'tiny'"),
         ({"attention": "fast"}, "Input should be 'auto'"),
         ({"freeze": ["vision", "projector", "language"]}, "nothing would be trained"),
         ({"checkpoint": "x", "text": {"hidden_size": 8}}, "come from the checkpoint; remove"),
@@ -251,33 +253,6 @@ def test_images_that_do_not_belong_to_the_tokens_are_refused() -> None:
 def test_configs_that_cannot_be_meant_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**values).build_transformers_config()
-
-
-@pytest.mark.parametrize(
-    ("family", "preset", "billions"),
-    [
-        ("qwen2_vl", "2b", 2.209),
-        ("qwen2_vl", "7b", 8.291),
-        ("qwen2_5_vl", "3b", 3.755),
-        ("qwen2_5_vl", "7b", 8.292),
-        ("qwen3_vl", "2b", 2.128),
-        ("qwen3_vl", "8b", 8.767),
-    ],
-)
-def test_presets_have_as_many_weights_as_the_published_models(
-    family: str, preset: str, billions: float
-) -> None:
-    """The counts are those that the checkpoints' pages on the Hugging Face hub show."""
-    from launch.model.config import transformers_classes
-    from launch.model.hf_checkpoint import published_shapes
-
-    config = ModelConfig.model_validate(
-        {"family": family, "preset": preset}
-    ).build_transformers_config()
-    with torch.device("meta"):
-        shapes = published_shapes(transformers_classes(family).model(config))
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    assert count / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
 def test_dynamic_angles_are_those_of_each_sample_alone() -> None:

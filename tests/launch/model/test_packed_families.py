@@ -177,7 +177,7 @@ SHORT = [1, 70, 2, 3, 1, 9]
 
 
 def recurrent_model() -> Any:
-    sizes = {**FAMILIES["qwen3_5"].presets["tiny"].text, "vocab_size": 500}
+    sizes = {**FAMILIES["qwen3_5"].tiny.text, "vocab_size": 500}
     return randomise(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)))
 
 
