@@ -111,7 +111,7 @@ def _write_sample(folder: Path, seed: int, index: int, fault: str) -> str:
         "bmr_jsonl": f"chat-{index:06d}",
     }[folder.name]
     names, turns = list[str](), list[Turn]()
-    for _ in range(0 if count else rng.randint(1, 6)):
+    for _ in range(0 if count else rng.choice((1, 1, 2, 6))):
         numbers = rng.sample(range(1000), round(2 * 25 ** rng.random()))
         asked, answer = (", ".join(map(str, some)) for some in (numbers, sorted(numbers)))
         turns.append((f"Sort from small to large: {asked}", answer))
@@ -130,8 +130,8 @@ def _write_sample(folder: Path, seed: int, index: int, fault: str) -> str:
             image.convert(mode).save(file, quality=90, exif=exif)
         if fault == "truncated_image":
             os.truncate(file, file.stat().st_size * 8 // 10)
-    few = task == "cap" or overlong
-    turns = turns[:1] if few else rng.sample(turns, len(turns))[copy:][: 8 if task == "bmr" else 1]
+    few, most = task == "cap" or overlong, rng.choice((1, 1, 2, 8)) if task == "bmr" else 1
+    turns = turns[:1] if few else rng.sample(turns, len(turns))[copy:][:most]
     texts = [text for turn in turns for text in turn]
     marks = count * (rng.random() > 0.06)  # none at all means the same
     texts[0] = "<image>\n" * (count + 1 if fault == "image_count_mismatch" else marks) + texts[0]
