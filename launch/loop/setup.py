@@ -27,6 +27,7 @@ from launch.loop.trainer import Stage, Trainer
 from launch.model.config import ModelConfig, TransformersModelConfig
 from launch.model.megatron_model import build_model
 from launch.model.packed_attention import check_layers
+from launch.model.packed_model import PackedModel
 from launch.model.segments import check_positions
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.files import hold_lock, read_json, to_json, write_atomically
@@ -174,8 +175,8 @@ def model_options_of(
     }
 
 
-def build_run_model(config: ModelConfig, options: Mapping[str, Any]) -> Any:
-    """The model of a run."""
+def build_run_model(config: ModelConfig, options: Mapping[str, Any]) -> PackedModel:
+    """Build the model of a run."""
     if not isinstance(config, TransformersModelConfig):
         return build_model(config, **options)
     from launch.model.transformers_model import build_transformers_model

@@ -96,8 +96,7 @@ class Trainer:
     Args:
         config: the run.
         plan: its steps, from the first.
-        model: a `PackedMegatronModel` or a `PackedTransformersModel`, whose weights belong to the
-            optimizer.
+        model: a `PackedModel`, whose weights belong to the optimizer.
         stages: the packs of each stage of the plan.
         checkpoints: where to save.
     """

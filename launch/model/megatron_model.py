@@ -9,10 +9,9 @@ computed here: megatron-core's own module for them needs a CUDA device.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -51,13 +50,10 @@ from launch.model.packed_attention import (
     select_backend,
     vision_backend,
 )
+from launch.model.packed_model import token_losses
 from launch.model.vision_tower import Medium, build_visual, media_features, picture_features
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.samples import IGNORE_INDEX
-
-#: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
-LOSS_CHUNK: Final = 2048
 
 #: Makes the layers' config for another loop of the one for ours.
 LayersConfig = Callable[[TransformerConfig], TransformerConfig]
@@ -237,61 +233,6 @@ def check_supported(text_config: Any, tensor_parallel: int) -> None:
         )
 
 
-def token_losses(
-    labels: torch.Tensor,
-    head: torch.Tensor,
-    losses_at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """(1, S) float32: the loss of every token, 0 where it is ignored.
-
-    Args:
-        labels: (S,) int64, shifted.
-        head: the matrix of the head. Its gradients of all chunks add up in float32.
-        losses_at: the losses (n,) at positions (n,) of the row by a head; it is called on one chunk
-            of the labelled positions after another, and again in the backward pass.
-    """
-    positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
-    chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
-    if len(chunks) == 1:
-        losses = losses_at(positions, head)
-    else:
-        recomputed = functools.partial(
-            checkpoint, losses_at, use_reentrant=False, preserve_rng_state=False
-        )
-        own_head = functools.partial(_HeadOfChunk.apply, head, len(chunks), [])
-        losses = torch.cat([recomputed(chunk, own_head()) for chunk in chunks])
-    row = torch.zeros(1, len(labels), dtype=torch.float32, device=labels.device)
-    return row.index_copy(1, positions, losses.float()[None])
-
-
-class _HeadOfChunk(torch.autograd.Function):
-    """The head, for one of several chunks: their gradients of it add up in float32, and the last to
-    arrive becomes the head's.
-
-    Autograd itself would add them in the head's dtype, and in bfloat16, 256 + 1 is 256. It runs the
-    newest node first: a chunk's gradient is added before the next chunk's exists if this function
-    is applied right before that chunk's losses.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, head: torch.Tensor, chunks: int, sums: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the head. `sums`: of the gradients so far, after each; shared by all chunks."""
-        ctx.chunks, ctx.sums = chunks, sums
-        return head.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,), sums = gradients, ctx.sums
-        sums.append(sums[-1].add_(gradient) if sums else gradient.to(torch.float32, copy=True))
-        if len(sums) < ctx.chunks:
-            return None, None, None
-        total = sums[-1].to(gradient.dtype)
-        sums.clear()
-        return total, None, None
-
-
 def rope_base(
     rope: Mapping[str, Any], params: PackedSeqParams, *, max_positions: int, head_dim: int
 ) -> float | torch.Tensor:
@@ -361,7 +302,7 @@ def rope_frequencies(
 
 
 class PackedMegatronModel(MegatronModule):
-    """A model that reads packed rows. Made by `build_model`."""
+    """A `PackedModel` of megatron-core's layers. Made by `build_model`."""
 
     def __init__(
         self, family: str, hf_config: Any, language_model: GPTModel, visual: torch.nn.Module
@@ -369,7 +310,6 @@ class PackedMegatronModel(MegatronModule):
         super().__init__(language_model.config)
         self._family = FAMILIES[family]
         self.hf_config = hf_config
-        #: folder that the weights, and the tokenizer that belongs to them, came from
         self.checkpoint: Path | None = None
         self.language_model = language_model
         self.visual = visual
@@ -398,20 +338,8 @@ class PackedMegatronModel(MegatronModule):
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One packed row of S tokens.
-
-        Args:
-            tokens: (1, S) int64.
-            position_ids: (3, 1, S) int64, (1, 1, S) for families whose positions count tokens.
-            packed_seq_params: the segments; ranks of its `cp_group` compute a part of the row each.
-            imgs, image_grid_thw: (patches, C·T·p·p), and (N, 3) in patches; may be empty.
-            labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
-            pixel_values_videos, video_grid_thw: the same for videos.
-
-        Returns:
-            With labels the loss of every token, (1, S) float32, 0 where ignored or another rank's;
-            without, the logits (1, S / CP, vocab_size / TP) of this rank's tokens and words.
-        """
+        """Compute the losses of a row, or its logits (1, S / CP, vocab_size / TP): of this rank's
+        tokens and words. Ranks of the `cp_group` in the segments compute a part of the row each."""
         part = cut_row(packed_seq_params)
         own = part.own if part else slice(None)
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
@@ -456,11 +384,9 @@ class PackedMegatronModel(MegatronModule):
         return losses.new_zeros(1, len(part.owner)).index_copy(1, part.own, losses)
 
     def layers(self) -> list[torch.nn.Module]:
-        """Layers that every row goes through."""
         return list(self.language_model.decoder.layers)
 
     def kernels(self) -> str:
-        """Names of the kernels of attention, and of the fusions, for logs."""
         layer, core = self.language_model.decoder.layers[0], self.language_model.config
         attention = layer.self_attention.core_attention.backend
         weight = layer.mlp.linear_fc1.weight
@@ -472,10 +398,7 @@ class PackedMegatronModel(MegatronModule):
         )
 
     def save_hf_checkpoint(self, folder: Path) -> None:
-        """Write a folder that transformers' `from_pretrained` loads. Every rank must call this.
-
-        Tensors are gathered over the first tensor parallel group and written by rank 0.
-        """
+        """Gather tensors over the first tensor parallel group, and write them on rank 0."""
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
             names = self._family.tensor_names
             gathered = gather_weights(self, self.hf_config)
@@ -536,18 +459,6 @@ def _put_features(
     for mask, part in zip(masks, parts, strict=True):
         embeddings = embeddings.masked_scatter(mask[:, None, None], part)
     return embeddings
-
-
-def layer_stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.ModuleList]]:
-    """The stacks of layers in a model of transformers, or in a `PackedMegatronModel`, each with the
-    part that it belongs to, "language" or "vision"."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    kinds = GradientCheckpointingLayer | TransformerLayer
-    for name, module in model.named_modules():
-        layers = module if isinstance(module, torch.nn.ModuleList) else ()
-        if len(layers) and all(isinstance(layer, kinds) for layer in layers):
-            yield part_of(name), module
 
 
 def model_outline(config: ModelConfig) -> Any:

@@ -1,4 +1,4 @@
-"""A model of transformers, of any family, for packed rows: the interface of `PackedMegatronModel`.
+"""A model of transformers, of any family, for packed rows.
 
 Weights are kept in float32 and computed with in `model.dtype`, by autocast: bfloat16 weights near
 .02 are 1e-4 apart, so that a step of 1e-5 would change nothing. Untrained weights under adapters
@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.hf_checkpoint import replace_folder, write_companions
-from launch.model.megatron_model import layer_stacks, token_losses
 from launch.model.packed_attention import (
     has_tree_attention,
     is_importable,
@@ -29,6 +28,7 @@ from launch.model.packed_attention import (
     use_tree_attention,
     use_varlen_attention,
 )
+from launch.model.packed_model import token_losses
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
     check_attention,
@@ -42,7 +42,7 @@ from task_encoders.model_inputs import media_kwargs, segment_kwargs
 
 
 class PackedTransformersModel(nn.Module):
-    """A model of transformers that reads packed rows. Made by `build_transformers_model`.
+    """A `PackedModel` around one of transformers. Made by `build_transformers_model`.
 
     Args:
         model: of transformers, or of peft around one.
@@ -89,12 +89,7 @@ class PackedTransformersModel(nn.Module):
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One packed row of S tokens; arguments as of `PackedMegatronModel`.
-
-        Returns:
-            With labels the loss of every token, (1, S) float32, 0 where ignored. Without, the
-            logits, (1, S, vocab_size).
-        """
+        """Compute the losses of a row, or its logits; see `PackedModel`."""
         videos = pixel_values_videos, video_grid_thw
         with torch.autocast(tokens.device.type, self._dtype, self._dtype != torch.float32):
             hidden = self.whole.model(
@@ -140,11 +135,17 @@ class PackedTransformersModel(nn.Module):
         return logits if limit is None else torch.tanh(logits / limit) * limit
 
     def layers(self) -> list[nn.Module]:
-        """Layers of the decoder and of the vision tower."""
-        return [layer for _, layers in layer_stacks(self) for layer in layers]
+        """List the layers of the decoder and of the vision tower."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        found: list[nn.Module] = []
+        for stack in self.modules():
+            layers = stack if isinstance(stack, nn.ModuleList) else ()
+            if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+                found += layers
+        return found
 
     def kernels(self) -> str:
-        """Names of the kernels of attention, for logs."""
         text, vision = self.hf_config.get_text_config(), self.hf_config.vision_config
         own, of_tower = text._attn_implementation, vision._attn_implementation
         return f"attention {kernel_name(own)}; in the vision tower {kernel_name(of_tower)}"

@@ -15,7 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
-from launch.model import megatron_model
+from launch.model import megatron_model, packed_model
 from launch.model.config import ModelConfig
 from launch.model.megatron_model import (
     PackedMegatronModel,
@@ -111,7 +111,7 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     expected_gradients = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
     assert int((expected > 0).sum()) > 2 * 16
-    monkeypatch.setattr("launch.model.megatron_model.LOSS_CHUNK", 16)
+    monkeypatch.setattr("launch.model.packed_model.LOSS_CHUNK", 16)
     found = token_losses(model, batch)
     found.sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -121,7 +121,7 @@ def test_loss_in_chunks_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_gradients_of_the_head_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, 256 + 1 is 256. No more than one of them exists at once."""
-    monkeypatch.setattr(megatron_model, "LOSS_CHUNK", 1)
+    monkeypatch.setattr(packed_model, "LOSS_CHUNK", 1)
     head = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
     labels, events = torch.zeros(1000, dtype=torch.int64), list[str]()
 
@@ -131,7 +131,7 @@ def test_gradients_of_the_head_add_up_in_float32(monkeypatch: pytest.MonkeyPatch
         events.append(f"{len(positions)} losses")
         return head[0, :1] * torch.ones(len(positions), dtype=head.dtype)
 
-    megatron_model.token_losses(labels, head, losses_at).sum().backward()
+    packed_model.token_losses(labels, head, losses_at).sum().backward()
     assert events == ["1 losses"] * 1000 + ["1 losses", "gradient"] * 1000
     assert head.grad is not None
     assert head.grad.tolist() == [[1000, 0], [0, 0]]

@@ -1,0 +1,118 @@
+"""What `launch` needs of a model, and the token losses that both of its models compute."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch.utils.checkpoint import checkpoint
+
+from task_encoders.families.base.cost import ModelCost
+from task_encoders.samples import IGNORE_INDEX
+
+#: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
+LOSS_CHUNK: Final = 2048
+
+
+class PackedModel(Protocol):
+    """A module that reads packed rows: `PackedMegatronModel`, or `PackedTransformersModel`."""
+
+    #: folder that the weights, and the tokenizer that belongs to them, came from
+    checkpoint: Path | None
+    cost: ModelCost
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' config of the whole model."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        imgs: torch.Tensor,
+        image_grid_thw: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the losses of one packed row of S tokens.
+
+        Args:
+            tokens: (1, S) int64.
+            position_ids: (3, 1, S) int64, (1, 1, S) for families whose positions count tokens.
+            packed_seq_params: the segments.
+            imgs, image_grid_thw: (patches, C·T·p·p), and (N, 3) in patches; may be empty.
+            labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
+            pixel_values_videos, video_grid_thw: the same for videos.
+
+        Returns:
+            With labels the loss of every token, (1, S) float32, 0 where ignored or another rank's;
+            without, the logits, (1, S, vocab_size).
+        """
+
+    def layers(self) -> list[torch.nn.Module]:
+        """List the layers whose weights the optimizer gathers one by one."""
+
+    def kernels(self) -> str:
+        """Name the kernels of attention, and the fusions, for logs."""
+
+    def save_hf_checkpoint(self, folder: Path) -> None:
+        """Write a folder that transformers' `from_pretrained` loads. Every rank must call this."""
+
+
+def token_losses(
+    labels: torch.Tensor,
+    head: torch.Tensor,
+    losses_at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """(1, S) float32: the loss of every token, 0 where it is ignored.
+
+    Args:
+        labels: (S,) int64, shifted.
+        head: the matrix of the head. Its gradients of all chunks add up in float32.
+        losses_at: the losses (n,) at positions (n,) of the row by a head; it is called on one chunk
+            of the labelled positions after another, and again in the backward pass.
+    """
+    positions = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    chunks = positions.split(LOSS_CHUNK)  # one, empty, where nothing is labelled
+    if len(chunks) == 1:
+        losses = losses_at(positions, head)
+    else:
+        recomputed = functools.partial(
+            checkpoint, losses_at, use_reentrant=False, preserve_rng_state=False
+        )
+        own_head = functools.partial(_HeadOfChunk.apply, head, len(chunks), [])
+        losses = torch.cat([recomputed(chunk, own_head()) for chunk in chunks])
+    row = torch.zeros(1, len(labels), dtype=torch.float32, device=labels.device)
+    return row.index_copy(1, positions, losses.float()[None])
+
+
+class _HeadOfChunk(torch.autograd.Function):
+    """The head as one of several chunks uses it: the chunks' gradients add up in float32.
+
+    Autograd itself would add them in the head's dtype: in bfloat16, 256 + 1 is 256. The last chunk
+    that runs backward returns the sum, the others return no gradient. Autograd runs the newest node
+    first, so a head that is made right before its chunk's losses adds the chunk's gradient before
+    the next chunk computes its own: besides the sum, only one of them is in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: torch.Tensor, chunks: int, sums: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the head. `sums`: one entry per gradient so far, all the same running sum."""
+        ctx.chunks, ctx.sums = chunks, sums
+        return head.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,), sums = gradients, ctx.sums
+        sums.append(sums[-1].add_(gradient) if sums else gradient.to(torch.float32, copy=True))
+        if len(sums) < ctx.chunks:
+            return None, None, None
+        total = sums[-1].to(gradient.dtype)
+        sums.clear()
+        return total, None, None
