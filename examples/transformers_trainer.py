@@ -14,7 +14,9 @@ from launch.trainers.transformers_trainer import PackedTrainer
 packed, checkpoint, output, *options = sys.argv[1:]
 parser = HfArgumentParser(TrainingArguments)
 (args,) = parser.parse_args_into_dataclasses(["--output_dir", output, *options])
-packs, _ = open_as_measured(packed, "PackedTrainer", processor=checkpoint, pixel_transport="uint8")
+packs, _ = open_as_measured(
+    packed, "PackedTrainer", processor=checkpoint, pixel_transport="uint8", trees=True
+)
 # Weights stay in float32, which steps of 1e-5 change; --bf16 computes in bfloat16.
 attention = "flash_attention_2" if torch.cuda.is_available() else "sdpa"
 model = AutoModelForImageTextToText.from_pretrained(

@@ -17,7 +17,7 @@ packed, checkpoint, output, *options = sys.argv[1:]
     ["--output_dir", output, *options]
 )
 packs, _ = open_as_measured(
-    packed, "PackedSFTTrainer", processor=checkpoint, pixel_transport="uint8"
+    packed, "PackedSFTTrainer", processor=checkpoint, pixel_transport="uint8", trees=True
 )
 # Weights stay in float32, which steps of 1e-5 change; TRL computes in bfloat16 by default.
 attention = "flash_attention_2" if torch.cuda.is_available() else "sdpa"

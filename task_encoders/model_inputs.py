@@ -178,12 +178,14 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
     return token_kwargs(batch) | pixel_kwargs(batch)
 
 
-def token_kwargs(batch: "PackedBatch") -> dict[str, Any]:
-    """The arguments of `to_transformers_kwargs` but for media. Raises ValueError as it does."""
-    refuse_trees(batch)
+def token_kwargs(batch: "PackedBatch", *, trees: bool = False) -> dict[str, Any]:
+    """The arguments of `to_transformers_kwargs` but for media. Raises ValueError as it does, unless
+    `trees`: attention then needs the row's segments as an argument of its own (`row_trees`)."""
+    if not trees:
+        refuse_trees(batch)
     weights = batch.loss_mask
     labels = {} if ((weights > 0) & (weights != 1)).any() else {"labels": batch.labels}
-    segments = segment_kwargs(batch.position_ids, batch.cu_lengths)
+    segments = segment_kwargs(batch.position_ids, None if trees else batch.cu_lengths)
     return {"input_ids": batch.tokens, **labels, **segments}
 
 
@@ -207,23 +209,27 @@ def flash_attention_kwargs(cu_seqlens: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def segment_kwargs(position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> dict[str, Any]:
+def segment_kwargs(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) -> dict[str, Any]:
     """Arguments by which transformers' models keep the segments of a row of S tokens apart.
 
     Args:
         position_ids: (1, 1, S) or (3, 1, S), of a batch.
-        cu_seqlens: the row's P + 1 boundaries, of any shape.
+        cu_seqlens: the row's P + 1 boundaries, of any shape; None: attention has them from
+            elsewhere, and a branch goes on at the positions of its own sample.
 
     Returns:
         position_ids (1, S), or (4, 1, S) whose first row restarts at every boundary; use_cache; and
         those of `flash_attention_kwargs`.
     """
-    boundaries = cu_seqlens.flatten().long()
-    starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
-    positions = (torch.arange(position_ids.shape[-1], device=starts.device) - starts)[None]
+    positions, flash = position_ids[0], dict[str, Any]()
+    if cu_seqlens is not None:
+        boundaries = cu_seqlens.flatten().long()
+        starts = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
+        positions = (torch.arange(position_ids.shape[-1], device=starts.device) - starts)[None]
+        flash = flash_attention_kwargs(boundaries)
     if len(position_ids) > 1:
         positions = torch.cat([positions[None], position_ids])
-    return {"position_ids": positions, "use_cache": False, **flash_attention_kwargs(boundaries)}
+    return {"position_ids": positions, "use_cache": False, **flash}
 
 
 def token_types(tokens: torch.Tensor, media_token_ids: Mapping[str, int]) -> torch.Tensor:

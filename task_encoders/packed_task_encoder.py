@@ -122,7 +122,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             encode_threads=encode_threads,
             check_lengths=check_lengths,
         )
-        self._trees = trees
+        self.trees = trees
         self.is_blend = False
         #: whose loss takes no weights but 0 and 1; and the folders that were checked
         self._trainer = ""
@@ -172,7 +172,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
                 raise FatalSampleError(f"{pack_name}: {LOST_PROMPTS.format(lost, lost)}")
             pack = Pack(sample.__key__, sample.record, sample.media)
             sub_samples = sub_samples_of_pack(pack, task)
-            if not self._trees and any(one.tree is not None for one in sub_samples):
+            if not self.trees and any(one.tree is not None for one in sub_samples):
                 raise FatalSampleError(TREES.format(f"pack {sample.__key__!r}"))
             return sub_samples
         if self.settings.packed and not self.is_blend:
@@ -302,7 +302,7 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
             encoder=self.encoder,
             seq_length=self.seq_length,
             multiple=1 if self._fits_padded else self.pad_multiple,
-            trees=self._trees,
+            trees=self.trees,
         )
         self._folders.append(folder)
         if self._trainer:

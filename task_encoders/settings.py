@@ -47,7 +47,8 @@ FRACTIONS: Final = (
 #: their trunk.
 TREES: Final = (
     "{} holds samples that share prefixes; train it with launch.train or "
-    "launch.train_transformers, and without data.online, or pack without pack.share_prefixes"
+    "launch.train_transformers, and without data.online, or with transformers' Trainer, TRL or "
+    "LLaMA-Factory (PackedTaskEncoder(trees=True)), or pack without pack.share_prefixes"
 )
 
 

@@ -12,17 +12,17 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.storage.paths import path_of
 
 
-def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, int]:
-    """Settings of the model and seq_length of packs, as their manifest says, except for options
-    that are not None. Packs written by others have no manifest: the rest is the family's
-    defaults."""
+def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, int, bool]:
+    """Settings of the model and seq_length of packs, and whether their samples share prefixes, as
+    their manifest says, except for options that are not None. Packs written by others have no
+    manifest: the rest is the family's defaults."""
     given = {name: value for name, value in options.items() if value is not None}
     folder = path_of(path)
     seq_length = given.pop("seq_length", None)
     if folder.is_dir() and not (folder / "manifest.json").is_file():
-        return model_options(**given), seq_length or 2048
+        return model_options(**given), seq_length or 2048, False
     data = read_packed_data(folder)
-    return change_options(data.model, **given), seq_length or data.seq_length
+    return change_options(data.model, **given), seq_length or data.seq_length, data.has_trees
 
 
 def open_as_measured(
@@ -32,6 +32,7 @@ def open_as_measured(
     split: str = "train",
     processor: str | None = None,
     pixel_transport: PixelTransport = "float32",
+    trees: bool = False,
 ) -> tuple[PackedFolder, PackedTaskEncoder]:
     """The packs at a path of a `PackedFolder`, with the task encoder that their manifest describes.
 
@@ -40,6 +41,7 @@ def open_as_measured(
         processor: the model's folder or hub name, instead of the one that measured the packs.
             Another family with the same lengths may be given; positions are then its own.
         pixel_transport: "uint8" where `pixel_kwargs` or `normalise_pixels` follows on the device.
+        trees: the trainer takes packs whose samples share prefixes, too (`TrainsPacks` does).
 
     Raises:
         PackedFolderError: there is no such split, or it is empty.
@@ -47,9 +49,12 @@ def open_as_measured(
             other weights.
     """
     family = family_of_processor(processor) if processor else None
-    settings, seq_length = settings_of_packs(path, processor=processor, family=family)
+    settings, seq_length, shared = settings_of_packs(path, processor=processor, family=family)
     task_encoder = PackedTaskEncoder(
-        seq_length=seq_length, model=settings, pixel_transport=pixel_transport
+        seq_length=seq_length,
+        model=settings,
+        pixel_transport=pixel_transport,
+        trees=trees and shared,
     )
     task_encoder.check_trainer(trainer)
     packs = PackedFolder(path, task_encoder, split=split)

@@ -467,11 +467,18 @@ def use_varlen_attention(model: Any) -> None:
 
 
 def use_tree_attention(model: Any) -> None:
-    """Give the language model of one of transformers `tree_attention`. Raises ValueError as
-    `check_layers`."""
+    """Give the language model of one of transformers, or in peft's around it, `tree_attention`.
+    Raises ValueError as `check_layers`, and where the model is not a class of transformers: its
+    attention might not be exchanged, and would see the whole row."""
     from transformers import AttentionInterface
 
     check_layers(model.config)
+    whole = getattr(model, "get_base_model", lambda: model)()
+    if not type(whole).__module__.startswith("transformers."):
+        raise ValueError(
+            f"{type(whole).__name__} is not one of transformers' own models, whose attention knows "
+            "prefix trees: pack without pack.share_prefixes"
+        )
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
     model.set_attn_implementation({"text_config": TREE_ATTENTION})
 

@@ -121,12 +121,8 @@ class PackedTransformersModel(nn.Module):
                 raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
             padded = params.cu_seqlens_q_padded
             return segment_kwargs(position_ids, params.cu_seqlens_q if padded is None else padded)
-        positions = torch.cat([position_ids[:1], position_ids])
-        return {
-            "position_ids": position_ids[0] if len(position_ids) == 1 else positions,
-            "use_cache": False,
-            "row_trees": with_image_blocks(as_trees(params), self.hf_config, tokens),
-        }
+        trees = with_image_blocks(as_trees(params), self.hf_config, tokens)
+        return {**segment_kwargs(position_ids, None), "row_trees": trees}
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The head's logits, within a limit where the model has one (Gemma's)."""

@@ -100,7 +100,7 @@ def _build(config: VlmDataloaderConfig, **options: Any) -> Any:
     if not isinstance(packs, PacksConfig):
         return _automodels_own(config, **options)
     packs = replace(packs, processor=packs.processor or options["pretrained_model_name_or_path"])
-    settings, seq_length = settings_of_packs(packs.path)
+    settings, seq_length, _ = settings_of_packs(packs.path)
     contract = options.get("packing_contract", DEFAULT_PACKED_SEQUENCE_CONTRACT)
     if packing is None and contract is not DEFAULT_PACKED_SEQUENCE_CONTRACT:
         # Validation: AutoModel reads packed_sequence for training only, which has set the contract.

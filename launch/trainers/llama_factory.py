@@ -93,6 +93,7 @@ def get_dataset(template: Any, model_args: Any, data_args: Any, *args: Any, **op
             split=split,
             processor=model_args.model_name_or_path,
             pixel_transport="uint8",
+            trees=True,
         )[0]
         if names
         else None

@@ -15,6 +15,8 @@ Prevents silent faults:
 - under FSDP and ZeRO-3 ranks with images would wait for ranks without: warned of, unless packed
   with `pack.order.uniform`, whose steps are kept
 - recurrent layers carry their state across samples (`isolate_segments`)
+- branches of a prefix tree would not see their trunk: with `PackedTaskEncoder(trees=True)` the
+  language model gets `tree_attention`, whatever attention it was loaded with
 - resuming goes on with the initial weights if names differ when saved (Qwen2-VL, 2.5-VL)
 
 Resuming skips the packs that are done unread.
@@ -29,7 +31,9 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from launch.model.segments import isolate_segments
+from launch.model.packed_attention import has_tree_attention, use_tree_attention
+from launch.model.prefix_trees import as_trees, segment_params
+from launch.model.segments import check_positions, isolate_segments, with_image_blocks
 from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.schedule import dealt_in_rows
@@ -63,15 +67,16 @@ class UnreadPacks(Dataset[dict[str, Any]]):
 
 
 def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Packs in one row as the arguments of transformers' models, but for media: the trainer makes
-    these of `batch` on its device, as pixels in bytes are an eighth of their values.
+    """Packs in one row as the arguments of transformers' models, but for media and prefix trees:
+    the trainer makes these of `batch` on its device, as pixels in bytes are an eighth of their
+    values.
 
     Labels stay as they are: transformers shifts them inside, and the first of every sub-sample is
     ignored, so the number of labels that Trainer divides by is exact too.
     """
     packs: Packs = items[0]["packs"]
     batch = packs.batch([item["number"] for item in items])
-    return {**token_kwargs(batch), "batch": batch}
+    return {**token_kwargs(batch, trees=packs.task_encoder.trees), "batch": batch}
 
 
 class TrainsPacks:
@@ -83,8 +88,8 @@ class TrainsPacks:
 
     Raises:
         ValueError: the process sees several GPUs, label smoothing is on, the model cannot be
-            trained on packs (see `isolate_segments`), or its weights are in 16 bits and nothing
-            keeps them in float32.
+            trained on packs (see `isolate_segments`) or on their trees (`use_tree_attention`), or
+            its weights are in 16 bits and nothing keeps them in float32.
     """
 
     def __init__(self, *, args: TrainingArguments, train_dataset: Packs, **kwargs: Any) -> None:
@@ -100,12 +105,17 @@ class TrainsPacks:
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = True
         kwargs["train_dataset"] = self._packs = train_dataset
+        #: the longest row, where rows may have prefix trees
+        self._longest_tree = 0
         for name in ("train_dataset", "eval_dataset"):
             if kwargs.get(name) is not None:
-                kwargs[name].task_encoder.check_trainer(type(self).__name__)
+                encoder = kwargs[name].task_encoder
+                encoder.check_trainer(type(self).__name__)
+                if encoder.trees:
+                    self._longest_tree = max(self._longest_tree, encoder.seq_length)
                 kwargs[name] = self.as_dataset(kwargs[name])
         super().__init__(args=args, data_collator=collate_packed, **kwargs)  # type: ignore[call-arg]
-        isolate_segments(self.model)  # type: ignore[attr-defined]
+        self._make_ready(self.model)  # type: ignore[attr-defined]
         # Gemma's classes say no, and yet their loss divides by the labels of the whole step.
         self.model_accepts_loss_kwargs = True
         if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[attr-defined]
@@ -119,18 +129,32 @@ class TrainsPacks:
     def call_model_init(self, trial: Any = None) -> Any:
         """Same as Trainer's, which makes a new model for every run of `model_init`."""
         model = super().call_model_init(trial)  # type: ignore[misc]
-        isolate_segments(model)
+        self._make_ready(model)
         return model
+
+    def _make_ready(self, model: Any) -> None:
+        """Keep samples apart in a model, and give it the attention of prefix trees, if needed."""
+        isolate_segments(model)
+        if self._longest_tree:
+            check_positions(model.config, self._longest_tree, trees=True)
+            use_tree_attention(model)
 
     _load_from_checkpoint = by_saved_names(Trainer._load_from_checkpoint)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Trainer's hook: to its device, where pixels become values."""
+        """Trainer's hook: to its device, where pixels become values, and `parents` the keys that
+        branches see."""
         given = super()._prepare_inputs(inputs)  # type: ignore[misc]
         prepared = {name: value for name, value in given.items() if name != "batch"}
         if "batch" in given:
             batch = given["batch"].to(self.args.device, non_blocking=True)  # type: ignore[attr-defined]
             prepared |= pixel_kwargs(batch)
+            config = self.model.config  # type: ignore[attr-defined]
+            if has_tree_attention(config):
+                trees = as_trees(segment_params(batch))
+                prepared["row_trees"] = with_image_blocks(trees, config, batch.tokens)
+            elif "cu_seq_lens_q" not in given:
+                raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
         return prepared
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -9,8 +9,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from launch.model.packed_attention import packed_attention
+from launch.trainers.transformers_trainer import collate_packed
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs
+from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.peers import open_packs, pack_dialogues, small_checkpoint
 from tests.helpers.tiny_families import STILL
 from tests.helpers.videos import short_dialogues
@@ -86,6 +88,35 @@ def check_resuming(
     assert rest[1] == losses  # the log of the first three is in the checkpoint
     assert all(map(torch.equal, rest[2], weights))
     return packs, losses
+
+
+def row_of_trees(packs: PackedFolder) -> dict[str, Any]:
+    """Collate all packs into a row, of three trees of several branches or more."""
+    collated = collate_packed([{"packs": packs, "number": i} for i in range(len(packs))])
+    parents = collated["batch"].parents.flatten().tolist()
+    assert sum(parents.count(trunk) > 1 for trunk in {*parents} - {-1}) >= 3
+    return collated
+
+
+def losses_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the loss of each labelled token of a row, or of a sample, in order."""
+    given = {name: value for name, value in inputs.items() if name != "labels"}
+    labels = inputs["labels"][0, 1:]
+    losses = F.cross_entropy(model(**given).logits[0, :-1], labels, reduction="none")
+    return losses[labels != IGNORE_INDEX]
+
+
+def check_branches(trainer: Any, packs: PackedFolder, alone: torch.Tensor) -> str:
+    """Each branch of the packs, in a row of all, has the losses of its sample alone, and so has a
+    training step, which leaves its gradients. Returns a sentence."""
+    collated = row_of_trees(packs)
+    found = losses_of(trainer.model, trainer._prepare_inputs(collated))
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+    trainer.model.zero_grad()
+    loss = trainer.training_step(trainer.model, collated, torch.tensor(len(alone)))
+    assert abs(loss.item() - alone.mean().item()) <= 1e-5
+    count = int((collated["batch"].parents >= 0).sum())
+    return f"{count} branches have the losses of their samples alone, in a step, too"
 
 
 def several_packs(family: str, root: Path) -> tuple[Path, Path]:

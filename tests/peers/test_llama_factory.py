@@ -4,6 +4,7 @@ docs/integrations.md, and what is wrong in others."""
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +34,7 @@ from tests.helpers.datasets import dialogue, make_run, mixed_pairs, pack_all
 from tests.helpers.hf_trainers import number_of, several_packs
 from tests.helpers.hf_videos import with_processor
 from tests.helpers.markdown import blocks
-from tests.helpers.parity import check_losses
+from tests.helpers.parity import check_losses, token_losses_alone
 from tests.helpers.peers import (
     assert_same,
     check_contradictions,
@@ -42,8 +43,10 @@ from tests.helpers.peers import (
     pack_dialogues,
     stored_samples,
 )
+from tests.helpers.prefix_packs import few_trees
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_families import encoder_options
+from tests.world import World
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"
 #: A CPU in place of a GPU, and the optimizer of `our_losses`.
@@ -85,7 +88,7 @@ class Recorder(TrainerCallback):
     """Numbers of the packs trained, losses of the steps, and the weights at the end."""
 
     def __init__(self, packed: Path) -> None:
-        self._packs = open_packs(packed)
+        self._packs = open_packs(packed, trees=True)
         self.numbers: list[int] = []
         self.losses: list[float] = []
         self.weights: list[torch.Tensor] = []
@@ -201,10 +204,12 @@ VERSION = f"LLaMA-Factory {version('llamafactory')}"
 FAMILY = "qwen2_vl"
 
 
+LIMITS = {name: encoder_options(FAMILY)[name] for name in ("min_pixels", "max_pixels")}
+
+
 @pytest.fixture(scope="module")
 def case(case: Any) -> Any:
-    limits = {name: encoder_options("qwen2_vl")[name] for name in ("min_pixels", "max_pixels")}
-    with_processor(case[0], **limits)
+    with_processor(case[0], **LIMITS)
     return case
 
 
@@ -289,6 +294,19 @@ def numbers_read(packed: Path, checkpoint: Path, output: Path) -> list[int]:
     arguments = recipe(checkpoint, packed, folder, max_steps=1, save_strategy="no")
     tuner.run_exp(arguments, [order])
     return order.numbers
+
+
+def test_samples_that_share_prefixes(world: World, tmp_path: Path, say: Say) -> None:
+    made, trees, _ = few_trees(world, FAMILY)
+    checkpoint = shutil.copytree(made, tmp_path / "model")
+    with_processor(checkpoint, **LIMITS)
+    packs = open_packs(trees, trees=True)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    alone = token_losses_alone(model, packs, 0).mean().item()
+    run = train(checkpoint, trees, tmp_path / "run", max_steps=1)
+    assert run.numbers == [0]
+    assert run.losses == pytest.approx([alone], abs=1e-5)
+    say("a pack of branches has the loss of their samples alone")
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:

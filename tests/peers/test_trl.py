@@ -20,15 +20,17 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import MEDIA_INPUTS, pixel_kwargs
 from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.text.pieces import to_chat
-from tests.helpers.hf_trainers import QUIET, check_resuming, numbers_read
+from tests.helpers.hf_trainers import QUIET, check_branches, check_resuming, numbers_read
 from tests.helpers.hf_videos import processor_of, video_files
-from tests.helpers.parity import check_losses
+from tests.helpers.parity import check_losses, token_losses_alone
 from tests.helpers.peers import (
     assert_same,
     check_order,
     open_packs,
     stored_samples,
 )
+from tests.helpers.prefix_packs import few_trees
+from tests.world import World
 
 Say = Callable[[str], None]
 EXAMPLE = Path(__file__).parents[2] / "examples/trl_sft_trainer.py"
@@ -170,6 +172,15 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     _, losses = check_resuming(make, checkpoint, packed, tmp_path)
     said = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(f"{said}, 6 steps resumed after 3 to the last bit")
+
+
+def test_samples_that_share_prefixes(world: World, tmp_path: Path, say: Say) -> None:
+    checkpoint, trees, _ = few_trees(world, "qwen2_vl")
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    packs = open_packs(trees, trees=True)
+    alone = [token_losses_alone(model, packs, number) for number in range(len(packs))]
+    trainer = make(tmp_path, model, packs, checkpoint)
+    say(check_branches(trainer, packs, torch.cat(alone).detach()))
 
 
 def test_order(case: Any, tmp_path: Path, say: Say) -> None:
