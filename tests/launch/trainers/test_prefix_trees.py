@@ -139,8 +139,8 @@ def test_a_step_and_an_evaluation_are_those_of_whole_samples(case: Case, tmp_pat
     loaded with an attention of transformers' own."""
     logs = []
     for path in case[1:]:
-        packs, _ = open_as_measured(path, "PackedTrainer", pixel_transport="uint8", trees=True)
-        assert packs.task_encoder.trees == (path == case.trees)
+        packs, own = open_as_measured(path, "PackedTrainer", pixel_transport="uint8", trees=True)
+        assert own.trees == (path == case.trees)
         options = {"max_steps": 1, "max_grad_norm": 1.0, "gradient_checkpointing": True}
         args = TrainingArguments(
             output_dir=str(tmp_path / path.name),
