@@ -270,7 +270,7 @@ def test_the_tree_is_the_tree() -> None:
 @pytest.mark.exhaustive
 def test_the_page_of_mixtures_runs(tmp_path: Path) -> None:
     """Its files and commands, one after the other, on the demo's data."""
-    generate_demo_dataset(tmp_path / "demo_output/data", num_samples=120, progress=False)
+    generate_demo_dataset(tmp_path / "demo_output/data", num_samples=160, progress=False)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     said = []
