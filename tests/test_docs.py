@@ -307,7 +307,7 @@ def run_bash(text: str, folder: Path) -> str:
 def test_the_page_of_mixtures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files and commands, one after the other, on the demo's data."""
     monkeypatch.chdir(tmp_path)
-    generate_demo_dataset(tmp_path / "demo_output/data", num_samples=120, progress=False)
+    generate_demo_dataset(tmp_path / "demo_output/data", num_samples=160, progress=False)
     said = []
     for block in blocks((ROOT / "docs/mixtures.md").read_text()):
         if block.language == "bash":
