@@ -92,6 +92,8 @@ def export(
     num_packs = sum(manifest.counts.packs.values())
     made = read_json(folder / _MANIFEST, _AGAIN, form=dict[str, dict[FileName, str]])
     if made is not None:
+        if "files" not in made:
+            raise DamagedError(f"{folder / _MANIFEST} is damaged; {_AGAIN}")
         files = made["files"]
         with progress_bar("check", len(files), "file", shown=progress) as bar:
             checks = (

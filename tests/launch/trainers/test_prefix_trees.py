@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText, TrainingArguments
 
 from launch.data.open_packs import open_as_measured
-from launch.model.config import config_of_preset, transformers_classes
+from launch.model.config import tiny_config, transformers_classes
 from launch.model.packed_attention import has_tree_attention
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.energon_samples import PackedBatch
@@ -171,7 +171,7 @@ class Own(torch.nn.Module):
 
 def test_models_that_cannot_branch_are_refused(case: Case, tmp_path: Path) -> None:
     packs = case.packs()
-    recurrent = transformers_classes("qwen3_5").model(config_of_preset("qwen3_5", "tiny"))
+    recurrent = transformers_classes("qwen3_5").model(tiny_config("qwen3_5"))
     with pytest.raises(ValueError, match=r"qwen3_5 model .* 'linear_attention', whose state"):
         make(tmp_path, recurrent, packs)
     longer, dynamic = case.model(), {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
