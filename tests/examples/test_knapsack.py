@@ -70,7 +70,7 @@ def test_every_stage_prints_and_draws_and_padding_falls(
             assert len(image.convert("RGB").getcolors(1 << 16)) > 20
     assert "Assistant: " in printed["look"]
     assert re.search(r"\[tensor\(\[24\]\), .*, tensor\(\[10\]\)\]\n", printed["packing"])
-    for name, rows in (("naive_padding", 8), ("constrained_padding", 7), ("multimodal", 8)):
+    for name, rows in (("naive_padding", 8), ("constrained_padding", 8), ("multimodal", 8)):
         assert re.search(rf"input_ids torch.Size\(\[{rows}, \d+\]\)\n", printed[name])
         assert f"images {rows}\n" in printed[name]
     padding = [
