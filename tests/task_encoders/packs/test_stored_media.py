@@ -36,6 +36,7 @@ from tests.helpers.datasets import (
     write_planned,
 )
 from tests.helpers.energon_batches import assert_same, batches_of
+from tests.helpers.object_store import ObjectStore
 from tests.world import World, task_encoder
 
 SAMPLES = formats.draw_samples(12)
@@ -134,6 +135,19 @@ def test_object_storage(tmp_path: Path) -> None:
     assert_same(*(batches_of(run.workspace.root, task_encoder(run)) for run in runs))
     roots = json.loads((tmp_path / "there/media_roots.json").read_text())
     assert roots["files0"] == f"msc://__filesystem__{tmp_path}/data"
+
+
+@pytest.mark.parametrize("name", ["pairs", "webdataset"])
+def test_media_in_s3(name: str, tmp_path: Path, object_store: ObjectStore, bucket: str) -> None:
+    """Files, and ranges of tars."""
+    local = {**FORMATS[name](tmp_path / "data", SAMPLES), "task": "bmr"}
+    object_store.put_folder(tmp_path / "data", f"{bucket}/data")
+    remote = {**local, "path": f"{bucket}/data"}
+    runs = [refer_run(local, tmp_path / "here"), refer_run(remote, tmp_path / "there")]
+    for run in runs:
+        pack_all(run)
+    assert_same(*map(batches, runs))
+    assert verify(runs[1], deep=True).ok
 
 
 def test_blend(world: World, tmp_path: Path) -> None:
