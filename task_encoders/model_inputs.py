@@ -179,7 +179,7 @@ def to_transformers_kwargs(batch: "PackedBatch") -> dict[str, Any]:
 
 
 def token_kwargs(batch: "PackedBatch", *, trees: bool = False) -> dict[str, Any]:
-    """The arguments of `to_transformers_kwargs` but for media. Raises ValueError as it does, unless
+    """Make what `to_transformers_kwargs` does but for media. Raises ValueError as it does, unless
     `trees`: attention then needs the row's segments as an argument of its own (`row_trees`)."""
     if not trees:
         refuse_trees(batch)

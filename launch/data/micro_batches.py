@@ -108,8 +108,7 @@ def build_task_encoder(
 
 
 class LoaderBatches:
-    """`MicroBatches` from a packed folder, a blend, or data that are packed
-    while training.
+    """`MicroBatches` from a packed folder, a blend, or data that are packed while training.
 
     Args:
         split: "train" repeats as `config.repeat` says; "val" reads every pack once per `restart`.

@@ -13,7 +13,7 @@ from task_encoders.storage.paths import path_of
 
 
 def settings_of_packs(path: str | Path, **options: Any) -> tuple[ModelOptions, int, bool]:
-    """Settings of the model and seq_length of packs, and whether their samples share prefixes, as
+    """Return the model's settings and seq_length of packs, and whether samples share prefixes, as
     their manifest says, except for options that are not None. Packs written by others have no
     manifest: the rest is the family's defaults."""
     given = {name: value for name, value in options.items() if value is not None}

@@ -67,7 +67,7 @@ class UnreadPacks(Dataset[dict[str, Any]]):
 
 
 def collate_packed(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Packs in one row as the arguments of transformers' models, but for media and prefix trees:
+    """Join packs in a row, as arguments of transformers' models but for media and prefix trees:
     the trainer makes these of `batch` on its device, as pixels in bytes are an eighth of their
     values.
 

@@ -114,7 +114,7 @@ def _engine_options(
     content: dict[str, Any] = {"engine": {}}
     for override in overrides:
         if not override.startswith("engine."):
-            raise click.BadParameter(f"{override!r} is no engine.KEY=VALUE")
+            raise click.BadParameter(f"{override!r} is not of the form engine.KEY=VALUE")
         apply_override(content, override)
     return validate(EngineConfig, content["engine"], "engine")
 

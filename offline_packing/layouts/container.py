@@ -164,8 +164,8 @@ def _address(root: Root) -> str:
 
 
 def check_places(samples: Index, sources: Sequence[Source]) -> None:
-    """Raise StageError if packs cannot refer to some medium: it is no file of its own, and no
-    member of an uncompressed tar."""
+    """Raise StageError if packs cannot refer to some medium: it is neither a file nor a member of
+    an uncompressed tar."""
     for table in samples.parts("source_id", "media"):
         media = table["media"].combine_chunks()
         owners = table["source_id"].combine_chunks().take(pc.list_parent_indices(media))

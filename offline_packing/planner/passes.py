@@ -32,7 +32,7 @@ class Draft(NamedTuple):
     notes: Mapping[str, Any] = {}
 
     def of(self, order: np.ndarray) -> "Draft":
-        """The draft with its packs in this order."""
+        """Return the draft with its packs in this order."""
         from offline_packing.planner.strategies.strategy import reorder_packs
 
         return self._replace(packs=reorder_packs(self.packs, order))

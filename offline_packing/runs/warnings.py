@@ -140,7 +140,7 @@ def count_shared(own: Iterable[Hashes], others: Iterable[Hashes]) -> tuple[int, 
 
 
 def hashes_of(samples: Index, column: str, chosen: Flags) -> Iterator[Hashes]:
-    """A column of hashes of some samples, or of their media, part by part."""
+    """Yield a column of hashes of some samples, or of their media, part by part."""
     first = 0
     for part in samples.parts(column):
         own = part[column].filter(pa.array(chosen[first : first + len(part)]))

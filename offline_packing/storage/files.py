@@ -289,7 +289,7 @@ def read_range(path: str | Path, offset: int, size: int, *, whole: bool) -> byte
 
 
 def unreadable(path: str | Path, why: object) -> StageError:
-    """The error of a file of a source that can no longer be read."""
+    """Return the error of a source's file that can no longer be read."""
     return StageError(
         f"{path} cannot be read: {why}; restore it, or measure again with output.overwrite=true"
     )

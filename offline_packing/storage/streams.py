@@ -47,7 +47,7 @@ def open_range(file: BinaryIO, begin: int, size: int, *, keep_open: bool = False
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file, which stays where it is."""
+    """Return the bytes of an open file, which stays where it is."""
     position, size = file.tell(), file.seek(0, io.SEEK_END)
     file.seek(position)
     return size

@@ -207,8 +207,10 @@ def _draws(entries: Sequence[Any], sizes: Sequence[int]) -> list[int]:
 
 
 def _shards_of_dataset(entry: Any) -> list[ShardRange]:
-    """The shards of one dataset, cut to its subset."""
+    """Return the shards of one dataset, cut to its subset."""
     dataset = entry.dataset
+    if not hasattr(dataset, "shards"):  # a JSONL dataset
+        raise PackedFolderError(f"{dataset.path} is no folder of shards; name a packed folder")
     size = len(dataset)
     start, end = (0, size) if dataset.subset is None else dataset.subset.compute_subset(size)
     flavors = getattr(dataset, "subflavors", None) or {}

@@ -63,8 +63,8 @@ def path_of(path: object) -> Path:
 
 
 def open_url(url: str) -> "RemotePath":
-    """The path of a URL as it stands. Raises StorageError if the storage is unknown or a package is
-    missing; RemoteError if credentials are."""
+    """Open the path of a URL as it is given. Raises StorageError if the storage is unknown or a
+    package is missing; RemoteError if credentials are."""
     try:
         from task_encoders.storage.remote_paths import RemotePath
 

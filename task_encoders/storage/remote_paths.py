@@ -165,7 +165,7 @@ class RemotePath(ProxyUPath):
         bucket, _, folder = self.path.partition("/")
 
         def call(method: str, **asked: str) -> Mapping[str, Any]:
-            """An answer of S3; an empty one if the upload does not exist any more."""
+            """Ask S3; returns an empty answer if the upload does not exist any more."""
             request = partial(self.fs.call_s3, method, Bucket=bucket, **asked)
             return cast(Mapping[str, Any], self._request("cleaned", request, default={}))
 

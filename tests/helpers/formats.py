@@ -236,18 +236,6 @@ def energon(root: Path, samples: list[Sample]) -> dict[str, Any]:
     return {"format": "energon", "path": str(root)}
 
 
-def webdataset_prepared(root: Path, samples: list[Sample]) -> dict[str, Any]:
-    """Tars that Energon itself has listed."""
-    from megatron.energon.epathlib import EPath
-    from megatron.energon.flavors import BaseWebdatasetFactory
-
-    source = webdataset(root, samples)
-    names = sorted(path.name for path in root.glob("*.tar"))
-    parts = [("train", 1.0)]
-    BaseWebdatasetFactory.prepare_dataset(EPath(root), names, split_parts_ratio=parts, workers=1)
-    return source
-
-
 def table(samples: list[Sample]) -> pa.Table:
     """Rows with images as Hugging Face's Image feature stores them."""
     image = pa.struct([pa.field("bytes", pa.binary()), pa.field("path", pa.string())])

@@ -359,8 +359,9 @@ def neighbors(ranges: Iterable[FileRange]) -> list[list[FileRange]]:
 
 
 def open_root(path: str) -> tuple[Root, str | None]:
-    """The root at a path or URL; of a file, its folder and name. Raises ConfigError if there is no
-    such storage or its package is missing, StageError if there is nothing there, RemoteError."""
+    """Open the root at a path or URL; of a file, its folder and name. Raises ConfigError if there
+    is no such storage or its package is missing, StageError if there is nothing there, and
+    RemoteError."""
     root: type[Root] = RemoteRoot if is_url(path) else MediaRoot
     if not is_url(path):
         at: Any = Path(path)

@@ -338,7 +338,7 @@ def test_the_command(packed: Run, tmp_path: Path) -> None:
     assert f"exported {packs} packs in " in call(folder)
     assert call(folder, "--dry-run").startswith(f"would check the files of {packs} packs")
     assert f"checked {packs} packs in " in call(folder, "--quiet")
-    assert "is no engine.KEY=VALUE" in call(folder, "workers=2")
+    assert "is not of the form engine.KEY=VALUE" in call(folder, "workers=2")
     nemo = str(tmp_path / "nemo")
     assert f"exported {packs} packs in " in call(nemo, "--to=nemo", "engine.workers=0")
     assert f"checked {packs} packs in 3 files" in call(nemo, "--to=nemo", "engine.workers=0")

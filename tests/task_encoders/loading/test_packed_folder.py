@@ -233,6 +233,12 @@ def test_what_is_no_folder_is_named(folders: Path, tmp_path: Path) -> None:
     path = blend(tmp_path, "path: nowhere, weight: 1")
     with pytest.raises(PackedFolderError, match=r"Energon cannot read it .*nowhere"):
         PackedFolder(path)
+    lines = b'{"text": "a"}\n'
+    (tmp_path / "lines.jsonl").write_bytes(lines)
+    (tmp_path / "lines.jsonl.idx").write_bytes(np.array([0, len(lines)], "<u8").tobytes())
+    path = blend(tmp_path, "path: lines.jsonl, weight: 1")
+    with pytest.raises(PackedFolderError, match=r"lines\.jsonl is no folder of shards"):
+        PackedFolder(path)
 
 
 SETTINGS = PackingSettings(packed=True, bmr=True)
