@@ -37,7 +37,7 @@ from offline_packing.runs.run import Run, build_engine, open_encoder
 from offline_packing.write.write import write
 
 #: Gone when a stage is complete: what a measure has to do, and shards that are not joined yet.
-_PASSING = re.compile(r"\.tmp(-journal)?$|_total\.json$|-\d{6}\.(jsonl|bin)$")
+_PASSING = re.compile(r"\.tmp(-journal)?$|\.started\.json$|-\d{6}\.(jsonl|bin)$")
 _WORDS = "a red circle stands left of the small blue square below two green stars".split()
 
 
@@ -136,9 +136,9 @@ def stage_of(names: set[str]) -> str:
     """The stage that a killed run was in, by the names of its files."""
     if "manifest.json" in names:
         return "after write"
-    if "_packing/plan/stage.json" in names:
+    if "_packing/plan.json" in names:
         return "write"
-    return "plan" if "_packing/index.json" in names else "measure"
+    return "plan" if "_packing/measure.json" in names else "measure"
 
 
 def differences(found: dict[str, str], expected: dict[str, str], *, complete: bool) -> list[str]:

@@ -266,6 +266,7 @@ def _do(step: Verb, run: Run, dry_run: bool, options: Mapping[str, bool]) -> Non
 def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     """Do measure, plan, write, verify and report; skip what is complete."""
     from offline_packing.measure.measure import estimate_run
+    from offline_packing.storage.receipts import receipt_path
     from offline_packing.verify.verify import check_deep
 
     if deep:
@@ -273,8 +274,8 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     manifest = run.workspace.manifest
     steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
         (measure_verb, None, {"warns": False}),  # the plan's summary has them
-        (plan_verb, run.workspace.index_info, {}),
-        (write_verb, run.workspace.plan_info, {}),
+        (plan_verb, receipt_path(run.workspace.packing, "measure"), {}),
+        (write_verb, receipt_path(run.workspace.packing, "plan"), {}),
         (verify_verb, manifest, {"deep": deep, "reads_again": False}),
         (report_verb, manifest, {}),
     )

@@ -2,7 +2,8 @@
 
     _packing/index/part-00000.parquet       rows in the order of the source
     _packing/set_aside/part-00000.parquet   key, source, reason, detail
-    _packing/index.json                     parts, counts, fingerprint; written last
+    _packing/repeated/part-00000.npy        rows of a part whose id an earlier record has
+    _packing/measure.json                   the receipt: files, counts, inputs; written last
 
 A sample's id is its row number over all parts. Containers are paths relative to the source's root,
 so that data and index can move.
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
+from pydantic import TypeAdapter, ValidationError
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.sources.lost_fields import SPELLED
@@ -29,12 +31,9 @@ from offline_packing.storage.files import (
     is_remote,
     kept_copy,
     read_each,
-    read_json,
-    seal,
-    to_json,
-    write_atomically,
 )
-from task_encoders.field_types import NonNegative
+from offline_packing.storage.receipts import Receipt, hash_of, load_receipt, receipt_path
+from task_encoders.field_types import NonNegative, first_problem
 from task_encoders.packs.manifest import FileName
 from task_encoders.storage.paths import REMEDY, path_of
 
@@ -53,8 +52,9 @@ _COMMON: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """Content of index.json."""
+    """The receipt of an index."""
 
+    #: its inputs
     fingerprint: dict[str, str | int | bool]
     versions: dict[str, str]
     #: rows of each part, in order
@@ -81,12 +81,17 @@ class IndexInfo:
     num_part_hashed: NonNegative = 0
     #: warnings of the sources' listings
     source_warnings: list[str] = field(default_factory=list)
-    #: xxh3_128 of the files in the folders index, set_aside and files
-    hashes: dict[FileName, dict[FileName, str]] = field(default_factory=dict)
+    #: xxh3_128 of each file, by its name relative to the output
+    files: dict[FileName, str] = field(default_factory=dict)
     #: options of each source, without the ones that change no row; and its number of parts
     sources: list[dict[str, Any]] = field(default_factory=list)
     source_parts: list[NonNegative] = field(default_factory=list)
     version: Literal[4] = INDEX_VERSION
+
+    @property
+    def hash(self) -> str:
+        """Hash of all files of the index."""
+        return hash_of(self.files)
 
     @property
     def num_samples(self) -> int:
@@ -139,25 +144,31 @@ class IndexInfo:
                 lines.append(f"{about}{count:,} of {total:,} {line.format(example)}")
         return lines
 
-    def save(self, path: Path) -> None:
-        """Write index.json: from now on the index is complete."""
-        write_atomically(path, to_json(seal(asdict(self))))
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the receipt."""
+        return {k: v for k, v in asdict(self).items() if k not in ("fingerprint", "files")}
 
     @classmethod
-    def load(cls, path: Path) -> "IndexInfo | None":
-        """Read index.json; None if the index is not complete. Raises StageError if it is damaged,
-        or of another format version."""
+    def load(cls, packing: Path) -> "IndexInfo | None":
+        """Read the receipt in a folder `_packing`; None if the index is not complete. Raises
+        StageError if it is damaged, or of another format version."""
+        receipt, path = load_receipt(packing, "measure"), receipt_path(packing, "measure")
+        return None if receipt is None else cls.of(receipt, path)
+
+    @classmethod
+    def of(cls, receipt: Receipt, path: Path) -> "IndexInfo":
+        """Return a receipt that was read from `path` as what it says of an index."""
+        content = {**receipt.facts, "fingerprint": receipt.inputs, "files": receipt.files}
+        if (version := content.get("version")) != INDEX_VERSION:
+            raise StageError(
+                f"{path} has format version {version}, this version reads {INDEX_VERSION}; measure "
+                "again with another output.path"
+            )
         try:
-            info: IndexInfo | None = read_json(path, form=cls)
-            return info
-        except DamagedError:
-            version = read_json(path).get("version")
-            if version == INDEX_VERSION:
-                raise
-        raise StageError(
-            f"{path} has format version {version}, this version reads {INDEX_VERSION}; measure "
-            "again with another output.path"
-        )
+            found: IndexInfo = TypeAdapter(cls).validate_python(content)
+        except ValidationError as error:
+            raise DamagedError(f"{path} is damaged: {first_problem(error)}; {REMEDY}") from error
+        return found
 
 
 LOCATOR_FIELDS: Final = [
@@ -264,7 +275,7 @@ def part_name(number: int) -> str:
 
 def load_info(output: str) -> IndexInfo:
     """index.json of an output that format index names. Raises StageError if there is none."""
-    info = IndexInfo.load(path_of(output) / "_packing" / "index.json")
+    info = IndexInfo.load(path_of(output) / "_packing")
     if info is None:
         raise StageError(f"{output} has no complete index to read; run measure there first")
     return info
@@ -291,22 +302,33 @@ class Index:
         )
 
     def part(self, number: int, *columns: str) -> pa.Table:
-        """Columns of one part. Raises StageError if the part is missing or has another number of
-        rows than index.json says."""
+        """Columns of one part, where records of a repeated id have keys of their own. Raises
+        StageError if a file is missing, or has another number of rows than the receipt says."""
         path, rows = self.paths[number], self.info.part_rows[number]
-        expected = self.info.hashes.get(path.parent.name, {}).get(path.name)
+        repeated = path.parent.with_name("repeated") / f"{path.stem}.npy"
+        renames = not _KEYS.isdisjoint(columns) and self._is_recorded(repeated)
+        wanted = [*dict.fromkeys((*columns, *_NEEDED))] if renames else list(columns)
         try:
-            # Copy a part in object storage, since stages ask for column after column.
-            with open_table(path if expected is None else kept_copy(path, expected)) as file:
+            with open_table(self._at_hand(path)) as file:
                 # Without threads: handing a part to them takes longer than reading it.
-                table = file.read(list(columns), use_threads=False)
-        except (OSError, pa.ArrowException) as error:
+                table = file.read(wanted, use_threads=False)
+            if renames:
+                table = rename(table, np.load(self._at_hand(repeated)))
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise DamagedError(f"index part {path} cannot be read: {error}; {REMEDY}") from error
         if len(table) != rows:
             raise DamagedError(
                 f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
             )
         return table.select(list(columns))
+
+    def _is_recorded(self, path: Path) -> bool:
+        return f"_packing/{path.parent.name}/{path.name}" in self.info.files
+
+    def _at_hand(self, path: Path) -> Path:
+        """Return a file, or its copy: stages ask for column after column of those in storage."""
+        expected = self.info.files.get(f"_packing/{path.parent.name}/{path.name}")
+        return path if expected is None else kept_copy(path, expected)
 
     def array(self, column: str) -> npt.NDArray[Any]:
         """A numeric column as an array (num_samples,)."""
@@ -318,3 +340,34 @@ class Index:
             values[end : end + len(part)] = part[column].to_numpy()
             end += len(part)
         return values
+
+
+def repeated_key(key: str, content_hash: int) -> str:
+    """Return the key of a sample that shares its id: '33471@5d0c0a1be0a6a2f7'."""
+    return f"{key}@{content_hash:016x}"
+
+
+#: Columns that a key of their own changes, and the others that say how.
+_KEYS: Final = frozenset(("key", "key_hash", "part"))
+_NEEDED: Final = (*_KEYS, "content_hash", "source_id")
+
+
+def rename(table: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
+    """Give some rows of a part, with the columns _NEEDED, keys that follow from their content."""
+    names = [name for name in INDEX_SCHEMA.names if name in _NEEDED]
+    changed = table.select(names).take(rows).to_pylist()
+    for row in changed:
+        old = (row["part"] or row)["key"]
+        new = repeated_key(old, row["content_hash"])
+        row["key"] = new + row["key"].removeprefix(old)
+        row["key_hash"] = key_hash(row["source_id"], new)
+        if row["part"]:
+            row["part"]["key"] = new
+    places = np.arange(len(table))
+    places[rows] = len(table) + np.arange(len(rows))
+    for name in _KEYS:
+        kind = INDEX_SCHEMA.field(name).type
+        own = pa.array([row[name] for row in changed], kind)
+        both = pa.concat_arrays([table[name].combine_chunks(), own])
+        table = table.set_column(table.column_names.index(name), name, both.take(pa.array(places)))
+    return table

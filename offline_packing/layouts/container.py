@@ -6,7 +6,7 @@ media_roots.json                          where media are that packs refer to
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -18,13 +18,13 @@ from offline_packing.errors import StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.energon_metadata import write_energon_metadata
-from offline_packing.layouts.shards import ShardFragment, ShardTask
+from offline_packing.layouts.shards import ShardFragment, ShardTask, fragment_file
 from offline_packing.sources import Source, SourceOptions
 from offline_packing.sources.options import MediaOptions
 from offline_packing.sources.roots.roots import MediaRoot, Root, open_root
 from offline_packing.storage.files import (
     atomic_file,
-    hash_file,
+    hash_bytes,
     read_each,
     remove_folder,
     remove_path,
@@ -86,26 +86,14 @@ def describe(folder: Path, manifest: Manifest, fragments: Sequence[Path]) -> Non
     LAYOUTS[manifest.layout].describe(folder, manifest)
 
 
-def is_there(shard_name: str, files: Collection[str]) -> bool:
-    """Tell whether a written shard is among the files of an output, given by their names."""
-    name = shard_file(shard_name)
-    return name in files and f"{name}.idx" in files
-
-
-def find_damage(task: ShardTask, expected_hash: str) -> list[tuple[str, str]]:
-    """Return damage to a shard as a whole: files, relative to the output, each with its fault."""
-    name = shard_file(task.shard.name)
-    path = task.folder / name
-    if not path.is_file():
-        return [(name, "is missing")]
-    if hash_file(path) != expected_hash:
-        return [(name, "is not what was written: its hash differs")]
-    try:
-        if path.with_suffix(".tar.idx").read_bytes() == index_bytes(list(scan_tar(path))):
-            return []
-    except (FileNotFoundError, IsADirectoryError):
-        return [(f"{name}.idx", "is missing")]
-    return [(f"{name}.idx", "does not match the tar")]
+def files_of(fragment: ShardFragment) -> dict[str, str]:
+    """Return the hash of each file of a written shard, by its name relative to the output."""
+    name = fragment.name
+    return {
+        name: fragment.xxh3_128,
+        f"{name}.idx": hash_bytes(index_bytes(fragment.packs)),
+        fragment_file(name.removesuffix(".tar")): hash_bytes(fragment.to_bytes()),
+    }
 
 
 def read_packs(folder: Path, shard: Path) -> Iterator[Pack]:

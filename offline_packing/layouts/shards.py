@@ -8,7 +8,7 @@ With output.shards_per_folder the name of a shard, and so of its files, is train
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from offline_packing.engines.local import advance
 from offline_packing.errors import ChangedError, StageError
 from offline_packing.index.measured import MODIFICATION_TIME, hash_medium, sample_stamp
 from offline_packing.index.rows import LEADING, is_leading
-from offline_packing.index.table import INDEX_SCHEMA, Index
+from offline_packing.index.table import Index
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.base import ConversationPart
@@ -56,6 +56,11 @@ class PlannedShard:
     first_pack: int
     num_packs: int
     packs_before: int = 0
+
+
+def fragment_file(shard_name: str) -> str:
+    """Return the name of a shard's fragment, relative to the output."""
+    return f"_packing/write/{shard_name}.json"
 
 
 def splits_of_plan(plan: PackPlan, shares: Mapping[str, float]) -> dict[str, range]:
@@ -167,9 +172,13 @@ class ShardFragment:
         """xxh3_128 of the file that `save` writes, without its seal."""
         return hash_bytes(orjson.dumps(self))
 
+    def to_bytes(self) -> bytes:
+        """Return the content of the fragment's file."""
+        return orjson.dumps(seal(orjson.loads(orjson.dumps(self))))
+
     def save(self, path: Path) -> None:
         """Write the fragment: from now on the shard is finished."""
-        write_atomically(path, orjson.dumps(seal(orjson.loads(orjson.dumps(self)))))
+        write_atomically(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: Path) -> "ShardFragment":
@@ -178,14 +187,6 @@ class ShardFragment:
         if found is None:
             raise StageError(f"{path} is missing; run write again")
         return found
-
-    @classmethod
-    def is_whole(cls, path: Path, content_hash: str) -> bool:
-        """Whether a fragment is as a manifest recorded it."""
-        try:
-            return cls.load(path).content_hash == content_hash
-        except StageError:
-            return False
 
 
 #: Columns of the index that a task carries.
@@ -267,35 +268,38 @@ PlannedPack = tuple[str, list[PlannedSample]]
 @dataclass(frozen=True, kw_only=True)
 class ShardTask:
     """One shard: its samples in the order of the packs, as rows of the index, and the number of
-    samples of each pack. A task that only finds damage has no samples."""
+    samples of each pack."""
 
     shard: PlannedShard
+    #: the output, or the folder that takes its place
     folder: Path
-    fragment_path: Path
     #: folder for copies of files without random access
     unpack_folder: Path
-    samples: pa.Table = field(default_factory=INDEX_SCHEMA.empty_table)
+    samples: pa.Table
     #: (num_packs,)
-    pack_sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    pack_sizes: npt.NDArray[np.int64]
     sources: tuple[Source, ...] = ()
     task: str
-    key_prefix: str = ""
+    key_prefix: str
     seq_length: int
     #: a name in LAYOUTS
     layout: str
     #: see runs.artifacts.generation_of
-    generation: str = ""
+    generation: str
     #: whether packs refer to their media instead of holding them
     refers: bool = False
     #: whether a file of another modification time is refused
     check_times: bool = True
-    #: xxh3_128 that the shard must have; None: nothing is recorded of it
-    recorded: str | None = None
 
     @property
     def number(self) -> int:
         """Parameters that distinguish the task from the others."""
         return self.shard.number
+
+    @property
+    def fragment_path(self) -> Path:
+        """The shard's fragment."""
+        return self.folder / fragment_file(self.shard.name)
 
     def pack_keys(self) -> list[str]:
         """Return the keys of the packs."""

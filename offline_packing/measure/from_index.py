@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import orjson
 import pyarrow as pa
 
@@ -13,11 +14,11 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.engines.local import advance
 from offline_packing.errors import DamagedError
 from offline_packing.index import table as index
-from offline_packing.measure.identity import repeated_key
-from offline_packing.runs.artifacts import check_fingerprint, config_fingerprint
-from offline_packing.runs.run import Fingerprint, Workspace
+from offline_packing.runs.artifacts import config_fingerprint
+from offline_packing.runs.run import Workspace
 from offline_packing.sources import Scan, Source, SourcePart
 from offline_packing.storage.files import hash_file, kept_copy
+from offline_packing.storage.receipts import Fingerprint, check_inputs
 from task_encoders.settings import explain_hash
 from task_encoders.storage.paths import REMEDY, path_of
 
@@ -25,8 +26,9 @@ from task_encoders.storage.paths import REMEDY, path_of
 class IndexPart(NamedTuple):
     """A part of another output's index: the items of a SourcePart."""
 
-    #: its index and set-aside tables, with their recorded hashes
-    tables: tuple[tuple[Path, str], tuple[Path, str]]
+    #: its index and set-aside tables, and the rows whose ids repeat if it has any, with their
+    #: recorded hashes
+    tables: tuple[tuple[Path, str], ...]
     #: of its keys
     key_prefix: str
     #: xor of `prefix_media`, which may hold no more than a place in a source of that index
@@ -58,14 +60,16 @@ def scan_index(config: PackingConfig, source_id: int) -> Scan:
     remedy = "give the settings that it was measured with, or name its data, not its index"
     explain = partial(explain_hash, workspace.root, config.model)
     artifact = f"the index of {output}"
-    check_fingerprint(found, wanted, artifact=artifact, remedy=remedy, explain=explain)
-    info_hash, first = hash_file(workspace.index_info), sum(info.source_parts[:number])
+    check_inputs(found, wanted, artifact=artifact, remedy=remedy, explain=explain)
+    info_hash, first = info.hash, sum(info.source_parts[:number])
     is_alone = all(one.index == output for one in config.source)
     salt, parts = 0 if is_alone else int(info_hash[:16], 16), []
     for name in map(index.part_name, range(first, first + info.source_parts[number])):
-        folders = workspace.index, workspace.set_aside
-        rows, aside = ((folder / name, info.hashes[folder.name][name]) for folder in folders)
-        parts.append(SourcePart(IndexPart((rows, aside), prefixes[number], salt), None))
+        repeated = (workspace.repeated / name).with_suffix(".npy")
+        paths = (workspace.index / name, workspace.set_aside / name, repeated)
+        hashes = [info.files.get(workspace.name_of(path)) for path in paths]
+        tables = tuple((path, one) for path, one in zip(paths, hashes, strict=True) if one)
+        parts.append(SourcePart(IndexPart(tables, prefixes[number], salt), None))
     return Scan(tuple(parts), info_hash)
 
 
@@ -76,7 +80,8 @@ def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Pat
     for copy, (path, recorded) in zip(paths, part.tables, strict=True):
         if not copy.exists() or hash_file(copy) != recorded:
             raise DamagedError(f"{path} is not as it was measured; {REMEDY}")
-    own, other = source.key_prefix, part.key_prefix
+    own, other, begin = source.key_prefix, part.key_prefix, 0
+    repeated = np.load(paths[2]) if len(paths) > 2 else np.empty(0, np.int64)
     notes: dict[str, str] = {}
     num_skipped, split, last = 0, Counter[str](), (0, 0, 0)
     with (
@@ -86,8 +91,12 @@ def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Pat
         index.table_writer(target[1], index.SET_ASIDE_SCHEMA, notes) as write_aside,
     ):
         for number in range(measured.num_row_groups):
-            rows = []
-            for row in measured.read_row_group(number).to_pylist():
+            table, rows = measured.read_row_group(number), []
+            renamed = repeated[(begin <= repeated) & (repeated < begin + len(table))] - begin
+            begin += len(table)
+            if len(renamed):
+                table = index.rename(table, renamed)
+            for row in table.to_pylist():
                 advance()
                 cut, content = row["part"], row["content_hash"]
                 key = (cut or row)["key"].removeprefix(other)
@@ -95,8 +104,8 @@ def copy_part(part: IndexPart, source: Source, source_id: int, target: tuple[Pat
                 # Parts of a record are in order; parts of a copy of it begin again.
                 begins = int(not cut or place[:2] != last[:2] or place[2] <= last[2])
                 last = place
-                base = key.removesuffix(repeated_key("", content))
-                if source.is_known(base) or source.is_known(repeated_key(base, content)):
+                base = key.removesuffix(index.repeated_key("", content))
+                if source.is_known(base) or source.is_known(index.repeated_key(base, content)):
                     num_skipped += begins
                     continue
                 for one in filter(None, (row, cut)):

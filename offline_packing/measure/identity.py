@@ -38,14 +38,7 @@ import xxhash
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.records import RECORD_COLUMNS, own_keys, places_of_equal, records_of
 from offline_packing.index.set_aside import read_set_aside
-from offline_packing.index.table import (
-    INDEX_SCHEMA,
-    Index,
-    IndexInfo,
-    key_hash,
-    open_table,
-    table_writer,
-)
+from offline_packing.index.table import Index, IndexInfo, repeated_key
 from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import DELIBERATE, aside_while_measuring, aside_while_planning
@@ -53,6 +46,7 @@ from offline_packing.sources import Embedded, Source, SourceOptions, SourcePart,
 from offline_packing.sources.options import APART, place_of
 from offline_packing.storage.files import hash_bytes, hash_file
 from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hashes
+from offline_packing.storage.receipts import receipt_path
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.storage.paths import REMEDY, path_of
@@ -63,27 +57,19 @@ logger = logging.getLogger(__name__)
 _NO_CONTENT: Final = pa.scalar(0, pa.uint64())
 
 
-def rename_repeated(samples: Index) -> int:
-    """Give records of a measured index that share an id different keys; returns their number, in
-    which each part of a conversation counts.
-
-    Parts are replaced whole. Killed and run again, or run twice at once, it does the same: the
-    first record of an id is never renamed, and renamed records share no id any more.
-    """
-    contents = samples.array("content_hash")
-    if not contents.any():
-        return 0
-    hashes = samples.array("key_hash")
-    several = places_of_equal(hashes)
-    firsts = several[first_of_equal(hashes[several])]
+def repeated_rows(samples: Index) -> list[npt.NDArray[np.int64]]:
+    """Return, for each part of an index, its rows that share an id with an earlier record and
+    differ from it: `Index.part` gives them keys of their own. The first one keeps its id."""
+    contents, hashes = samples.array("content_hash"), samples.array("key_hash")
     renamed = np.zeros(len(hashes), bool)
-    renamed[several] = contents[several] != contents[firsts]
+    if contents.any():
+        several = places_of_equal(hashes)
+        firsts = several[first_of_equal(hashes[several])]
+        renamed[several] = contents[several] != contents[firsts]
+    if count := np.count_nonzero(renamed):
+        logger.info("measure: %s samples share their id with another one: ID@CONTENT", f"{count:,}")
     ends = np.cumsum(samples.info.part_rows)[:-1]
-    parts = zip(samples.paths, np.split(renamed, ends), np.split(hashes, ends), strict=True)
-    for path, some, own in parts:
-        if some.any():
-            _rename_part(path, some, own)
-    return int(np.count_nonzero(renamed))
+    return [np.flatnonzero(some) for some in np.split(renamed, ends)]
 
 
 def first_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
@@ -92,40 +78,14 @@ def first_of_equal(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     return np.asarray(first[inverse])
 
 
-def _rename_part(
-    path: Path, renamed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint64]
-) -> None:
-    """Replace a part of the index by one with other keys in some rows. `hashes` (num_rows,) are the
-    rows' key_hash; a row with another hash is already renamed."""
-
-    begin = 0
-    with open_table(path) as part, table_writer(path, INDEX_SCHEMA) as write:
-        for number in range(part.num_row_groups):
-            rows = part.read_row_group(number)
-            places = slice(begin, begin := begin + len(rows))
-            pending = renamed[places] & (rows["key_hash"].to_numpy() == hashes[places])
-            write(_rename_rows(rows, pending) if pending.any() else rows)
-
-
-def _rename_rows(rows: pa.Table, renamed: npt.NDArray[np.bool_]) -> pa.Table:
-    columns = rows.to_pylist()
-    for row in itertools.compress(columns, renamed):
-        old = (row["part"] or row)["key"]
-        new = repeated_key(old, row["content_hash"])
-        row["key"] = new + row["key"].removeprefix(old)
-        row["key_hash"] = key_hash(row["source_id"], new)
-        if row["part"]:
-            row["part"]["key"] = new
-    return pa.Table.from_pylist(columns, INDEX_SCHEMA)
-
-
 def skip_fingerprint(config: SourceOptions, longest: int) -> str:
     """Changes when a skipped output does, or what of it is new to packs whose `longest` sample has
     this many tokens. Raises StageError if an output is not complete."""
     parts = []
-    for workspace, *_, new in (_complete_output(path, longest) for path in config.outputs_skipped):
+    for path in config.outputs_skipped:
+        workspace, info, _, new = _complete_output(path, longest)
         tables = aside_while_planning(workspace) if new else []
-        parts += [*map(hash_file, [workspace.index_info, *tables]), *sorted(new)]
+        parts += [info.hash, *map(hash_file, tables), *sorted(new)]
     return hash_bytes("".join(parts).encode())
 
 
@@ -182,9 +142,11 @@ def _complete_output(
     """A skipped output, its index, the sources of its configuration, and the reasons for which it
     set samples aside that are new all the same."""
     workspace = Workspace(path_of(path))
-    manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.index_info)
+    manifest, info = read_manifest(workspace.root), IndexInfo.load(workspace.packing)
     if manifest is None or info is None:
-        lacks = workspace.manifest if manifest is None else workspace.index_info
+        lacks = workspace.manifest
+        if manifest is not None:
+            lacks = receipt_path(workspace.packing, "measure")
         raise StageError(
             f"source.skip: {path} is not a complete output, it has no {lacks.name}; finish it "
             "first, or take it out"
@@ -311,8 +273,3 @@ def hash_group(source: Source, content: Mapping[str, Any]) -> int:
     return (
         xxhash.xxh3_64_intdigest(orjson.dumps(content["group"], option=orjson.OPT_SORT_KEYS)) or 1
     )
-
-
-def repeated_key(key: str, content_hash: int) -> str:
-    """Key of a sample that shares its id: '33471@5d0c0a1be0a6a2f7'."""
-    return f"{key}@{content_hash:016x}"

@@ -3,13 +3,13 @@
 _packing/plan/*.npy, plan.json      the plan; sample ids are row numbers of the index
 _packing/plan/set_aside.parquet     not_chosen, duplicate_key, overlong …, with their details
 _packing/plan/summary.txt           the figures, to be shared
-_packing/plan/stage.json            fingerprint, hashes of the files above; written last
+_packing/plan.json                  the receipt: inputs, hashes of the files above; written last
 """
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,24 +39,22 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
 from offline_packing.runs.artifacts import (
     StoredPlan,
-    changed_fields,
-    check_fingerprint,
+    check_plan,
     load_plan,
     plan_files,
     plan_fingerprint,
     plan_identity,
 )
 from offline_packing.runs.figures import as_text, run_figures
-from offline_packing.runs.manifest import hash_plan, read_manifest
-from offline_packing.runs.repair import accept, refused, set_apart
-from offline_packing.runs.run import Fingerprint, Run, listed
+from offline_packing.runs.run import PlanFacts, Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
-from offline_packing.storage.files import hash_file, remove_folder, seal, to_json, write_atomically
+from offline_packing.runs.stage import Stage, Task, bring, is_complete
+from offline_packing.storage.files import hash_file, write_atomically
+from offline_packing.storage.receipts import Fingerprint
 from task_encoders.families import model_cost
 
 logger = logging.getLogger(__name__)
 
-_OTHER_PLAN: Final = "the settings, or the version of offline-packing, give another plan"
 #: Sources whose shares of tokens are balanced over optimizer steps.
 _MOST_SOURCES: Final = 8
 
@@ -70,24 +68,64 @@ class Planned:
 
 
 def plan(run: Run, samples: Index) -> StoredPlan:
-    """Make the plan, or find it complete. Raises StageError where there is nothing to pack, an
-    over-long sample under on_overlong: error, or shards that were written with another plan."""
-    workspace = run.workspace
-    found = workspace.read_plan()
-    fingerprint = plan_fingerprint(run)
-    try:
-        found = _restore_lost(run, samples, found)
-    except StageError:
-        if not run.config.output.overwrite:
-            raise
-    if found is not None and not changed_fields(found["fingerprint"], fingerprint):
-        stored = load_plan(workspace, found)
-        logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
-        return stored
-    _discard_previous(run, found, fingerprint)
-    planned = make_plan(run, samples)
-    _warn_of_uneven_packs(run.config, planned.packs)
-    return _save(run, samples, planned, workspace.plan)
+    """Make the plan, or find it complete. Raises StageError as `bring`, where there is nothing to
+    pack, or an over-long sample under on_overlong: error."""
+    bring(run, stage := Plan(run, samples))
+    receipt = run.workspace.read_plan()
+    assert receipt is not None
+    if stage.planned is not None:
+        return StoredPlan(stage.planned.packs, receipt)
+    stored = load_plan(run.workspace, receipt)
+    logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
+    return stored
+
+
+class Plan(Stage):
+    """The plan, made in one task. It may be replaced until shards are written from it."""
+
+    name = "plan"
+
+    def __init__(self, run: Run, samples: Index) -> None:
+        super().__init__(run)
+        self.samples = samples
+        self.planned: Planned | None = None
+
+    def inputs(self) -> Fingerprint:
+        return plan_fingerprint(self.run)
+
+    def check(self, found: Fingerprint, *, repairs: bool, complete: bool) -> None:
+        check_plan(self.run, found)
+
+    def is_replaceable(self) -> bool:
+        return not self.run.workspace.written_with()
+
+    def tasks(self) -> Sequence[Task]:
+        return [Task(plan_files(self.run.config), None)]
+
+    def make(self, tasks: Sequence[Task], folder: Path) -> None:
+        if tasks:
+            self.planned = make_plan(self.run, self.samples)
+            _warn_of_uneven_packs(self.run.config, self.planned.packs)
+            _save(self.run, self.samples, self.planned, folder / "_packing" / "plan")
+
+    def record(self) -> tuple[dict[str, str], dict[str, Any]]:
+        root = self.run.workspace.root
+        self.make(self.tasks() if self.planned is None else (), root)  # killed before its receipt
+        assert self.planned is not None
+        files = {name: hash_file(root / name) for name in plan_files(self.run.config)}
+        facts = PlanFacts(
+            plan_identity(files),
+            dict(self.planned.set_aside.reasons),
+            self.planned.packs.info.num_copies,
+            {path: [*map(dict, stages)] for path, stages in self.run.trained.items()},
+        )
+        return files, asdict(facts)
+
+    def agrees(self, files: Mapping[str, str]) -> bool:
+        return self.run.workspace.written_with().get("plan") in (None, plan_identity(files))
+
+    def describe_change(self) -> str:
+        return "the settings, or the version of offline-packing, give another plan"
 
 
 def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
@@ -107,69 +145,21 @@ def _warn_of_uneven_packs(config: PackingConfig, packs: PackPlan) -> None:
             )
 
 
-def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> StoredPlan:
-    """Write all files of a plan, stage.json last."""
+def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> None:
+    """Write all files of a plan."""
     planned.packs.save(folder, id_type=np.int64)
     with index.table_writer(folder / "set_aside.parquet", index.SET_ASIDE_SCHEMA) as write_aside:
         for table in planned.set_aside.tables(samples, [s.path for s in run.config.source]):
             write_aside(table)
     text = summary_text(run, samples, planned.packs, planned.set_aside.reasons)
     write_atomically(folder / "summary.txt", text.encode())
-    files = {name: hash_file(folder / name) for name in plan_files(run.config)}
-    document = {
-        "fingerprint": plan_fingerprint(run),
-        "hash": plan_identity(files),
-        "set_aside": dict(planned.set_aside.reasons),
-        "copies": planned.packs.info.num_copies,
-        **({"trained": run.trained} if run.trained else {}),
-        "files": files,
-    }
-    write_atomically(folder / run.workspace.plan_info.name, to_json(seal(document)))
-    return StoredPlan(planned.packs, document)
-
-
-def _restore_lost(
-    run: Run, samples: Index, found: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
-    """Plan again if files of a plan are missing, and accept files with the recorded hash; returns
-    its stage.json, which is accepted if the shards have its plan. Raises StageError if the plan
-    comes out differently."""
-    workspace, manifest = run.workspace, read_manifest(run.workspace.root)
-    expected = (workspace.read_started() or {}).get("plan")
-    if manifest is not None:
-        expected = manifest.plan
-    files = (
-        {}
-        if found is None
-        else {workspace.plan / name: one for name, one in found["files"].items()}
-    )
-    lost = [path for path in files if not path.exists()] if found else [workspace.plan_info]
-    if not lost or (found is None and expected is None):
-        return found
-    logger.info("plan: %s and what else is missing is made again", lost[0])
-    remove_folder(workspace.again)
-    folder = workspace.again / str(workspace.plan.relative_to(workspace.root))
-    try:
-        made = _save(run, samples, make_plan(run, samples), folder).info
-    except StageError as error:
-        raise refused(workspace, lost, error) from error
-    if found is None:
-        if expected not in (hash_plan(made), made["hash"]):
-            raise refused(workspace, lost, _OTHER_PLAN)
-        files = {workspace.plan / name: one for name, one in made["files"].items()}
-        lost = [path for path, one in files.items() if not path.exists() or hash_file(path) != one]
-        set_apart(workspace, lost)
-        info = workspace.plan_info
-        files, lost = {**files, info: hash_file(folder / info.name)}, [*lost, info]
-    accept(workspace, {path: files[path] for path in lost}, lambda: _OTHER_PLAN)
-    return found or made
 
 
 def preview_plan(run: Run, samples: Index) -> str:
-    """The summary of the plan that `plan` would make, if there is not one; nothing is written."""
-    found = run.workspace.read_plan()
-    if found is not None and not changed_fields(found["fingerprint"], plan_fingerprint(run)):
-        packs = load_plan(run.workspace, found).packs
+    """Return the summary of the plan that `plan` would make, if there is not one; nothing is
+    written."""
+    if is_complete(run, Plan(run, samples)) and (receipt := run.workspace.read_plan()):
+        packs = load_plan(run.workspace, receipt).packs
         return f"plan: complete ({packs.num_packs:,} packs), nothing to do\n"
     planned = make_plan(run, samples)
     return summary_text(run, samples, planned.packs, planned.set_aside.reasons)
@@ -178,24 +168,6 @@ def preview_plan(run: Run, samples: Index) -> str:
 def summary_text(run: Run, samples: Index, packs: PackPlan, plan_reasons: Mapping[str, int]) -> str:
     """The figures of a plan, to be shared. `plan_reasons`: samples set aside while planning."""
     return as_text(run_figures(run.config, samples, packs, plan_reasons))
-
-
-def _discard_previous(run: Run, found: Mapping[str, Any] | None, wanted: Fingerprint) -> None:
-    """Remove an earlier plan, which may be replaced until shards are written from it."""
-    workspace = run.workspace
-    if found is None and not workspace.manifest.exists() and not workspace.started.exists():
-        # Nothing says from which plan shards were written.
-        set_apart(workspace, workspace.write.rglob("*-??????.json"))
-        remove_folder(workspace.plan)
-        return
-    if found is not None and workspace.started.exists() and not run.config.output.overwrite:
-        check_fingerprint(
-            found["fingerprint"],
-            wanted,
-            artifact=f"the plan of the shards in {workspace.root}",
-            remedy="set output.overwrite=true to replace the shards, or choose another output.path",
-        )
-    run.discard_plan()
 
 
 def make_plan(run: Run, samples: Index) -> Planned:

@@ -18,7 +18,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import PackConfig
 from offline_packing.index.rows import name_samples, of_uses, pack_table
 from offline_packing.index.set_aside import read_set_aside
-from offline_packing.index.table import Index
+from offline_packing.index.table import Index, IndexInfo
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import OVER_SEQ_LENGTH
 from offline_packing.report.pages import render_report
@@ -36,7 +36,7 @@ from offline_packing.runs.figures import (
 from offline_packing.runs.manifest import read_manifest, stored_config
 from offline_packing.runs.run import Run, Workspace
 from offline_packing.runs.set_aside import aside_while_measuring, aside_while_planning
-from offline_packing.storage.files import hash_file, read_json, to_json, write_atomically
+from offline_packing.storage.files import read_json, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs.manifest import Manifest, PackColumns
 from task_encoders.packs.pack_format import pack_key
@@ -55,7 +55,7 @@ def report(run: Run) -> str:
     stages give equal bytes."""
     config, workspace = run.config, run.workspace
     manifest, samples = read_manifest(workspace.root), open_index(run)
-    stored = open_plan(run) if workspace.plan_info.exists() else None
+    stored = open_plan(run) if workspace.read_plan() else None
     if stored is not None and manifest is not None:
         check_layout(run, stored.hash)
     plan, prefix = (stored.packs, key_prefix(run, stored.hash)) if stored else (None, None)
@@ -119,10 +119,10 @@ def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool)
 
 def _made_from(workspace: Workspace, manifest: Manifest | None) -> dict[str, str | None]:
     """Identity of the stages that a report describes."""
-    index, plan = workspace.index_info, workspace.read_plan() or {}
+    index, plan = IndexInfo.load(workspace.packing), workspace.read_plan()
     return {
-        "index": hash_file(index) if index.exists() else None,
-        "plan": plan.get("hash"),
+        "index": None if index is None else index.hash,
+        "plan": None if plan is None else plan.facts.hash,
         "shards": None if manifest is None else manifest.content_hash,
     }
 

@@ -1,26 +1,25 @@
 """Index and plan of a run, opened: complete, undamaged, and made with this configuration.
 
-A fingerprint, a flat mapping from a field's name to its value, ties the artifacts of an output
-together: one made under another fingerprint is refused by the name of the field that changed.
-Versions of libraries only warn.
+What each stage is made with is a flat mapping from a field's name to its value, see
+storage/receipts.py: an artifact made with another one is refused by the name of the field.
 """
 
-import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any, Final
+from typing import Final
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.config.sections import OutputConfig
-from offline_packing.errors import ConfigError, DamagedError, StageError
+from offline_packing.errors import DamagedError, StageError
 from offline_packing.index.table import Index, IndexInfo
 from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.run import Fingerprint, Run, Workspace, open_encoder
+from offline_packing.runs.run import PlanReceipt, Run, Workspace, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, to_json
+from offline_packing.storage.receipts import Fingerprint, check_inputs
 from task_encoders.settings import explain_hash
 from task_encoders.storage.paths import REMEDY
 from task_encoders.versions import VERSION
@@ -39,42 +38,45 @@ _PLAN_FILES: Final = (
     "summary.txt",
 )
 #: Files that say which samples form which pack; the last where samples share prefixes.
-_PACKS: Final = ("sample_ids.npy", "pack_offsets.npy", "branches.npy")
+_PACKS: Final = tuple(
+    f"_packing/plan/{name}.npy" for name in ("sample_ids", "pack_offsets", "branches")
+)
 
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """A plan on disk: its packs, and its stage.json."""
+    """A plan on disk: its packs, and its receipt."""
 
     packs: PackPlan
-    info: Mapping[str, Any]
+    receipt: PlanReceipt
 
     @property
     def hash(self) -> str:
         """Hash of which samples form which pack."""
-        return str(self.info["hash"])
+        return self.receipt.facts.hash
 
     @property
     def set_aside(self) -> Mapping[str, int]:
         """Samples set aside while planning, by reason."""
-        return dict(self.info["set_aside"])
+        return dict(self.receipt.facts.set_aside)
 
 
 def open_index(run: Run) -> Index:
-    """The complete index of an output. Raises StageError: there is none with these settings."""
+    """Return the complete index of an output. Raises StageError: there is none with these
+    settings."""
     workspace = run.workspace
-    info = IndexInfo.load(workspace.index_info)
+    info = IndexInfo.load(workspace.packing)
     if info is None:
         raise StageError(f"no complete index in {workspace.root}; run measure first")
-    check_index(run, info)
+    check_index(run, info.fingerprint)
     return Index(workspace.index, info)
 
 
-def check_index(run: Run, info: IndexInfo) -> None:
-    """Raise StageError if an index does not match the configuration."""
-    found = info.fingerprint.items()
-    check_fingerprint(
-        {name: value for name, value in found if not name.endswith(".listing")},
+def check_index(run: Run, found: Fingerprint) -> None:
+    """Raise StageError if what an index was made with does not match the configuration; sources
+    may have changed."""
+    check_inputs(
+        {name: value for name, value in found.items() if not name.endswith(".listing")},
         config_fingerprint(run.config),
         artifact=f"the index in {run.workspace.root}",
         remedy="run measure again with output.overwrite=true, choose another output.path, "
@@ -85,44 +87,45 @@ def check_index(run: Run, info: IndexInfo) -> None:
 
 
 def open_plan(run: Run) -> StoredPlan:
-    """The complete plan of an output, made with these settings of its index. Raises StageError if
-    there is none, it is damaged, or it was made with other settings."""
-    info = run.workspace.read_plan()
-    if info is None:
+    """Return the complete plan of an output, made with these settings of its index. Raises
+    StageError if there is none, it is damaged, or it was made with other settings."""
+    receipt = run.workspace.read_plan()
+    if receipt is None:
         raise StageError(f"no complete plan in {run.workspace.root}; run plan first")
-    check_plan(run, info)
-    return load_plan(run.workspace, info)
+    check_plan(run, receipt.inputs)
+    return load_plan(run.workspace, receipt)
 
 
-def check_plan(run: Run, info: Mapping[str, Any]) -> None:
-    """Raise StageError if the plan of a stage.json does not match the configuration."""
+def check_plan(run: Run, found: Fingerprint) -> None:
+    """Raise StageError if what a plan was made with does not match the configuration."""
     written = (
         "give the settings that the shards were written with, or rewrite them: run with "
         "output.overwrite=true, or with another output.path"
     )
-    check_fingerprint(
-        info["fingerprint"],
+    check_inputs(
+        found,
         plan_fingerprint(run),
         artifact=f"the plan in {run.workspace.root}",
-        remedy=written if run.workspace.write.exists() else "run plan again",
+        remedy=written if run.workspace.written_with() else "run plan again",
     )
 
 
 def plan_files(config: PackingConfig) -> tuple[str, ...]:
-    """Files of a plan, whose hashes stage.json holds."""
+    """Return the names of a plan's files, relative to the output."""
     trees = () if config.pack.share_prefixes is None else ("branches.npy",)
-    return (*_PLAN_FILES, *trees)
+    return tuple(f"_packing/plan/{name}" for name in (*_PLAN_FILES, *trees))
 
 
-def load_plan(workspace: Workspace, info: Mapping[str, Any]) -> StoredPlan:
-    """The plan of a stage.json. Raises StageError if its files do not hold the planned packs."""
-    folder, files = workspace.plan, info["files"]
+def load_plan(workspace: Workspace, receipt: PlanReceipt) -> StoredPlan:
+    """Return the plan of a receipt. Raises DamagedError if its files do not hold the planned
+    packs."""
+    root, files = workspace.root, receipt.files
     try:
         names = [name for name in files if name.endswith((".npy", "json"))]
-        differ = [str(folder / name) for name in names if hash_file(folder / name) != files[name]]
-        if differ or plan_identity(files) != info["hash"]:
-            raise StageError(f"{' or '.join(differ) or folder} differs from what was planned")
-        return StoredPlan(PackPlan.load(folder), info)
+        differ = [str(root / name) for name in names if hash_file(root / name) != files[name]]
+        if differ or plan_identity(files) != receipt.facts.hash:
+            raise StageError(f"{' or '.join(differ) or root} differs from what was planned")
+        return StoredPlan(PackPlan.load(workspace.plan), receipt)
     except OSError as error:
         raise DamagedError(f"{error.filename or error} is missing or no file; {REMEDY}") from error
     except (ValueError, StageError) as error:
@@ -131,14 +134,14 @@ def load_plan(workspace: Workspace, info: Mapping[str, Any]) -> StoredPlan:
 
 def plan_fingerprint(run: Run) -> Fingerprint:
     """Settings that a plan depends on."""
-    config = run.config
+    config, info = run.config, IndexInfo.load(run.workspace.packing)
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
         for name, value in pack.items()
     }
     return {
-        "index": hash_file(run.workspace.index_info),
+        "index": info.hash if info is not None else "",
         "output.layout": config.output.layout,
         **{f"pack.{name}": value for name, value in fields.items()},
         **_uses_fingerprint(config),
@@ -167,7 +170,7 @@ def _uses_fingerprint(config: PackingConfig) -> dict[str, str | int]:
 
 
 def plan_identity(files: Mapping[str, str]) -> str:
-    """The file hashes that identify which samples form which pack."""
+    """Return the file hashes that identify which samples form which pack."""
     return "-".join(files[name] for name in _PACKS if name in files)
 
 
@@ -177,10 +180,10 @@ def key_prefix(run: Run, plan_hash: str) -> str:
     the source and the same plan."""
     if run.config.output.key_prefix is not None:
         return run.config.output.key_prefix
-    started = run.workspace.read_started() or {}
+    started = run.workspace.written_with()
     if started.get("plan") == plan_hash and "output.key_prefix" in started:
         return str(started["output.key_prefix"])
-    info = IndexInfo.load(run.workspace.index_info)
+    info = IndexInfo.load(run.workspace.packing)
     made_with = info.fingerprint if info is not None else {}
     listings = [made_with.get(f"source.{i}.listing") for i, _ in enumerate(run.config.source)]
     return f"{hash_bytes(to_json([listings, plan_hash]))[:8]}_"
@@ -219,8 +222,8 @@ def layout_fingerprint(output: OutputConfig, plan_hash: str) -> Fingerprint:
 
 def check_layout(run: Run, plan_hash: str, found: Fingerprint | None = None) -> None:
     """Raise StageError if the shards are of another plan or layout."""
-    check_fingerprint(
-        found or run.workspace.read_started() or {},
+    check_inputs(
+        found or run.workspace.written_with(),
         shards_fingerprint(run, plan_hash),
         artifact=f"the shards in {run.workspace.root}",
         remedy="give the settings that they were written with, write again with "
@@ -245,47 +248,6 @@ def config_fingerprint(config: PackingConfig) -> Fingerprint:
     if LAYOUTS[config.output.layout].has_rules():
         fields["index.layout"] = config.output.layout
     return fields | config.cut_for
-
-
-def changed_fields(found: Fingerprint, wanted: Fingerprint) -> list[str]:
-    """Names of the fields that differ or exist on one side only."""
-    return sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-
-
-def check_fingerprint(
-    found: Fingerprint,
-    wanted: Fingerprint,
-    *,
-    artifact: str,
-    remedy: str,
-    accept: Collection[str] = (),
-    explain: Callable[[str], str | None] = lambda name: None,
-) -> None:
-    """Raise StageError if any field but the accepted ones differs between the artifact and the
-    configuration. `explain(name)` describes a change in words, or returns None to show the two
-    values."""
-    unknown = set(accept) - {*found, *wanted}
-    if unknown:
-        raise ConfigError(
-            f"--accept-mismatch {min(unknown)}: no such field; valid: {', '.join(sorted(wanted))}"
-        )
-    names = [name for name in changed_fields(found, wanted) if name not in accept]
-    if names:
-        changes = "; ".join(
-            explain(name) or f"{name} was {_shown(name, found)}, is {_shown(name, wanted)}"
-            for name in names
-        )
-        raise StageError(f"{artifact} cannot be used: {changes}; {remedy}")
-
-
-def _shown(name: str, fingerprint: Fingerprint) -> str:
-    """A value on one line; a fingerprint holds values other than text and integers as JSON."""
-    if name not in fingerprint:
-        return "not set"
-    value = fingerprint[name]
-    if isinstance(value, str) and value.endswith("\n"):
-        return json.dumps(json.loads(value), ensure_ascii=False)
-    return repr(value)
 
 
 def library_versions() -> dict[str, str]:

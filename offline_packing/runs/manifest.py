@@ -28,11 +28,9 @@ from offline_packing.runs.artifacts import (
     StoredPlan,
     generation_of,
     key_prefix,
-    layout_fingerprint,
     shards_fingerprint,
 )
-from offline_packing.runs.repair import accept, is_repairing
-from offline_packing.runs.run import Fingerprint, Run
+from offline_packing.runs.run import PlanReceipt, Run
 from offline_packing.storage.files import hash_bytes, read_each, seal, to_json, write_atomically
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
@@ -80,9 +78,9 @@ def require_manifest(root: Path) -> Manifest:
     return manifest
 
 
-def save_manifest(run: Run, manifest: Manifest) -> Manifest:
-    """Write a manifest, which makes an output complete; returns it."""
-    write_atomically(run.workspace.manifest, _to_bytes(manifest))
+def save_manifest(root: Path, manifest: Manifest) -> Manifest:
+    """Write the manifest of an output, which makes it complete; returns it."""
+    write_atomically(root / stored.NAME, _to_bytes(manifest))
     return manifest
 
 
@@ -95,14 +93,32 @@ def _hash(manifest: Manifest) -> str:
     return hash_bytes(to_json(manifest.model_dump(exclude=dict(_APART))))
 
 
-def write_manifest(
-    run: Run, samples: Index, plan: StoredPlan, fragments: Sequence[Path]
+def make_manifest(
+    run: Run,
+    samples: Index,
+    plan: StoredPlan,
+    fragments: Sequence[Path],
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write the layout's metadata and then the manifest, which makes the dataset complete. The
-    fragments are in order."""
-    manifest = finish_layout(run, build_manifest(run, samples, plan, fragments))
+    """Write the layout's metadata, and then the manifest, which makes the dataset complete, below
+    a folder in place of the output. The fragments are in order; `config` is the recorded
+    configuration where files are made again: sources may have moved since."""
+    manifest = build_manifest(run, samples, plan, fragments, config)
     table = pack_table(samples, plan.packs, model_cost(run.config.model))
-    return save_manifest(run, with_columns(manifest, table))
+    folder.mkdir(parents=True, exist_ok=True)
+    describe(folder, manifest, fragments)
+    names = list(LAYOUTS[manifest.layout].METADATA)
+    if run.config.output.media == "refer":
+        there = run.workspace.root / MEDIA_ROOTS
+        # Sources need not be there where other files are made again.
+        is_kept = folder != run.workspace.root and there.exists()
+        content = there.read_bytes() if is_kept else media_roots(run.config.source)
+        write_atomically(folder / MEDIA_ROOTS, content)
+        names.append(MEDIA_ROOTS)
+    hashes = {name: hash_metadata(folder / name) for name in names}
+    manifest = with_columns(manifest.model_copy(update={"metadata": hashes}), table)
+    return save_manifest(folder, manifest)
 
 
 def with_columns(manifest: Manifest, table: PackColumns) -> Manifest:
@@ -117,52 +133,15 @@ def with_columns(manifest: Manifest, table: PackColumns) -> Manifest:
     return manifest.model_copy(update={"shards": tuple(shards)})
 
 
-def finish_layout(run: Run, manifest: Manifest) -> Manifest:
-    """Write the layout's metadata on a manifest's shards; returns it with these files' hashes."""
-    workspace = run.workspace
-    fragments = [workspace.fragment(shard.name) for shard in manifest.shards]
-    describe(workspace.root, manifest, fragments)
-    names = list(LAYOUTS[manifest.layout].METADATA)
-    if run.config.output.media == "refer":
-        write_atomically(workspace.root / MEDIA_ROOTS, media_roots(run.config.source))
-        names.append(MEDIA_ROOTS)
-    hashes = {name: hash_metadata(workspace.root / name) for name in names}
-    return manifest.model_copy(update={"metadata": hashes})
-
-
-def restore_metadata(run: Run, manifest: Manifest) -> Manifest:
-    """Write lost files of the layout again, and the places of media if sources moved. Raises
-    StageError if the former come out differently, or a source is not where the configuration
-    says."""
-    workspace = run.workspace
-    lost = {name for name in manifest.metadata if not (workspace.root / name).exists()}
-    if recorded := {workspace.root / one: manifest.metadata[one] for one in lost - {MEDIA_ROOTS}}:
-        workspace.again.mkdir(parents=True, exist_ok=True)
-        describe(
-            workspace.again, manifest, [workspace.fragment(one.name) for one in manifest.shards]
-        )
-        accept(workspace, recorded, lambda: "this version of offline-packing writes others")
-    # The source need not be there for a repair that does not need it.
-    is_needed = MEDIA_ROOTS in lost or not is_repairing(workspace)
-    if MEDIA_ROOTS not in manifest.metadata or not is_needed:
-        return manifest
-    content = media_roots(run.config.source)
-    is_same = hash_bytes(content) == manifest.metadata[MEDIA_ROOTS]
-    if not is_same or MEDIA_ROOTS in lost:
-        write_atomically(workspace.root / MEDIA_ROOTS, content)
-    if is_same:
-        return manifest
-    paths = ", ".join(source.path for source in run.config.source)
-    logger.info("write: the packs now refer to media in %s; verify opens them", paths)
-    hashes = {**manifest.metadata, MEDIA_ROOTS: hash_bytes(content)}
-    return save_manifest(run, manifest.model_copy(update={"metadata": hashes}))
-
-
 def build_manifest(
-    run: Run, samples: Index, stored: StoredPlan, fragments: Sequence[Path]
+    run: Run,
+    samples: Index,
+    stored: StoredPlan,
+    fragments: Sequence[Path],
+    config: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """The manifest without `metadata`, which `finish_layout` adds."""
-    index, plan = samples.info, stored.info
+    """Return the manifest without `metadata`, which `make_manifest` adds."""
+    index, plan = samples.info, stored.receipt.facts
     loaded = read_each(run.workspace.root, ShardFragment.load, fragments)
     shards = tuple(map(shard_line, loaded))
     packs = {
@@ -176,20 +155,20 @@ def build_manifest(
         seq_length=run.config.pack.seq_length,
         pad_multiple=run.config.pack.padding,
         counts=Counts(
-            samples=index.num_samples + index.num_set_aside + plan.get("copies", 0),
+            samples=index.num_samples + index.num_set_aside + plan.copies,
             packed=sum(shard.samples for shard in shards),
-            set_aside=Counter(index.set_aside) + Counter(plan["set_aside"]),
+            set_aside=Counter(index.set_aside) + Counter(plan.set_aside),
             tokens=sum(shard.tokens for shard in shards),
             packs=packs,
             records=record_counts(samples, stored.packs.sample_ids),
             media_hashed_in_part=index.num_part_hashed,
         ),
-        generation=generation_of(shards_fingerprint(run, plan["hash"])),
+        generation=generation_of(shards_fingerprint(run, plan.hash)),
         loss_weights="fractional" if index.num_weighted else None,
         shards=shards,
         fingerprint=index.fingerprint,
-        config=stored_config(run.config, key_prefix(run, plan["hash"])),
-        plan=hash_plan(plan),
+        config=dict(config or stored_config(run.config, key_prefix(run, plan.hash))),
+        plan=hash_plan(stored.receipt),
         content_hash="",
         library_versions=index.versions,
         metadata={},
@@ -197,18 +176,11 @@ def build_manifest(
     return manifest.model_copy(update={"content_hash": _hash(manifest)})
 
 
-def recorded_layout(run: Run, manifest: Manifest, plan_hash: str) -> Fingerprint:
-    """Content of write/started.json, from the configuration in the manifest."""
-    output = {**manifest.config["output"], "path": run.config.output.path}
-    if output.get("split") == run.config.output.split:  # in this order; a manifest's is sorted
-        output["split"] = run.config.output.split
-    return layout_fingerprint(OutputConfig(**output), plan_hash)
-
-
-def hash_plan(info: Mapping[str, Any]) -> str:
-    """Hash of a plan's stage.json without times of the source's files and versions of libraries."""
-    fingerprint = {name: value for name, value in info["fingerprint"].items() if name != "index"}
-    named = {"fingerprint": fingerprint, "hash": info["hash"], "set_aside": info["set_aside"]}
+def hash_plan(receipt: PlanReceipt) -> str:
+    """Hash of a plan's receipt without times of the source's files and versions of libraries."""
+    fingerprint = {name: value for name, value in receipt.inputs.items() if name != "index"}
+    facts = receipt.facts
+    named = {"fingerprint": fingerprint, "hash": facts.hash, "set_aside": facts.set_aside}
     return hash_bytes(to_json(named))
 
 

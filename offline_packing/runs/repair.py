@@ -7,8 +7,7 @@ _packing/damaged/found.json    damaged and lost files; while it is there, the st
 _packing/again/                files made again, until their hashes are compared
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from offline_packing.errors import StageError
@@ -27,7 +26,7 @@ _FOUND: Final = "found.json"
 
 
 def is_repairing(workspace: Workspace) -> bool:
-    """Whether `verify --discard` found damaged files that are not all made again."""
+    """Tell whether `verify --discard` found damaged files that are not all made again."""
     return (workspace.damaged / _FOUND).exists()
 
 
@@ -35,7 +34,7 @@ def start_repair(workspace: Workspace, found: Mapping[str, str]) -> None:
     """Move damaged files away, given by their names, relative to the output, and their faults."""
     workspace.damaged.mkdir(parents=True, exist_ok=True)
     write_atomically(workspace.damaged / _FOUND, to_json(found))
-    set_apart(workspace, [workspace.root / name for name in found])
+    set_apart(workspace, found)
 
 
 def end_repair(workspace: Workspace) -> None:
@@ -47,57 +46,52 @@ def end_repair(workspace: Workspace) -> None:
             remove_folder(folder)
 
 
-def set_apart(workspace: Workspace, paths: Iterable[Path]) -> None:
+def set_apart(workspace: Workspace, names: Iterable[str]) -> None:
     """Move files away, and folders in their places, if they are there. Raises StageError where a
     link leads out of the output: what it leads to is not the output's."""
     is_local, own = not is_remote(workspace.root), (workspace.root, workspace.packing)
-    for path in paths:
+    for name in names:
+        path = workspace.root / name
         if path.exists():
             at = path.parent.resolve() if is_local else path.parent
-            if is_local and not {*map(Path.resolve, own)} & {at, *at.parents}:
+            if is_local and not {*(one.resolve() for one in own)} & {at, *at.parents}:
                 raise StageError(f"{path.parent} is a link out of the output, to {at}; remove it")
-            target = workspace.damaged / str(path.relative_to(workspace.root))
+            target = workspace.damaged / name
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_path(target)
             path.replace(target)
 
 
-def put_back(workspace: Workspace, paths: Iterable[Path] | None = None) -> None:
+def put_back(workspace: Workspace, names: Iterable[str] | None = None) -> None:
     """Move files back, these or all, if there are no new ones."""
-    if paths is None:
+    if names is None:
         apart = [path for path in workspace.damaged.rglob("*") if path.is_file()]
-        own = (str(path.relative_to(workspace.damaged)) for path in apart)
-        paths = [workspace.root / name for name in own if name != _FOUND]
-    for path in paths:
-        old = workspace.damaged / str(path.relative_to(workspace.root))
-        if old.exists() and not path.exists():
+        names = (str(path.relative_to(workspace.damaged)) for path in apart)
+    for name in names:
+        path, old = workspace.root / name, workspace.damaged / name
+        if name != _FOUND and old.exists() and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             old.replace(path)
 
 
-def accept(workspace: Workspace, recorded: Mapping[Path, str], why: Callable[[], str]) -> None:
-    """Move files that were made again to their places, in this order. Raises StageError, with the
-    reason, if they do not have their recorded hash; the old ones come back."""
-    wrong = []
-    for path, expected in recorded.items():
-        made = workspace.again / str(path.relative_to(workspace.root))
+def accept(workspace: Workspace, recorded: dict[str, str]) -> None:
+    """Move files that were made again to their places, in this order, if they have their recorded
+    hash, and take them from `recorded`."""
+    for name, expected in list(recorded.items()):
+        made, path = workspace.again / name, workspace.root / name
         if made.exists() and hash_metadata(made) == expected:
             path.parent.mkdir(parents=True, exist_ok=True)
+            set_apart(workspace, [name])
             move_file(made, path)
-        else:
-            wrong.append(path)
-    if wrong:
-        raise refused(workspace, wrong, why())
-    remove_folder(workspace.again)
+            del recorded[name]
 
 
-def refused(workspace: Workspace, paths: Iterable[Path], why: object) -> StageError:
-    """The error of files that cannot be made again as they were; the old ones come back."""
-    paths = list(paths)
+def refused(workspace: Workspace, names: Iterable[str], why: object) -> StageError:
+    """Return the error of files that cannot be made again as they were; the old ones come back."""
+    names = list(names)
     remove_folder(workspace.again)
-    put_back(workspace, paths)
-    names = ", ".join(str(path.relative_to(workspace.root)) for path in paths[:3])
+    put_back(workspace, names)
     return StageError(
-        f"{names} cannot be made again as recorded: {why}; restore that, or pack again with "
-        "output.overwrite=true or another output.path"
+        f"{', '.join(names[:3])} cannot be made again as recorded: {why}; restore that, or pack "
+        "again with output.overwrite=true or another output.path"
     )

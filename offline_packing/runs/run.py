@@ -2,10 +2,10 @@
 artifacts of its output are. Trainers are given the output folder itself.
 
 OUT/train-000000.tar, .tar.idx, .nv-meta/, manifest.json    the packed dataset
-OUT/_packing/index/, set_aside/, files/, index.json         measure
+OUT/_packing/STAGE.json, copies/, STAGE.started.json        receipts, see storage/receipts.py
+OUT/_packing/index/, repeated/, set_aside/, files/          measure
 OUT/_packing/plan/                                          plan
 OUT/_packing/write/                                         write: one fragment per shard
-OUT/_packing/verdict.json                                   verify: when it found no problem
 OUT/_packing/report/                                        report: for people, and as JSON
 OUT/_packing/unpacked/                                      while packs are written or compared
 """
@@ -16,11 +16,10 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel
 from tqdm import tqdm
 
 from offline_packing.config.packing import PackingConfig
@@ -34,23 +33,28 @@ from offline_packing.sources import Source, open_source
 from offline_packing.sources.roots.roots import RemoteRoot
 from offline_packing.storage.files import (
     hold_lock,
-    read_json,
     remove_folder,
     remove_path,
     remove_temporaries,
     scratch_folder,
 )
+from offline_packing.storage.receipts import (
+    STAGES,
+    Fingerprint,
+    Receipt,
+    copy_path,
+    load_receipt,
+    made_with,
+    receipt_path,
+    started_path,
+)
 from task_encoders.families import ModelOptions, build_sample_encoder
 from task_encoders.field_types import NonNegative
-from task_encoders.packs.manifest import FileName
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.storage.paths import as_remote, path_of
 from task_encoders.storage.remote_requests import REPEATS, RemoteError
 
 logger = logging.getLogger(__name__)
-
-#: Settings by name, which tie the artifacts of an output together.
-Fingerprint = Mapping[str, str | int | bool]
 
 _SECONDS_BETWEEN_LINES: Final = 60
 #: measure: 120,000 of 600,000 samples, 20%, 03:10 left
@@ -67,15 +71,24 @@ class _Lines(io.TextIOBase):
         return sys.stderr.write(f"{line}\n") if line else 0
 
 
-class PlanRecord(BaseModel):
-    """Content of a plan's stage.json."""
+@dataclass(frozen=True)
+class PlanFacts:
+    """Facts of a plan's receipt."""
 
-    fingerprint: dict[str, str | int | bool]
+    #: of the files that say which samples form which pack
     hash: str
+    #: samples set aside while planning, by reason
     set_aside: dict[str, NonNegative]
     copies: NonNegative = 0
-    files: dict[FileName, str]
-    trained: dict[str, list[dict[str, Any]]] = {}
+    #: what the training runs of source.skip had trained, by their paths
+    trained: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanReceipt(Receipt):
+    """Receipt of a plan."""
+
+    facts: PlanFacts  # type: ignore[assignment]
 
 
 class Workspace:
@@ -93,42 +106,36 @@ class Workspace:
         self.scratch = scratch_folder(self.packing)
         #: folder of the index parts
         self.index = self.packing / "index"
-        #: what parts of an unfinished index were made with; Parquet's readers skip such names
-        self.index_started = self.index / "_started.json"
-        #: how much there is to measure; present while measuring
-        self.measure_total = self.index / "_total.json"
+        #: folder of the numbers of rows of each part whose ids repeat, see measure/identity.py
+        self.repeated = self.packing / "repeated"
         #: folder of the parts of the set-aside table
         self.set_aside = self.packing / "set_aside"
         #: folder of the tables of the source files that were measured
         self.files = self.packing / "files"
-        #: present when the index is complete
-        self.index_info = self.packing / "index.json"
         #: folder of the keys that source.skip leaves out, while samples are measured
         self.skip = self.packing / "skip"
         #: folder of damaged files, and of files made in their place; see runs/repair.py
-        self.damaged, self.again = self.packing / "damaged", self.scratch / "again"
+        self.damaged, self.again = self.packing / "damaged", self.packing / "again"
         self.plan = self.packing / "plan"
-        #: present when the plan is complete
-        self.plan_info = self.plan / "stage.json"
         #: folder of one fragment per finished shard
         self.write = self.packing / "write"
-        #: fingerprint of the shards besides index and source; written before the first shard
-        self.started = self.write / "started.json"
-        #: the last check that found no problem; see verify/verdict.py
-        self.verdict = self.packing / "verdict.json"
         self.report = self.packing / "report"
         #: folder of copies of files without random access: compressed files, and large row groups.
         #: Present while packs are written or compared with their source
         self.unpacked = self.scratch / "unpacked"
 
-    def read_plan(self) -> Any:
-        """Content of the plan's stage.json, or None. Raises DamagedError as `read_json`."""
-        found = read_json(self.plan_info, form=PlanRecord)
-        return found and found.model_dump(exclude_unset=True)
+    def read_plan(self) -> PlanReceipt | None:
+        """Return the receipt of the plan. Raises DamagedError as `load_receipt`."""
+        found: PlanReceipt | None = load_receipt(self.packing, "plan", PlanReceipt)
+        return found
 
-    def read_started(self) -> Any:
-        """Content of write's started.json, or None. Raises DamagedError as `read_json`."""
-        return read_json(self.started, form=Fingerprint)
+    def written_with(self) -> Fingerprint:
+        """Return the inputs of the shards, complete or not; none if writing has not begun."""
+        return made_with(self.packing, "write") or {}
+
+    def name_of(self, path: Path) -> str:
+        """Return the name of a file relative to the output, as receipts have it."""
+        return str(path.relative_to(self.root))
 
     def fragment(self, shard_name: str) -> Path:
         """The fragment of a shard, by its name with or without the file's ending."""
@@ -172,7 +179,8 @@ class Workspace:
     def remove_temporaries(self) -> None:
         """Remove incomplete files of killed runs."""
         stages = (self.index, self.set_aside, self.files, self.plan, self.write, self.report)
-        for folder in (self.root, self.nv_meta, self.packing, *stages):
+        own = (self.root, self.nv_meta, self.packing, self.packing / "copies", self.repeated)
+        for folder in (*own, *stages):
             remove_temporaries(folder)
         for fragments in self.write.glob("*-*[0-9]"):  # output.shards_per_folder
             remove_temporaries(fragments)
@@ -199,9 +207,9 @@ class Run:
     def trained(self) -> Mapping[str, Trained]:
         """What the training runs of source.skip trained: as the plan recorded it, so that it stays
         the plan of its shards; without a plan, or under output.overwrite, up to now."""
-        stored = {} if self.config.output.overwrite else self.workspace.read_plan() or {}
+        stored = None if self.config.output.overwrite else self.workspace.read_plan()
         paths = sorted({path for source in self.config.source for path in source.trained_by})
-        recorded = stored.get("trained", {})
+        recorded = stored.facts.trained if stored else {}
         return {path: recorded.get(path) or read_trained(path) for path in paths}
 
     @property
@@ -219,28 +227,25 @@ class Run:
             if self.workspace.manifest.exists() and not self.engine.IS_SHARED:
                 remove_folder(self.workspace.unpacked)
 
-    def discard_index(self) -> None:
-        """Remove the index and all that was made from it."""
-        self.discard_plan()
-        folder = self.workspace
-        remove_path(folder.index_info)
-        # Unpacked copies go too: perhaps its files were replaced.
-        for path in (folder.index, folder.set_aside, folder.files, folder.unpacked):
-            remove_folder(path)
-
-    def discard_plan(self) -> None:
-        """Remove the plan and all that was made from it."""
-        self.discard_shards()
-        remove_folder(self.workspace.plan)
-
-    def discard_shards(self) -> None:
-        """Remove the shards; the manifest, which says that they are complete, goes first."""
-        remove_path(self.workspace.manifest)
-        remove_path(self.workspace.verdict)
-        remove_folder(self.workspace.damaged)
-        if self.workspace.write.exists():
-            remove_shards(self.workspace.root)
-            remove_folder(self.workspace.write)
+    def drop(self, stage: str) -> None:
+        """Remove what a stage made and all that was made from it: the last stage goes first, and a
+        receipt before its files, so that a killed removal leaves no receipt of lost files."""
+        at = self.workspace
+        folders = {
+            # Unpacked copies go too: perhaps the files were replaced.
+            "measure": (at.index, at.repeated, at.set_aside, at.files, at.unpacked),
+            "plan": (at.plan,),
+            "write": (at.write, at.damaged),
+        }
+        for name in reversed(STAGES[STAGES.index(stage) :]):
+            if name == "write":
+                remove_path(at.manifest)  # it tells trainers that the shards are complete
+            for path in (receipt_path, copy_path, started_path):
+                remove_path(path(at.packing, name))
+            if name == "write" and at.write.exists():
+                remove_shards(at.root)
+            for folder in folders.get(name, ()):
+                remove_folder(folder)
 
     def bar(self, name: str, total: int | None, unit: str) -> AbstractContextManager["tqdm[None]"]:
         """Progress of a stage, see `progress_bar`."""

@@ -60,7 +60,7 @@ def check_set_aside(run: Run) -> None:
     """Stop a run that is about to write less than its user expects. Raises StageError if a source
     gives no sample at all, or more samples are set aside than pack.max_set_aside allows."""
     workspace, config = run.workspace, run.config
-    info = IndexInfo.load(workspace.index_info)
+    info = IndexInfo.load(workspace.packing)
     limit = config.pack.max_set_aside
     if info is None or limit == 1:
         return
@@ -105,7 +105,7 @@ def check_media(run: Run) -> None:
     """Stop a run whose samples lack the pictures that they are trained with. Raises StageError: a
     source under captioning or vqa, which show an image or a video, has none, unless it is plain
     text or source.text_only says so; or under bmr no source has any, and media were not used."""
-    info = IndexInfo.load(run.workspace.index_info)
+    info = IndexInfo.load(run.workspace.packing)
     if info is None:
         return
     sources = run.config.source
@@ -152,7 +152,7 @@ def list_set_aside(
     then `plan`, for all reasons or these only. CSV has a header and is quoted as RFC 4180 has it;
     otherwise there are tabs. Raises StageError: nothing is measured yet, or a table is damaged."""
     workspace = run.workspace
-    info = IndexInfo.load(workspace.index_info)
+    info = IndexInfo.load(workspace.packing)
     if info is None:
         raise StageError(f"no complete index in {workspace.root}; run measure first")
     paths = [*aside_while_measuring(workspace, info), *aside_while_planning(workspace)]

@@ -1,17 +1,9 @@
-"""The tasks of a stage: which are done, which of the others this process runs, and the tasks of a
-plan's shards.
+"""Tasks run by the engine, and the tasks of a plan's shards."""
 
-A task is done when its marker exists: the file that it writes last. An engine that shares tasks
-with other ranks runs its share of the remaining ones and ends; a run that has the output to itself
-completes the stage.
-"""
-
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -19,11 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from offline_packing.engines.local import Advance
-from offline_packing.errors import ShareDoneError
 from offline_packing.index.measured import MODIFICATION_TIME
 from offline_packing.index.rows import SampleIds, name_copies, samples_of_shards
 from offline_packing.index.table import Index
-from offline_packing.layouts.container import check_places, is_there
+from offline_packing.layouts.container import check_places
 from offline_packing.layouts.shards import (
     COLUMNS,
     PREFIX_COLUMNS,
@@ -38,29 +29,8 @@ from offline_packing.runs.artifacts import generation_of
 from offline_packing.runs.run import Run, open_sources
 from task_encoders.storage.remote_requests import REPEATS
 
-logger = logging.getLogger(__name__)
-
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-
-
-def unfinished(stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
-    """The tasks that are not done, in order; `Engine.share` assigns them to ranks."""
-    finished = set(map(marker, done(tasks, marker)))
-    left = [task for task in tasks if marker(task) not in finished]
-    if left and len(left) < len(tasks):
-        num_done = len(tasks) - len(left)
-        logger.info("%s: %d of %d tasks are done already", stage, num_done, len(tasks))
-    return left
-
-
-def done(tasks: Sequence[Task], marker: Callable[[Task], Path]) -> list[Task]:
-    """The tasks that are done, in order, found by listing the folders of the markers: a question
-    for each would take hours on object storage."""
-    there: dict[Path, set[str]] = {}
-    for folder in {marker(task).parent for task in tasks}:
-        there[folder] = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return [task for task in tasks if marker(task).name in there[marker(task).parent]]
 
 
 def run_tasks(
@@ -81,31 +51,6 @@ def _counted(function: Callable[[Task], Result], task: Task) -> tuple[Result, in
     """The result of a task, its process, and how many requests it had to repeat."""
     before = REPEATS.copy()
     return function(task), os.getpid(), REPEATS - before
-
-
-def check_all_done(
-    run: Run, stage: str, tasks: Sequence[Task], marker: Callable[[Task], Path]
-) -> None:
-    """Raise ShareDoneError if ranks share the stage, which a separate run is to complete."""
-    if run.engine.IS_SHARED:
-        left = len(tasks) - len(done(tasks, marker))
-        raise ShareDoneError(
-            f"this rank's share of {stage} is done, {left} of {len(tasks)} tasks are left to other "
-            f"ranks; after them, run {stage} with engine.name=local to complete it"
-        )
-
-
-def lost_shards(run: Run, shards: Iterable[tuple[str, str]]) -> set[str]:
-    """Names of the shards, given with their splits, whose fragment or file is not there."""
-    shards = list(shards)
-    root = run.workspace.root
-    folders = {Path(), *(Path(name).parent for name, _ in shards)}
-    present = [folder for folder in folders if (root / folder).is_dir()]
-    files = {str(at / path.name) for at in present for path in (root / at).iterdir()}
-    finished = set(done(shards, lambda shard: run.workspace.fragment(shard[0])))
-    return {
-        name for name, split in shards if (name, split) not in finished or not is_there(name, files)
-    }
 
 
 def estimate_bytes(run: Run, samples: Index, plan: PackPlan) -> npt.NDArray[np.int64]:
@@ -150,12 +95,11 @@ def iterate_tasks(
     columns = COLUMNS if plan.branches is None else (*COLUMNS, *PREFIX_COLUMNS)
     tables = samples_of_shards(samples, columns, ids, workspace.write)
     copies = plan.copy_numbers()
-    started = workspace.read_started() or {}
+    started = workspace.written_with()
     for shard, offsets, table in zip(shards, bounds, tables, strict=True):
         yield ShardTask(
             shard=shard,
             folder=workspace.root,
-            fragment_path=workspace.fragment(shard.name),
             unpack_folder=workspace.unpacked,
             samples=_as_planned(table, plan, shard, copies),
             pack_sizes=np.diff(offsets),

@@ -13,7 +13,7 @@ from offline_packing.runs.manifest import read_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run, Workspace, listed
 from offline_packing.storage.files import hash_file, read_each, read_json
-from task_encoders.field_types import NonNegative
+from offline_packing.storage.receipts import Started
 from task_encoders.storage.paths import REMEDY
 
 
@@ -42,11 +42,13 @@ def status(run: Run) -> str:
 
 def _made_otherwise(run: Run) -> Iterator[str]:
     """Settings that differ from a stage's artifacts, so that it would refuse them."""
-    workspace = run.workspace
-    info = IndexInfo.load(workspace.index_info)
-    planned = info and workspace.read_plan()
-    written = planned and workspace.started.exists() and planned["hash"]
-    checks: Any = ((check_index, info), (check_plan, planned), (check_layout, written))
+    info, planned = IndexInfo.load(run.workspace.packing), run.workspace.read_plan()
+    written = planned and run.workspace.written_with() and planned.facts.hash
+    checks: Any = (
+        (check_index, info and info.fingerprint),
+        (check_plan, info and planned and planned.inputs),
+        (check_layout, info and written),
+    )
     for check, made in checks:
         try:
             if made:
@@ -56,13 +58,12 @@ def _made_otherwise(run: Run) -> Iterator[str]:
 
 
 def _status_of(workspace: Workspace) -> list[str]:
-    info = IndexInfo.load(workspace.index_info)
-    planned = workspace.read_plan()
+    info, planned = IndexInfo.load(workspace.packing), workspace.read_plan()
     lines = [f"measure   {_measure_status(workspace, info)}"]
     path = workspace.plan / "plan.json"
     if planned is None or not path.exists():
         return [*lines, "plan      not done"]
-    if not path.is_file() or hash_file(path) != planned["files"].get(path.name):
+    if not path.is_file() or hash_file(path) != planned.files.get(workspace.name_of(path)):
         raise DamagedError(f"{path} differs from what was planned; {REMEDY}")
     packs = read_json(path)["statistics"]["num_packs"]
     lines.append(f"plan      done: {packs:,} packs")
@@ -88,12 +89,11 @@ def _measure_status(workspace: Workspace, info: IndexInfo | None) -> str:
     if info is not None:
         aside = listed(info.set_aside.items())
         return f"done: {info.num_samples:,} samples, {info.num_tokens:,} tokens; set aside: {aside}"
-    form = dict[str, NonNegative | None]
-    total = read_json(workspace.measure_total, "run measure again", form=form)
-    if total is None:
+    started = Started.load(workspace.packing, "measure")
+    if started is None:
         return "not begun"
     finished = list(workspace.index.glob("part-*.parquet"))
     tables = [(path, workspace.set_aside / path.name) for path in finished]
     records = sum(one.num_records for one in read_each(workspace.packing, read_result, tables))
-    of = total.get
+    of = started.total.get
     return f"{_of(records, of('records'))} records, {_of(len(finished), of('parts'))} parts"

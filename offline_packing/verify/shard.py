@@ -4,7 +4,6 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -13,22 +12,22 @@ import xxhash
 from pydantic import InstanceOf
 
 from offline_packing.config.sections import PackConfig
-from offline_packing.engines.local import advance
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.index.table import Index, key_hash
-from offline_packing.layouts import LAYOUTS, container
+from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.container import read_pack, read_packs, shard_file
 from offline_packing.layouts.shards import (
     PlannedSample,
     PlannedShard,
-    ShardFragment,
     ShardTask,
+    fragment_file,
     trees_of,
 )
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.tasks import iterate_tasks
-from offline_packing.verify.damage import Damage
+from offline_packing.storage.receipts import load_receipt
+from offline_packing.verify.damage import FileCheck, check_file
 from task_encoders.families import ModelOptions
 from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.manifest import Manifest, ShardLine
@@ -124,8 +123,13 @@ class VerifyTask:
     pack: PackConfig
     model: ModelOptions
     deep: bool
-    #: whether these are some packs of their shard, which is not checked as a whole
-    is_part: bool = False
+    #: of the shard's files; none if these are some packs of their shard
+    checks: Sequence[FileCheck] = ()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the shard is not checked as a whole."""
+        return not self.checks
 
 
 def verify_tasks(
@@ -139,34 +143,23 @@ def verify_tasks(
     is_part: bool = False,
 ) -> Iterator[VerifyTask]:
     """The tasks of the shards that the manifest lists; only deep ones need the source."""
-    config = run.config
+    config, root = run.config, run.workspace.root
+    receipt = load_receipt(run.workspace.packing, "write")
+    recorded = {} if is_part or receipt is None else receipt.files
     lines = {line.name: line for line in manifest.shards}
     listed = [shard for shard in shards if shard_file(shard.name) in lines]
     for task in iterate_tasks(run, samples, plan, listed, with_sources=deep):
         line = lines[shard_file(task.shard.name)]
-        yield VerifyTask(task, line, config.pack, config.model, deep, is_part)
-
-
-def damage_tasks(run: Run, lines: Sequence[ShardLine]) -> Iterator[VerifyTask]:
-    """The tasks of all shards that can find damage only: they need neither plan nor index."""
-    workspace, config = run.workspace, run.config
-    for number, line in enumerate(lines):
-        name = str(Path(line.name).with_suffix(""))
-        task = ShardTask(
-            shard=PlannedShard(name, line.split, number, 0, line.packs),
-            folder=workspace.root,
-            fragment_path=workspace.fragment(name),
-            unpack_folder=workspace.unpacked,
-            task=config.task,
-            seq_length=config.pack.seq_length,
-            layout=config.output.layout,
-        )
-        yield VerifyTask(task, line, config.pack, config.model, deep=False)
+        names = (line.name, f"{line.name}.idx", fragment_file(task.shard.name))
+        own = [name for name in names if name in recorded]
+        checks = [FileCheck(root, name, recorded[name], "_packing/write.json") for name in own]
+        yield VerifyTask(task, line, config.pack, config.model, deep, checks)
 
 
 def verify_shard(task: VerifyTask) -> VerifyResult:
     """Re-read one shard."""
-    report, damage = VerifyResult(), [] if task.is_part else find_damage(task)
+    report = VerifyResult()
+    damage = list(filter(None, map(check_file, task.checks)))
     for problem in damage:
         report.problem(str(problem))
     _verify_packs(task, report)
@@ -176,27 +169,6 @@ def verify_shard(task: VerifyTask) -> VerifyResult:
         hashes = np.unique(np.concatenate([own for _, own in report.media_hashes]))
         report.media_hashes = [(task.shard.shard.split, hashes)]
     return report
-
-
-def verify_hashes(task: VerifyTask) -> VerifyResult:
-    """Compare the bytes of a shard with their hash, without reading their content."""
-    report = VerifyResult(num_packs=task.expected.packs, num_samples=task.expected.samples)
-    for problem in find_damage(task):
-        report.problem(str(problem), repairable=True)
-    advance(report.num_packs)
-    return report
-
-
-def find_damage(task: VerifyTask) -> list[Damage]:
-    """Damage to a shard as a whole, or to its fragment."""
-    shard, path, found = task.shard, task.shard.fragment_path, []
-    name = str(path.relative_to(shard.folder))
-    if not path.is_file():
-        found = [Damage(name, "is missing")]
-    elif not ShardFragment.is_whole(path, task.expected.fragment_xxh3_128):
-        found = [Damage(name, "is not what was written: its hash differs")]
-    damage = container.find_damage(shard, task.expected.xxh3_128)
-    return found + [Damage(*one) for one in damage]
 
 
 def _verify_packs(task: VerifyTask, report: VerifyResult) -> None:

@@ -1,7 +1,7 @@
 """The verdict on an output, kept so that `run` need not read a finished output again.
 
-_packing/verdict.json    when the whole output was found without problems, whether `deep`, the
-                         counts of that check, and what the verdict depends on
+_packing/verify.json    a receipt: what the verdict depends on, when the whole output was found
+                        without problems, whether `deep`, and the counts of that check
 
 A verdict depends on the files that `verify` reads, on the configuration with accepted mismatches,
 on the generation, and on the versions of this package and of libraries. A file counts by its size,
@@ -17,9 +17,9 @@ the earlier verdict, with its own stamps.
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,15 +35,19 @@ from offline_packing.storage.files import (
     file_stamp,
     file_stamps,
     hash_bytes,
-    read_json,
     remove_path,
-    seal,
     to_json,
-    write_atomically,
+)
+from offline_packing.storage.receipts import (
+    STAGES,
+    Receipt,
+    Setting,
+    copy_path,
+    load_receipt,
+    receipt_path,
 )
 from offline_packing.verify.shard import VerifyResult
-from offline_packing.verify.verify import Drawn, Verdict, verify
-from task_encoders.packs.manifest import Manifest
+from offline_packing.verify.verify import Drawn, verify
 from task_encoders.packs.stored_media import MEDIA_ROOTS
 from task_encoders.storage.remote_requests import RemoteError
 
@@ -56,18 +60,40 @@ _DESCRIPTIONS: Final = ("", "/dataset_info.json", "/.nv-meta/dataset.yaml", "/.n
 _Stamps = Iterator[tuple[str, Stamp | None]]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A check of the whole output that found no problem."""
+
+    time: datetime
+    deep: bool
+    result: VerifyResult
+
+    def __str__(self) -> str:
+        return (
+            f"verify: complete on {self.time:%Y-%m-%d %H:%M} UTC{' (deep)' if self.deep else ''}, "
+            "nothing changed since; `offline-packing verify` reads all again"
+        )
+
+
+@dataclass(frozen=True)
+class _VerdictReceipt(Receipt):
+    facts: Verdict  # type: ignore[assignment]
+
+
 def known_verdict(run: Run, *, deep: bool) -> Verdict | None:
-    """The recorded verdict, if it is as deep as asked for and still holds; reads no shard."""
+    """Return the recorded verdict, if it is as deep as asked for and still holds; no shard is
+    read."""
     try:
-        stored: Verdict | None = read_json(run.workspace.verdict, form=Verdict)
+        stored = load_receipt(run.workspace.packing, "verify", _VerdictReceipt)
     except DamagedError:
         return None
-    if stored is None or (deep and not stored.deep):
+    if stored is None or (deep and not stored.facts.deep):
         return None
     for name, value in _depends_on(run, deep).items():
-        if value is None or value != stored.depends_on.get(name):
+        if value is None or value != stored.inputs.get(name):
             return None
-    return stored
+    verdict: Verdict = stored.facts
+    return verdict
 
 
 def check(
@@ -88,34 +114,37 @@ def check(
     elif is_whole and (deep or not (known := known_verdict(run, deep=False)) or not known.deep):
         counts = {one.name: getattr(result, one.name) for one in fields(result) if one.compare}
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        _keep(run, {"time": time, "deep": deep, "depends_on": depends_on, "result": counts})
+        inputs: dict[str, Setting] = {k: v for k, v in depends_on.items() if v is not None}
+        _keep(run, Receipt(inputs, {}, {"time": time, "deep": deep, "result": counts}))
     return result
 
 
-def _keep(run: Run, content: Mapping[str, Any] | None) -> None:
+def _keep(run: Run, receipt: Receipt | None) -> None:
     """Write the verdict, or remove it. An output that may only be read can be checked as well."""
-    path = run.workspace.verdict
+    packing = run.workspace.packing
     try:
-        if content is None:
-            remove_path(path)
+        if receipt is None:
+            for path in (receipt_path(packing, "verify"), copy_path(packing, "verify")):
+                remove_path(path)
         else:
-            write_atomically(path, to_json(seal(content)))
+            receipt.save(packing, "verify")
     except (DiskFullError, OSError, RemoteError) as error:
-        logger.warning("verify: %s is left as it is: %s", path, error)
+        logger.warning("verify: the verdict in %s is left as it is: %s", packing, error)
 
 
-def _depends_on(run: Run, deep: bool) -> Mapping[str, Any]:
-    """Everything that a verdict depends on, by name; None: it is not known."""
+def _depends_on(run: Run, deep: bool) -> Mapping[str, str | None]:
+    """Return everything that a verdict depends on, by name; None: it is not known."""
     config = {
         "config": stored_config(run.config, run.config.output.key_prefix),
         "fingerprint": config_fingerprint(run.config),
         "accepted": sorted(run.accept_mismatch),
     }
-    found: dict[str, Any] = {"config": hash_bytes(to_json(config)), "versions": library_versions()}
+    found: dict[str, str | None] = {"config": hash_bytes(to_json(config))}
+    found |= {f"versions.{name}": version for name, version in library_versions().items()}
     try:
         manifest = require_manifest(run.workspace.root)
-        found["generation"] = [manifest.generation, manifest.content_hash]
-        found["files"] = _hash(_output_stamps(run, manifest))
+        found |= {"generation": manifest.generation, "content": manifest.content_hash}
+        found["files"] = _hash(_output_stamps(run))
         if deep or MEDIA_ROOTS in manifest.metadata:
             found["source"] = _hash(_source_stamps(run))
     except (OSError, StageError):  # `verify` names the fault
@@ -132,19 +161,17 @@ def _hash(stamps: _Stamps) -> str | None:
     return digest.hexdigest()
 
 
-def _output_stamps(run: Run, manifest: Manifest) -> _Stamps:
-    """The files that `verify` reads, relative to the output. Each folder is listed once; other
-    files in it do not count."""
-    shards = {line.name.partition(".")[0] for line in manifest.shards}  # begins its files' names
-    named = {*manifest.metadata, run.workspace.manifest.name, "_packing/index.json"}
-    stages = {f"_packing/{name}" for name in ("index", "set_aside", "files", "plan", "write")}
-    stages |= {f"_packing/write/{name.rpartition('/')[0]}".rstrip("/") for name in shards}
-    folders = stages | {name.rpartition("/")[0] for name in (*shards, *named)}
-    for folder in sorted(folders):
-        at = run.workspace.root / folder if folder else run.workspace.root
-        for name, stamp in sorted(file_stamps(at).items()):
-            path = f"{folder}/{name}".lstrip("/")
-            if folder in stages or path in named or path.partition(".")[0] in shards:
+def _output_stamps(run: Run) -> _Stamps:
+    """Yield the files that `verify` reads, relative to the output. Each folder is listed once;
+    other files in it do not count."""
+    at, names = run.workspace, set[str]()
+    for stage in STAGES[:-1]:
+        receipt = load_receipt(at.packing, stage)
+        own = (receipt_path(at.packing, stage), copy_path(at.packing, stage))
+        names |= {*map(at.name_of, own), *(receipt.files if receipt else ())}
+    for folder in sorted({name.rpartition("/")[0] for name in names}):
+        for name, stamp in sorted(file_stamps(at.root / folder if folder else at.root).items()):
+            if (path := f"{folder}/{name}".lstrip("/")) in names:
                 yield path, stamp
 
 

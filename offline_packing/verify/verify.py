@@ -1,6 +1,6 @@
 """verify: re-read the output and compare it with the plan; `deep`: also with the source.
 
-files       every artifact there, with the hash it was written with, see damage.py
+files       every file there, with the hash that its receipt records, see damage.py
 shards      the same; .tar.idx
 packs       the planned keys, within seq_length
 samples     each one in exactly one pack or set aside, with its measured length
@@ -12,11 +12,9 @@ deep        same turns and media bytes as the source; the measured number of tok
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,26 +26,19 @@ from offline_packing.index.rows import hash_keys
 from offline_packing.index.table import Index
 from offline_packing.layouts.container import shard_file
 from offline_packing.layouts.energon_metadata import check_energon
-from offline_packing.layouts.shards import PlannedShard, ShardFragment, splits_of_plan
+from offline_packing.layouts.shards import PlannedShard, splits_of_plan
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.runs.artifacts import check_layout, open_index, open_plan
-from offline_packing.runs.manifest import read_manifest, require_manifest, shard_line
+from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.repair import start_repair
 from offline_packing.runs.run import Run, open_sources
 from offline_packing.runs.tasks import plan_shards, run_tasks
-from offline_packing.storage.files import read_json, remove_path
-from offline_packing.verify.damage import Damage, find_metadata_damage, find_stage_damage
-from offline_packing.verify.shard import (
-    VerifyResult,
-    VerifyTask,
-    damage_tasks,
-    find_damage,
-    verify_hashes,
-    verify_shard,
-    verify_tasks,
-)
-from task_encoders.packs.manifest import Manifest, ShardLine
+from offline_packing.storage.files import remove_path
+from offline_packing.storage.receipts import STAGES, receipt_path
+from offline_packing.verify.damage import find_damage
+from offline_packing.verify.shard import VerifyResult, verify_shard, verify_tasks
+from task_encoders.packs.manifest import Manifest
 from task_encoders.storage.paths import REMEDY
 
 
@@ -82,23 +73,6 @@ class Drawn:
             )
             for number, (owner, pack) in enumerate(pairs)
         ]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A check of the whole output that found no problem."""
-
-    time: datetime
-    deep: bool
-    result: VerifyResult
-    #: see verdict.py
-    depends_on: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        return (
-            f"verify: complete on {self.time:%Y-%m-%d %H:%M} UTC{' (deep)' if self.deep else ''}, "
-            "nothing changed since; `offline-packing verify` reads all again"
-        )
 
 
 def check_deep(config: PackingConfig) -> None:
@@ -137,7 +111,7 @@ def verify(
         except StageError as error:
             message = f"verify --deep needs the source: {error}; verify without --deep does not"
             raise StageError(message) from error
-    damage = find_metadata_damage(run, manifest) + find_stage_damage(run, manifest)
+    damage = find_damage(run, STAGES[:-1], shards=hash_only and drawn is None)
     for one in damage:
         total.problem(str(one), repairable=True)
     in_the_way = [one.name for one in damage if not one.is_aside]
@@ -145,9 +119,9 @@ def verify(
         text = f"the shards were not read, since {in_the_way[0]} is damaged"
         total.problem(text, repairable=True)
         return total
+    counts = manifest.counts
     with run.unpacked_files():
         _verify_shards(run, manifest, deep, hash_only, drawn, total)
-    counts = manifest.counts
     if counts.samples != counts.packed + total.num_set_aside:
         total.problem(
             f"manifest.json: {counts.samples} samples are not {counts.packed} packed + "
@@ -176,15 +150,14 @@ def _verify_shards(
     if is_whole and planned != {line.name: line.packs for line in manifest.shards}:
         total.problem("manifest.json does not list the planned shards with their packs")
     if hash_only and drawn is None:
-        names, check = {shard.name for shard in own}, verify_hashes
-        every = damage_tasks(run, manifest.shards)
-        tasks: Iterator[VerifyTask] = (task for task in every if task.shard.shard.name in names)
+        counts = manifest.counts
+        total.num_packs, total.num_samples = sum(counts.packs.values()), counts.packed
     else:
-        check, is_part = verify_shard, drawn is not None
+        is_part = drawn is not None
         tasks = verify_tasks(run, samples, stored.packs, manifest, own, deep=deep, is_part=is_part)
-    with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
-        for report in run_tasks(run, check, tasks, bar.update):
-            total.add(report)
+        with run.bar("verify", sum(shard.num_packs for shard in own), "pack") as bar:
+            for report in run_tasks(run, verify_shard, tasks, bar.update):
+                total.add(report)
     total.num_set_aside = samples.info.num_set_aside + sum(stored.set_aside.values())
     if is_whole:
         _check_each_once(samples, stored.packs, own, total)
@@ -355,49 +328,14 @@ def render_verdict(result: VerifyResult) -> str:
 def discard(run: Run, *, dry_run: bool = False) -> str:
     """Move damaged files of an output, complete or not, to `_packing/damaged`; returns lines that
     name them. Recorded hashes stay, so that the stages know the files to make again."""
-    found = find_all_damage(run)
+    found = find_damage(run)
     if not found:
         return "nothing is damaged"
     if not dry_run:
         run.workspace.remove_temporaries()
         start_repair(run.workspace, {one.name: one.text for one in found})
-        remove_path(run.workspace.verdict)
+        remove_path(receipt_path(run.workspace.packing, "verify"))
     lines = [f"  {one.name} {one.text}" for one in found]
     where = run.workspace.damaged
     did = f"would move to {where}" if dry_run else f"moved to {where}; run makes them again"
     return "\n".join([f"{len(found):,} files {did}:", *lines])
-
-
-def find_all_damage(run: Run) -> list[Damage]:
-    """Each file that is missing or damaged, once."""
-    found: list[Damage] = []
-    try:
-        manifest = read_manifest(run.workspace.root)
-    except DamagedError:
-        manifest, name = None, run.workspace.manifest.name
-        found.append(Damage(name, "is not what was written"))
-    try:
-        read_json(run.workspace.verdict, form=Verdict)
-    except DamagedError:
-        found.append(Damage(f"_packing/{run.workspace.verdict.name}", "is not what was written"))
-    found += find_stage_damage(run, manifest)
-    if manifest is None:
-        lines = _read_fragments(run, found)
-    else:
-        lines = list(manifest.shards)
-        found += find_metadata_damage(run, manifest)
-    for damage in run.engine.run(find_damage, damage_tasks(run, lines)):
-        found += damage
-    return sorted({one.name: one for one in found}.values(), key=lambda one: one.name)
-
-
-def _read_fragments(run: Run, found: list[Damage]) -> list[ShardLine]:
-    """Lines of the shards, as their fragments describe them; adds damaged ones to `found`."""
-    lines = []
-    for path in sorted(run.workspace.write.rglob("*-??????.json")):
-        try:
-            lines.append(shard_line(ShardFragment.load(path)))
-        except StageError:
-            name = str(path.relative_to(run.workspace.root))
-            found.append(Damage(name, "is not what was written"))
-    return lines

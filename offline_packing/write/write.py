@@ -11,59 +11,55 @@ and the stage fails when the others are done.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offline_packing.errors import ChangedError, DiskFullError, ShareDoneError, StageError
+from offline_packing.errors import DiskFullError, ShareDoneError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import container
-from offline_packing.layouts.container import shard_file
+from offline_packing.layouts.container import files_of, media_roots, shard_file
 from offline_packing.layouts.shards import (
     PlannedShard,
     ShardFragment,
     ShardTask,
-    read_planned,
+    fragment_file,
 )
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.runs.artifacts import (
-    StoredPlan,
-    changed_fields,
-    check_layout,
-    shards_fingerprint,
-)
+from offline_packing.runs.artifacts import StoredPlan, check_layout, shards_fingerprint
 from offline_packing.runs.manifest import (
+    make_manifest,
     read_manifest,
-    recorded_layout,
-    restore_metadata,
-    write_manifest,
+    require_manifest,
+    save_manifest,
 )
-from offline_packing.runs.repair import end_repair, put_back, set_apart
-from offline_packing.runs.run import Run, Workspace
+from offline_packing.runs.repair import end_repair, is_repairing, put_back
+from offline_packing.runs.run import Run
+from offline_packing.runs.source_files import describe_change
+from offline_packing.runs.stage import Stage, Task, bring, is_complete
 from offline_packing.runs.tasks import (
-    check_all_done,
     check_media,
     estimate_bytes,
     iterate_tasks,
-    lost_shards,
     plan_shards,
     run_tasks,
 )
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.reading.rows import WANTED_SHARE
 from offline_packing.storage.files import (
+    hash_bytes,
     hash_file,
     is_remote,
-    move_file,
-    remove_folder,
-    seal,
-    to_json,
+    read_each,
     write_atomically,
 )
+from offline_packing.storage.receipts import Fingerprint, load_receipt
 from task_encoders.packs.manifest import Manifest
+from task_encoders.packs.stored_media import MEDIA_ROOTS
 
 logger = logging.getLogger(__name__)
 
@@ -72,42 +68,100 @@ _MAX_FAILURES: Final = 20
 
 
 def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
-    """Write the packed dataset, or find it complete; returns the manifest. Raises StageError if
-    there are shards of another plan or layout, or a shard could not be written (a full disk, a
-    changed source); ShareDoneError if only shards of other ranks are left."""
-    workspace = run.workspace
-    manifest = _start(run, plan)
+    """Write the packed dataset, or find it complete; returns the manifest. Raises StageError as
+    `bring`, or if a shard could not be written (a full disk, a changed source)."""
+    stage = Write(run, samples, plan)
+    stage.follow_media()
     try:
         with run.unpacked_files():
-            manifest = _write(run, samples, plan, manifest)
+            bring(run, stage)
     except (DiskFullError, ShareDoneError):
         raise
     except StageError:
-        put_back(workspace)
+        put_back(run.workspace)
         raise
-    end_repair(workspace)
+    end_repair(run.workspace)
+    manifest = require_manifest(run.workspace.root)
+    if not stage.is_new:
+        logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
     return manifest
 
 
-def _write(run: Run, samples: Index, plan: StoredPlan, manifest: Manifest | None) -> Manifest:
-    workspace = run.workspace
-    if manifest is not None:
-        lines = ((str(Path(line.name).with_suffix("")), line.split) for line in manifest.shards)
-        files = (workspace.root / name for name in manifest.metadata)
-        is_complete = not lost_shards(run, lines) and all(path.exists() for path in files)
-        if is_complete:
-            logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
-            return restore_metadata(run, manifest)
-        if run.engine.IS_SHARED:
-            raise StageError(f"files of {workspace.root} are missing; write with engine.name=local")
-    shards = plan_shards(run, samples, plan.packs)
-    _warn_of_small_shards(run, shards)
-    _run_tasks(run, samples, plan.packs, shards, manifest)
-    workspace.remove_temporaries()  # of this and earlier runs, and of workers that died
-    if manifest is not None:
-        return restore_metadata(run, manifest)
-    fragments = [workspace.fragment(shard.name) for shard in shards]
-    return write_manifest(run, samples, plan, fragments)
+class Write(Stage):
+    """The shards, one task each, and what describes them all."""
+
+    name = "write"
+    is_new = False
+
+    def __init__(self, run: Run, samples: Index, plan: StoredPlan) -> None:
+        super().__init__(run)
+        self.samples, self.plan = samples, plan
+
+    def inputs(self) -> Fingerprint:
+        return shards_fingerprint(self.run, self.plan.hash)
+
+    def check(self, found: Fingerprint, *, repairs: bool, complete: bool) -> None:
+        check_layout(self.run, self.plan.hash, found)
+
+    @cached_property
+    def shards(self) -> list[PlannedShard]:
+        """All shards, as they are planned."""
+        return plan_shards(self.run, self.samples, self.plan.packs)
+
+    def tasks(self) -> Sequence[Task]:
+        tasks = []
+        for shard in self.shards:
+            name = shard_file(shard.name)
+            tasks.append(Task((name, f"{name}.idx", fragment_file(shard.name)), shard))
+        return tasks
+
+    def make(self, tasks: Sequence[Task], folder: Path) -> None:
+        self.is_new = True
+        if tasks:
+            _run_tasks(self.run, self.samples, self.plan.packs, [one.work for one in tasks], folder)
+
+    def _fragments(self) -> list[Path]:
+        return [self.run.workspace.fragment(shard.name) for shard in self.shards]
+
+    def finish(self, folder: Path) -> None:
+        """Write the metadata and, last, the manifest."""
+        _warn_of_small_shards(self.run, self.shards)
+        recorded = load_receipt(self.run.workspace.packing, self.name)
+        config = recorded and recorded.facts.get("config")
+        make_manifest(self.run, self.samples, self.plan, self._fragments(), folder, config)
+
+    def record(self) -> tuple[dict[str, str], dict[str, Any]]:
+        root = self.run.workspace.root
+        fragments = read_each(root, ShardFragment.load, self._fragments())
+        files = {name: one for own in fragments for name, one in files_of(own).items()}
+        manifest = require_manifest(root)
+        at = self.run.workspace.manifest
+        return {**files, **manifest.metadata, at.name: hash_file(at)}, {"config": manifest.config}
+
+    def describe_change(self) -> str:
+        return describe_change(self.run)
+
+    def follow_media(self) -> None:
+        """Write where media are that complete packs refer to, if their sources moved. Raises
+        StageError if a source is not where the configuration says."""
+        at, receipt = self.run.workspace, load_receipt(self.run.workspace.packing, self.name)
+        if receipt is None or (recorded := receipt.files.get(MEDIA_ROOTS)) is None:
+            return
+        path, manifest = at.root / MEDIA_ROOTS, read_manifest(at.root)
+        # The source need not be there for a repair that does not need it.
+        if manifest is None or (path.exists() and is_repairing(at)):
+            return
+        content = media_roots(self.run.config.source)
+        if (found := hash_bytes(content)) == recorded and path.exists():
+            return
+        write_atomically(path, content)
+        if found != recorded:
+            paths = ", ".join(source.path for source in self.run.config.source)
+            logger.info("write: the packs now refer to media in %s; verify opens them", paths)
+            metadata = {**manifest.metadata, MEDIA_ROOTS: found}
+            save_manifest(at.root, manifest.model_copy(update={"metadata": metadata}))
+            files = {MEDIA_ROOTS: found, at.manifest.name: hash_file(at.manifest)}
+            replace(receipt, files={**receipt.files, **files}).save(at.packing, self.name)
 
 
 def _warn_of_small_shards(run: Run, shards: Sequence[PlannedShard]) -> None:
@@ -125,14 +179,10 @@ def _warn_of_small_shards(run: Run, shards: Sequence[PlannedShard]) -> None:
 
 def preview_write(run: Run, samples: Index, stored: StoredPlan) -> str:
     """Describe what `write` would write; writes nothing."""
-    plan, manifest = stored.packs, read_manifest(run.workspace.root)
-    if manifest is not None:
-        written_as = run.workspace.read_started() or {}
-        if not changed_fields(written_as, shards_fingerprint(run, stored.hash)):
-            return f"write: complete ({len(manifest.shards):,} shards), nothing to do"
-        if not run.config.output.overwrite:
-            check_layout(run, stored.hash)
-    shards = plan_shards(run, samples, plan)
+    stage = Write(run, samples, stored)
+    plan, shards = stored.packs, stage.shards
+    if is_complete(run, stage):
+        return f"write: complete ({len(shards):,} shards), nothing to do"
     num_bytes = int(estimate_bytes(run, samples, plan).sum())
     unpacked = _estimate_unpacked_bytes(samples, len(shards))
     meanwhile = (
@@ -172,61 +222,22 @@ def _estimate_unpacked_bytes(samples: Index, num_shards: int) -> int:
     return in_files + (in_rows if num_shards * WANTED_SHARE > 1 else 0)
 
 
-def _start(run: Run, plan: StoredPlan) -> Manifest | None:
-    """Refuse shards of another plan or layout, or remove them; returns the manifest of the shards
-    that stay, if they are complete."""
-    started, manifest = run.workspace.started, read_manifest(run.workspace.root)
-    found = run.workspace.read_started()
-    if found is None and manifest is not None:
-        found = recorded_layout(run, manifest, plan.hash)
-    elif found is None:  # nothing says how shards were written
-        set_apart(run.workspace, run.workspace.write.rglob("*-??????.json"))
-    fingerprint = shards_fingerprint(run, plan.hash)
-    if found is not None and changed_fields(found, fingerprint):
-        if not run.config.output.overwrite:
-            check_layout(run, plan.hash, found)
-        logger.warning("write: overwriting what was written with other settings")
-        run.discard_shards()
-        manifest = None
-    run.workspace.write.mkdir(parents=True, exist_ok=True)
-    content = to_json(seal(fingerprint))
-    if not started.exists() or started.read_bytes() != content:  # else its time would change
-        write_atomically(started, content)
-    return manifest
-
-
 def _run_tasks(
-    run: Run,
-    samples: Index,
-    plan: PackPlan,
-    shards: Sequence[PlannedShard],
-    manifest: Manifest | None,
+    run: Run, samples: Index, plan: PackPlan, left: Sequence[PlannedShard], folder: Path
 ) -> None:
-    """Write the missing shards. What is recorded of a shard, in the manifest or its fragment, it
-    has to become again. Raises StageError if any is still missing at the end."""
-
-    def marker(shard: PlannedShard) -> Path:
-        return run.workspace.fragment(shard.name)
-
-    lost = lost_shards(run, ((shard.name, shard.split) for shard in shards))
-    left = [shard for shard in shards if shard.name in lost]
-    if left:
-        check_media(run, samples)
-        if len(left) < len(shards):
-            there = len(shards) - len(left)
-            logger.info("write: %d of %d tasks are done already", there, len(shards))
-    for folder in {marker(shard).parent for shard in left}:
-        folder.mkdir(exist_ok=True)
+    """Write shards below a folder: where it is not the output, hashes decide whether they are the
+    same, not the times of source files. Raises StageError if any is still missing at the end."""
+    check_media(run, samples)
+    is_output = folder == run.workspace.root
+    run.workspace.write.mkdir(parents=True, exist_ok=True)
+    for name in {fragment_file(shard.name).rpartition("/")[0] for shard in left}:
+        (folder / name).mkdir(parents=True, exist_ok=True)
     own = run.engine.share(left)
-    recorded = {line.name: line.xxh3_128 for line in manifest.shards} if manifest else {}
-    if manifest is None:
-        fragments = map(ShardFragment.load, filter(Path.exists, map(marker, own)))
-        recorded = {fragment.name: fragment.xxh3_128 for fragment in fragments}
     failures: dict[str, str] = {}
     with run.bar("write", plan.num_packs, "pack") as bar:
         bar.update(plan.num_packs - sum(shard.num_packs for shard in left))
         tasks = (
-            replace(task, recorded=recorded.get(shard_file(task.shard.name)))
+            task if is_output else replace(task, folder=folder, check_times=False)
             for task in iterate_tasks(run, samples, plan, own)
         )
         for name, failure in run_tasks(run, write_shard, tasks, bar.update):
@@ -242,7 +253,6 @@ def _run_tasks(
             f"{len(failures)} of {len(own)} shards could not be written{stopped}; "
             f"{name}: {failures[name]}"
         )
-    check_all_done(run, "write", shards, marker)
 
 
 def write_shard(task: ShardTask) -> tuple[str, str | None]:
@@ -252,7 +262,7 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
     _check_in_place(task)
     try:
         with task.rows_at_hand():
-            fragment = container.write_shard(task) if not task.recorded else _rewrite(task)
+            fragment = container.write_shard(task)
     except DiskFullError:
         raise
     except (StageError, OSError) as error:
@@ -263,29 +273,6 @@ def write_shard(task: ShardTask) -> tuple[str, str | None]:
     fragment.save(task.fragment_path)
     failed.unlink(missing_ok=True)
     return task.shard.name, None
-
-
-def _rewrite(task: ShardTask) -> ShardFragment:
-    """Write a shard beside the output, and move its missing or damaged files into the output. The
-    shard's hash, not the times of source files, decides whether it is the same: the source may have
-    grown, or moved. Raises ChangedError if the bytes differ."""
-    folder = task.unpack_folder.with_name("again") / task.shard.name
-    remove_folder(folder)  # left by a killed run
-    folder.mkdir(parents=True)
-    fragment = container.write_shard(replace(task, folder=folder, check_times=False))
-    if fragment.xxh3_128 != task.recorded:
-        changed = {name for one in read_planned(task.samples) for name in task.changed_files(one)}
-        names = sorted(changed) or sorted({source.path for source in task.sources})
-        raise ChangedError(", ".join(names[:3]), "it gives another shard than was recorded")
-    for path in sorted(folder.rglob("*")):
-        target = task.folder / str(path.relative_to(folder))
-        if path.is_dir():
-            target.mkdir(exist_ok=True)
-        elif not target.exists() or hash_file(target) != hash_file(path):
-            set_apart(Workspace(task.folder), [target])
-            move_file(path, target)
-    remove_folder(folder)
-    return fragment
 
 
 def _check_in_place(task: ShardTask) -> None:

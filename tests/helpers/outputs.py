@@ -8,7 +8,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from offline_packing.index.table import INDEX_VERSION
 from offline_packing.runs.run import Run
+from offline_packing.storage.receipts import Started, copy_path, load_receipt, receipt_path
 from offline_packing.verify.verify import discard
 from task_encoders.packs.pack import restore_pack
 from task_encoders.samples import SourceSample
@@ -54,7 +56,7 @@ def members_of(folder: Path, tars: str = "*.tar") -> dict[str, bytes]:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Content of all files but locks and verdicts, which hold times, by their paths in a folder."""
-    apart = ("lock", "verdict.json")
+    apart = ("lock", "verify.json")
     files = (path for path in folder.rglob("*") if path.is_file() and path.name not in apart)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -86,6 +88,24 @@ def samples_of(run: Run) -> list[tuple[str, SourceSample, list[bytes]]]:
 def set_aside_in_plan(run: Run) -> list[dict[str, Any]]:
     """Rows of the plan's set-aside table."""
     return list(pq.read_table(run.workspace.plan / "set_aside.parquet").to_pylist())
+
+
+def reopen(run: Run, stage: str = "measure") -> None:
+    """Leave a stage as if the run had been killed before its receipt."""
+    packing = run.workspace.packing
+    cut: dict[str, Any] = {}
+    if stage == "measure":
+        size = run.config.engine.samples_per_part
+        cut = {"index.version": INDEX_VERSION, "engine.samples_per_part": size}
+    inputs = load_receipt(packing, stage).inputs
+    lose_receipt(run, stage)
+    Started({**inputs, **cut}).save(packing, stage)
+
+
+def lose_receipt(run: Run, stage: str = "measure") -> None:
+    """Remove the receipt of a stage, and its copy."""
+    receipt_path(run.workspace.packing, stage).unlink()
+    copy_path(run.workspace.packing, stage).unlink()
 
 
 def repair(run: Run) -> str:

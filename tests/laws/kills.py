@@ -22,13 +22,13 @@ OFTEN = [
 ]
 #: A stage's function, its task, and the advance of that task.
 Moment = tuple[str, str, int]
-#: The functions of the stages that advance, each with the file that is written when the stage is
+#: The functions of the stages that advance, each with the files that are written when the stage is
 #: complete. Planning has no tasks.
 STAGES = {
-    "measure_part": "/_packing/index.json",
-    "": "/_packing/plan/stage.json",
-    "write_shard": "/manifest.json",
-    "verify_shard": "/_packing/verdict.json",
+    "measure_part": ("/_packing/copies/measure.json", "/_packing/measure.json"),
+    "": ("/_packing/copies/plan.json", "/_packing/plan.json"),
+    "write_shard": ("/manifest.json", "/_packing/copies/write.json", "/_packing/write.json"),
+    "verify_shard": ("/_packing/verify.json",),
 }
 
 

@@ -26,6 +26,7 @@ from offline_packing.report.report import report
 from offline_packing.runs import manifest as manifests
 from offline_packing.runs.run import Run
 from offline_packing.storage.files import hash_file, seal, to_json
+from offline_packing.storage.receipts import STAGES
 from offline_packing.storage.tars import scan_tar
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.pack import pack
@@ -37,25 +38,22 @@ from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packs.manifest import Manifest, ManifestError, read_manifest
 from task_encoders.storage.paths import plain_name
 from tests.helpers.datasets import captioning_pairs, make_run, write_json
-from tests.helpers.outputs import files_of
+from tests.helpers.outputs import files_of, reopen
 
 OUTPUT = (
     "manifest.json",
     ".nv-meta/.info.json",
     ".nv-meta/split.yaml",
     ".nv-meta/dataset.yaml",
-    "_packing/index.json",
-    "_packing/verdict.json",
-    "_packing/plan/stage.json",
+    *(f"_packing/{stage}.json" for stage in STAGES),
+    *(f"_packing/copies/{stage}.json" for stage in STAGES),
     "_packing/plan/plan.json",
-    "_packing/write/started.json",
     "_packing/write/train-000000.json",
     "_packing/report/report.json",
-    "_packing/index/_started.json",
     "_packing/damaged/found.json",
 )
 #: Of an output whose index is not complete.
-UNFINISHED = ("_packing/index/_started.json", "_packing/index/_total.json")
+UNFINISHED = ("_packing/measure.started.json",)
 EXPORT = ("_export/source.json", "_export/manifest.json", "_export/train-000000.json")
 
 STRANGE: list[Any] = [
@@ -146,13 +144,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = run_of(folder, name)
         pack(run.config)
     export(folder / "out", folder / "raw")
-    half = folder / "half"
-    for path in (half / "manifest.json", *(half / "_packing").glob("*.json")):
-        path.unlink()
-    for name in ("plan", "write", "report"):
-        shutil.rmtree(half / "_packing" / name)
-    (half / UNFINISHED[1]).write_bytes(to_json({"parts": 2, "records": 11}))
-    (half / "_packing/index/part-00001.parquet").unlink()
+    half = run_of(folder, "half")
+    half.drop("plan")
+    reopen(half)
+    (half.workspace.index / "part-00001.parquet").unlink()
     return folder
 
 
@@ -188,8 +183,7 @@ def check_case(seed: int, base: Path, folder: Path) -> None:
         with unexpected(case):
             pack(run.config)
             found = files_of(run.workspace.root)
-            # `_started.json` is read while an index is not complete only.
-            differ = {one for one, _ in found.items() ^ expected.items()} - {UNFINISHED[0]}
+            differ = {one for one, _ in found.items() ^ expected.items()}
             assert is_sealed or not differ, (case, differ)
     except StageError as error:
         text = str(error)
@@ -286,11 +280,10 @@ PLACES: dict[str, dict[str, Callable[[Content, str], object]]] = {
         "split": lambda content, name: content["shards"][0].update(split=f"{name}/"),
         "metadata": lambda content, name: content["metadata"].update({name: "0" * 32}),
     },
-    "_packing/index.json": {
-        "part": lambda content, name: content["hashes"]["index"].update({name: "0" * 32}),
-        "folder": lambda content, name: content["hashes"].update({name: {}}),
+    "_packing/measure.json": {
+        "file": lambda content, name: content["files"].update({name: "0" * 32}),
     },
-    "_packing/plan/stage.json": {
+    "_packing/plan.json": {
         "file": lambda content, name: content["files"].update({name: "0" * 32}),
     },
     "_packing/write/train-000000.json": {
@@ -308,7 +301,7 @@ def beside(run: Run, **options: Any) -> Run:
 
 READERS: dict[str, Mapping[str, Callable[[Run], Any]]] = {
     "manifest.json": {name: verb for name, verb in VERBS.items() if name not in ("run", "loader")},
-    "_packing/index.json": {
+    "_packing/measure.json": {
         **{name: VERBS[name] for name in ("status", "report", "discard")},
         "measure": measure,
         "stage": lambda run: measure(beside(run, format="index", path=str(run.workspace.root))),

@@ -45,7 +45,7 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.faults import KilledError, killing
 from tests.helpers.formats import write_file
-from tests.helpers.outputs import files_of, repair
+from tests.helpers.outputs import files_of, reopen, repair
 from tests.world import World, copy_of
 from tools import kill_test
 
@@ -60,8 +60,7 @@ def packed(world: World, tmp_path: Path) -> Run:
 
 def unwritten(run: Run) -> Run:
     """Remove what `write` made."""
-    for path in (*run.workspace.root.glob("*.*"), run.workspace.write):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run.drop("write")
     return run
 
 
@@ -187,7 +186,7 @@ def test_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(StageError, match=changes):
         measure(run)
-    run.workspace.index_info.unlink()  # as if the run had been killed
+    reopen(run)
     with pytest.raises(StageError, match=r"unfinished index .* source\.0\.listing"):
         measure(run)
 

@@ -35,6 +35,7 @@ from offline_packing.planner.strategies.budgets import size_lower_bound
 from offline_packing.planner.strategies.composition import count_lengths, lower_bound
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
 from offline_packing.runs.run import Run, Workspace
+from offline_packing.storage.receipts import Receipt
 from task_encoders.loading.schedule import InTurn
 
 WARM_UP_SAMPLES = 2000
@@ -509,7 +510,7 @@ def _index_of(
         with table_writer(workspace.index / part_name(number), INDEX_SCHEMA) as write:
             write(part)
     info = IndexInfo({}, {}, list(map(len, parts)), {})
-    info.save(workspace.index_info)
+    Receipt({}, {}, info.facts()).save(workspace.packing, "measure")
     return Index(workspace.index, info)
 
 

@@ -17,7 +17,6 @@ from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.artifacts import load_plan
 from offline_packing.runs.manifest import hash_plan, read_manifest
 from offline_packing.runs.run import Workspace
-from offline_packing.storage.files import hash_file
 from task_encoders.families import model_cost, model_options
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
@@ -145,13 +144,12 @@ def longest_pack(root: Path, multiple: int) -> int:
 def artifacts_of(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
     """The index and the plan that an output's packs were written from."""
     workspace = Workspace(path_of(root))
-    stage, info = workspace.read_plan(), IndexInfo.load(workspace.index_info)
-    if manifest is None or stage is None or info is None:
+    receipt, info = workspace.read_plan(), IndexInfo.load(workspace.packing)
+    if manifest is None or receipt is None or info is None:
         raise StageError(
             f"{root} has no index and plan (_packing/) that say what its packs cost; copy them "
             "from where it was packed, or give RankSchedule lengths and costs of your own"
         )
-    index = stage["fingerprint"].get("index")
-    if hash_plan(stage) != manifest.plan or index != hash_file(workspace.index_info):
+    if hash_plan(receipt) != manifest.plan or receipt.inputs.get("index") != info.hash:
         raise StageError(f"{root}: the shards are not those of its plan and index; run write again")
-    return Index(workspace.index, info), load_plan(workspace, stage).packs
+    return Index(workspace.index, info), load_plan(workspace, receipt).packs

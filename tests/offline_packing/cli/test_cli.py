@@ -263,8 +263,8 @@ def test_signals_end_a_run_in_one_line(
 
 def work_in(index: Path, when: str) -> list[tuple[str, int]]:
     """Files that change when workers start, or are at work."""
-    names = "_started.json" if when == "workers start" else "part-*.parquet"
-    return sorted((path.name, path.stat().st_mtime_ns) for path in index.glob(names))
+    names = "measure.started.json" if when == "workers start" else "index/part-*.parquet"
+    return sorted((path.name, path.stat().st_mtime_ns) for path in index.parent.glob(names))
 
 
 def test_remarks_of_libraries_are_not_shown(

@@ -29,7 +29,7 @@ from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.versions import SUPPORTED
 from tests.helpers.datasets import image_bytes, pack_all, packed_run
-from tests.helpers.outputs import copy_tars, sqlite_rows
+from tests.helpers.outputs import copy_tars, reopen, sqlite_rows
 from tests.world import World, copy_of
 
 
@@ -107,6 +107,7 @@ def test_a_shard_that_was_not_finished_is_written(world: World, tmp_path: Path) 
     run = copy_of(run, tmp_path / "out")
     root, workspace, before = run.workspace.root, run.workspace, files(run.workspace.root)
     shard = "train-0000/train-000001"
+    reopen(run, "write")
     for path in (workspace.manifest, workspace.fragment(shard), root / f"{shard}.tar"):
         path.unlink()
     left = root / f"{shard}.tar.0123456789ab.tmp"
@@ -116,7 +117,7 @@ def test_a_shard_that_was_not_finished_is_written(world: World, tmp_path: Path) 
     pack_all(run)
     assert not left.exists()
     assert files(root) == before
-    run.discard_shards()
+    run.drop("write")
     assert not list(root.glob("train*"))
 
 

@@ -28,6 +28,7 @@ from task_encoders.text.qwen_vocabulary import BUILTIN, QWEN_SPECIAL_TOKENS
 from task_encoders.text.tokenizer import TransformersTokenizer, control_pattern, load_tokenizer
 from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, plan_summary
 from tests.helpers.formats import lines, of_lines, write_file
+from tests.helpers.outputs import reopen
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.tiny_tokenizer import tiny_tokenizer
 from tests.helpers.videos import make_video
@@ -215,7 +216,7 @@ def test_the_layout_belongs_to_the_fingerprint_of_an_unfinished_index(tmp_path: 
     records = [record(0)]
     run = run_of(tmp_path, records)
     measure(run)
-    run.workspace.index_info.unlink()
+    reopen(run)
     with pytest.raises(StageError, match=r"the unfinished index .* index\.layout was not set"):
         measure(run_of(tmp_path, records, output={"layout": "loongforge"}))
 

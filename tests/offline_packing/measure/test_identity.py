@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.index.table import IndexInfo, key_hash
-from offline_packing.measure import diagnosis, identity
-from offline_packing.measure.identity import rename_repeated
+from offline_packing.measure import diagnosis
 from offline_packing.measure.measure import measure, preview_measure
 from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run
@@ -74,9 +72,7 @@ def index_bytes(run: Run) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(run.workspace.index.glob("part-*")))
 
 
-def test_keys_do_not_depend_on_parts_or_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_do_not_depend_on_parts(tmp_path: Path) -> None:
     records = [*llava_records(), llava_records()[5]]
     write_llava(tmp_path / "data", records)
     measure(run := llava_run(tmp_path, samples_per_part=5))
@@ -86,39 +82,6 @@ def test_keys_do_not_depend_on_parts_or_runs(
     assert [key.partition("@")[0] for key in keys] == [record["id"] for record in records]
     assert len({*keys}) == len(keys) - 1
     assert keys[12] == keys[5]
-
-    replaced: list[Path] = []
-    rename_part = identity._rename_part
-
-    def killed(path: Path, *rest: Any) -> None:
-        if replaced:
-            raise KeyboardInterrupt
-        replaced.append(path)
-        rename_part(path, *rest)
-
-    again = llava_run(tmp_path, "killed", samples_per_part=5)
-    monkeypatch.setattr(identity, "_rename_part", killed)
-    with pytest.raises(KeyboardInterrupt):
-        measure(again)
-    monkeypatch.undo()
-    assert len(replaced) == 1
-    assert not again.workspace.index_info.exists()
-    measure(again)
-    assert keys_of(again) == keys_of(run)
-    assert index_bytes(again) == index_bytes(run)
-    rename_repeated(open_index(again))
-    assert index_bytes(again) == index_bytes(run)
-
-
-def test_another_run_renamed_the_part_meanwhile(tmp_path: Path) -> None:
-    write_llava(tmp_path / "data", llava_records())
-    run = llava_run(tmp_path)
-    measure(run)
-    before = index_bytes(run)
-    path = open_index(run).paths[0]
-    seen = np.array([key_hash(0, r["id"]) for r in llava_records()], np.uint64)  # before the other
-    identity._rename_part(path, np.ones(12, bool), np.where(np.arange(12) < 4, 0, seen))
-    assert index_bytes(run) == before
 
 
 def test_rows_of_one_id_with_images_inside(tmp_path: Path) -> None:
@@ -202,7 +165,7 @@ def test_known_samples_are_not_even_read(tmp_path: Path) -> None:
     assert manifest.counts.samples == manifest.counts.packed == 10
     assert sorted(keys_of(new)) == sorted(f"part{i % 2}/{i:06d}" for i in range(30, 40))
     assert verify(new, deep=True).ok
-    info = IndexInfo.load(new.workspace.index_info)
+    info = IndexInfo.load(new.workspace.packing)
     assert info is not None
     assert info.num_skipped == 32
     assert not new.workspace.skip.exists()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offline_packing.errors import StageError, as_sample_error
 from offline_packing.measure import measure as measuring
 from offline_packing.measure.measure import measure, preview_measure
-from offline_packing.measure.source_files import describe_changes, save_files
+from offline_packing.runs.source_files import describe_changes, save_files
 from offline_packing.sources import Embedded, Scan, Source, SourceRecord, open_source
 from offline_packing.sources.formats import jsonl as jsonl_module
 from offline_packing.sources.formats.pairs import PairsSource

@@ -27,6 +27,7 @@ from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run
 from offline_packing.sources.options import MAX_REPEAT
 from offline_packing.storage.files import read_json
+from offline_packing.storage.receipts import receipt_path
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verify import _check_apart, render_result, verify
 from tests.helpers.datasets import (
@@ -121,9 +122,11 @@ def planned(run: Run) -> PackPlan:
 
 def test_the_summary_shows_what_weights_make_of_sources(blend: Run, tmp_path: Path) -> None:
     run = copy_of(with_options(blend, {"weight": 4}, {"weight": 1}), tmp_path / "out")
-    written = run.workspace.index_info.stat().st_mtime_ns
+    written = receipt_path(run.workspace.packing, "measure").stat().st_mtime_ns
     measure(run)
-    assert run.workspace.index_info.stat().st_mtime_ns == written  # it is not measured again
+    assert (
+        receipt_path(run.workspace.packing, "measure").stat().st_mtime_ns == written
+    )  # it is not measured again
     lines = preview_plan(run, open_index(run)).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("  source  "))
     assert " ".join(lines[start].split()) == (

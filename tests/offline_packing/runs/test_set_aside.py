@@ -113,10 +113,10 @@ def test_too_many_of_a_source(tmp_path: Path, command: Command) -> None:
     assert "raise pack.seq_length or lower model.max_pixels" in out
     assert "go on with pack.max_set_aside=0.077" in command("write", config)[2]
     assert not list((tmp_path / "out").glob("*.tar"))
-    plan = (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns
+    plan = (tmp_path / "out/_packing/plan.json").stat().st_mtime_ns
     status, out, error = command("run", config, "pack.max_set_aside=0.077")
     assert status == 0
-    assert (tmp_path / "out/_packing/plan/stage.json").stat().st_mtime_ns == plan
+    assert (tmp_path / "out/_packing/plan.json").stat().st_mtime_ns == plan
     # What is complete stays so.
     assert command("run", config)[0] == 0
     shutil.rmtree(tmp_path / "out")

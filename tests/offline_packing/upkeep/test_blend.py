@@ -5,6 +5,7 @@ Python."""
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.run import Run
-from offline_packing.storage.files import seal, to_json
+from offline_packing.storage.receipts import Started
 from offline_packing.upkeep.blend import blend
 from offline_packing.upkeep.status import status
 from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_train_dataset
@@ -29,6 +30,7 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all, packed_run
 from tests.helpers.formats import of_lines
+from tests.helpers.outputs import reopen
 from tests.world import World
 
 
@@ -181,17 +183,18 @@ def test_how_much_is_done(captions: Path, tmp_path: Path) -> None:
     assert status(run) == "measure   not begun\nplan      not done\n"
     tokens = f"{measure(run).info.num_tokens:,}"
     assert f"measure   done: 40 samples, {tokens} tokens; set aside: none" in status(run)
-    run.workspace.index_info.unlink()
+    reopen(run)
     (run.workspace.index / "part-00002.parquet").unlink()
     (run.workspace.index / "part-00001.parquet").unlink()
-    run.workspace.measure_total.write_bytes(to_json(seal({"parts": 3, "records": 40})))
+    started = Started.load(run.workspace.packing, "measure")
+    assert started is not None
+    replace(started, total={"parts": 3, "records": 40}).save(run.workspace.packing, "measure")
     assert "measure   16 of 40 (40%) records, 1 of 3 (33%) parts" in status(run)
     manifest = pack_all(run)
     (packs,) = manifest.counts.packs.values()
     shards = len(manifest.shards)
     assert f"{packs} of {packs} (100%) packs, {tokens} tokens in {shards} shards" in status(run)
-    assert not run.workspace.measure_total.exists()
-    run.workspace.manifest.unlink()
+    reopen(run, "write")
     for path in sorted(run.workspace.write.glob("*-??????.json"))[1:]:
         path.unlink()
     assert " of " in status(run)

@@ -29,12 +29,15 @@ from offline_packing.runs.artifacts import open_plan
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.repair import is_repairing
 from offline_packing.runs.run import Run
+from offline_packing.storage import receipts
 from offline_packing.storage.files import hash_file, seal, to_json
+from offline_packing.storage.receipts import receipt_path, started_path
 from offline_packing.upkeep.status import status
 from offline_packing.verify import verdict
+from offline_packing.verify.damage import find_damage
 from offline_packing.verify.shard import VerifyResult
 from offline_packing.verify.verdict import check, known_verdict
-from offline_packing.verify.verify import Drawn, discard, find_all_damage, verify
+from offline_packing.verify.verify import Drawn, discard, verify
 from task_encoders.families.base.family import FamilyEncoder
 from task_encoders.sample_encoder import SampleLength
 from task_encoders.samples import SourceSample
@@ -59,9 +62,8 @@ from tools.kill_test import kill_after, start
 UNCHECKED = {
     r"_packing/lock": "empty; holds the lock of a run",
     r"_packing/report/report\.(html|json)": "for people; `report` makes them anew",
-    r"_packing/index/_started\.json": "read while the index is not complete only",
 }
-UNRECORDED = ("lock", "_started.json", "report.html", "report.json")
+UNRECORDED = ("lock", "report.html", "report.json")
 MEDIA = ("copy", "refer")
 DAMAGES, KILLS = 100, 60
 
@@ -154,7 +156,7 @@ def test_database_is_compared_by_its_rows(packed: Run) -> None:
         assert path.read_bytes() != before
         assert verify(packed).ok
         database.execute("DROP INDEX idx_samples_by_tar_and_idx")
-        assert ".nv-meta/index.sqlite differs" in verify(packed).problems[0]
+        assert ".nv-meta/index.sqlite is not what was written" in verify(packed).problems[0]
         database.execute("UPDATE samples SET byte_offset = 0")
     repair(packed)
     assert verify(packed).ok
@@ -245,7 +247,7 @@ def test_damage(seed: int, tmp_path: Path) -> None:
             shutil.copy(source / "part0" / name, source / "part0" / name.replace("000000", "more"))
     elif fate == "gone":
         source.rename(tmp_path / "gone")
-    found = {one.name for one in find_all_damage(run)}
+    found = {one.name for one in find_damage(run)}
     if done.get("manifest.json") != "unlink":
         assert found & {*done}, case
     discard(run)
@@ -321,7 +323,6 @@ def test_flipped_bit_in_an_index_part_costs_that_part_only(packed: Run) -> None:
     part = workspace.index / "part-00001.parquet"
     others = [path for path in workspace.root.rglob("*") if path.is_file() and path != part]
     inodes = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in others}
-    del inodes[workspace.started]
     flip(part)
     assert discard(packed).startswith("1 files moved to")
     pack_all(packed)
@@ -343,7 +344,7 @@ def test_shard_of_a_source_that_changed(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes().replace(b"red", b"der"))
     flip(tar)
     damaged = tar.read_bytes()
-    with pytest.raises(StageError, match=r"\.json, .* changed since .*another shard than was rec"):
+    with pytest.raises(StageError, match=r"as recorded: .* of another modification time .*\.json"):
         repair(run)
     assert tar.read_bytes() == damaged
     assert is_repairing(run.workspace)
@@ -352,10 +353,10 @@ def test_shard_of_a_source_that_changed(tmp_path: Path) -> None:
 def test_an_index_that_was_only_started_and_a_folder_in_place_of_the_lock(tmp_path: Path) -> None:
     run = make_run(captioning_pairs(tmp_path / "data", 4), tmp_path / "out")
     run.workspace.index.mkdir(parents=True)
-    run.workspace.index_started.write_text("{}")
-    with pytest.raises(DamagedError, match=r"_started\.json is damaged"):
+    started_path(run.workspace.packing, "measure").write_text("{}")
+    with pytest.raises(DamagedError, match=r"measure\.started\.json is damaged"):
         measure(run)
-    assert "_packing/index/_started.json" in discard(run)
+    assert "_packing/measure.started.json" in discard(run)
     assert measure(run).info.num_samples == 4
     (run.workspace.packing / "lock").unlink(missing_ok=True)
     (run.workspace.packing / "lock").mkdir()
@@ -591,24 +592,27 @@ def test_what_else_it_depends_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert not holds(run)
     monkeypatch.undo()
     assert holds(run)
-    flip_byte(run.workspace.verdict, 50)
+    flip_byte(receipt_path(run.workspace.packing, "verify"), 50)
     assert not holds(run)
 
 
 NO_VERDICTS: list[Callable[[Any], Any]] = [
     lambda _: {},
-    lambda _: {"deep": True},
-    lambda found: {**found, "deep": "maybe"},
-    lambda found: {**found, "time": "yesterday"},
-    lambda found: {**found, "depends_on": []},
-    lambda found: {**found, "result": {"num_packs": "many"}},
-    lambda found: {**found, "result": {"records": -1}},
+    lambda found: {**found, "facts": {"deep": True}},
+    lambda found: {**found, "facts": {**found["facts"], "deep": "maybe"}},
+    lambda found: {**found, "facts": {**found["facts"], "time": "yesterday"}},
+    lambda found: {**found, "inputs": []},
+    lambda found: {**found, "facts": {**found["facts"], "result": {"num_packs": "many"}}},
+    lambda found: {**found, "facts": {**found["facts"], "result": {"records": -1}}},
 ]
 
 
 def test_what_is_no_verdict_is_damage(run: Run, tmp_path: Path) -> None:
     """It is moved, or written again by the check that does not take it."""
-    config, path = config_file(tmp_path / "pack.yaml", run.config), run.workspace.verdict
+    config, path = (
+        config_file(tmp_path / "pack.yaml", run.config),
+        receipt_path(run.workspace.packing, "verify"),
+    )
     assert "problems        0" in invoke("run", config).stdout
     whole = json.loads(path.read_bytes())
     del whole["xxh3_128_of_this"]
@@ -623,7 +627,7 @@ def test_what_is_no_verdict_is_damage(run: Run, tmp_path: Path) -> None:
             spoil()
             said = invoke(*verb.split(), config).stdout
             if verb == "verify --discard":
-                assert "verdict.json is not what was written" in said
+                assert "verify.json is not what was written" in said
                 assert not path.exists()
                 said = invoke("run", config).stdout
             assert "problems        0" in said
@@ -657,7 +661,7 @@ def test_media_that_packs_refer_to_count(tmp_path: Path) -> None:
 
 
 def test_checks_of_a_part_record_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = run.workspace.verdict
+    path = receipt_path(run.workspace.packing, "verify")
     monkeypatch.setenv("PACKING_RANK", "0")
     monkeypatch.setenv("PACKING_WORLD_SIZE", "1")
     shared = replace(run, engine=SlurmEngine(0))
@@ -712,9 +716,9 @@ def test_an_output_that_is_read_only(
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(verdict, "write_atomically", refuse)
+    monkeypatch.setattr(receipts, "write_atomically", refuse)
     assert check(run).ok
-    assert "verdict.json is left as it is: " in caplog.text
+    assert " is left as it is: " in caplog.text
 
 
 def test_damage_that_no_time_shows(run: Run, tmp_path: Path, command: Command) -> None:
@@ -743,7 +747,7 @@ def test_damage_that_no_time_shows(run: Run, tmp_path: Path, command: Command) -
         assert LINE.search(invoke("run", config).stdout)
         code, out, error = command("verify", config)
         assert (code, "its hash differs" in out) == (1, True), error
-        assert not run.workspace.verdict.exists()
+        assert not receipt_path(run.workspace.packing, "verify").exists()
         code, out, error = command("run", config)
         assert (code, "its hash differs" in out) == (1, True), error
     with pytest.raises(StageError, match="1 problems; 1 of damaged files"):
@@ -760,7 +764,7 @@ def test_discard_removes_it(run: Run) -> None:
     assert holds(run)
     flip_unseen(run.workspace.root / "train-0000/train-000001.tar")
     discard(run)
-    assert not run.workspace.verdict.exists()
+    assert not receipt_path(run.workspace.packing, "verify").exists()
 
 
 def test_pack_takes_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -785,7 +789,7 @@ def test_objects(world: World, object_store: ObjectStore, bucket: str) -> None:
     assert len(object_store.keys(f"{bucket}/out")) > 30
     object_store.set_faults()
     assert holds(run)
-    assert sum(object_store.counts().values()) < 20
+    assert sum(object_store.counts().values()) < 24
     pack_all(run)
     assert holds(run)
     name, key = bucket.removeprefix("s3://"), "out/train-000001.tar"
@@ -795,7 +799,7 @@ def test_objects(world: World, object_store: ObjectStore, bucket: str) -> None:
     object_store.client.put_object(Bucket=name, Key=key, Body=data[:-1] + b"x")
     assert not holds(run)
     assert not check(run).ok
-    assert "out/_packing/verdict.json" not in object_store.keys(bucket)
+    assert "out/_packing/verify.json" not in object_store.keys(bucket)
 
 
 def test_remote_sources_and_storages_without_tags_are_read_again(

@@ -382,7 +382,7 @@ def test_a_reader_names_an_output_that_is_being_written_again(reader: str, tmp_p
     pack_all(run)
     batches = READERS[reader](run.workspace.root)
     next(batches)
-    run.discard_shards()
+    run.drop("write")
     named = r"has no manifest\.json: the output was removed, or is being written again"
     with pytest.raises(ERRORS, match=named):
         list(batches)

@@ -233,11 +233,10 @@ def test_the_schedule_is_that_of_a_blend(dialogues: Path, tmp_path: Path) -> Non
 
 
 def test_packs_without_their_plan_are_named(captions: Run, dialogues: Path, tmp_path: Path) -> None:
-    for name in ("plan", "index.json"):
+    for name in ("plan.json", "measure.json"):
         copy = tmp_path / name
         shutil.copytree(dialogues, copy)
-        wrong = copy / "_packing" / name
-        shutil.rmtree(wrong) if wrong.is_dir() else wrong.unlink()
+        (copy / "_packing" / name).unlink()
         with pytest.raises(StageError, match=f"{name} has no index and plan"):
             pack_costs(PackedFolder(copy))
     shutil.rmtree(copy / "_packing")

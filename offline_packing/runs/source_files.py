@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offline_packing.index.table import Index, open_table, table_writer
+from offline_packing.runs.run import Run, open_sources
 from offline_packing.sources import Scan, Source
 from offline_packing.sources.roots.listing import FILES_SCHEMA, container_hash
 
@@ -46,6 +47,15 @@ def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str |
         return f"{name}: {source.options.index} has another index now"
     changes = describe_changes(path, source) if path.exists() else ""
     return f"{name}: the files of {source.path} changed: {changes}" if changes else None
+
+
+def describe_change(run: Run) -> str:
+    """Name changes of the sources since they were measured, as far as their files show."""
+    sources = open_sources(run.config)
+    names = [f"source.{i}.listing" for i in range(len(sources))]
+    changes = [explain_listing(run.workspace.files, sources, name) for name in names]
+    paths = ", ".join(source.path for source in sources)
+    return "; ".join(filter(None, changes)) or f"{paths} no longer gives what was measured"
 
 
 def describe_changes(known: Path, source: Source) -> str:
