@@ -182,6 +182,7 @@ class Measure(Stage):
     def _tasks(self) -> Sequence[Task]:
         run, pack, layout = self.run, self.run.config.pack, self.run.config.output.layout
         LAYOUTS[layout].refuse(open_encoder(run.config.model).fingerprint)
+        set_known_keys(run, self.sources, run.workspace.skip)
         cutting = None
         if run.config.splits:
             budgets = {str(name): limit for name, limit in pack.budgets.items()}
@@ -224,7 +225,6 @@ class Measure(Stage):
         run, at, self.is_new = self.run, self.run.workspace, True
         if not tasks:
             return
-        set_known_keys(run, self.sources, at.skip)
         for own in ("index", "set_aside", "files"):
             (folder / "_packing" / own).mkdir(parents=True, exist_ok=True)
             remove_temporaries(folder / "_packing" / own)
@@ -322,9 +322,9 @@ class Measure(Stage):
         )
         return files, info.facts()
 
-    def agrees(self, files: Mapping[str, str]) -> bool:
+    def agrees(self, files: Mapping[str, str]) -> bool | None:
         planned = self.run.workspace.read_plan()
-        return planned is None or planned.inputs.get("index") == hash_of(files)
+        return None if planned is None else planned.inputs.get("index") == hash_of(files)
 
     def describe_change(self) -> str:
         return describe_change(self.run)

@@ -48,9 +48,9 @@ from offline_packing.runs.artifacts import (
 from offline_packing.runs.figures import as_text, run_figures
 from offline_packing.runs.run import PlanFacts, Run, listed
 from offline_packing.runs.set_aside import aside_while_measuring, explain
-from offline_packing.runs.stage import Stage, Task, bring, is_complete
+from offline_packing.runs.stage import Stage, Task, bring
 from offline_packing.storage.files import hash_file, write_atomically
-from offline_packing.storage.receipts import Fingerprint
+from offline_packing.storage.receipts import Fingerprint, changed_fields
 from task_encoders.families import model_cost
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,9 @@ class Plan(Stage):
         )
         return files, asdict(facts)
 
-    def agrees(self, files: Mapping[str, str]) -> bool:
-        return self.run.workspace.written_with().get("plan") in (None, plan_identity(files))
+    def agrees(self, files: Mapping[str, str]) -> bool | None:
+        written = self.run.workspace.written_with()
+        return written.get("plan") == plan_identity(files) if written else None
 
     def describe_change(self) -> str:
         return "the settings, or the version of offline-packing, give another plan"
@@ -158,7 +159,8 @@ def _save(run: Run, samples: Index, planned: Planned, folder: Path) -> None:
 def preview_plan(run: Run, samples: Index) -> str:
     """Return the summary of the plan that `plan` would make, if there is not one; nothing is
     written."""
-    if is_complete(run, Plan(run, samples)) and (receipt := run.workspace.read_plan()):
+    receipt = run.workspace.read_plan()
+    if receipt is not None and not changed_fields(receipt.inputs, plan_fingerprint(run)):
         packs = load_plan(run.workspace, receipt).packs
         return f"plan: complete ({packs.num_packs:,} packs), nothing to do\n"
     planned = make_plan(run, samples)

@@ -80,9 +80,9 @@ class Stage:
         """Return the hashes of all files by name, and the facts of the receipt."""
         raise NotImplementedError
 
-    def agrees(self, files: Mapping[str, str]) -> bool:
-        """Tell whether no later stage was made from other files."""
-        return True
+    def agrees(self, files: Mapping[str, str]) -> bool | None:
+        """Tell whether a later stage was made from these files; None: there is none."""
+        return None
 
     def describe_change(self) -> str:
         """Say why files come out otherwise than they were recorded."""
@@ -165,17 +165,21 @@ def _keep(run: Run, stage: Stage, receipt: Receipt) -> Receipt:
 
 def _make(run: Run, stage: Stage) -> Receipt:
     """Make all of a stage that is not made yet."""
-    at = run.workspace
+    at, inputs = run.workspace, dict(stage.inputs())
     tasks = stage.tasks()
     finished = done(at.root, tasks)
     unknown: list[str] = []  # nothing says with which inputs they were made
     if finished and Started.load(at.packing, stage.name) is None:
+        if len(finished) == len(tasks):
+            stage.finish(at.root)
+            files, facts = stage.record()
+            if stage.agrees(files):
+                return Receipt(inputs, files, facts).save(at.packing, stage.name)
         unknown = [name for task in finished for name in task.files]
         set_apart(at, unknown)
-    inputs = dict(stage.inputs())
     Started({**inputs, **stage.cut()}, dict(stage.total())).save(at.packing, stage.name)
     if not run.engine.IS_SHARED:
-        for path in stage.unreadable(finished):
+        for path in stage.unreadable(done(at.root, tasks)):
             logger.warning("%s: %s cannot be read; its part is made again", stage.name, path)
             remove_path(path)
     finished = done(at.root, tasks)
@@ -192,13 +196,11 @@ def _make(run: Run, stage: Stage) -> Receipt:
     at.remove_temporaries()  # of this and earlier runs, and of workers that died
     stage.finish(at.root)
     files, facts = stage.record()
-    if not (run.config.output.overwrite or stage.agrees(files)):
+    if stage.agrees(files) is False and not run.config.output.overwrite:
         for path in (started_path(at.packing, stage.name), *(at.root / name for name in unknown)):
             remove_path(path)
         raise refused(at, unknown or files, stage.describe_change())
-    receipt = Receipt(inputs, files, facts)
-    receipt.save(at.packing, stage.name)
-    return receipt
+    return Receipt(inputs, files, facts).save(at.packing, stage.name)
 
 
 def missing(root: Path, names: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from offline_packing.errors import ConfigError, DamagedError, StageError
 from offline_packing.storage.files import hash_bytes, read_json, seal, to_json, write_atomically
@@ -59,7 +59,7 @@ class Receipt:
     #: figures that later stages, messages and the report use
     facts: dict[str, Any]
 
-    def save(self, packing: Path, stage: str) -> None:
+    def save(self, packing: Path, stage: str) -> Self:
         """Write the receipt, and its copy before it: from now on the stage is complete."""
         path, copy = receipt_path(packing, stage), copy_path(packing, stage)
         content = to_json(seal(asdict(self)))
@@ -69,6 +69,7 @@ class Receipt:
         write_atomically(copy, content)
         started_path(packing, stage).unlink(missing_ok=True)
         write_atomically(path, content)
+        return self
 
 
 def hash_of(files: Mapping[str, str]) -> str:

@@ -94,7 +94,7 @@ def test_filters_choose_as_many_as_pyarrow(tmp_path: Path, monkeypatch: Any) -> 
         return make_run(source, tmp_path / "out", output=output, pack=pack)
 
     samples = measure(run_of(None))
-    monkeypatch.setattr(stage, "_run_tasks", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(stage.Measure, "make", lambda *_: pytest.fail("measured again"))
     of_split: list[dict[str, set[int]]] = []
     for where in (None, *FILTERS):
         run = run_of(where)

@@ -17,6 +17,7 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.runs.run import Run, open_encoder
 from offline_packing.runs.set_aside import check_media
+from offline_packing.storage.receipts import receipt_path
 from offline_packing.verify.verify import discard, verify
 from tests.helpers.datasets import (
     captioning_pairs,
@@ -336,10 +337,10 @@ def test_what_changed_since(world: World, tmp_path: Path) -> None:
     discard(made)
     pack_all(made)
     assert lost.read_bytes() == content
-    lose_receipt(made)
+    lose_receipt(made)  # and its copy; the plan knows the index
     pack_all(made)
     assert verify(made, deep=True).ok
-    lose_receipt(own)
+    receipt_path(own.workspace.packing, "measure").unlink()
     away = make_run(
         {**source, "path": str(moved.rename(tmp_path / "away") / "chat.jsonl")},
         own.workspace.root,

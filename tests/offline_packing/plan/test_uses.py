@@ -122,11 +122,10 @@ def planned(run: Run) -> PackPlan:
 
 def test_the_summary_shows_what_weights_make_of_sources(blend: Run, tmp_path: Path) -> None:
     run = copy_of(with_options(blend, {"weight": 4}, {"weight": 1}), tmp_path / "out")
-    written = receipt_path(run.workspace.packing, "measure").stat().st_mtime_ns
+    path = receipt_path(run.workspace.packing, "measure")
+    written = path.stat().st_mtime_ns
     measure(run)
-    assert (
-        receipt_path(run.workspace.packing, "measure").stat().st_mtime_ns == written
-    )  # it is not measured again
+    assert path.stat().st_mtime_ns == written  # it is not measured again
     lines = preview_plan(run, open_index(run)).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("  source  "))
     assert " ".join(lines[start].split()) == (

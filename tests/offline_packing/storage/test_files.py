@@ -230,7 +230,7 @@ def test_unpacked_files_stay_for_the_shards_that_are_left(
     plan_index(run)
     with monkeypatch.context() as patch:
         killed = killing(pack_all, 0)
-        patch.setattr("offline_packing.write.write.write_manifest", killed)
+        patch.setattr("offline_packing.write.write.make_manifest", killed)
         with pytest.raises(KilledError):
             write_planned(run)
     assert len([*run.workspace.unpacked.glob("*.unpacked")]) == 1
