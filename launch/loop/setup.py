@@ -25,7 +25,7 @@ from launch.loop.parallel import initialize_parallel, on_all_ranks, shutdown_par
 from launch.loop.plan import plan_training
 from launch.loop.trainer import Stage, Trainer
 from launch.model.config import ModelConfig, TransformersModelConfig
-from launch.model.megatron_model import build_model
+from launch.model.megatron.model import build_model
 from launch.model.packed_attention import check_layers
 from launch.model.packed_model import PackedModel
 from launch.model.segments import check_positions

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from launch.model.context_parallel import RowPart
+from launch.model.megatron.context_parallel import RowPart
 from launch.model.prefix_trees import RowTrees
 
 #: cu_seqlens of queries and of keys, and the longest of each, as flash attention takes them.
@@ -267,7 +267,7 @@ class PackedCoreAttention(torch.nn.Module):
         if config.context_parallel_size > 1 or config.attention_dropout:
             raise ValueError(
                 "packed attention has no dropout, and its context parallelism comes with the row "
-                "(see launch.model.context_parallel), not with context_parallel_size"
+                "(see launch.model.megatron.context_parallel), not with context_parallel_size"
             )
         self.backend = backend
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)

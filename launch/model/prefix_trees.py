@@ -20,7 +20,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.autograd.graph import saved_tensors_hooks
 
-from launch.model.context_parallel import boundaries_of, ranges
+from launch.model.megatron.context_parallel import boundaries_of, ranges
 from task_encoders.concatenate import check_parents
 from task_encoders.model_inputs import to_packed_seq_params
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
-from launch.model.hf_checkpoint import replace_folder, write_companions
+from launch.model.megatron.weights import replace_folder, write_companions
 from launch.model.packed_attention import (
     has_tree_attention,
     is_importable,

@@ -18,7 +18,7 @@ from launch.data.broadcast import broadcast_batch
 from launch.data.loader_state import from_plain, to_plain
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import context_group
-from launch.model.context_parallel import cut_row
+from launch.model.megatron.context_parallel import cut_row
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_dataset import (
     PackedLoader,

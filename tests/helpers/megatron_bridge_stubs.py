@@ -54,7 +54,7 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
 )
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
-from launch.model.context_parallel import cut_row  # noqa: E402
+from launch.model.megatron.context_parallel import cut_row  # noqa: E402
 from launch.model.packed_attention import varlen_attention  # noqa: E402
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.model.config import transformers_classes
-from launch.model.hf_checkpoint import gather_weights, weight_files
+from launch.model.megatron.weights import gather_weights, weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation

@@ -39,7 +39,7 @@ from launch.loop.metrics import peak_flops, row_flops
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import build_model, model_outline
+from launch.model.megatron.model import build_model, model_outline
 from launch.model.prefix_trees import segment_params
 from offline_packing.runs.manifest import require_manifest
 from task_encoders.energon_samples import PackedBatch

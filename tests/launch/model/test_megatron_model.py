@@ -15,9 +15,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
-from launch.model import megatron_model, packed_model
+from launch.model import packed_model
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import (
+from launch.model.megatron import model as megatron_model
+from launch.model.megatron.model import (
     PackedMegatronModel,
     build_model,
     rope_base,

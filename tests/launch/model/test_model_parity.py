@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
-from launch.model.hf_checkpoint import published_name
-from launch.model.megatron_model import PackedMegatronModel, build_model
+from launch.model.megatron.model import PackedMegatronModel, build_model
+from launch.model.megatron.weights import published_name
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder
 from task_encoders.model_inputs import to_transformers_kwargs

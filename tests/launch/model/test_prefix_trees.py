@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import build_model
+from launch.model.megatron.model import build_model
 from launch.model.packed_attention import use_tree_attention, varlen_attention
 from launch.model.prefix_trees import row_trees, segment_params
 from launch.model.segments import isolate_segments

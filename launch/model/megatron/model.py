@@ -31,8 +31,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from launch.model.config import ModelConfig, part_of, transformers_classes
-from launch.model.context_parallel import RowPart, cut_row
-from launch.model.hf_checkpoint import (
+from launch.model.megatron.context_parallel import RowPart, cut_row
+from launch.model.megatron.tower import Medium, build_visual, media_features, picture_features
+from launch.model.megatron.weights import (
     CheckpointReader,
     RandomWeights,
     gather_weights,
@@ -51,7 +52,6 @@ from launch.model.packed_attention import (
     vision_backend,
 )
 from launch.model.packed_model import token_losses
-from launch.model.vision_tower import Medium, build_visual, media_features, picture_features
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
 
@@ -131,7 +131,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,  # weights are loaded, see hf_checkpoint
+        perform_initialization=False,  # weights are loaded, see weights
         **_fusions(fused=fused),
     )
 
