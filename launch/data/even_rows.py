@@ -38,6 +38,7 @@ class EvenRows:
         self._grid = torch.tensor([blank.grid], dtype=torch.int32, device=device)
         self._num_tokens = blank.num_tokens
         self._num_positions = family.build.POSITION_ROWS
+        self._layout = family.build.IMAGE_LAYOUT
         self._token_ids = [hf_config.image_token_id, getattr(hf_config, "video_token_id", None)]
 
     def next(self) -> PackedBatch | None:
@@ -53,7 +54,8 @@ class EvenRows:
         if not has_row:
             return None
         if row is None:
-            row = empty_batch(self._num_positions).to(self._device)
+            blank = empty_batch(self._num_positions).to(self._device)
+            row = replace(blank, image_layout=self._layout)
         if has_image and not images:
             row = self._with_segment(row, self._token_ids[0])
             row = replace(row, imgs=self._medium, image_grid_thw=self._grid)

@@ -282,16 +282,8 @@ class Trainer:
     def _token_losses(
         self, row: PackedBatch, group: distributed.ProcessGroup | None
     ) -> torch.Tensor:
-        losses: torch.Tensor = self._model(
-            tokens=row.tokens,
-            position_ids=row.position_ids,
-            packed_seq_params=segment_params(row, group),
-            imgs=row.imgs,
-            image_grid_thw=row.image_grid_thw,
-            labels=shift_labels(row.labels),
-            pixel_values_videos=row.pixel_values_videos,
-            video_grid_thw=row.video_grid_thw,
-        )
+        segments, labels = segment_params(row, group), shift_labels(row.labels)
+        losses: torch.Tensor = self._model(row, segments, labels)
         return losses
 
     @torch.no_grad()

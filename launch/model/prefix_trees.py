@@ -20,7 +20,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.autograd.graph import saved_tensors_hooks
 
-from launch.model.megatron.context_parallel import boundaries_of, ranges
 from task_encoders.concatenate import check_parents
 from task_encoders.model_inputs import to_packed_seq_params
 
@@ -148,3 +147,15 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
         max_seqlen_kv=int(seen.max()),
         keys=ranges(starts, lengths, int(seen.sum())),
     )
+
+
+def ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+    """Starts [0, 7] and lengths [2, 3] -> [0, 1, 7, 8, 9]; `total` numbers."""
+    before = starts - (lengths.cumsum(0) - lengths)
+    shifts = before.repeat_interleave(lengths, output_size=total)
+    return shifts + torch.arange(total, device=starts.device)
+
+
+def boundaries_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Lengths [2, 3] -> [0, 2, 5], int32."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -134,14 +134,5 @@ def forward_step(
     loss_mask = batch.loss_mask
     if (part := cut_row(params)) is not None:
         loss_mask = torch.zeros_like(loss_mask).index_copy(1, part.own, loss_mask[:, part.own])
-    output_tensor = model(
-        batch.tokens,
-        batch.position_ids,
-        params,
-        batch.imgs,
-        batch.image_grid_thw,
-        batch.labels,
-        batch.pixel_values_videos,
-        batch.video_grid_thw,
-    )
+    output_tensor = model(batch, params, batch.labels)
     return output_tensor, functools.partial(loss_func, loss_mask)

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from launch.model.config import ModelConfig, part_of, transformers_classes
+from launch.model.megatron.attention import PackedCoreAttention
 from launch.model.megatron.context_parallel import RowPart, cut_row
 from launch.model.megatron.tower import Medium, build_visual, media_features, picture_features
 from launch.model.megatron.weights import (
@@ -45,13 +46,13 @@ from launch.model.megatron.weights import (
     written_name,
 )
 from launch.model.packed_attention import (
-    PackedCoreAttention,
     is_importable,
     kernel_name,
     select_backend,
     vision_backend,
 )
 from launch.model.packed_model import token_losses
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
 
@@ -328,34 +329,25 @@ class PackedMegatronModel(MegatronModule):
             layer.register_forward_hook(self._add_deep_features)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        packed_seq_params: PackedSeqParams,
-        imgs: torch.Tensor | None = None,
-        image_grid_thw: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
+        self, row: PackedBatch, segments: PackedSeqParams, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute the losses of a row, or its logits (1, S / CP, vocab_size / TP): of this rank's
         tokens and words. Ranks of the `cp_group` in the segments compute a part of the row each."""
-        part = cut_row(packed_seq_params)
+        part = cut_row(segments)
         own = part.own if part else slice(None)
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # Ranks add up the tower's gradients together, also those whose rows do not use it.
             for parameter in self.visual.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        media = (imgs, image_grid_thw), (pixel_values_videos, video_grid_thw)
-        embeddings, self._deep_features = self._embed(tokens, part, *media)
+        embeddings, self._deep_features = self._embed(row, part)
         text_config = self.hf_config.text_config
         rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
         longest = text_config.max_position_embeddings
         angles = rope_frequencies(
-            position_ids[..., own],
+            row.position_ids[..., own],
             head_dim=head_dim,
-            base=rope_base(rope, packed_seq_params, max_positions=longest, head_dim=head_dim),
+            base=rope_base(rope, segments, max_positions=longest, head_dim=head_dim),
             sections=rope.get("mrope_section", ()),
             interleaved=rope.get("mrope_interleaved", False),
         )
@@ -364,7 +356,7 @@ class PackedMegatronModel(MegatronModule):
             attention_mask=None,
             rotary_pos_emb=angles,
             # Not "thd": megatron-core would look up angles segment by segment, each time waiting.
-            packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
+            packed_seq_params=dataclasses.replace(part or segments, qkv_format="sbhd"),
         )
         output_layer = self.language_model.output_layer
         head = output_layer.weight
@@ -416,23 +408,23 @@ class PackedMegatronModel(MegatronModule):
         return hidden + self._deep_features.pop(0), context
 
     def _embed(
-        self,
-        tokens: torch.Tensor,
-        part: RowPart | None,
-        *media: tuple[torch.Tensor | None, torch.Tensor | None],
+        self, row: PackedBatch, part: RowPart | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(S, 1, H) of this rank's tokens: word embeddings, with features in the places of media
-        tokens; and features added there after the first layers. `media`: patches and grids of
-        images, and of videos."""
+        """Embed this rank's tokens, (S, 1, H), with features in the places of media tokens; and
+        features added there after the first layers."""
+        tokens = row.tokens
         own = tokens if part is None else tokens[:, part.own]
         embeddings = self.language_model.embedding(input_ids=own, position_ids=None)
         config = self.hf_config
         video_token_id = getattr(config, "video_token_id", -1)  # of none where frames are images
-        kinds = (("image", config.image_token_id), ("video", video_token_id))
+        media = (
+            ("image", config.image_token_id, row.imgs, row.image_grid_thw),
+            ("video", video_token_id, row.pixel_values_videos, row.video_grid_thw),
+        )
         present = [
-            Medium(*kind, patches.to(embeddings.dtype), grids.long())
-            for kind, (patches, grids) in zip(kinds, media, strict=True)
-            if patches is not None and grids is not None and len(grids)
+            Medium(kind, token_id, patches.to(embeddings.dtype), grids.long())
+            for kind, token_id, patches, grids in media
+            if len(grids)
         ]
         deep: list[torch.Tensor] = []
         if present:

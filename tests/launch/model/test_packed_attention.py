@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from launch.model.megatron.attention import PackedCoreAttention
 from launch.model.packed_attention import (
     KERNELS,
-    PackedCoreAttention,
     _sdpa,
     is_importable,
     register_attention,

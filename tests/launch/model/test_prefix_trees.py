@@ -160,16 +160,7 @@ def with_tail(
 
 
 def tree_forward(model: Any, batch: PackedBatch) -> torch.Tensor:
-    losses: torch.Tensor = model(
-        batch.tokens,
-        batch.position_ids,
-        segment_params(batch),
-        batch.imgs,
-        batch.image_grid_thw,
-        shift_labels(batch.labels),
-        batch.pixel_values_videos,
-        batch.video_grid_thw,
-    )
+    losses: torch.Tensor = model(batch, segment_params(batch), shift_labels(batch.labels))
     return losses
 
 
@@ -248,8 +239,7 @@ def questions(family: str, folder: Path) -> tuple[Any, list[EncodedSample], int]
 def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     model, samples, shared = questions(family, tmp_path)
     isolate_segments(model)
-    layout = FAMILIES[family].build.IMAGE_LAYOUT
-    packed = PackedTransformersModel(model, torch.float32, image_layout=layout).train()
+    packed = PackedTransformersModel(model, torch.float32).train()
     others = [samples[0], *samples]
     alone = packed_batch([*others, *samples])
     expected = forward(packed, alone, shift_labels(alone.labels))
