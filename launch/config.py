@@ -21,7 +21,6 @@ from task_encoders.field_types import (
     Number,
     not_bool,
 )
-from task_encoders.media.patches import PixelTransport
 
 #: Weights are near .02; a greater rate, probably a typing error, would undo them in one step.
 MAX_RATE: Final = 0.1
@@ -62,12 +61,6 @@ class DataConfig(_Config):
     order: Literal["written", "balanced"] = "written"
     #: if the one in the manifest lies elsewhere now
     processor: str | None = None
-    #: pad every pack to seq_length, for kernels compiled per shape
-    pad_to_seq_length: bool = False
-    #: pad every merged row to micro_batch_size × seq_length
-    pad_to_length: bool = False
-    #: uint8: pixels leave the loader as bytes and become values on the device; float32: in it
-    pixel_transport: PixelTransport = "uint8"
     #: threads in which a loader process encodes; each holds up to two decoded images
     encode_threads: Count = 1
     #: samples of a pack attend to each other, unlike in unpacked training

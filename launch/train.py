@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,8 +24,6 @@ from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_s
 if TYPE_CHECKING:
     from launch.config import LaunchConfig
 
-#: Major compute capability from which on GPUs need no order of kernels.
-_BLACKWELL: Final = 10
 #: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 #: torch's text for a loader's process that died, which it raises at any place in the trainer.
@@ -69,24 +66,11 @@ def cli(
 def order_kernels(config: "LaunchConfig") -> None:
     """Have CUDA start kernels in the order in which they are launched, where ranks share layers or
     rows: otherwise work would delay the communication that is to overlap with it. Megatron-LM's
-    `validate_args` asks for the same variable on GPUs before Blackwell, and forbids it under FSDP.
-    Call it before anything starts CUDA; a value that is set stays.
+    `validate_args` asks for the same variable, and forbids it under FSDP. Call it before anything
+    starts CUDA; a value that is set stays.
     """
-    is_shared = max(config.parallel.tensor, config.parallel.context) > 1
-    if is_shared and _compute_capability() < _BLACKWELL:
+    if max(config.parallel.tensor, config.parallel.context) > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def _compute_capability() -> int:
-    """Major compute capability of this node's first GPU; 0: unknown, or there is none. torch would
-    start CUDA to tell."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except OSError:  # no driver
-        return 0
-    found = re.match(r"(\d+)\.\d", said)
-    return int(found[1]) if found else 0
 
 
 @contextmanager

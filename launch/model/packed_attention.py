@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import torch
@@ -163,28 +162,6 @@ def select_backend(
             "attention: auto"
         )
     return requested
-
-
-def kernel_name(backend: str) -> str:
-    """A backend, here or in transformers, with the package that computes it and its version, for
-    logs: "flash_attn 2.8.3"."""
-    if backend.startswith("torch_varlen"):
-        from torch.nn.attention import current_flash_attention_impl
-
-        return f"torch_varlen {torch.__version__} ({current_flash_attention_impl() or 'FA2'})"
-    packages = {
-        "flash_attention_2": "flash_attn",
-        "flash_attention_3": "flash_attn_3",
-        "flex_attention": "torch",
-        "eager": "torch",
-        "sdpa": "torch",
-    }
-    package = packages.get(backend, backend)
-    try:
-        found = version(package)
-    except PackageNotFoundError:  # built where it stands, without metadata
-        return backend
-    return f"{backend} {found}" if package == backend else f"{backend} ({package} {found})"
 
 
 def varlen_attention(

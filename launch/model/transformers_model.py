@@ -22,7 +22,6 @@ from launch.model.config import LoraOptions, TransformersModelConfig, part_of, t
 from launch.model.packed_attention import (
     has_tree_attention,
     is_importable,
-    kernel_name,
     select_backend,
     use_tree_attention,
     use_varlen_attention,
@@ -123,7 +122,7 @@ class PackedTransformersModel(nn.Module):
     def kernels(self) -> str:
         text, vision = self.hf_config.get_text_config(), self.hf_config.vision_config
         own, of_tower = text._attn_implementation, vision._attn_implementation
-        return f"attention {kernel_name(own)}; in the vision tower {kernel_name(of_tower)}"
+        return f"attention {own}; in the vision tower {of_tower}"
 
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the

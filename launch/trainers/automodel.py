@@ -18,8 +18,13 @@ from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetW
 from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
 
-from launch.data.open_packs import open_as_measured, settings_of_packs
-from launch.trainers.shared import PacksAsItems, require_kernels, warn_of_mixed_steps
+from launch.trainers.shared import (
+    PacksAsItems,
+    open_as_measured,
+    require_kernels,
+    settings_of_packs,
+    warn_of_mixed_steps,
+)
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types

@@ -17,7 +17,7 @@ from llamafactory.train import tuner
 from llamafactory.train.sft import workflow
 from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 
-from launch.data.open_packs import open_as_measured
+from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import TrainsPacks
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.storage.paths import path_of

@@ -132,10 +132,6 @@ class VLMIterator(DataIterator):
     def __next__(self) -> Any:
         return to_vlm_batch(super().__next__())
 
-    def save_state(self) -> Any:
-        """Energon's classes, which Bridge's reader of states knows; it refuses some tensors."""
-        return self._loader.save_state_rank()
-
     def restore_state(self, state: Any) -> None:
         """Go on where a state was saved. Only before the first row."""
         self._loader.restore_state_rank(state)

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
 from launch.data.broadcast import broadcast_batch
-from launch.data.loader_state import from_plain, to_plain
+from launch.data.loader_state import load_state
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import context_group
 from launch.model.megatron.context_parallel import cut_row
@@ -45,13 +45,12 @@ class DataIterator:
         return next(self._rows)
 
     def save_state(self) -> Any:
-        """Plain values: torch.load refuses Energon's classes, and its state would be skipped."""
-        return to_plain(self._loader.save_state_rank())
+        """Energon's, which only `restore` reads: torch.load refuses its classes."""
+        return self._loader.save_state_rank()
 
     def restore(self, path: str | Path) -> None:
         """Go on where a saved state was taken. Only before the first row."""
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        self._loader.restore_state_rank(from_plain(saved["dataloader_state_dict"]))
+        self._loader.restore_state_rank(load_state(Path(path))["dataloader_state_dict"])
 
 
 def build_dataloaders(

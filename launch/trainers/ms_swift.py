@@ -17,8 +17,13 @@ import torch
 from swift.pipelines.train.sft import SwiftSft
 from transformers import Trainer
 
-from launch.data.open_packs import open_as_measured, settings_of_packs
-from launch.trainers.shared import PacksAsItems, by_saved_names, require_kernels
+from launch.trainers.shared import (
+    PacksAsItems,
+    by_saved_names,
+    open_as_measured,
+    require_kernels,
+    settings_of_packs,
+)
 from task_encoders.concatenate import split_row
 from task_encoders.model_inputs import media_kwargs, token_types
 from task_encoders.storage.paths import path_of

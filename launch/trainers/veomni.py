@@ -19,8 +19,7 @@ from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 from veomni.distributed.parallel_state import get_parallel_state
 
-from launch.data.open_packs import open_as_measured
-from launch.trainers.shared import PacksAsItems, warn_of_mixed_steps
+from launch.trainers.shared import PacksAsItems, open_as_measured, warn_of_mixed_steps
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.storage.paths import path_of
 

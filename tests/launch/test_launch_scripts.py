@@ -246,7 +246,7 @@ def test_a_port_in_use_is_one_line(folder: Path, capfd: pytest.CaptureFixture[st
             {VQA: "1", BMR: "0"},
             ["-m", "launch.train", SFT, "data.path={folder}"],
             1,
-            "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1; or start bash launch/sft_qwen2_vl.sh",
+            "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1",
         ),
         ({}, [], 2, "give -m launch.train or -m launch.train_transformers"),
         ({}, ["-m"], 2, "give -m launch.train or -m launch.train_transformers"),

@@ -47,7 +47,6 @@ from launch.model.megatron.weights import (
 )
 from launch.model.packed_attention import (
     is_importable,
-    kernel_name,
     select_backend,
     vision_backend,
 )
@@ -384,9 +383,8 @@ class PackedMegatronModel(MegatronModule):
         weight = layer.mlp.linear_fc1.weight
         fused = [name for name in _fusions(fused=True) if getattr(core, name)]
         return (
-            f"attention {kernel_name(attention)}; in the vision tower "
-            f"{kernel_name(vision_backend(weight.device, weight.dtype))}; "
-            f"{', '.join(fused) or 'no fusions'}"
+            f"attention {attention}; in the vision tower "
+            f"{vision_backend(weight.device, weight.dtype)}; {', '.join(fused) or 'no fusions'}"
         )
 
     def save_hf_checkpoint(self, folder: Path) -> None:
@@ -456,9 +454,14 @@ def _put_features(
 def model_outline(config: ModelConfig) -> Any:
     """transformers' model with shapes, but without weights. Raises ValueError: the checkpoint or
     the sizes cannot be used."""
-    hf_config = config.build_transformers_config()
+    hf_config, classes = config.build_transformers_config(), transformers_classes(config.family)
+    if not isinstance(hf_config, classes.config):
+        raise ValueError(
+            f"a {hf_config.model_type} model is not built of megatron-core's layers here; use "
+            "python -m launch.train_transformers"
+        )
     with torch.device("meta"):
-        return transformers_classes(config.family).model(hf_config)
+        return classes.model(hf_config)
 
 
 def build_model(

@@ -268,7 +268,7 @@ def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:
     slides = write_checkpoint(checkpoints, "mistral3", "mistral", sliding_window=4096)
     with pytest.raises(ValueError, match="sliding_window 4096 is not supported"):
         built(slides, device)
-    with pytest.raises(ValueError, match=r"is a 'internvl'; set model\.family=internvl3"):
+    with pytest.raises(ValueError, match=r"is a 'internvl3'; set model\.family=internvl3"):
         build_model(ModelConfig(checkpoint=checkpoints / "internvl3-qwen2"), device=device)
     with pytest.raises(ValueError, match=r"'yarn'.* are not supported.*launch\.train_transformers"):
         build_model(ModelConfig(family="mistral3"), device=device)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, TrainingArguments
 
-from launch.data.open_packs import open_as_measured
 from launch.model.config import tiny_config, transformers_classes
 from launch.model.packed_attention import has_tree_attention
+from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
