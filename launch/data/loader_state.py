@@ -1,6 +1,7 @@
 """States of Energon's loader and of the random generators, read without running code: torch builds
 instances of the classes named here, and of no others."""
 
+import copyreg
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -14,6 +15,9 @@ from megatron.energon.savable_loader import (
     SavableDatasetState,
 )
 from megatron.energon.state import FlexState
+
+# A mapping made of a dict: torch fills no mappings of other classes.
+copyreg.pickle(FlexState, lambda state: (FlexState, (dict(state),)))
 
 _NUMBERS: Final = np.empty(0, np.uint32)
 #: The last ones are of NumPy's own generator, an array of uint32.

@@ -162,7 +162,6 @@ def build_run_model(
     """Build the model of a run for the packs that it trains. Raises ValueError where packs are
     longer than the model has positions."""
     options: dict[str, Any] = {"device": device, "seed": config.train.seed}
-    options["trees"] = data.has_trees
     if not isinstance(config.model, TransformersModelConfig):
         return build_model(config.model, **options, shares_rows=config.parallel.context > 1)
     from launch.model.transformers_model import build_transformers_model
@@ -172,6 +171,7 @@ def build_run_model(
     return build_transformers_model(
         config.model,
         **options,
+        trees=data.has_trees,
         tokenizer=Path(data.model.processor),
         vision=data.model.model_dump(include={"image_size", "patch_size"}),
         token_ids=task_encoder.encoder.media_token_ids,
@@ -180,7 +180,7 @@ def build_run_model(
 
 def check_trees(config: LaunchConfig, data: PackedData) -> None:
     """Check a run against packs of samples that share prefixes. Raises StageError, or ValueError
-    where the model cannot compute them; `build_model` refuses kernels."""
+    where the model cannot compute them."""
     if not data.has_trees:
         return
     fields: dict[str, Any] = {"parallel.context": 1, "data.cross_sample_attention": False}

@@ -104,11 +104,9 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool | None = None
     #: auto: bfloat16 on CUDA, else float32; the optimizer keeps float32 weights
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    #: auto: the first available of flash_attn_3 (on Hopper), flash_attn, transformer_engine,
-    #: torch_varlen, sdpa; or its name
-    attention: Literal[
-        "auto", "flash_attn_3", "flash_attn", "transformer_engine", "torch_varlen", "sdpa"
-    ] = "auto"
+    #: auto: the first available of flash_attn_3 (on Hopper), flash_attn, torch_varlen, sdpa; or its
+    #: name
+    attention: Literal["auto", "flash_attn_3", "flash_attn", "torch_varlen", "sdpa"] = "auto"
     #: megatron-core's fused kernels, on CUDA
     fusions: bool = True
     #: full: keep only each layer's input, and compute the layer again in the backward pass

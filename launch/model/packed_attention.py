@@ -2,11 +2,10 @@
 layers (`megatron.attention`); through transformers' registry of vision towers, of language models,
 and of language models on rows with prefix trees.
 
-flash_attn_3        flash_attn_interface's flash_attn_varlen_func, on Hopper, where importable
-flash_attn          flash-attn's, where importable
-transformer_engine  TransformerEngine's DotProductAttention (language model only)
-torch_varlen        torch.nn.attention.varlen on CUDA
-sdpa                one scaled_dot_product_attention per segment: CPU, or float32 on CUDA
+flash_attn_3  flash_attn_interface's flash_attn_varlen_func, on Hopper, where importable
+flash_attn    flash-attn's, where importable
+torch_varlen  torch.nn.attention.varlen on CUDA
+sdpa          one scaled_dot_product_attention per segment: CPU, or float32 on CUDA
 """
 
 import functools
@@ -28,7 +27,8 @@ Window = tuple[int, int]
 CAUSAL: Final[Window] = (-1, 0)
 #: Major compute capability of the GPUs that flash attention 3 is written for.
 _HOPPER: Final = 9
-#: (query, key, value, lengths, scale, window) -> output, shapes as varlen_attention.
+#: (query (T, H, D), key and value (T', G, D), lengths, scale, window) -> (T, H, D); queries are the
+#: last tokens of a segment's keys, G divides H.
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, Window], Tensor]
 
 
@@ -123,30 +123,12 @@ def is_importable(package: str) -> bool:
     return True
 
 
-def select_backend(
-    device: torch.device,
-    dtype: torch.dtype,
-    requested: str = "auto",
-    *,
-    context_parallel: bool = False,
-    trees: bool = False,
-) -> str:
-    """The backend of the language model's attention for tensors of this kind.
-
-    Args:
-        context_parallel: whether ranks share rows, for which TransformerEngine is not used.
-        trees: whether rows have prefix trees, which its causal mask, aligned at the start, would
-            cut.
-
-    Raises:
-        ValueError: the requested one is not installed, or cannot compute this kind.
-    """
-    on_gpu = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> str:
+    """Choose the backend of attention for tensors of this kind. Raises ValueError where the
+    requested one is not installed, or cannot compute this kind."""
     available = ["sdpa"]
-    if on_gpu:
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         available.insert(0, "torch_varlen")
-        if not (context_parallel or trees) and is_importable("transformer_engine"):
-            available.insert(0, "transformer_engine")
         if is_importable("flash_attn"):
             available.insert(0, "flash_attn")
         is_installed = is_importable("flash_attn_interface")
@@ -155,51 +137,11 @@ def select_backend(
     if requested == "auto":
         return available[0]
     if requested not in available:
-        case = " under context parallelism" if context_parallel else ""
         raise ValueError(
-            f"attention {requested!r} cannot be used for {dtype} on {device}{case}"
-            f"{' with pack.share_prefixes' if trees else ''}; here are {', '.join(available)}; set "
-            "attention: auto"
+            f"attention {requested!r} cannot be used for {dtype} on {device}; here are "
+            f"{', '.join(available)}; set attention: auto"
         )
     return requested
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    cu_seqlens_kv: Tensor | None = None,
-    max_seqlen_kv: int | None = None,
-    scale: float,
-    causal: bool,
-    backend: str,
-) -> Tensor:
-    """Attention of every token to its own segment.
-
-    Args:
-        query: (T, H, D).
-        key, value: (T, G, D), G divides H.
-        cu_seqlens: (P + 1,) int32, from 0 to T.
-        max_seqlen: length of the longest segment.
-        cu_seqlens_kv, max_seqlen_kv: the same for keys and values, if a segment's queries are only
-            its last tokens.
-        scale: factor of the scores.
-        causal: whether a token sees only itself and earlier tokens.
-        backend: a name in KERNELS.
-
-    Returns:
-        (T, H, D).
-    """
-    lengths = (
-        cu_seqlens,
-        cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv,
-        max_seqlen,
-        max_seqlen if max_seqlen_kv is None else max_seqlen_kv,
-    )
-    return KERNELS[backend](query, key, value, lengths, scale, CAUSAL if causal else (-1, -1))
 
 
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
@@ -207,12 +149,6 @@ def varlen_attention(
 PACKED_ATTENTION: Final = "packed_flash"
 #: Another, for language models on rows with prefix trees.
 TREE_ATTENTION: Final = "prefix_trees"
-
-
-def vision_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of the vision tower's attention for tensors of this kind."""
-    found = select_backend(device, dtype)
-    return "torch_varlen" if found == "transformer_engine" else found
 
 
 def packed_attention(
@@ -242,7 +178,7 @@ def packed_attention(
         (1, T, H, D), and no attention weights.
     """
     query, key, value, width = _as_rows(query, key, value)
-    kernel = KERNELS[backend or vision_backend(query.device, query.dtype)]
+    kernel = KERNELS[backend or select_backend(query.device, query.dtype)]
     window = CAUSAL if (module.is_causal if is_causal is None else is_causal) else (-1, -1)
     if sliding_window is not None:
         window = sliding_window - 1, window[1]
@@ -288,7 +224,7 @@ def tree_attention(
         (1, S, H, D), and no attention weights.
     """
     query, key, value, width = _as_rows(query, key, value)
-    kernel = KERNELS[select_backend(query.device, query.dtype, trees=True)]
+    kernel = KERNELS[select_backend(query.device, query.dtype)]
     trees, window = row_trees, CAUSAL
     if sliding_window is not None:
         window = sliding_window - 1, 0

@@ -166,8 +166,7 @@ def run_mode(
     device = initialize_parallel()
     torch.set_num_threads(1)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
-    trees = mode == "shared" or require_manifest(loader_options["packed"]).version == 2
-    model = build_model(ModelConfig(**SHAPES[shapes]), device=device, trees=trees).train()
+    model = build_model(ModelConfig(**SHAPES[shapes]), device=device).train()
     sizes = model.hf_config.text_config, model.hf_config.vision_config
     cost = cost_of_sizes(shapes, *(part.to_dict() for part in sizes))
     is_folded = shapes.startswith("cpu")

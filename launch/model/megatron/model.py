@@ -45,11 +45,7 @@ from launch.model.megatron.weights import (
     write_checkpoint,
     written_name,
 )
-from launch.model.packed_attention import (
-    is_importable,
-    select_backend,
-    vision_backend,
-)
+from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import token_losses
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
@@ -134,60 +130,6 @@ def transformer_config(
         perform_initialization=False,  # weights are loaded, see weights
         **_fusions(fused=fused),
     )
-
-
-def build_language_model(
-    hf_config: Any,
-    tensors: Container[str],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    recompute: bool,
-    fused: bool = False,
-    layers_config: LayersConfig | None = None,
-) -> GPTModel:
-    """This rank's part of the language model, its weights not yet set.
-
-    Args:
-        hf_config: transformers' config of the whole model.
-        tensors: published names of its tensors.
-        backend: see `packed_attention.select_backend`.
-        recompute: whether layers run again in the backward pass instead of keeping activations.
-        fused: whether megatron-core's fused kernels are used, which need CUDA.
-        layers_config: see `build_model`.
-
-    Raises:
-        ValueError: the config needs parts that are not built here.
-    """
-    text_config = hf_config.text_config
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    check_supported(text_config, size)
-    core_config = transformer_config(
-        text_config, tensors, size, dtype=dtype, device=device, fused=fused
-    )
-    if layers_config is not None:
-        core_config = layers_config(core_config)
-    spec = layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm)
-    model = GPTModel(
-        core_config,
-        # The last norm is chosen here, as the layers' are: core would take Apex's, where that is
-        # installed without TransformerEngine, which cannot be an RMSNorm.
-        TransformerBlockSubmodules([spec] * core_config.num_layers, layer_norm=WrappedTorchNorm),
-        vocab_size=text_config.vocab_size,
-        max_sequence_length=text_config.max_position_embeddings,
-        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="none",  # the angles are made once per row, see rotary
-        scatter_embedding_sequence_parallel=False,
-    )
-    model = model.to(dtype)  # torch's norms do not follow params_dtype
-    # Every tensor parallel rank has the whole query and key norms, but applies them to its own
-    # heads only: their gradients are sums over the ranks. Megatron-LM's loop adds them up itself.
-    sums_norms = size > 1 and layers_config is None
-    for name, parameter in model.named_parameters():
-        if sums_norms and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-            parameter.register_hook(_summed)
-    return model
 
 
 def _summed(gradient: torch.Tensor) -> torch.Tensor:
@@ -384,7 +326,7 @@ class PackedMegatronModel(MegatronModule):
         fused = [name for name in _fusions(fused=True) if getattr(core, name)]
         return (
             f"attention {attention}; in the vision tower "
-            f"{vision_backend(weight.device, weight.dtype)}; {', '.join(fused) or 'no fusions'}"
+            f"{select_backend(weight.device, weight.dtype)}; {', '.join(fused) or 'no fusions'}"
         )
 
     def save_hf_checkpoint(self, folder: Path) -> None:
@@ -470,7 +412,6 @@ def build_model(
     device: torch.device,
     seed: int = 0,
     shares_rows: bool = False,
-    trees: bool = False,
     layers_config: LayersConfig | None = None,
 ) -> PackedMegatronModel:
     """Build the model of this rank: its share of the language model, and the whole vision tower.
@@ -481,7 +422,6 @@ def build_model(
     Args:
         seed: of random weights.
         shares_rows: rows go over several ranks.
-        trees: rows have prefix trees.
         layers_config: makes the layers' config of the checkpoint's, for Megatron-LM's loop; without
             it they are for the loop of `launch.train`.
 
@@ -495,20 +435,37 @@ def build_model(
         )
     outline = model_outline(config)
     hf_config, dtype = outline.config, config.resolve_dtype(device)
-    shapes = published_shapes(outline)
-    backend = select_backend(
-        device, dtype, config.attention, context_parallel=shares_rows, trees=trees
+    text_config, shapes = hf_config.text_config, published_shapes(outline)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    check_supported(text_config, size)
+    fused = config.fusions and device.type == "cuda"
+    core_config = transformer_config(
+        text_config, shapes, size, dtype=dtype, device=device, fused=fused
     )
-    language_model = build_language_model(
-        hf_config,
-        shapes,
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        recompute=config.recompute == "full",
-        fused=config.fusions and device.type == "cuda",
-        layers_config=layers_config,
+    if layers_config is not None:
+        core_config = layers_config(core_config)
+    backend = select_backend(device, dtype, config.attention)
+    spec = layer_spec(
+        backend=backend, recompute=config.recompute == "full", qk_norm=core_config.qk_layernorm
     )
+    language_model = GPTModel(
+        core_config,
+        # The last norm is chosen here, as the layers' are: core would take Apex's, where that is
+        # installed without TransformerEngine, which cannot be an RMSNorm.
+        TransformerBlockSubmodules([spec] * core_config.num_layers, layer_norm=WrappedTorchNorm),
+        vocab_size=text_config.vocab_size,
+        max_sequence_length=text_config.max_position_embeddings,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="none",  # the angles are made once per row, see rotary
+        scatter_embedding_sequence_parallel=False,
+    )
+    language_model = language_model.to(dtype)  # torch's norms do not follow params_dtype
+    # Every tensor parallel rank has the whole query and key norms, but applies them to its own
+    # heads only: their gradients are sums over the ranks. Megatron-LM's loop adds them up itself.
+    sums_norms = size > 1 and layers_config is None
+    for name, parameter in language_model.named_parameters():
+        if sums_norms and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            parameter.register_hook(_summed)
     visual = build_visual(outline.model, config, hf_config, dtype, device)  # changes the outline
     model = PackedMegatronModel(config.family, hf_config, language_model, visual).to(device)
     for name, parameter in model.named_parameters():

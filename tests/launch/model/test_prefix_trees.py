@@ -15,7 +15,7 @@ from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
 from launch.model.megatron.model import build_model
-from launch.model.packed_attention import use_tree_attention, varlen_attention
+from launch.model.packed_attention import CAUSAL, KERNELS, use_tree_attention
 from launch.model.prefix_trees import row_trees, segment_params
 from launch.model.segments import isolate_segments
 from launch.model.transformers_model import PackedTransformersModel
@@ -91,18 +91,8 @@ def test_gathered_keys_are_gathered_again(
     leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
 
     def attend(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return varlen_attention(
-            leaves[0],
-            key,
-            value,
-            cu_seqlens=trees.cu_seqlens_q,
-            max_seqlen=trees.max_seqlen_q,
-            cu_seqlens_kv=trees.cu_seqlens_kv,
-            max_seqlen_kv=trees.max_seqlen_kv,
-            scale=0.3,
-            causal=True,
-            backend=backend,
-        )
+        lengths = trees.cu_seqlens_q, trees.cu_seqlens_kv, trees.max_seqlen_q, trees.max_seqlen_kv
+        return KERNELS[backend](leaves[0], key, value, lengths, 0.3, CAUSAL)
 
     kept = list[Any]()
 
