@@ -12,17 +12,15 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final, NoReturn
 
 import click
 
+from launch.config import LaunchConfig, load_config
 from offline_packing.errors import ConfigError, DiskFullError, MismatchError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
-
-if TYPE_CHECKING:
-    from launch.config import LaunchConfig
 
 #: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
@@ -51,26 +49,31 @@ def cli(
     config: str, overrides: tuple[str, ...], accept_mismatch: tuple[str, ...], debug: bool
 ) -> None:
     """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    train(load_config, config, overrides, accept_mismatch, debug=debug)
+
+
+def train(
+    load: Callable[[str, Sequence[str]], LaunchConfig],
+    config: str,
+    overrides: Sequence[str],
+    accept_mismatch: Sequence[str],
+    *,
+    debug: bool,
+) -> NoReturn:
+    """Train as a configuration says, and end the process."""
     start_logging()
     with failing_in_one_line(debug=debug):
-        from launch.config import load_config
         from launch.data.packed_data import settle_validation
 
-        loaded = settle_validation(load_config(config, overrides), overrides)
-        order_kernels(loaded)
+        loaded = settle_validation(load(config, overrides), overrides)
+        if max(loaded.parallel.tensor, loaded.parallel.context) > 1:
+            # Before CUDA starts: kernels start in the order of their launch, or work would delay
+            # the communication that is to overlap with it. Megatron-LM's `validate_args` asks for
+            # the same, and forbids it under FSDP.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from launch.loop.setup import run
 
         sys.exit(run(loaded, accept_mismatch))
-
-
-def order_kernels(config: "LaunchConfig") -> None:
-    """Have CUDA start kernels in the order in which they are launched, where ranks share layers or
-    rows: otherwise work would delay the communication that is to overlap with it. Megatron-LM's
-    `validate_args` asks for the same variable, and forbids it under FSDP. Call it before anything
-    starts CUDA; a value that is set stays.
-    """
-    if max(config.parallel.tensor, config.parallel.context) > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @contextmanager

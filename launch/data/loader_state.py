@@ -19,8 +19,7 @@ from megatron.energon.state import FlexState
 # A mapping made of a dict: torch fills no mappings of other classes.
 copyreg.pickle(FlexState, lambda state: (FlexState, (dict(state),)))
 
-_NUMBERS: Final = np.empty(0, np.uint32)
-#: The last ones are of NumPy's own generator, an array of uint32.
+#: The last ones are of arrays of numbers.
 _CLASSES: Final = [
     FlexState,
     SavableDataLoaderState,
@@ -30,8 +29,8 @@ _CLASSES: Final = [
     SystemRngState,
     np.ndarray,
     np.dtype,
-    type(_NUMBERS.dtype),
-    _NUMBERS.__reduce__()[0],
+    *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["Float"]},
+    np.empty(0).__reduce__()[0],
 ]
 
 
