@@ -51,7 +51,7 @@ class DataConfig(_Config):
     #: a folder of packs, here or s3://…, or a metadataset YAML that blends several; a list of
     #: these: stages that are trained one after another
     path: LocalOrRemotePaths
-    #: packs per row
+    #: packs per row (Megatron's MBS)
     micro_batch_size: Count = 1
     #: loader processes per data parallel rank; 0 reads in the trainer's process
     num_workers: NonNegative = 2
@@ -85,7 +85,7 @@ class DataConfig(_Config):
 class BatchConfig(_Config):
     """Amount of data per step. Set one of the two."""
 
-    #: samples per step, as without packing; divided by the samples per pack
+    #: samples per step, as without packing (GBS); divided by the samples per pack
     global_batch_size: Count | None = None
     #: or packs per step
     global_batch_packs: Count | None = None
@@ -158,9 +158,9 @@ class ScheduleConfig(_Config):
 class ParallelConfig(_Config):
     """Parallelism of the ranks. The remaining factor of the ranks is data parallel."""
 
-    #: ranks that share a layer
+    #: ranks that share a layer (TP)
     tensor: Count = 1
-    #: ranks that share a row; packs need pack.context_parallel
+    #: ranks that share a row (CP); packs need pack.context_parallel
     context: Count = 1
 
 

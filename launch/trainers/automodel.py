@@ -4,9 +4,13 @@
     packed_sequence: {pack_size: 8192}
     dataloader: {shuffle: false}
 
-AutoModel's own collator, loader and attention take it from there. No length is estimated and no
-sample replaced or dropped. Rank r of W trains packs r, r + W, ..., in the order written; with
-`local_batch_size: k`, k packs are k rows. `validation_dataset` is the same with `split: val`.
+- Data: its own collator and loader take packs as `PackedDatasetWrapper` has them; with
+  `local_batch_size: k`, k packs are k rows. `validation_dataset` is the same with `split: val`.
+- Order: rank r of W trains packs r, r + W, ..., as written.
+- Boundaries: `attention_mask` numbers the samples of a row, from which its attention takes them;
+  recurrent layers get them in its own models alone.
+- Loss: labels are shifted within every sample, whose last token is left out.
+- Options: `pack_size` is the packs' seq_length; no length is estimated, no sample replaced.
 """
 
 from dataclasses import asdict, dataclass, replace

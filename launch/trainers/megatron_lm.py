@@ -1,6 +1,12 @@
 """Packs in a Megatron-LM pretrain script, in the forms that its `pretrain()` calls: `get_batch`,
 `loss_func`, `forward_step`, and the dataloaders. `examples/megatron_lm/pretrain_packed_vlm.py` is
 such a script.
+
+- Data: read by the first of the ranks that share a row, which sends it to the others.
+- Order: as written, per data parallel rank; `--dataloader-save` keeps the place.
+- Boundaries: `PackedSeqParams`; under context parallelism each rank counts its own tokens.
+- Loss: labels shifted; a sum and its number of tokens, for `--calculate-per-token-loss`.
+- Options: `--dataloader-type external`; batch sizes count packs.
 """
 
 import dataclasses
