@@ -26,9 +26,8 @@ from launch.loop.plan import plan_training
 from launch.loop.trainer import Stage, Trainer
 from launch.model.config import ModelConfig, TransformersModelConfig
 from launch.model.megatron.model import build_model
-from launch.model.packed_attention import check_layers
 from launch.model.packed_model import PackedModel
-from launch.model.segments import check_positions
+from launch.model.segments import check_layers, check_positions
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.files import hold_lock, read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES

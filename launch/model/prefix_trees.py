@@ -5,7 +5,8 @@
     queries                 cu_seqlens_q   [0 4 6 9]
     keys                    cu_seqlens_kv  [0 4 10 17]      [a a a a|a a a a b b|a a a a c c c]
 
-All other layers see each token once, at the position that it has in its own sample. Attention
+All other layers see each token once, at the position that it has in its own sample; recurrent ones
+hand a trunk's state to its branches (`segments`). Attention
 gathers the keys of every segment and calls an ordinary kernel, causal and aligned at the end; the
 backward of gathering adds up the trunk's gradients. So each branch has the logits, the loss and the
 gradient of its sample alone.
@@ -34,6 +35,8 @@ class RowTrees(PackedSeqParams):
 
     #: (cu_seqlens_kv[-1],) places of the keys in the row
     keys: torch.Tensor = dataclasses.field(kw_only=True)
+    #: the trunk of each segment, -1: none
+    parents: list[int] = dataclasses.field(kw_only=True)
     #: (S,) number of the image of each token, -1: none; where a model's images see themselves
     blocks: torch.Tensor | None = None
 
@@ -115,6 +118,7 @@ def as_trees(params: PackedSeqParams) -> RowTrees:
         max_seqlen_q=params.max_seqlen_q,
         max_seqlen_kv=params.max_seqlen_kv,
         keys=torch.arange(int(layout[-1]), device=layout.device),
+        parents=[-1] * (len(layout) - 1),
     )
 
 
@@ -131,7 +135,8 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
     padded = params.cu_seqlens_q_padded
     layout = (params.cu_seqlens_q if padded is None else padded).long()
     parents = parents.flatten().long()
-    check_parents(parents.tolist(), len(layout) - 1)
+    numbers: list[int] = parents.tolist()
+    check_parents(numbers, len(layout) - 1)
     has_trunk, trunks = parents >= 0, parents.clamp(min=0)
     real = torch.nn.functional.pad((~attn_mask.flatten()).long().cumsum(0), (1, 0))
     shared = (real[layout[1:]] - real[layout[:-1]])[trunks] * has_trunk
@@ -146,6 +151,7 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
         max_seqlen_q=params.max_seqlen_q,
         max_seqlen_kv=int(seen.max()),
         keys=ranges(starts, lengths, int(seen.sum())),
+        parents=numbers,
     )
 
 

@@ -20,17 +20,17 @@ from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
 from launch.model.packed_attention import (
-    has_tree_attention,
     is_importable,
     select_backend,
-    use_tree_attention,
-    use_varlen_attention,
 )
 from launch.model.packed_model import replace_folder, token_losses, write_companions
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
     check_attention,
+    has_tree_attention,
     isolate_segments,
+    use_tree_attention,
+    use_varlen_attention,
     why_no_flash,
     with_image_blocks,
 )

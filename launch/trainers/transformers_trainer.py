@@ -26,9 +26,14 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from launch.model.packed_attention import has_tree_attention, use_tree_attention
 from launch.model.prefix_trees import as_trees, segment_params
-from launch.model.segments import check_positions, isolate_segments, with_image_blocks
+from launch.model.segments import (
+    check_positions,
+    has_tree_attention,
+    isolate_segments,
+    use_tree_attention,
+    with_image_blocks,
+)
 from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.schedule import dealt_in_rows

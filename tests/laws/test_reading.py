@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from launch.loop.loss import shift_labels
-from launch.model.packed_attention import use_tree_attention
 from launch.model.prefix_trees import segment_params
-from launch.model.segments import isolate_segments
+from launch.model.segments import isolate_segments, use_tree_attention
 from launch.model.transformers_model import PackedTransformersModel
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.layouts.shards import COLUMNS, read_planned

@@ -113,7 +113,6 @@ DYNAMIC: dict[str, Any] = {
         (LaunchConfig, {"data": {"cross_sample_attention": True}}, "set False, or pack without"),
         (LaunchConfig, {"model": DYNAMIC}, "angles of all others with its prefix; pack with"),
         (TransformersConfig, {"model": DYNAMIC}, "angles of all others with its prefix"),
-        (TransformersConfig, {"model": {"family": "qwen3_5"}}, "'linear_attention', whose state"),
         (TransformersConfig, {"model": {"attention": "eager"}}, "model.attention=eager: .*auto"),
         (LaunchConfig, {"data": {"online": {"seq_length": 512}}}, "prefixes; .* without data.onl"),
     ],
