@@ -54,8 +54,7 @@ class EvenRows:
         if not has_row:
             return None
         if row is None:
-            blank = empty_batch(self._num_positions).to(self._device)
-            row = replace(blank, image_layout=self._layout)
+            row = empty_batch(self._num_positions).to(self._device)
         if has_image and not images:
             row = self._with_segment(row, self._token_ids[0])
             row = replace(row, imgs=self._medium, image_grid_thw=self._grid)
@@ -68,7 +67,8 @@ class EvenRows:
         """The row with the tokens of a medium as one more segment of padding."""
         length = row.tokens.shape[1] + self._num_tokens
         padded = pad_batch(row, length, token_id)
-        return replace(padded, is_padded=row.is_padded)
+        # Empty rows know no layout.
+        return replace(padded, is_padded=row.is_padded, image_layout=self._layout)
 
     def state(self) -> Any:
         return self._batches.state()

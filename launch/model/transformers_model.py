@@ -19,10 +19,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
-from launch.model.packed_attention import (
-    is_importable,
-    select_backend,
-)
+from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import replace_folder, token_losses, write_companions
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
