@@ -70,14 +70,6 @@ class EvenRows:
         # Empty rows know no layout.
         return replace(padded, is_padded=row.is_padded, image_layout=self._layout)
 
-    def state(self) -> Any:
-        return self._batches.state()
-
-    def restore(self, state: Any) -> None:
-        self._batches.restore(state)
-
-    def restart(self) -> None:
-        self._batches.restart()
-
-    def close(self) -> None:
-        self._batches.close()
+    def __getattr__(self, name: str) -> Any:
+        """The other calls of MicroBatches."""
+        return getattr(self._batches, name)

@@ -33,22 +33,18 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, Window], Tensor
 
 
 def _flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, window: Window
+    package: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    window: Window,
 ) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
+    varlen = importlib.import_module(package).flash_attn_varlen_func
     options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
-    return flash_attn_varlen_func(query, key, value, *lengths, **options)
-
-
-def _flash_attn_3(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, window: Window
-) -> Tensor:
-    from flash_attn_interface import flash_attn_varlen_func  # its folder `hopper`
-
-    options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
-    out = flash_attn_varlen_func(query, key, value, *lengths, **options)
-    return out[0] if isinstance(out, tuple) else out  # early versions gave the sums, too
+    out = varlen(query, key, value, *lengths, **options)
+    return out[0] if isinstance(out, tuple) else out  # early versions of 3 gave the sums, too
 
 
 def _torch_varlen(
@@ -106,8 +102,8 @@ def _visible(num_queries: int, num_keys: int, window: Window, device: torch.devi
 
 
 KERNELS: Final[Mapping[str, VarlenKernel]] = {
-    "flash_attn_3": _flash_attn_3,
-    "flash_attn": _flash_attn,
+    "flash_attn_3": functools.partial(_flash_attn, "flash_attn_interface"),  # its folder `hopper`
+    "flash_attn": functools.partial(_flash_attn, "flash_attn"),
     "torch_varlen": _torch_varlen,
     "sdpa": _sdpa,
 }
