@@ -21,6 +21,7 @@ copyreg.pickle(FlexState, lambda state: (FlexState, (dict(state),)))
 
 #: The last ones are of arrays of numbers.
 _CLASSES: Final = [
+    bytes,
     FlexState,
     SavableDataLoaderState,
     SavableDatasetCheckpoint,
