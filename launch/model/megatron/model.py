@@ -71,17 +71,6 @@ class RecomputedTransformerLayer(TransformerLayer):
         )
 
 
-def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
-    """megatron-core's local layer spec with `PackedCoreAttention` as its core attention."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
-    if recompute:
-        spec.module = RecomputedTransformerLayer
-    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=PackedCoreAttention, params={"backend": backend}
-    )
-    return spec
-
-
 def _fusions(*, fused: bool) -> dict[str, bool]:
     """Fields of megatron-core's config. Where attention, norms and the sum of gradients are not
     megatron-core's, it has none to fuse."""
@@ -445,8 +434,11 @@ def build_model(
     if layers_config is not None:
         core_config = layers_config(core_config)
     backend = select_backend(device, dtype, config.attention)
-    spec = layer_spec(
-        backend=backend, recompute=config.recompute == "full", qk_norm=core_config.qk_layernorm
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=core_config.qk_layernorm)
+    if config.recompute == "full":
+        spec.module = RecomputedTransformerLayer
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=PackedCoreAttention, params={"backend": backend}
     )
     language_model = GPTModel(
         core_config,

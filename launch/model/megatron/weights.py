@@ -85,9 +85,10 @@ _ALONE: Final = {
 }
 
 
-def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
-    """The rule of every parameter of the language model, by megatron-core's name, including
-    biases and norms that not every family has."""
+def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
+    """Return the rule of every parameter of a `PackedMegatronModel`, and of biases and norms that not
+    every family has."""
+    text_config = hf_config.text_config
     heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = head_dim_of(text_config)
 
@@ -97,7 +98,7 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
         "embedding.word_embeddings.weight": WeightRule(("model.embed_tokens.weight",), 0),
         "decoder.final_layernorm.weight": WeightRule(("model.norm.weight",), None),
     }
-    if not tied:
+    if not hf_config.tie_word_embeddings:
         rules["output_layer.weight"] = WeightRule(("lm_head.weight",), 0)
     for i in range(text_config.num_hidden_layers):
         ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
@@ -110,14 +111,7 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
         )
         for name, (published, dim) in _ALONE.items():
             rules[f"{ours}{name}.weight"] = WeightRule((f"{theirs}{published}.weight",), dim)
-    return rules
-
-
-def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
-    """The rule of every parameter of a `PackedMegatronModel`."""
-    tied = hf_config.tie_word_embeddings
-    language = language_rules(hf_config.text_config, tied=tied)
-    rules = {f"language_model.{name}": rule for name, rule in language.items()}
+    rules = {f"language_model.{name}": rule for name, rule in rules.items()}
     for name, _ in model.named_parameters():
         if name.startswith("visual."):
             rules[name] = WeightRule((published_name(name),), None)
