@@ -86,8 +86,8 @@ _ALONE: Final = {
 
 
 def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
-    """Return the rule of every parameter of a `PackedMegatronModel`, and of biases and norms that not
-    every family has."""
+    """Return the rule of every parameter of a `PackedMegatronModel`, and of biases and norms that
+    only some families have."""
     text_config = hf_config.text_config
     heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = head_dim_of(text_config)
