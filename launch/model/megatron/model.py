@@ -116,7 +116,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,  # weights are loaded, see weights
+        perform_initialization=False,  # weights are loaded, see weights.py
         **_fusions(fused=fused),
     )
 
@@ -448,7 +448,7 @@ def build_model(
         vocab_size=text_config.vocab_size,
         max_sequence_length=text_config.max_position_embeddings,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="none",  # the angles are made once per row, see rotary
+        position_embedding_type="none",  # the angles are made once per row, see rope_frequencies
         scatter_embedding_sequence_parallel=False,
     )
     language_model = language_model.to(dtype)  # torch's norms do not follow params_dtype
