@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import AutoModelForImageTextToText, HfArgumentParser, TrainingArguments
 
-from launch.data.open_packs import open_as_measured
+from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import PackedTrainer
 
 packed, checkpoint, output, *options = sys.argv[1:]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer, HfArgumentParser
 from trl import SFTConfig
 
-from launch.data.open_packs import open_as_measured
+from launch.trainers.shared import open_as_measured
 from launch.trainers.trl_trainer import PackedSFTTrainer
 
 packed, checkpoint, output, *options = sys.argv[1:]

@@ -21,7 +21,6 @@ from task_encoders.field_types import (
     Number,
     not_bool,
 )
-from task_encoders.media.patches import PixelTransport
 
 #: Weights are near .02; a greater rate, probably a typing error, would undo them in one step.
 MAX_RATE: Final = 0.1
@@ -52,7 +51,7 @@ class DataConfig(_Config):
     #: a folder of packs, here or s3://…, or a metadataset YAML that blends several; a list of
     #: these: stages that are trained one after another
     path: LocalOrRemotePaths
-    #: packs per row
+    #: packs per row (Megatron's MBS)
     micro_batch_size: Count = 1
     #: loader processes per data parallel rank; 0 reads in the trainer's process
     num_workers: NonNegative = 2
@@ -62,12 +61,6 @@ class DataConfig(_Config):
     order: Literal["written", "balanced"] = "written"
     #: if the one in the manifest lies elsewhere now
     processor: str | None = None
-    #: pad every pack to seq_length, for kernels compiled per shape
-    pad_to_seq_length: bool = False
-    #: pad every merged row to micro_batch_size × seq_length
-    pad_to_length: bool = False
-    #: uint8: pixels leave the loader as bytes and become values on the device; float32: in it
-    pixel_transport: PixelTransport = "uint8"
     #: threads in which a loader process encodes; each holds up to two decoded images
     encode_threads: Count = 1
     #: samples of a pack attend to each other, unlike in unpacked training
@@ -92,7 +85,7 @@ class DataConfig(_Config):
 class BatchConfig(_Config):
     """Amount of data per step. Set one of the two."""
 
-    #: samples per step, as without packing; divided by the samples per pack
+    #: samples per step, as without packing (GBS); divided by the samples per pack
     global_batch_size: Count | None = None
     #: or packs per step
     global_batch_packs: Count | None = None
@@ -165,9 +158,9 @@ class ScheduleConfig(_Config):
 class ParallelConfig(_Config):
     """Parallelism of the ranks. The remaining factor of the ranks is data parallel."""
 
-    #: ranks that share a layer
+    #: ranks that share a layer (TP)
     tensor: Count = 1
-    #: ranks that share a row; packs need pack.context_parallel
+    #: ranks that share a row (CP); packs need pack.context_parallel
     context: Count = 1
 
 

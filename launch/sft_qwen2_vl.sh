@@ -3,7 +3,9 @@
 #
 #   bash launch/sft_qwen2_vl.sh                             # the demo's dialogues, after `make demo`
 #   bash launch/sft_qwen2_vl.sh data.path=/data/sft model.checkpoint=/models/Qwen2-VL-7B \
-#       parallel.tensor=2 train.epochs=1 schedule.learning_rate=1e-5 output.path=out/sft
+#       parallel.tensor=2 data.micro_batch_size=1 batch.global_batch_size=256 \
+#       train.epochs=1 schedule.learning_rate=1e-5 output.path=out/sft
+#                                    # Megatron's TP, CP (parallel.context), MBS, GBS, lr, save
 #   BLEND=1 bash launch/sft_qwen2_vl.sh data.path=launch/blend.yaml     # captions, VQA and dialogues
 set -euo pipefail
 

@@ -80,15 +80,6 @@ def lonely_nodes(options: Sequence[str]) -> str:
     )
 
 
-#: The script that sets the variables, by the task of the packs.
-_SCRIPTS: Final = {
-    "captioning": "STAGE=1 bash launch/pretrain_qwen2_vl.sh",
-    "vqa": "STAGE=1.5 bash launch/pretrain_qwen2_vl.sh",
-    "bmr": "bash launch/sft_qwen2_vl.sh",
-    "blend": "BLEND=1 bash launch/sft_qwen2_vl.sh",
-}
-
-
 def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
     """Check the run's settings before any rank starts. Returns further overrides for the ranks."""
     from launch.data.packed_data import (
@@ -98,7 +89,7 @@ def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
         read_packed_data,
         settle_validation,
     )
-    from task_encoders.settings import PackingSettings, PackingSettingsError
+    from task_encoders.settings import PackingSettings
 
     settings = PackingSettings.from_env()
     if config.data.online is not None:
@@ -106,12 +97,7 @@ def _check(config: LaunchConfig, overrides: Sequence[str]) -> list[str]:
     paths = config.data.paths
     tasks = largest_of(paths, [read_packed_data(path) for path in paths]).tasks
     for task in tasks:
-        try:
-            settings.resolve_task(task, blend=len(tasks) > 1)
-        except PackingSettingsError as error:
-            command = _SCRIPTS.get("blend" if len(tasks) > 1 else task)
-            remedy = f"; or start {command}" if command else ""
-            raise PackingSettingsError(f"{error}{remedy}") from error
+        settings.resolve_task(task, blend=len(tasks) > 1)
     for path in paths:
         check_room(path, config.parallel.context)
     settled = settle_validation(config, overrides)

@@ -10,23 +10,18 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final, NoReturn
 
 import click
 
+from launch.config import LaunchConfig, load_config
 from offline_packing.errors import ConfigError, DiskFullError, MismatchError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
-if TYPE_CHECKING:
-    from launch.config import LaunchConfig
-
-#: Major compute capability from which on GPUs need no order of kernels.
-_BLACKWELL: Final = 10
 #: The exception after the last frame of a traceback.
 _RAISED: Final = re.compile(r"^[\w.]+: (.*)", re.DOTALL | re.MULTILINE)
 #: torch's text for a loader's process that died, which it raises at any place in the trainer.
@@ -54,39 +49,31 @@ def cli(
     config: str, overrides: tuple[str, ...], accept_mismatch: tuple[str, ...], debug: bool
 ) -> None:
     """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    train(load_config, config, overrides, accept_mismatch, debug=debug)
+
+
+def train(
+    load: Callable[[str, Sequence[str]], LaunchConfig],
+    config: str,
+    overrides: Sequence[str],
+    accept_mismatch: Sequence[str],
+    *,
+    debug: bool,
+) -> NoReturn:
+    """Train as a configuration says, and end the process."""
     start_logging()
     with failing_in_one_line(debug=debug):
-        from launch.config import load_config
         from launch.data.packed_data import settle_validation
 
-        loaded = settle_validation(load_config(config, overrides), overrides)
-        order_kernels(loaded)
+        loaded = settle_validation(load(config, overrides), overrides)
+        if max(loaded.parallel.tensor, loaded.parallel.context) > 1:
+            # Before CUDA starts: kernels start in the order of their launch, or work would delay
+            # the communication that is to overlap with it. Megatron-LM's `validate_args` asks for
+            # the same, and forbids it under FSDP.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from launch.loop.setup import run
 
         sys.exit(run(loaded, accept_mismatch))
-
-
-def order_kernels(config: "LaunchConfig") -> None:
-    """Have CUDA start kernels in the order in which they are launched, where ranks share layers or
-    rows: otherwise work would delay the communication that is to overlap with it. Megatron-LM's
-    `validate_args` asks for the same variable on GPUs before Blackwell, and forbids it under FSDP.
-    Call it before anything starts CUDA; a value that is set stays.
-    """
-    is_shared = max(config.parallel.tensor, config.parallel.context) > 1
-    if is_shared and _compute_capability() < _BLACKWELL:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def _compute_capability() -> int:
-    """Major compute capability of this node's first GPU; 0: unknown, or there is none. torch would
-    start CUDA to tell."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except OSError:  # no driver
-        return 0
-    found = re.match(r"(\d+)\.\d", said)
-    return int(found[1]) if found else 0
 
 
 @contextmanager

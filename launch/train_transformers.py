@@ -6,7 +6,6 @@ configuration, except for `model.lora`, `model.fsdp`, the names of `model.attent
 `parallel`, which must be 1.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from pydantic import model_validator
 
 from launch.config import LaunchConfig, with_one_batch_size
 from launch.model.config import TransformersModelConfig
-from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, failing_in_one_line, start_logging
+from launch.train import ACCEPT, CONFIG, DEBUG, OVERRIDES, train
 from offline_packing.storage.yaml_file import read_config
 
 
@@ -54,17 +53,8 @@ def main(
     debug: bool,
 ) -> None:
     """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
-    start_logging()
-    with failing_in_one_line(debug=debug):
-        from launch.data.packed_data import settle_validation
-
-        loaded: LaunchConfig = load_config(
-            config, (*(["model.lora={}"] if lora else []), *overrides)
-        )
-        loaded = settle_validation(loaded, overrides)
-        from launch.loop.setup import run
-
-        sys.exit(run(loaded, accept_mismatch))
+    given = (*(["model.lora={}"] if lora else []), *overrides)
+    train(load_config, config, given, accept_mismatch, debug=debug)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,17 @@ def test_packages_import_in_one_direction() -> None:
             assert packages <= {"task_encoders", "offline_packing"} or ".demo" in name, name
 
 
+def test_models_do_not_know_each_other() -> None:
+    """A reader of one never opens the other's files."""
+    core = {name for name in MODULES if name.startswith("launch.model.megatron.")}
+    others = {f"launch.model.{name}" for name in ("transformers_model", "segments")}
+    shared = {name for name in MODULES if name.startswith("launch.model.")} - core - others
+    for own, foreign in ((core, others), (others, core), (shared, core | others)):
+        assert own
+        for name in own:
+            assert not imports_of_all()[name] & foreign, name
+
+
 def test_tree() -> None:
     root = ROOT / "offline_packing"
     assert {path.name for path in root.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}

@@ -38,11 +38,19 @@ def main() -> None:
         given = [new(_HEADS, _SIZE) for _ in range(3)]
         given += [F.logsigmoid(new(_HEADS).float()), new(_HEADS).sigmoid()]
         outputs = []
+        states = torch.randn(len(lengths), _HEADS, _SIZE, _SIZE, device="cuda") / _SIZE
         for kernel in (chunk_gated_delta_rule, stand_in_fla.chunk_gated_delta_rule):
-            leaves = [tensor.clone().requires_grad_() for tensor in given]
-            out, _ = kernel(*leaves, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
+            leaves = [tensor.clone().requires_grad_() for tensor in (*given, states)]
+            out, final = kernel(
+                *leaves[:-1],
+                initial_state=leaves[-1],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=ends,
+            )
             torch.manual_seed(1)
-            outputs.append([out, *torch.autograd.grad(out, leaves, torch.randn_like(out))])
+            gradients = torch.randn_like(out), torch.randn_like(final)
+            outputs.append([out, final, *torch.autograd.grad((out, final), leaves, gradients)])
         rule = differences(*outputs)
         row = new(_CHANNELS)
         weight = torch.randn(_CHANNELS, _TAPS, device="cuda", dtype=torch.bfloat16)
@@ -53,7 +61,8 @@ def main() -> None:
         convolution = differences(convolved[:1], convolved[1:])
         said = ", ".join(f"{one:.1e}" for one in rule)
         print(
-            f"{lengths}: out, q, k, v, g, beta {said}; convolution {convolution[0]:.1e}", flush=True
+            f"{lengths}: out, state, q, k, v, g, beta, first {said}; conv {convolution[0]:.1e}",
+            flush=True,
         )
         worst = max(worst, *rule, *convolution)
     print(f"largest {worst:.1e}, of {_LIMIT:.0e}")

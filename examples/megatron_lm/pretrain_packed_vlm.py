@@ -40,13 +40,13 @@ from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import check_room, read_packed_data
 from launch.loop.setup import check_token_ids
 from launch.model.config import ModelConfig
-from launch.model.hf_checkpoint import published_shapes
-from launch.model.megatron_model import (
+from launch.model.megatron.model import (
     PackedMegatronModel,
     build_model,
     model_outline,
     transformer_config,
 )
+from launch.model.megatron.weights import published_shapes
 from launch.trainers.megatron_lm import DataIterator, build_dataloaders, forward_step
 from task_encoders.model_inputs import required_pad_multiple
 

@@ -38,6 +38,7 @@ class EvenRows:
         self._grid = torch.tensor([blank.grid], dtype=torch.int32, device=device)
         self._num_tokens = blank.num_tokens
         self._num_positions = family.build.POSITION_ROWS
+        self._layout = family.build.IMAGE_LAYOUT
         self._token_ids = [hf_config.image_token_id, getattr(hf_config, "video_token_id", None)]
 
     def next(self) -> PackedBatch | None:
@@ -66,16 +67,9 @@ class EvenRows:
         """The row with the tokens of a medium as one more segment of padding."""
         length = row.tokens.shape[1] + self._num_tokens
         padded = pad_batch(row, length, token_id)
-        return replace(padded, is_padded=row.is_padded)
+        # Empty rows know no layout.
+        return replace(padded, is_padded=row.is_padded, image_layout=self._layout)
 
-    def state(self) -> Any:
-        return self._batches.state()
-
-    def restore(self, state: Any) -> None:
-        self._batches.restore(state)
-
-    def restart(self) -> None:
-        self._batches.restart()
-
-    def close(self) -> None:
-        self._batches.close()
+    def __getattr__(self, name: str) -> Any:
+        """The other calls of MicroBatches."""
+        return getattr(self._batches, name)

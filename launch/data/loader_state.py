@@ -1,12 +1,9 @@
-"""State of Energon's loader and of the random generators as plain tensors, numbers and mappings.
+"""States of Energon's loader and of the random generators, read without running code: torch builds
+instances of the classes named here, and of no others."""
 
-Energon's own states are instances of its classes, which only a pickle could hold. Checkpoints hold
-none: reading one must not be able to run code.
-"""
-
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, Final
+import copyreg
+from pathlib import Path
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
@@ -19,52 +16,26 @@ from megatron.energon.savable_loader import (
 )
 from megatron.energon.state import FlexState
 
-#: Names the class of a mapping that was an object. Energon uses "__class__" itself.
-_CLASS: Final = "class of"
-_DATACLASSES: Final = {
-    cls.__name__: cls
-    for cls in (
-        SavableDataLoaderState,
-        SavableDatasetCheckpoint,
-        SavableDatasetState,
-        SliceState,
-        SystemRngState,
-    )
-}
+# A mapping made of a dict: torch fills no mappings of other classes.
+copyreg.pickle(FlexState, lambda state: (FlexState, (dict(state),)))
+
+#: The last ones are of arrays of numbers.
+_CLASSES: Final = [
+    bytes,
+    FlexState,
+    SavableDataLoaderState,
+    SavableDatasetCheckpoint,
+    SavableDatasetState,
+    SliceState,
+    SystemRngState,
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["Float"]},
+    np.empty(0).__reduce__()[0],
+]
 
 
-def to_plain(state: Any) -> Any:
-    """A state without instances of classes.
-
-    Raises:
-        TypeError: it holds an object of a class that is not known here.
-    """
-    if state is None or isinstance(state, bool | int | float | str | bytes | torch.Tensor):
-        return state
-    if isinstance(state, np.ndarray):
-        return {_CLASS: "ndarray", "values": torch.from_numpy(state.copy())}
-    if isinstance(state, list | tuple):
-        return type(state)(map(to_plain, state))
-    name = type(state).__name__
-    if isinstance(state, dict):
-        tag = {_CLASS: name} if isinstance(state, FlexState) else {}
-        return tag | {key: to_plain(value) for key, value in state.items()}
-    if name not in _DATACLASSES:
-        raise TypeError(f"a {name} in the loader's state; add it to launch/data/loader_state.py")
-    names = [field.name for field in dataclasses.fields(state)]
-    return {_CLASS: name} | {field: to_plain(getattr(state, field)) for field in names}
-
-
-def from_plain(plain: Any) -> Any:
-    """The state that `to_plain` was given."""
-    if isinstance(plain, list | tuple):
-        return type(plain)(map(from_plain, plain))
-    if not isinstance(plain, Mapping):
-        return plain
-    name = plain.get(_CLASS)
-    content = {key: from_plain(value) for key, value in plain.items() if key != _CLASS}
-    if name == "ndarray":
-        return content["values"].numpy()
-    if name == "FlexState":
-        return FlexState(content)
-    return content if name is None else _DATACLASSES[name](**content)
+def load_state(file: Path | IO[bytes]) -> Any:
+    """Read what torch saved of a state. Raises UnpicklingError for other content."""
+    with torch.serialization.safe_globals(_CLASSES):
+        return torch.load(file, map_location="cpu", weights_only=True)

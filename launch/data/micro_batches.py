@@ -19,7 +19,6 @@ from megatron.energon import WorkerConfig
 
 from launch.config import DataConfig, OnlineConfig
 from launch.data.broadcast import broadcast_batch
-from launch.data.loader_state import from_plain, to_plain
 from launch.data.packed_data import PackedData
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
@@ -29,7 +28,6 @@ from task_encoders.families import FAMILIES, change_options
 from task_encoders.loading.packed_dataset import get_packed_loader
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
 from task_encoders.loading.schedule import ScheduledLoader
-from task_encoders.model_inputs import pad_batch
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.samples import SampleError
 
@@ -50,7 +48,7 @@ class MicroBatches(Protocol):
         """The next row; at the end of the data None, and None again from then on."""
 
     def state(self) -> Any:
-        """State that `restore` needs to continue with the next row: tensors, numbers, mappings."""
+        """State that `restore` needs to continue with the next row, as `load_state` reads it."""
 
     def restore(self, state: Any) -> None:
         """Resume where `state` was taken on the same rank, or on rank 0 of another number of ranks:
@@ -99,9 +97,8 @@ def build_task_encoder(
     return kind(
         seq_length=data.seq_length,
         **given,
-        pad_to_seq_length=config.pad_to_seq_length,
         cross_sample_attention=config.cross_sample_attention,
-        pixel_transport=config.pixel_transport,
+        pixel_transport="uint8",
         encode_threads=config.encode_threads,
         model=model,
     )
@@ -127,14 +124,6 @@ class LoaderBatches:
         seed: int = 0,
     ) -> None:
         self._device = device
-        self._pad_token_id = task_encoder.encoder.pad_token_id
-        self._row_length = config.micro_batch_size * task_encoder.seq_length
-        self._pads = config.pad_to_length
-        if self._pads and self._row_length % task_encoder.pad_multiple:
-            raise ValueError(
-                f"data.pad_to_length: {self._row_length} tokens are not a multiple of "
-                f"{task_encoder.pad_multiple}, as parallel.context needs; set it to false"
-            )
         self._repeats = config.repeat and split == "train"
         self._ended = False
         self._left_out = 0
@@ -163,8 +152,6 @@ class LoaderBatches:
                 raise StageError(
                     f"{MOST_LEFT_OUT} consecutive rows have no usable sample: {batch.dropped[-1]}"
                 )
-            if self._pads:
-                batch = pad_batch(batch, self._row_length, self._pad_token_id)
         return broadcast_batch(batch, self._device, self._group)
 
     def _read(self) -> Iterator[PackedBatch]:
@@ -277,10 +264,7 @@ class OnlineLoader:
         return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "num_ranks": self._num_ranks,
-            "energon": to_plain(self._loader.save_state_rank()),
-        }
+        return {"num_ranks": self._num_ranks, "energon": self._loader.save_state_rank()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved. Raises StageError with another number of ranks, and
@@ -290,7 +274,7 @@ class OnlineLoader:
                 f"data.online: packs of {state['num_ranks']} data parallel ranks cannot be dealt "
                 f"anew among {self._num_ranks}; resume with the same number"
             )
-        self._loader.restore_state_rank(from_plain(state["energon"]))
+        self._loader.restore_state_rank(state["energon"])
 
     def close(self) -> None:
         self._loader.close()

@@ -27,14 +27,10 @@ def read_data(config: DataConfig) -> PackedData:
         StageError: see `read_packed_data`; data to be packed are not prepared, or no sample of them
             can be used.
     """
-    (path,) = config.paths
-    return read_packed_data(path) if config.online is None else _estimate(path, config)
-
-
-def _estimate(path: str, config: DataConfig) -> PackedData:
-    """The packs that 1,000 samples make, and how many of the kind all samples make."""
-    online = config.online
-    assert online is not None
+    (path,), online = config.paths, config.online
+    if online is None:
+        return read_packed_data(path)
+    # The packs that 1,000 samples make, and how many of the kind all samples make.
     check_exists(folder := path_of(path))
     if not folder.is_file() and not (folder / ".nv-meta").is_dir():
         raise StageError(

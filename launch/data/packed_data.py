@@ -7,7 +7,6 @@ each step sees the same number of tokens and samples as without packing.
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,12 +64,6 @@ def read_packed_data(path: str | Path) -> PackedData:
         StageError: a folder has no manifest, or datasets of a blend were measured differently.
     """
     folders = _folders(path)
-    resolved = (folder.resolve() if isinstance(folder, Path) else folder for folder, _ in folders)
-    for folder, count in Counter(resolved).items():
-        if count > 1:
-            logger.warning(
-                "%s lists %s %d times: it is drawn with the sum of its weights", path, folder, count
-            )
     manifests = [_read_manifest(folder) for folder, _ in folders]
     models = [model_options(**manifest.config["model"]) for manifest in manifests]
     _require_one_model(path, [folder for folder, _ in folders], models)

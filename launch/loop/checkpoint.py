@@ -38,7 +38,7 @@ from torch.distributed import checkpoint as sharded
 from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.config import LaunchConfig
-from launch.data.loader_state import from_plain, to_plain
+from launch.data.loader_state import load_state
 from launch.data.micro_batches import MicroBatches
 from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
@@ -116,7 +116,7 @@ class CheckpointFolder:
         with translate_disk_full(temporary), _unwrapped():
             sharded.save(tensors, storage_writer=writer)
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        generators = {"system": to_plain(SystemRng.save_state()), "cuda": cuda}
+        generators = {"system": SystemRng.save_state(), "cuda": cuda}
         state = {"data": data.state(), "generators": generators}
         written = [_save_tensors(temporary / _rank_file(self._rank), state)]
         written += temporary.glob(f"shard-{self._rank + 1:05d}-*")
@@ -225,7 +225,7 @@ class CheckpointFolder:
             sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
             optimizer.publish(iteration)
             number = self._rank if then == self._deal else self._tensor_rank
-            state = torch.load(path / _rank_file(number), map_location="cpu", weights_only=True)
+            state = load_state(path / _rank_file(number))
             data, generators = state["data"], state["generators"]
             if _is_other(_PACKS, saved, self._record):
                 begins = (iteration,)
@@ -233,7 +233,7 @@ class CheckpointFolder:
                 stages[len(begins) - 1].restore(data)
                 trained = trained[:-1]
             if then == self._deal:
-                SystemRng.restore_state(from_plain(generators["system"]))
+                SystemRng.restore_state(generators["system"])
                 if generators["cuda"] is not None and torch.cuda.is_available():
                     torch.cuda.set_rng_state(generators["cuda"])
         if then != self._deal:
@@ -306,7 +306,6 @@ _FREE: Final = (
     "data.encode_threads",
     "data.num_workers",
     "data.path",
-    "data.pixel_transport",
     "data.processor",
     "metrics",
     "model.attention",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed
@@ -219,16 +219,6 @@ def format_line(
     return f"step {iteration}/{iterations}: {', '.join(parts)}"
 
 
-class Tracker(Protocol):
-    """A run shown somewhere else, as Weights & Biases and SwanLab have it."""
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Add the values of a step."""
-
-    def finish(self) -> None:
-        """Write what is pending."""
-
-
 class MetricsLog:
     """metrics.jsonl, and the trackers that are asked for. Only rank 0 has one."""
 
@@ -240,12 +230,13 @@ class MetricsLog:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
-        self._trackers: list[Tracker] = []
-        if config.tensorboard:
-            self._trackers.append(TensorBoard(folder, iteration))
-        for package, project in (("wandb", config.wandb), ("swanlab", config.swanlab)):
-            if project:
-                self._trackers.append(run_elsewhere(package, folder, project))
+        asked = {"tensorboard": config.tensorboard and "here", "wandb": config.wandb}
+        asked["swanlab"] = config.swanlab
+        self._trackers = [
+            Tracker(package, folder, project, iteration)
+            for package, project in asked.items()
+            if project
+        ]
         self._samples_seen = 0
         if self._path.exists():
             kept = [line for line in read_metrics(self._path) if line["iteration"] <= iteration]
@@ -261,7 +252,7 @@ class MetricsLog:
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
         for tracker in self._trackers:
-            tracker.log(dict(metrics), step=iteration)
+            tracker.log(metrics, iteration)
 
     def close(self) -> None:
         """Let trackers write pending figures."""
@@ -275,43 +266,41 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-class TensorBoard:
-    """Event files in the folder's `tensorboard`."""
+class Tracker:
+    """A run in TensorBoard, Weights & Biases or SwanLab, begun or continued under the same name.
+    WANDB_MODE=offline and SWANLAB_MODE=offline keep it in the folder."""
 
-    def __init__(self, folder: Path, iteration: int) -> None:
-        """Open it. Raises ValueError without the package."""
+    def __init__(self, package: str, folder: Path, project: str, iteration: int) -> None:
+        """Open it to continue after step `iteration`. Raises ValueError without the package."""
+        is_board = package == "tensorboard"
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            module = importlib.import_module("torch.utils.tensorboard" if is_board else package)
         except ImportError as error:
-            raise _missing("tensorboard", "false") from error
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)
+            raise ValueError(
+                f"metrics.{package} needs the {package} package: pip install {package}, or set "
+                f"metrics.{package}={'false' if is_board else 'null'}"
+            ) from error
+        self._board: Any = None
+        if is_board:
+            self._board = module.SummaryWriter(str(folder / package), purge_step=iteration + 1)
+            return
+        place = {"log_dir": str(folder / "swanlog")} if package == "swanlab" else {"dir": folder}
+        run_id = hash_bytes(str(folder.resolve()).encode())[:16]
+        self._run = module.init(
+            project=project, id=run_id, name=folder.name, resume="allow", **place
+        )
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
         """Add the values of a step."""
+        if self._board is None:
+            self._run.log(dict(values), step=step)
+            return
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._board.add_scalar(name, value, step)
 
     def finish(self) -> None:
         """Write what is pending."""
-        self._writer.close()
-
-
-def run_elsewhere(package: str, folder: Path, project: str) -> Tracker:
-    """The folder's run in Weights & Biases or SwanLab, begun or continued under the same name;
-    WANDB_MODE=offline and SWANLAB_MODE=offline keep it in the folder. Raises ValueError without the
-    package."""
-    try:
-        module = importlib.import_module(package)
-    except ImportError as error:
-        raise _missing(package, "null") from error
-    own = {"log_dir": str(folder / "swanlog")} if package == "swanlab" else {"dir": folder}
-    run_id = hash_bytes(str(folder.resolve()).encode())[:16]
-    run: Tracker = module.init(project=project, id=run_id, name=folder.name, resume="allow", **own)
-    return run
-
-
-def _missing(package: str, off: str) -> ValueError:
-    return ValueError(
-        f"metrics.{package} needs the {package} package: pip install {package}, or set "
-        f"metrics.{package}={off}"
-    )
+        if self._board is None:
+            self._run.finish()
+        else:
+            self._board.close()

@@ -68,16 +68,6 @@ def initialize_parallel(
             context_parallel_size=context_parallel,
             create_gloo_process_groups=False,  # a second set, which nothing uses
         )
-    wanted = tensor_parallel, context_parallel
-    found = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-    )
-    if wanted != found:
-        raise ParallelError(
-            f"this process already has tensor and context parallel sizes {found}, not {wanted}; "
-            "call shutdown_parallel first"
-        )
     torch.manual_seed(seed)
     if device.type == "cuda":
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

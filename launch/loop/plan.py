@@ -152,13 +152,14 @@ def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> St
         logger.info(
             "%.2f%% of them from %s: %.2f times its %d packs", 100 * share, folder, drawn / own, own
         )
-    _warn_of_recipe(config, data, packs, iterations)
-    _warn_of_data(config, data, packs, data_parallel)
+    _warn(config, data, StagePlan(iterations, packs, accumulation), data_parallel)
     return StagePlan(iterations, packs, accumulation)
 
 
-def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iterations: int) -> None:
-    """Warn where the run differs from the recipe."""
+def _warn(config: LaunchConfig, data: PackedData, plan: StagePlan, data_parallel: int) -> None:
+    """Warn where a stage differs from the recipe; of too few packs or ranks, and of packs that are
+    ordered for another number of these."""
+    packs, iterations = plan.packs_per_step, plan.iterations
     asked, given = config.batch.global_batch_size, packs * data.samples_per_pack
     if asked is not None and not 0.75 <= given / asked <= 1.25:
         logger.warning(
@@ -174,10 +175,6 @@ def _warn_of_recipe(config: LaunchConfig, data: PackedData, packs: int, iteratio
             -(-data.num_packs // packs),
             iterations,
         )
-
-
-def _warn_of_data(config: LaunchConfig, data: PackedData, packs: int, data_parallel: int) -> None:
-    """Warn of too few packs or ranks, and of packs ordered for another number of these."""
     if packs > data.num_packs:
         logger.warning(
             "a step takes %d packs and there are %d: each step is a pass over the data or more; "

@@ -25,10 +25,9 @@ from launch.loop.parallel import initialize_parallel, on_all_ranks, shutdown_par
 from launch.loop.plan import plan_training
 from launch.loop.trainer import Stage, Trainer
 from launch.model.config import ModelConfig, TransformersModelConfig
-from launch.model.megatron_model import build_model
-from launch.model.packed_attention import check_layers
+from launch.model.megatron.model import build_model
 from launch.model.packed_model import PackedModel
-from launch.model.segments import check_positions
+from launch.model.segments import check_layers, check_positions
 from offline_packing.errors import ConfigError, StageError
 from offline_packing.storage.files import hold_lock, read_json, to_json, write_atomically
 from task_encoders.families import FAMILIES
@@ -104,8 +103,7 @@ def build_trainer(
     # The environment is checked here, before a checkpoint of many gigabytes is read.
     stages, encoder = build_stages(config, data, device)
     check_token_ids(config.model, encoder.encoder.media_token_ids)
-    options = model_options_of(config, largest, encoder, device)
-    model = build_run_model(config.model, options)
+    model = build_run_model(config, largest, encoder, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     logger.info("on %s: %s", name, model.kernels())
     is_alone = distributed.get_world_size() == 1
@@ -157,36 +155,31 @@ def build_stages(
     return stages, encoder
 
 
-def model_options_of(
+def build_run_model(
     config: LaunchConfig, data: PackedData, task_encoder: PackedTaskEncoder, device: torch.device
-) -> dict[str, Any]:
-    """Options of a run's model, for the packs that it trains. Raises ValueError where packs are
+) -> PackedModel:
+    """Build the model of a run for the packs that it trains. Raises ValueError where packs are
     longer than the model has positions."""
-    options = {"device": device, "seed": config.train.seed, "trees": data.has_trees}
+    options: dict[str, Any] = {"device": device, "seed": config.train.seed}
     if not isinstance(config.model, TransformersModelConfig):
-        return {**options, "shares_rows": config.parallel.context > 1}
-    if config.model.checkpoint is not None:
-        check_positions(config.model.build_transformers_config(), data.seq_length)
-    return {
-        **options,
-        "tokenizer": Path(data.model.processor),
-        "vision": data.model.model_dump(include={"image_size", "patch_size"}),
-        "token_ids": task_encoder.encoder.media_token_ids,
-    }
-
-
-def build_run_model(config: ModelConfig, options: Mapping[str, Any]) -> PackedModel:
-    """Build the model of a run."""
-    if not isinstance(config, TransformersModelConfig):
-        return build_model(config, **options)
+        return build_model(config.model, **options, shares_rows=config.parallel.context > 1)
     from launch.model.transformers_model import build_transformers_model
 
-    return build_transformers_model(config, **options)
+    if config.model.checkpoint is not None:
+        check_positions(config.model.build_transformers_config(), data.seq_length)
+    return build_transformers_model(
+        config.model,
+        **options,
+        trees=data.has_trees,
+        tokenizer=Path(data.model.processor),
+        vision=data.model.model_dump(include={"image_size", "patch_size"}),
+        token_ids=task_encoder.encoder.media_token_ids,
+    )
 
 
 def check_trees(config: LaunchConfig, data: PackedData) -> None:
     """Check a run against packs of samples that share prefixes. Raises StageError, or ValueError
-    where the model cannot compute them; `build_model` refuses kernels."""
+    where the model cannot compute them."""
     if not data.has_trees:
         return
     fields: dict[str, Any] = {"parallel.context": 1, "data.cross_sample_attention": False}

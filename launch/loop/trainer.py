@@ -226,12 +226,20 @@ class Trainer:
         for _ in range(accumulation):
             with counts.waiting():
                 row = stage.train.next()
-            if row is not None:
-                pack_keys += row.__key__
-                self._forward_backward(row, counts)
-            elif distributed.get_world_size() > 1:
-                # The others wait for this rank's gradients.
-                self._token_losses(self._blank, context_group()).sum().backward()
+            if row is None and distributed.get_world_size() > 1:
+                row = self._blank  # the others wait for this rank's gradients
+            if row is None:
+                continue
+            pack_keys += row.__key__
+            try:
+                self._count_loss(row, counts).backward()
+            except Exception as error:
+                raise StepError(
+                    f"step {self.iteration + 1}: packs {', '.join(row.__key__)} of "
+                    f"{row.tokens.shape[1]} tokens, {len(row.image_grid_thw)} images and "
+                    f"{len(row.video_grid_thw)} videos, samples "
+                    f"{', '.join(row.sub_sample_keys)}: {error}"
+                ) from error
         totals = counts.reduce(counts=self._reports, stop=stop.received)
         if not totals.packs:
             return None
@@ -258,41 +266,16 @@ class Trainer:
         self._report(metrics, bar)
         return totals
 
-    def _forward_backward(self, row: PackedBatch, counts: StepCounts) -> None:
-        try:
-            self._count_loss(row, counts).backward()
-        except Exception as error:
-            raise StepError(
-                f"step {self.iteration + 1}: packs {', '.join(row.__key__)} of "
-                f"{row.tokens.shape[1]} tokens, {len(row.image_grid_thw)} images and "
-                f"{len(row.video_grid_thw)} videos, samples "
-                f"{', '.join(row.sub_sample_keys)}: {error}"
-            ) from error
-
     def _count_loss(self, row: PackedBatch, counts: StepCounts) -> torch.Tensor:
         """The sum of one row's weighted losses, or of this rank's part of it, entered into the
         counts."""
         group = context_group()
+        losses = self._model(row, segment_params(row, group), shift_labels(row.labels))
         terms = loss_terms(row.loss_mask, row.cu_lengths, self._config.train.normalization)
-        loss = weighted_sum(self._token_losses(row, group), terms)
+        loss = weighted_sum(losses, terms)
         cost = self._model.cost
         counts.add(row, loss=loss, denominator=terms.denominator, cost=cost, group=group)
         return loss
-
-    def _token_losses(
-        self, row: PackedBatch, group: distributed.ProcessGroup | None
-    ) -> torch.Tensor:
-        losses: torch.Tensor = self._model(
-            tokens=row.tokens,
-            position_ids=row.position_ids,
-            packed_seq_params=segment_params(row, group),
-            imgs=row.imgs,
-            image_grid_thw=row.image_grid_thw,
-            labels=shift_labels(row.labels),
-            pixel_values_videos=row.pixel_values_videos,
-            video_grid_thw=row.video_grid_thw,
-        )
-        return losses
 
     @torch.no_grad()
     def _validate(self) -> None:

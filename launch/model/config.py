@@ -104,11 +104,9 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool | None = None
     #: auto: bfloat16 on CUDA, else float32; the optimizer keeps float32 weights
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    #: auto: the first available of flash_attn_3 (on Hopper), flash_attn, transformer_engine,
-    #: torch_varlen, sdpa; or its name
-    attention: Literal[
-        "auto", "flash_attn_3", "flash_attn", "transformer_engine", "torch_varlen", "sdpa"
-    ] = "auto"
+    #: auto: the first available of flash_attn_3 (on Hopper), flash_attn, torch_varlen, sdpa; or its
+    #: name
+    attention: Literal["auto", "flash_attn_3", "flash_attn", "torch_varlen", "sdpa"] = "auto"
     #: megatron-core's fused kernels, on CUDA
     fusions: bool = True
     #: full: keep only each layer's input, and compute the layer again in the backward pass
@@ -146,31 +144,22 @@ class ModelConfig(BaseModel):
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
     def build_transformers_config(self) -> Any:
-        """transformers' config of this model.
+        """Make transformers' config of this model.
 
         Raises:
             ValueError: the checkpoint is of another family, or a field of `text` or `vision` is
                 not one of transformers'.
         """
-        config_class = transformers_classes(self.family).config
         if self.checkpoint is None:
             return self.random_config()
-        from transformers import PreTrainedConfig
-
-        folder, family = self.checkpoint, FAMILIES[self.family]
-        if not (folder / "config.json").is_file():
+        found = require_family(str(self.checkpoint))
+        if found != self.family:
             raise ValueError(
-                f"checkpoint {folder} has no config.json; give a folder that holds a Hugging Face "
-                "checkpoint"
+                f"checkpoint {self.checkpoint} is a {found!r}; set model.family={found}"
             )
-        values, _ = PreTrainedConfig.get_config_dict(folder)
-        if (found := values.get("model_type")) not in family.model_types:
-            known = [name for name, one in FAMILIES.items() if found in one.model_types]
-            remedy = f"choose from {', '.join(TRAINED)}"
-            if known:
-                remedy = f"set model.family={known[0]}"
-            raise ValueError(f"checkpoint {folder} is a {found!r}; {remedy}")
-        return config_class.from_pretrained(folder)
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.checkpoint)
 
     def random_config(
         self, vision: Mapping[str, Any] | None = None, token_ids: Mapping[str, int] | None = None
@@ -242,17 +231,3 @@ class TransformersModelConfig(ModelConfig):
         if self.lora is not None and self.freeze:
             raise ValueError("lora freezes all weights but its own; remove freeze")
         return self
-
-    def build_transformers_config(self) -> Any:
-        """transformers' config of this model. Raises ValueError: the checkpoint is of another
-        family."""
-        if self.checkpoint is None:
-            return self.random_config()
-        found = require_family(str(self.checkpoint))
-        if found != self.family:
-            raise ValueError(
-                f"checkpoint {self.checkpoint} is a {found!r}; set model.family={found}"
-            )
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(self.checkpoint)

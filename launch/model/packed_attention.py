@@ -1,31 +1,23 @@
-"""Attention inside the segments of a packed row, with the best kernel available: for the language
-model (through the layer spec) and for the vision tower (through transformers' registry); and of
-branches to their trunk (`prefix_trees`), in both kinds of language model.
+"""Attention inside the segments of a packed row, with the best kernel available: of megatron-core's
+layers (`megatron.attention`); through transformers' registry of vision towers, of language models,
+and of language models on rows with prefix trees.
 
-flash_attn_3        flash_attn_interface's flash_attn_varlen_func, on Hopper, where importable
-flash_attn          flash-attn's, where importable
-transformer_engine  TransformerEngine's DotProductAttention (language model only)
-torch_varlen        torch.nn.attention.varlen on CUDA
-sdpa                one scaled_dot_product_attention per segment: CPU, or float32 on CUDA
+flash_attn_3  flash_attn_interface's flash_attn_varlen_func, on Hopper, where importable
+flash_attn    flash-attn's, where importable
+torch_varlen  torch.nn.attention.varlen on CUDA
+sdpa          one scaled_dot_product_attention per segment: CPU, or float32 on CUDA
 """
 
-import dataclasses
 import functools
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from launch.model.context_parallel import RowPart
 from launch.model.prefix_trees import RowTrees
 
 #: cu_seqlens of queries and of keys, and the longest of each, as flash attention takes them.
@@ -35,27 +27,24 @@ Window = tuple[int, int]
 CAUSAL: Final[Window] = (-1, 0)
 #: Major compute capability of the GPUs that flash attention 3 is written for.
 _HOPPER: Final = 9
-#: (query, key, value, lengths, scale, window) -> output, shapes as varlen_attention.
+#: (query (T, H, D), key and value (T', G, D), lengths, scale, window) -> (T, H, D); queries are the
+#: last tokens of a segment's keys, G divides H.
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Lengths, float, Window], Tensor]
 
 
 def _flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, window: Window
+    package: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    window: Window,
 ) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
+    varlen = importlib.import_module(package).flash_attn_varlen_func
     options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
-    return flash_attn_varlen_func(query, key, value, *lengths, **options)
-
-
-def _flash_attn_3(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, window: Window
-) -> Tensor:
-    from flash_attn_interface import flash_attn_varlen_func  # its folder `hopper`
-
-    options = {"softmax_scale": scale, "causal": window[1] == 0, "window_size": window}
-    out = flash_attn_varlen_func(query, key, value, *lengths, **options)
-    return out[0] if isinstance(out, tuple) else out  # early versions gave the sums, too
+    out = varlen(query, key, value, *lengths, **options)
+    return out[0] if isinstance(out, tuple) else out  # early versions of 3 gave the sums, too
 
 
 def _torch_varlen(
@@ -113,8 +102,8 @@ def _visible(num_queries: int, num_keys: int, window: Window, device: torch.devi
 
 
 KERNELS: Final[Mapping[str, VarlenKernel]] = {
-    "flash_attn_3": _flash_attn_3,
-    "flash_attn": _flash_attn,
+    "flash_attn_3": functools.partial(_flash_attn, "flash_attn_interface"),  # its folder `hopper`
+    "flash_attn": functools.partial(_flash_attn, "flash_attn"),
     "torch_varlen": _torch_varlen,
     "sdpa": _sdpa,
 }
@@ -130,30 +119,12 @@ def is_importable(package: str) -> bool:
     return True
 
 
-def select_backend(
-    device: torch.device,
-    dtype: torch.dtype,
-    requested: str = "auto",
-    *,
-    context_parallel: bool = False,
-    trees: bool = False,
-) -> str:
-    """The backend of the language model's attention for tensors of this kind.
-
-    Args:
-        context_parallel: whether ranks share rows, for which TransformerEngine is not used.
-        trees: whether rows have prefix trees, which its causal mask, aligned at the start, would
-            cut.
-
-    Raises:
-        ValueError: the requested one is not installed, or cannot compute this kind.
-    """
-    on_gpu = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+def select_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> str:
+    """Choose the backend of attention for tensors of this kind. Raises ValueError where the
+    requested one is not installed, or cannot compute this kind."""
     available = ["sdpa"]
-    if on_gpu:
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         available.insert(0, "torch_varlen")
-        if not (context_parallel or trees) and is_importable("transformer_engine"):
-            available.insert(0, "transformer_engine")
         if is_importable("flash_attn"):
             available.insert(0, "flash_attn")
         is_installed = is_importable("flash_attn_interface")
@@ -162,195 +133,18 @@ def select_backend(
     if requested == "auto":
         return available[0]
     if requested not in available:
-        case = " under context parallelism" if context_parallel else ""
         raise ValueError(
-            f"attention {requested!r} cannot be used for {dtype} on {device}{case}"
-            f"{' with pack.share_prefixes' if trees else ''}; here are {', '.join(available)}; set "
-            "attention: auto"
+            f"attention {requested!r} cannot be used for {dtype} on {device}; here are "
+            f"{', '.join(available)}; set attention: auto"
         )
     return requested
 
 
-def kernel_name(backend: str) -> str:
-    """A backend, here or in transformers, with the package that computes it and its version, for
-    logs: "flash_attn 2.8.3"."""
-    if backend.startswith("torch_varlen"):
-        from torch.nn.attention import current_flash_attention_impl
-
-        return f"torch_varlen {torch.__version__} ({current_flash_attention_impl() or 'FA2'})"
-    packages = {
-        "flash_attention_2": "flash_attn",
-        "flash_attention_3": "flash_attn_3",
-        "flex_attention": "torch",
-        "eager": "torch",
-        "sdpa": "torch",
-    }
-    package = packages.get(backend, backend)
-    try:
-        found = version(package)
-    except PackageNotFoundError:  # built where it stands, without metadata
-        return backend
-    return f"{backend} {found}" if package == backend else f"{backend} ({package} {found})"
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    cu_seqlens_kv: Tensor | None = None,
-    max_seqlen_kv: int | None = None,
-    scale: float,
-    causal: bool,
-    backend: str,
-) -> Tensor:
-    """Attention of every token to its own segment.
-
-    Args:
-        query: (T, H, D).
-        key, value: (T, G, D), G divides H.
-        cu_seqlens: (P + 1,) int32, from 0 to T.
-        max_seqlen: length of the longest segment.
-        cu_seqlens_kv, max_seqlen_kv: the same for keys and values, if a segment's queries are only
-            its last tokens.
-        scale: factor of the scores.
-        causal: whether a token sees only itself and earlier tokens.
-        backend: a name in KERNELS.
-
-    Returns:
-        (T, H, D).
-    """
-    lengths = (
-        cu_seqlens,
-        cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv,
-        max_seqlen,
-        max_seqlen if max_seqlen_kv is None else max_seqlen_kv,
-    )
-    return KERNELS[backend](query, key, value, lengths, scale, CAUSAL if causal else (-1, -1))
-
-
-_BOUNDARIES: Final = (
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded",
-)
 #: Name in transformers' attention registry. Its models look for "flash" in the name, and then pass
 #: the whole row with its boundaries instead of calling once per image.
 PACKED_ATTENTION: Final = "packed_flash"
 #: Another, for language models on rows with prefix trees.
 TREE_ATTENTION: Final = "prefix_trees"
-
-
-class PackedCoreAttention(torch.nn.Module):
-    """megatron-core's `core_attention` for packed rows; `backend` comes through the layer spec.
-
-    Boundaries are those of the row's layout, padding included: padding follows the tokens of its
-    own segment, where a causal token never looks.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        *,
-        backend: str = "sdpa",
-    ) -> None:
-        super().__init__()
-        if config.context_parallel_size > 1 or config.attention_dropout:
-            raise ValueError(
-                "packed attention has no dropout, and its context parallelism comes with the row "
-                "(see launch.model.context_parallel), not with context_parallel_size"
-            )
-        self.backend = backend
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if backend == "transformer_engine":
-            from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-            self.transformer_engine = TEDotProductAttention(
-                config=config,
-                layer_number=layer_number,
-                attn_mask_type=attn_mask_type,
-                attention_type=attention_type,
-                softmax_scale=softmax_scale,
-                cp_comm_type=cp_comm_type,
-                pg_collection=pg_collection,
-            )
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
-        """Attend inside segments.
-
-        Args:
-            query: (S, 1, H, D), or (S, H, D) where `qkv_format` is "thd".
-            key, value: the same with G groups for H heads.
-            packed_seq_params: required; without boundaries samples would attend to each other.
-
-        Returns:
-            (S, 1, H·D); for "thd" (S, H, D), or (S, H·D) from TransformerEngine.
-        """
-        if packed_seq_params is None:
-            raise ValueError("packed attention needs packed_seq_params; see to_packed_seq_params")
-        is_thd = packed_seq_params.qkv_format == "thd"
-        if not is_thd:
-            query, key, value = (t.squeeze(1) for t in (query, key, value))
-        if self.backend == "transformer_engine":
-            if isinstance(packed_seq_params, RowPart):
-                raise ValueError("attention transformer_engine has no context parallelism here")
-            if isinstance(packed_seq_params, RowTrees):  # its causal mask is aligned at the start
-                raise ValueError("attention transformer_engine cannot compute prefix trees")
-            # Padding follows the tokens of its segment, where a causal token never looks: with
-            # boundaries that leave it out, its flash attention 2 would not be used. It tells that
-            # there is none between segments by both boundaries being one tensor.
-            ends = packed_seq_params.cu_seqlens_q_padded
-            alike = {} if ends is None else dict.fromkeys(_BOUNDARIES, ends)
-            thd = dataclasses.replace(packed_seq_params, qkv_format="thd", **alike)
-            out = self.transformer_engine(
-                query, key, value, None, attn_mask_type=attn_mask_type, packed_seq_params=thd
-            )
-        else:
-            params = packed_seq_params
-            keys: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
-            if isinstance(params, RowPart):  # its tokens attend to the keys of all ranks
-                keys = nullcontext(params.gather_keys(key, value))
-            elif isinstance(params, RowTrees):
-                keys = params.gather_keys(key, value)
-            padded = params.cu_seqlens_q_padded is not None
-            with keys as (key, value):
-                out = varlen_attention(
-                    query,
-                    key,
-                    value,
-                    cu_seqlens=params.cu_seqlens_q_padded if padded else params.cu_seqlens_q,
-                    max_seqlen=params.max_seqlen_q,
-                    cu_seqlens_kv=params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv,
-                    max_seqlen_kv=params.max_seqlen_kv,
-                    scale=self.scale,
-                    causal=True,
-                    backend=self.backend,
-                )
-        return out if is_thd else out.reshape(out.shape[0], 1, -1)
-
-
-def vision_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of the vision tower's attention for tensors of this kind."""
-    found = select_backend(device, dtype)
-    return "torch_varlen" if found == "transformer_engine" else found
 
 
 def packed_attention(
@@ -380,7 +174,7 @@ def packed_attention(
         (1, T, H, D), and no attention weights.
     """
     query, key, value, width = _as_rows(query, key, value)
-    kernel = KERNELS[backend or vision_backend(query.device, query.dtype)]
+    kernel = KERNELS[backend or select_backend(query.device, query.dtype)]
     window = CAUSAL if (module.is_causal if is_causal is None else is_causal) else (-1, -1)
     if sliding_window is not None:
         window = sliding_window - 1, window[1]
@@ -426,7 +220,7 @@ def tree_attention(
         (1, S, H, D), and no attention weights.
     """
     query, key, value, width = _as_rows(query, key, value)
-    kernel = KERNELS[select_backend(query.device, query.dtype, trees=True)]
+    kernel = KERNELS[select_backend(query.device, query.dtype)]
     trees, window = row_trees, CAUSAL
     if sliding_window is not None:
         window = sliding_window - 1, 0
@@ -446,43 +240,3 @@ def register_attention(backend: str | None = None) -> str:
     name = PACKED_ATTENTION if backend is None else f"{backend}_{PACKED_ATTENTION}"
     AttentionInterface.register(name, functools.partial(packed_attention, backend=backend))
     return name
-
-
-def check_layers(config: Any) -> None:
-    """Raise ValueError where a model of transformers, by its config, has layers that are not
-    attention, so that samples cannot share a prefix in it."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    if unknown := [kind for kind in kinds if not kind.endswith("attention") or "linear" in kind]:
-        raise ValueError(
-            f"a {config.model_type} model has layers of type {unknown[0]!r}, whose state cannot "
-            "branch: pack without pack.share_prefixes"
-        )
-
-
-def use_varlen_attention(model: Any) -> None:
-    """Give the language model of one of transformers torch's varlen attention, and its tower too,
-    if that takes whole rows: others have pictures of one size, or masks."""
-    parts = ("text_config", "vision_config")[: 1 + hasattr(model.model, "visual")]
-    model.set_attn_implementation(dict.fromkeys(parts, register_attention("torch_varlen")))
-
-
-def use_tree_attention(model: Any) -> None:
-    """Give the language model of one of transformers, or in peft's around it, `tree_attention`.
-    Raises ValueError as `check_layers`, and where the model is not a class of transformers: its
-    attention might not be exchanged, and would see the whole row."""
-    from transformers import AttentionInterface
-
-    check_layers(model.config)
-    whole = getattr(model, "get_base_model", lambda: model)()
-    if not type(whole).__module__.startswith("transformers."):
-        raise ValueError(
-            f"{type(whole).__name__} is not one of transformers' own models, whose attention knows "
-            "prefix trees: pack without pack.share_prefixes"
-        )
-    AttentionInterface.register(TREE_ATTENTION, tree_attention)
-    model.set_attn_implementation({"text_config": TREE_ATTENTION})
-
-
-def has_tree_attention(config: Any) -> bool:
-    """Whether a model of transformers has got it."""
-    return bool(config.get_text_config()._attn_implementation == TREE_ATTENTION)

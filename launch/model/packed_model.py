@@ -1,7 +1,11 @@
-"""What `launch` needs of a model, and the token losses that both of its models compute."""
+"""What `launch` needs of a model, and what both of its models use: token losses in chunks, and the
+files of a checkpoint."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -9,11 +13,29 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.checkpoint import checkpoint
 
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.samples import IGNORE_INDEX
 
 #: Labels whose logits exist at once: in float32, 152,000 words for 2,048 labels are 1.2 GB.
 LOSS_CHUNK: Final = 2048
+
+#: Files of a checkpoint besides its weights and config, which are copied unchanged.
+COMPANION_FILES: Final = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+)
 
 
 class PackedModel(Protocol):
@@ -28,25 +50,13 @@ class PackedModel(Protocol):
         """transformers' config of the whole model."""
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        packed_seq_params: PackedSeqParams,
-        imgs: torch.Tensor,
-        image_grid_thw: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
+        self, row: PackedBatch, segments: PackedSeqParams, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the losses of one packed row of S tokens.
+        """Compute the losses of one packed row of S tokens, pixels as values.
 
         Args:
-            tokens: (1, S) int64.
-            position_ids: (3, 1, S) int64, (1, 1, S) for families whose positions count tokens.
-            packed_seq_params: the segments.
-            imgs, image_grid_thw: (patches, C·T·p·p), and (N, 3) in patches; may be empty.
+            segments: of the row, see `prefix_trees.segment_params`.
             labels: (1, S) int64, shifted: the token that follows, or IGNORE_INDEX.
-            pixel_values_videos, video_grid_thw: the same for videos.
 
         Returns:
             With labels the loss of every token, (1, S) float32, 0 where ignored or another rank's;
@@ -116,3 +126,35 @@ class _HeadOfChunk(torch.autograd.Function):
         total = sums[-1].to(gradient.dtype)
         sums.clear()
         return total, None, None
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write in, renamed to `folder` when the block ends without an error."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    for path in temporary.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
+    """Tokenizer, image processor and generation settings, if any: the folder `like`'s, or the
+    built-in ones."""
+    if like is not None and like.is_dir():
+        for name in COMPANION_FILES:
+            if (like / name).is_file():
+                shutil.copyfile(like / name, folder / name)
+        return
+    from task_encoders.families.builtin_processor import builtin_processor, has_builtin_processor
+
+    if not has_builtin_processor(hf_config.model_type):
+        return
+    processor = builtin_processor(hf_config.model_type)
+    if hf_config.text_config.vocab_size >= len(processor.tokenizer):
+        processor.tokenizer.save_pretrained(folder)
+        processor.image_processor.save_pretrained(folder)

@@ -5,7 +5,8 @@
     queries                 cu_seqlens_q   [0 4 6 9]
     keys                    cu_seqlens_kv  [0 4 10 17]      [a a a a|a a a a b b|a a a a c c c]
 
-All other layers see each token once, at the position that it has in its own sample. Attention
+All other layers see each token once, at the position that it has in its own sample; recurrent ones
+hand a trunk's state to its branches (`segments`). Attention
 gathers the keys of every segment and calls an ordinary kernel, causal and aligned at the end; the
 backward of gathering adds up the trunk's gradients. So each branch has the logits, the loss and the
 gradient of its sample alone.
@@ -20,7 +21,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.autograd.graph import saved_tensors_hooks
 
-from launch.model.context_parallel import boundaries_of, ranges
 from task_encoders.concatenate import check_parents
 from task_encoders.model_inputs import to_packed_seq_params
 
@@ -35,6 +35,8 @@ class RowTrees(PackedSeqParams):
 
     #: (cu_seqlens_kv[-1],) places of the keys in the row
     keys: torch.Tensor = dataclasses.field(kw_only=True)
+    #: the trunk of each segment, -1: none
+    parents: list[int] = dataclasses.field(kw_only=True)
     #: (S,) number of the image of each token, -1: none; where a model's images see themselves
     blocks: torch.Tensor | None = None
 
@@ -116,6 +118,7 @@ def as_trees(params: PackedSeqParams) -> RowTrees:
         max_seqlen_q=params.max_seqlen_q,
         max_seqlen_kv=params.max_seqlen_kv,
         keys=torch.arange(int(layout[-1]), device=layout.device),
+        parents=[-1] * (len(layout) - 1),
     )
 
 
@@ -132,7 +135,8 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
     padded = params.cu_seqlens_q_padded
     layout = (params.cu_seqlens_q if padded is None else padded).long()
     parents = parents.flatten().long()
-    check_parents(parents.tolist(), len(layout) - 1)
+    numbers: list[int] = parents.tolist()
+    check_parents(numbers, len(layout) - 1)
     has_trunk, trunks = parents >= 0, parents.clamp(min=0)
     real = torch.nn.functional.pad((~attn_mask.flatten()).long().cumsum(0), (1, 0))
     shared = (real[layout[1:]] - real[layout[:-1]])[trunks] * has_trunk
@@ -147,4 +151,17 @@ def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.T
         max_seqlen_q=params.max_seqlen_q,
         max_seqlen_kv=int(seen.max()),
         keys=ranges(starts, lengths, int(seen.sum())),
+        parents=numbers,
     )
+
+
+def ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+    """Starts [0, 7] and lengths [2, 3] -> [0, 1, 7, 8, 9]; `total` numbers."""
+    before = starts - (lengths.cumsum(0) - lengths)
+    shifts = before.repeat_interleave(lengths, output_size=total)
+    return shifts + torch.arange(total, device=starts.device)
+
+
+def boundaries_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Lengths [2, 3] -> [0, 2, 5], int32."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

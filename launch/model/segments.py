@@ -11,17 +11,29 @@ with empty states:
 
     position_ids [0 1 2 0 1 0 1 2 3] -> calls on [a a a], [b b] and [c c c c]
 
-A call's cost is that of its tokens, so a row costs the same as its samples alone.
+A call's cost is that of its tokens, so a row costs the same as its samples alone. On rows with
+prefix trees a branch begins with the states that its trunk leaves: through the argument of a cache,
+or, with the kernels of flash-linear-attention, in one call on all trunks and one on all branches.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from launch.model.packed_attention import (
+    TREE_ATTENTION,
+    is_importable,
+    register_attention,
+    tree_attention,
+)
 from launch.model.prefix_trees import RowTrees
 
 #: Layers that see other tokens through the attention mask alone.
@@ -32,6 +44,9 @@ _FLASH_WIDTH: Final = 256
 _RECURRENT: Final = "linear_attention"
 _MODULE: Final = "linear_attn"
 _SEGMENTS: Final = "segment_lengths"
+_TRUNKS: Final = "segment_trunks"
+#: Versions of transformers whose recurrent layers take states as `_States` has them.
+_TAKE_STATES: Final = ">=5.21,<5.25"
 
 
 def isolate_segments(model: nn.Module) -> int:
@@ -83,7 +98,7 @@ def isolate_segments(model: nn.Module) -> int:
         decoder.register_forward_pre_hook(_hand_down_segments, with_kwargs=True)
         for layer in layers:
             # Not by a module around it, so that weights keep their names.
-            vars(layer)["forward"] = functools.partial(_by_segment, layer.forward)
+            vars(layer)["forward"] = functools.partial(_by_segment, layer, layer.forward)
     return num_layers
 
 
@@ -189,8 +204,16 @@ def with_image_blocks(trees: RowTrees, config: Any, tokens: torch.Tensor) -> Row
 def _hand_down_segments(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A decoder's arguments, which it hands down to its layers, with the segments' lengths."""
-    return args, {**kwargs, _SEGMENTS: _segment_lengths(kwargs)}
+    """A decoder's arguments, which it hands down to its layers, with the segments' lengths, and the
+    trunk of each. Raises ValueError for a trunk with padding, which would change its state."""
+    trees: RowTrees | None = kwargs.get("row_trees")
+    if trees is None:
+        return args, {**kwargs, _SEGMENTS: _segment_lengths(kwargs)}
+    own, seen = trees.cu_seqlens_q.diff().tolist(), trees.cu_seqlens_kv.diff().tolist()
+    for number, trunk in enumerate(trees.parents):
+        if trunk >= 0 and seen[number] - own[number] != own[trunk]:
+            raise ValueError("a trunk in front of recurrent layers' branches has padding")
+    return args, {**kwargs, _SEGMENTS: own, _TRUNKS: trees.parents}
 
 
 def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
@@ -216,10 +239,12 @@ def _segment_lengths(kwargs: dict[str, Any]) -> list[int] | None:
 
 
 def _by_segment(
+    layer: Any,
     forward: Callable[..., torch.Tensor],
     hidden_states: torch.Tensor,
     *args: Any,
     segment_lengths: list[int] | None = None,
+    segment_trunks: Sequence[int] = (),
     **kwargs: Any,
 ) -> torch.Tensor:
     """A recurrent layer's forward of each segment, (1, S, H) in all."""
@@ -230,7 +255,172 @@ def _by_segment(
     # By its type: transformers 5.24 calls it `cache`, and earlier versions `cache_params`.
     if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
         raise ValueError("a packed row cannot be cached; set use_cache=False")
-    for name in ("cu_seq_lens_q", "seq_idx"):  # they describe the row, not this segment
+    for name in ("cu_seq_lens_q", "seq_idx", "row_trees"):  # they describe the row, not a segment
         kwargs.pop(name, None)
     parts = hidden_states.split(segment_lengths, dim=1)
-    return torch.cat([forward(part, *args, **kwargs) for part in parts], dim=1)
+    if max(segment_trunks, default=-1) < 0:
+        return torch.cat([forward(part, *args, **kwargs) for part in parts], dim=1)
+    if _has_fla(hidden_states.device):
+        return _in_two_calls(layer, hidden_states, segment_lengths, segment_trunks)
+    cache = "cache" if "cache" in inspect.signature(forward).parameters else "cache_params"
+    left, outputs = dict[int, _States](), []
+    for number, (trunk, part) in enumerate(zip(segment_trunks, parts, strict=True)):
+        states = _States() if trunk < 0 else left[trunk].copy()
+        outputs.append(forward(part, *args, **{**kwargs, cache: states}))
+        if trunk < 0:
+            left[number] = states
+    return torch.cat(outputs, dim=1)
+
+
+class _States:
+    """What a segment leaves in one recurrent layer, by the calls of transformers' cache: the last
+    inputs of its convolution, and the state of its delta rule. Gradients flow through both."""
+
+    def __init__(self, conv: Any = None, recurrent: Any = None) -> None:
+        self._conv, self._recurrent = conv, recurrent
+
+    def copy(self) -> "_States":
+        """Return the states for a branch, whose own are not the trunk's."""
+        return _States(self._conv, self._recurrent)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Otherwise a branch of one token would change its trunk's state in place."""
+        return True
+
+    def update_conv_state(
+        self, inputs: torch.Tensor, layer_idx: int, conv_kernel_size: int
+    ) -> torch.Tensor:
+        """Return the inputs (1, D, T) with those before them, whose outputs the layer drops."""
+        whole = inputs if self._conv is None else torch.cat([self._conv, inputs], dim=-1)
+        self._conv = whole[..., 1 - conv_kernel_size :]
+        return whole
+
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int) -> None:
+        self._recurrent = state
+
+
+def _has_fla(device: torch.device) -> bool:
+    """Whether the kernels of flash-linear-attention can compute on a device."""
+    return device.type == "cuda" and is_importable("fla.ops.gated_delta_rule")
+
+
+def _in_two_calls(
+    layer: Any,
+    hidden_states: torch.Tensor,
+    lengths: list[int],
+    trunks: Sequence[int],
+) -> torch.Tensor:
+    """Compute a gated delta net by flash-linear-attention: all segments without a trunk, and from
+    the states that trunks leave, all branches.
+
+    Args:
+        hidden_states: (1, S, H), segments of `lengths` tokens.
+        trunks: of each segment, -1: none.
+    """
+    from fla.modules.convolution import causal_conv1d
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def ends(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        sizes = itertools.accumulate(part.shape[1] for part in parts)
+        return torch.tensor([0, *sizes], dtype=torch.int32, device=hidden_states.device)
+
+    inputs = layer.in_proj_qkv(hidden_states).split(lengths, dim=1)
+    decay = layer.in_proj_a(hidden_states).float() + layer.dt_bias
+    decays = (-layer.A_log.float().exp() * F.softplus(decay)).split(lengths, dim=1)
+    betas = layer.in_proj_b(hidden_states).sigmoid().split(lengths, dim=1)
+    sizes, weight = (layer.key_dim, layer.key_dim, layer.value_dim), layer.conv1d.weight.squeeze(1)
+    outputs: dict[int, torch.Tensor] = {}
+    states: dict[int, torch.Tensor] = {}
+    for is_branch in (False, True):
+        numbers = [n for n, trunk in enumerate(trunks) if (trunk >= 0) == is_branch]
+        if not numbers:
+            continue
+        rows, initial = [inputs[n] for n in numbers], None
+        if is_branch:  # after its trunk's last inputs, whose outputs are dropped
+            window = layer.conv_kernel_size - 1
+            before = [inputs[trunks[n]][:, -window:] for n in numbers]
+            rows = [torch.cat(pair, dim=1) for pair in zip(before, rows, strict=True)]
+            initial = torch.cat([states[trunks[n]] for n in numbers])
+        whole = torch.cat(rows, dim=1)
+        mixed, _ = causal_conv1d(
+            whole, weight, layer.conv1d.bias, activation=layer.activation, cu_seqlens=ends(rows)
+        )
+        found = mixed.split([row.shape[1] for row in rows], dim=1)
+        own = [part[:, -lengths[n] :] for part, n in zip(found, numbers, strict=True)]
+        heads = torch.cat(own, dim=1).split(sizes, dim=-1)
+        query, key = (part.unflatten(-1, (-1, layer.head_k_dim)) for part in heads[:2])
+        out, final = chunk_gated_delta_rule(
+            query,
+            key,
+            heads[2].unflatten(-1, (-1, layer.head_v_dim)),
+            g=torch.cat([decays[n] for n in numbers], dim=1),
+            beta=torch.cat([betas[n] for n in numbers], dim=1),
+            initial_state=initial,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=ends(own),
+        )
+        outputs |= zip(numbers, out.split([lengths[n] for n in numbers], dim=1), strict=True)
+        states |= zip(numbers, final.split(1), strict=True)
+    core = torch.cat([outputs[n] for n in range(len(lengths))], dim=1)
+    gate = layer.in_proj_z(hidden_states).reshape(-1, layer.head_v_dim)
+    normed = layer.norm(core.reshape(-1, layer.head_v_dim), gate)
+    result: torch.Tensor = layer.out_proj(normed.reshape(1, sum(lengths), -1))
+    return result
+
+
+def check_layers(config: Any) -> None:
+    """Raise ValueError where a model of transformers, by its config, has layers that are not
+    attention, so that samples cannot share a prefix in it."""
+    from packaging.specifiers import SpecifierSet
+
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    known = _ATTENTION | ({_RECURRENT} if config.model_type.startswith("qwen3_5") else set())
+    others = (kind for kind in kinds - known if kind == _RECURRENT or "attention" not in kind)
+    if unknown := sorted(others):
+        raise ValueError(
+            f"a {config.model_type} model has layers of type {unknown[0]!r}, whose state cannot "
+            "branch: pack without pack.share_prefixes"
+        )
+    installed = version("transformers")
+    if _RECURRENT in kinds and not SpecifierSet(_TAKE_STATES).contains(installed):
+        raise ValueError(
+            f"recurrent layers of transformers {installed} take no states of trunks; install "
+            f"transformers{_TAKE_STATES}, or pack without pack.share_prefixes"
+        )
+
+
+def use_varlen_attention(model: Any) -> None:
+    """Give the language model of one of transformers torch's varlen attention, and its tower too,
+    if that takes whole rows: others have pictures of one size, or masks."""
+    parts = ("text_config", "vision_config")[: 1 + hasattr(model.model, "visual")]
+    model.set_attn_implementation(dict.fromkeys(parts, register_attention("torch_varlen")))
+
+
+def use_tree_attention(model: Any) -> None:
+    """Give the language model of one of transformers, or in peft's around it, `tree_attention`.
+    Raises ValueError as `check_layers`, and where the model is not a class of transformers: its
+    attention might not be exchanged, and would see the whole row."""
+    from transformers import AttentionInterface
+
+    check_layers(model.config)
+    whole = getattr(model, "get_base_model", lambda: model)()
+    if not type(whole).__module__.startswith("transformers."):
+        raise ValueError(
+            f"{type(whole).__name__} is not one of transformers' own models, whose attention knows "
+            "prefix trees: pack without pack.share_prefixes"
+        )
+    isolate_segments(whole)
+    AttentionInterface.register(TREE_ATTENTION, tree_attention)
+    model.set_attn_implementation({"text_config": TREE_ATTENTION})
+
+
+def has_tree_attention(config: Any) -> bool:
+    """Whether a model of transformers has got it."""
+    return bool(config.get_text_config()._attn_implementation == TREE_ATTENTION)

@@ -19,26 +19,21 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from launch.model.config import LoraOptions, TransformersModelConfig, part_of, transformers_classes
-from launch.model.hf_checkpoint import replace_folder, write_companions
-from launch.model.packed_attention import (
-    has_tree_attention,
-    is_importable,
-    kernel_name,
-    select_backend,
-    use_tree_attention,
-    use_varlen_attention,
-)
-from launch.model.packed_model import token_losses
+from launch.model.packed_attention import is_importable, select_backend
+from launch.model.packed_model import replace_folder, token_losses, write_companions
 from launch.model.prefix_trees import RowTrees, as_trees
 from launch.model.segments import (
     check_attention,
+    has_tree_attention,
     isolate_segments,
+    use_tree_attention,
+    use_varlen_attention,
     why_no_flash,
     with_image_blocks,
 )
-from task_encoders.families import FAMILIES
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.families.base.cost import cost_of_sizes
-from task_encoders.model_inputs import media_kwargs, segment_kwargs
+from task_encoders.model_inputs import pixel_kwargs, segment_kwargs
 
 
 class PackedTransformersModel(nn.Module):
@@ -48,20 +43,12 @@ class PackedTransformersModel(nn.Module):
         model: of transformers, or of peft around one.
         dtype: in which it computes.
         checkpoint: folder that its weights and its tokenizer came from.
-        image_layout: its family's.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        dtype: torch.dtype,
-        checkpoint: Path | None = None,
-        image_layout: str = "patches",
-    ) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, checkpoint: Path | None = None) -> None:
         super().__init__()
         self.model = model
         self._dtype = dtype
-        self._layout = image_layout
         config = self.hf_config
         self.cost = cost_of_sizes("", config.text_config.to_dict(), config.vision_config.to_dict())
         self.checkpoint = checkpoint
@@ -79,23 +66,12 @@ class PackedTransformersModel(nn.Module):
         return self.whole.config
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        packed_seq_params: PackedSeqParams,
-        imgs: torch.Tensor,
-        image_grid_thw: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
+        self, row: PackedBatch, segments: PackedSeqParams, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute the losses of a row, or its logits; see `PackedModel`."""
-        videos = pixel_values_videos, video_grid_thw
-        with torch.autocast(tokens.device.type, self._dtype, self._dtype != torch.float32):
+        with torch.autocast(row.tokens.device.type, self._dtype, self._dtype != torch.float32):
             hidden = self.whole.model(
-                input_ids=tokens,
-                **self._segments(tokens, position_ids, packed_seq_params),
-                **media_kwargs(imgs, image_grid_thw, *videos, self._layout),
+                input_ids=row.tokens, **self._segments(row, segments), **pixel_kwargs(row)
             ).last_hidden_state
             head = self.whole.lm_head.weight
             if labels is None:
@@ -111,18 +87,17 @@ class PackedTransformersModel(nn.Module):
             losses.requires_grad_()
         return losses
 
-    def _segments(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, params: PackedSeqParams
-    ) -> dict[str, Any]:
+    def _segments(self, row: PackedBatch, params: PackedSeqParams) -> dict[str, Any]:
         """Arguments that keep the samples of a row apart. Raises ValueError for a row with prefix
         trees, if the model was not given their attention."""
         if not has_tree_attention(self.hf_config):
             if isinstance(params, RowTrees):
                 raise ValueError("a row with prefix trees needs `use_tree_attention(model)`")
             padded = params.cu_seqlens_q_padded
-            return segment_kwargs(position_ids, params.cu_seqlens_q if padded is None else padded)
-        trees = with_image_blocks(as_trees(params), self.hf_config, tokens)
-        return {**segment_kwargs(position_ids, None), "row_trees": trees}
+            layout = params.cu_seqlens_q if padded is None else padded
+            return segment_kwargs(row.position_ids, layout)
+        trees = with_image_blocks(as_trees(params), self.hf_config, row.tokens)
+        return {**segment_kwargs(row.position_ids, None), "row_trees": trees}
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The head's logits, within a limit where the model has one (Gemma's)."""
@@ -144,7 +119,7 @@ class PackedTransformersModel(nn.Module):
     def kernels(self) -> str:
         text, vision = self.hf_config.get_text_config(), self.hf_config.vision_config
         own, of_tower = text._attn_implementation, vision._attn_implementation
-        return f"attention {kernel_name(own)}; in the vision tower {kernel_name(of_tower)}"
+        return f"attention {own}; in the vision tower {of_tower}"
 
     def save_hf_checkpoint(self, folder: Path) -> None:
         """Write a folder that transformers' `from_pretrained` loads, with adapters merged into the
@@ -199,8 +174,7 @@ def build_transformers_model(
     """
     dtype = config.resolve_dtype(device)
     make = partial(make_model, config, device, dtype, seed, trees, packs)
-    layout = FAMILIES[config.family].build.IMAGE_LAYOUT
-    model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer, layout)
+    model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer)
     model.make = make
     return model if config.fsdp else model.to(device)  # layer by layer, when they are sharded
 

@@ -4,9 +4,13 @@
     packed_sequence: {pack_size: 8192}
     dataloader: {shuffle: false}
 
-AutoModel's own collator, loader and attention take it from there. No length is estimated and no
-sample replaced or dropped. Rank r of W trains packs r, r + W, ..., in the order written; with
-`local_batch_size: k`, k packs are k rows. `validation_dataset` is the same with `split: val`.
+- Data: its own collator and loader take packs as `PackedDatasetWrapper` has them; with
+  `local_batch_size: k`, k packs are k rows. `validation_dataset` is the same with `split: val`.
+- Order: rank r of W trains packs r, r + W, ..., as written.
+- Boundaries: `attention_mask` numbers the samples of a row, from which its attention takes them;
+  recurrent layers get them in its own models alone.
+- Loss: labels are shifted within every sample, whose last token is left out.
+- Options: `pack_size` is the packs' seq_length; no length is estimated, no sample replaced.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +22,13 @@ from nemo_automodel.components.datasets.vlm.datasets import PreTokenizedDatasetW
 from nemo_automodel.components.datasets.vlm.loader import VlmDataloaderConfig
 from nemo_automodel.components.datasets.vlm.neat_packing_vlm import NeatPackConfig
 
-from launch.data.open_packs import open_as_measured, settings_of_packs
-from launch.trainers.shared import PacksAsItems, require_kernels, warn_of_mixed_steps
+from launch.trainers.shared import (
+    PacksAsItems,
+    open_as_measured,
+    require_kernels,
+    settings_of_packs,
+    warn_of_mixed_steps,
+)
 from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types

@@ -3,11 +3,15 @@
     OFFLINE_PACKED_DATA=1 DISABLE_VERSION_CHECK=1 torchrun --nproc-per-node 8 \\
         -m launch.trainers.llama_factory train.yaml
 
-with `dataset: out/packed`, and `eval_dataset: out/packed` for its val split; any other dataset goes
-LLaMA-Factory's way. (LLaMA-Factory 0.9.5 refuses versions of transformers above 5.6 unless told not
-to check; packs need newer ones.) Nothing is tokenized or packed at the start. Rank r of W trains
-packs r, r + W, ..., in the order written. `cutoff_len`, the limits of pixels and the text of the
-template have no effect: packs keep what they were measured with.
+- Data: `dataset: out/packed`, and `eval_dataset: out/packed` for its val split; any other dataset
+  goes LLaMA-Factory's way. Nothing is tokenized or packed at the start.
+- Order, boundaries: those of `TrainsPacks`.
+- Loss: divided by the labels of a whole step, where LLaMA-Factory gives every micro batch of a
+  model with images equal weight.
+- Options: `cutoff_len`, the limits of pixels and the text of the template have no effect, as packs
+  keep what they were measured with.
+- Versions: LLaMA-Factory 0.9.5 refuses transformers above 5.6 unless told not to check; packs need
+  newer ones.
 """
 
 from collections.abc import Callable
@@ -17,7 +21,7 @@ from llamafactory.train import tuner
 from llamafactory.train.sft import workflow
 from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 
-from launch.data.open_packs import open_as_measured
+from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import TrainsPacks
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.storage.paths import path_of

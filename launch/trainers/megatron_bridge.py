@@ -4,8 +4,13 @@
         qwen25_vl_7b_sft_config out/packed checkpoint.pretrained_checkpoint=FOLDER
 
 In a script of your own: `finetune(on_packs(recipe(), "out/packed"), vlm_step.forward_step)`, for
-all of them: Bridge's `qwen3_vl_step` refuses packs. `train.global_batch_size` counts packs. They
-keep the order that they were written in, and Bridge's checkpoints keep the place.
+all of them: Bridge's `qwen3_vl_step` refuses packs.
+
+- Data: a `DatasetProvider` in place of the recipe's; every rank reads for itself.
+- Order: as written; Bridge's checkpoints keep the place. `train.global_batch_size` counts packs.
+- Boundaries: `cu_seqlens` of a row, with M-RoPE's positions.
+- Loss: labels shifted; the mean over the labels of a step (`calculate_per_token_loss`).
+- Options: those of `_needed` are set; overrides that contradict the packs are refused.
 """
 
 from collections.abc import Mapping
@@ -131,10 +136,6 @@ class VLMIterator(DataIterator):
 
     def __next__(self) -> Any:
         return to_vlm_batch(super().__next__())
-
-    def save_state(self) -> Any:
-        """Energon's classes, which Bridge's reader of states knows; it refuses some tensors."""
-        return self._loader.save_state_rank()
 
     def restore_state(self, state: Any) -> None:
         """Go on where a state was saved. Only before the first row."""

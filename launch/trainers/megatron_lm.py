@@ -1,6 +1,12 @@
 """Packs in a Megatron-LM pretrain script, in the forms that its `pretrain()` calls: `get_batch`,
 `loss_func`, `forward_step`, and the dataloaders. `examples/megatron_lm/pretrain_packed_vlm.py` is
 such a script.
+
+- Data: read by the first of the ranks that share a row, which sends it to the others.
+- Order: as written, per data parallel rank; `--dataloader-save` keeps the place.
+- Boundaries: `PackedSeqParams`; under context parallelism each rank counts its own tokens.
+- Loss: labels shifted; a sum and its number of tokens, for `--calculate-per-token-loss`.
+- Options: `--dataloader-type external`; batch sizes count packs.
 """
 
 import dataclasses
@@ -15,10 +21,10 @@ from megatron.core import parallel_state
 from megatron.energon import WorkerConfig
 
 from launch.data.broadcast import broadcast_batch
-from launch.data.loader_state import from_plain, to_plain
+from launch.data.loader_state import load_state
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import context_group
-from launch.model.context_parallel import cut_row
+from launch.model.megatron.context_parallel import cut_row
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_dataset import (
     PackedLoader,
@@ -45,13 +51,12 @@ class DataIterator:
         return next(self._rows)
 
     def save_state(self) -> Any:
-        """Plain values: torch.load refuses Energon's classes, and its state would be skipped."""
-        return to_plain(self._loader.save_state_rank())
+        """Energon's, which only `restore` reads: torch.load refuses its classes."""
+        return self._loader.save_state_rank()
 
     def restore(self, path: str | Path) -> None:
         """Go on where a saved state was taken. Only before the first row."""
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        self._loader.restore_state_rank(from_plain(saved["dataloader_state_dict"]))
+        self._loader.restore_state_rank(load_state(Path(path))["dataloader_state_dict"])
 
 
 def build_dataloaders(
@@ -134,14 +139,5 @@ def forward_step(
     loss_mask = batch.loss_mask
     if (part := cut_row(params)) is not None:
         loss_mask = torch.zeros_like(loss_mask).index_copy(1, part.own, loss_mask[:, part.own])
-    output_tensor = model(
-        batch.tokens,
-        batch.position_ids,
-        params,
-        batch.imgs,
-        batch.image_grid_thw,
-        batch.labels,
-        batch.pixel_values_videos,
-        batch.video_grid_thw,
-    )
+    output_tensor = model(batch, params, batch.labels)
     return output_tensor, functools.partial(loss_func, loss_mask)

@@ -4,11 +4,13 @@
         --model FOLDER --dataset out/packed --packing true --attn_impl flash_attn \\
         --train_dataloader_shuffle false --per_device_train_batch_size 1
 
-`--dataset` is a folder of packs, `--val_dataset` one whose val split is evaluated; anything else
-goes ms-swift's way. Nothing is measured or packed at the start. `--train_dataloader_shuffle false`
-keeps the order that packs were written in; rank r of W trains packs r, r + W, ..., and what does
-not divide evenly at the end of an epoch is left out by ms-swift. Resuming finds the weights of
-Qwen2-VL and Qwen2.5-VL, which transformers' Trainer alone does not.
+- Data: `--dataset` is a folder of packs, `--val_dataset` one whose val split is evaluated; anything
+  else goes ms-swift's way. Its collator joins the samples of a pack.
+- Order: as written, by `--train_dataloader_shuffle false`; rank r of W trains packs r, r + W, ...,
+  and what does not divide evenly at the end of an epoch is left out by ms-swift.
+- Boundaries: by `--packing true`, from positions; recurrent layers need its kernels.
+- Loss: ms-swift's, of the packs' labels.
+- Options: resuming finds the weights of Qwen2-VL and Qwen2.5-VL, which Trainer alone does not.
 """
 
 from typing import Any
@@ -17,8 +19,13 @@ import torch
 from swift.pipelines.train.sft import SwiftSft
 from transformers import Trainer
 
-from launch.data.open_packs import open_as_measured, settings_of_packs
-from launch.trainers.shared import PacksAsItems, by_saved_names, require_kernels
+from launch.trainers.shared import (
+    PacksAsItems,
+    by_saved_names,
+    open_as_measured,
+    require_kernels,
+    settings_of_packs,
+)
 from task_encoders.concatenate import split_row
 from task_encoders.model_inputs import media_kwargs, token_types
 from task_encoders.storage.paths import path_of

@@ -5,21 +5,16 @@
 Load the model with `dtype=torch.float32, attn_implementation="flash_attention_2"` and set `bf16`:
 attention is then computed in autocast's dtype, without the mask of S × S that sdpa makes of a row.
 
-Prevents silent faults:
-
-- three M-RoPE rows as position_ids, or a cache: attention crosses samples; `token_kwargs`
-- Trainer shuffles; here rank r of W trains packs r, r + W, r + 2·W, ..., in the order written
-- Trainer's own collator pads and stacks; k packs are one longer row instead
-- torch's DataParallel slices along the first dimension, which of position_ids is not the batch
-- a pack without images leaves the vision tower without gradients, for which DDP would wait
-- under FSDP and ZeRO-3 ranks with images would wait for ranks without: warned of, unless packed
-  with `pack.order.uniform`, whose steps are kept
-- recurrent layers carry their state across samples (`isolate_segments`)
-- branches of a prefix tree would not see their trunk: with `PackedTaskEncoder(trees=True)` the
-  language model gets `tree_attention`, whatever attention it was loaded with
-- resuming goes on with the initial weights if names differ when saved (Qwen2-VL, 2.5-VL)
-
-Resuming skips the packs that are done unread.
+- Data: k packs are one longer row (`collate_packed`), which Trainer's own collator would pad, and
+  torch's DataParallel cut along the wrong dimension.
+- Order: rank r of W trains packs r, r + W, r + 2·W, ..., as written, where Trainer would shuffle;
+  steps of `pack.order.uniform` are kept. Resuming skips packs that are done unread.
+- Boundaries: positions restart, and there is no cache (`token_kwargs`); recurrent layers
+  (`isolate_segments`); branches of prefix trees, with `PackedTaskEncoder(trees=True)`, by
+  `tree_attention`, whatever attention the model was loaded with.
+- Loss: transformers shifts labels inside, and Trainer divides by those of a step.
+- Weights: towers without gradients in packs without images (`ddp_find_unused_parameters`; FSDP and
+  ZeRO-3 are warned of); resuming under other names when saved (Qwen2-VL, 2.5-VL).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +26,14 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from launch.model.packed_attention import has_tree_attention, use_tree_attention
 from launch.model.prefix_trees import as_trees, segment_params
-from launch.model.segments import check_positions, isolate_segments, with_image_blocks
+from launch.model.segments import (
+    check_positions,
+    has_tree_attention,
+    isolate_segments,
+    use_tree_attention,
+    with_image_blocks,
+)
 from launch.trainers.shared import by_saved_names, warn_of_mixed_steps
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.schedule import dealt_in_rows

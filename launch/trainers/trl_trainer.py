@@ -6,8 +6,11 @@
         train_dataset=PackedFolder("out/packed", task_encoder),
     )
 
-`max_length` has no effect: packs are cut to `seq_length` already. What TRL logs as `num_tokens`
-counts 1 per row, since it reads the length from the wrong dimension of M-RoPE's positions.
+- Data: a table of numbers, of which `collate_packed` makes rows; nothing is tokenized.
+- Order, boundaries: those of `TrainsPacks`.
+- Loss: Trainer's.
+- Options: `max_length` has no effect: packs are cut to `seq_length` already.
+- Figures: TRL's `num_tokens` counts 1 per row, the wrong dimension of M-RoPE's positions.
 """
 
 from functools import partial

@@ -3,10 +3,13 @@
     OFFLINE_PACKED_DATA=1 torchrun --nproc-per-node 8 -m launch.trainers.veomni recipe.yaml \\
         --data.train_path out/packed --train.micro_batch_size 1 --train.dyn_bsz false
 
-The rest of the recipe is VeOmni's. A `train_path` that is not a folder of packs goes VeOmni's way.
-VeOmni always shuffles; packs keep the order that they were written in: rank r of W trains packs
-r, r + W, ... `micro_batch_size: k` puts k packs into one row. `data.mm_configs`, `max_seq_len` and
-`chat_template` have no effect: packs keep what they were measured with.
+- Data: a `train_path` that is not a folder of packs goes VeOmni's way; `micro_batch_size: k` puts k
+  packs into one row.
+- Order: rank r of W trains packs r, r + W, ..., as written, where VeOmni always shuffles.
+- Boundaries: VeOmni finds them in positions, which begin at 0 in every sample.
+- Loss: VeOmni shifts the labels itself.
+- Options: `data.mm_configs`, `max_seq_len` and `chat_template` have no effect: packs keep what they
+  were measured with.
 """
 
 from collections.abc import Callable
@@ -19,8 +22,7 @@ from veomni.data.data_loader import DATALOADER_REGISTRY
 from veomni.data.dataset import DATASET_REGISTRY
 from veomni.distributed.parallel_state import get_parallel_state
 
-from launch.data.open_packs import open_as_measured
-from launch.trainers.shared import PacksAsItems, warn_of_mixed_steps
+from launch.trainers.shared import PacksAsItems, open_as_measured, warn_of_mixed_steps
 from task_encoders.model_inputs import MEDIA_INPUTS, to_transformers_kwargs, token_types
 from task_encoders.storage.paths import path_of
 

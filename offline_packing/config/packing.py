@@ -23,7 +23,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.sources import SourceOptions, parse_options
 from offline_packing.sources.options import FieldOptions
 from offline_packing.storage.yaml_file import read_config, validate
-from task_encoders.families import FAMILIES, AnyModelOptions, model_options
+from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.families.base.cost import dynamic_from
 from task_encoders.field_types import invalid
 
@@ -119,14 +119,12 @@ class PackingConfig(Section):
         return self.pack.share_prefixes is None
 
     def _check_prefixes(self) -> None:
-        """Refuse pack.share_prefixes where packs cannot hold trees, or the model cannot branch."""
+        """Refuse pack.share_prefixes where packs cannot hold trees."""
         output, model = self.output, self.model
         why, remedy = "", "leave out pack.share_prefixes"
         if output.layout != "energon":
             why = f"output.layout={output.layout!r} does not store which samples share a prefix"
             remedy = f"choose energon, or {remedy}"
-        elif FAMILIES[model.family].is_recurrent:
-            why = f"family {model.family} has recurrent layers, whose state cannot branch"
         elif (limit := dynamic_from(model.processor)) is not None and self.pack.seq_length > limit:
             why = (
                 f"the rotary angles of {model.processor} (rope_type dynamic) depend on the length "

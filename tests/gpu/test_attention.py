@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from launch.model.packed_attention import CAUSAL, KERNELS, select_backend, varlen_attention
+from launch.model.packed_attention import CAUSAL, KERNELS, select_backend
 from launch.model.prefix_trees import row_trees
 
 LENGTHS = {
@@ -60,16 +60,8 @@ def test_kernels_agree_with_float32(
     gradient = torch.randn(*shapes[0], device=cuda, generator=generator)
 
     def attend(tensors: list[torch.Tensor], backend: str) -> list[torch.Tensor]:
-        out = varlen_attention(
-            *tensors,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max(lengths),
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_kv=max(seen),
-            scale=size**-0.5,
-            causal=causal,
-            backend=backend,
-        )
+        given = cu_seqlens, cu_seqlens_kv, max(lengths), max(seen)
+        out = KERNELS[backend](*tensors, given, size**-0.5, CAUSAL if causal else (-1, -1))
         return [out.detach(), *torch.autograd.grad(out, tensors, gradient.to(out.dtype))]
 
     expected = attend([t.float().requires_grad_() for t in rounded], "sdpa")

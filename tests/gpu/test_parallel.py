@@ -90,7 +90,6 @@ def test_ranks_train_as_one_gpu(
     [
         ("flash_attn_3", "flash_attn_interface"),
         ("flash_attn", "flash_attn"),
-        ("transformer_engine", "transformer_engine"),
     ],
 )
 def test_installed_kernels_train_as_those_of_torch(

@@ -16,7 +16,7 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launch.loop.parallel import shutdown_parallel
-from launch.model.context_parallel import part_of_rank
+from launch.model.megatron.context_parallel import part_of_rank
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all

@@ -106,12 +106,14 @@ def losses_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return losses[labels != IGNORE_INDEX]
 
 
-def check_branches(trainer: Any, packs: PackedFolder, alone: torch.Tensor) -> str:
+def check_branches(
+    trainer: Any, packs: PackedFolder, alone: torch.Tensor, *, rtol: float = 0.0
+) -> str:
     """Each branch of the packs, in a row of all, has the losses of its sample alone, and so has a
     training step, which leaves its gradients. Returns a sentence."""
     collated = row_of_trees(packs)
     found = losses_of(trainer.model, trainer._prepare_inputs(collated))
-    torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=rtol)
     trainer.model.zero_grad()
     loss = trainer.training_step(trainer.model, collated, torch.tensor(len(alone)))
     assert abs(loss.item() - alone.mean().item()) <= 1e-5

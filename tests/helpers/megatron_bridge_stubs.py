@@ -54,8 +54,8 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
 )
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
-from launch.model.context_parallel import cut_row  # noqa: E402
-from launch.model.packed_attention import varlen_attention  # noqa: E402
+from launch.model.megatron.context_parallel import cut_row  # noqa: E402
+from launch.model.packed_attention import CAUSAL, KERNELS  # noqa: E402
 
 
 class Norm(torch.nn.Module):
@@ -115,14 +115,13 @@ class DotProductAttention(torch.nn.Module):
         params = packed_seq_params
         padded = params.cu_seqlens_q_padded
         boundaries = params.cu_seqlens_q if padded is None else padded
-        lengths = {"cu_seqlens": boundaries, "max_seqlen": int(params.max_seqlen_q)}
+        lengths = (boundaries,) * 2 + (int(params.max_seqlen_q),) * 2
         part = cut_row(replace(params, cp_group=self.group))
         if part is not None:
             key, value = part.gather_keys(key, value)
-            lengths = {"cu_seqlens": part.cu_seqlens_q, "max_seqlen": part.max_seqlen_q}
-            lengths |= {"cu_seqlens_kv": part.cu_seqlens_kv, "max_seqlen_kv": part.max_seqlen_kv}
-        options = {"scale": self.scale, "causal": self.is_causal, "backend": "sdpa"}
-        return varlen_attention(query, key, value, **lengths, **options)
+            lengths = part.cu_seqlens_q, part.cu_seqlens_kv, part.max_seqlen_q, part.max_seqlen_kv
+        window = CAUSAL if self.is_causal else (-1, -1)
+        return KERNELS["sdpa"](query, key, value, lengths, self.scale, window)
 
 
 #: Under the names of core's own classes around TransformerEngine's.

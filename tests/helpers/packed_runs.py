@@ -175,8 +175,7 @@ def make_trainer(
         )
         for stage in stages
     ]
-    trees = any(own.has_trees for own in data)
-    model = build_model(config.model, device=device, seed=config.train.seed, trees=trees)
+    model = build_model(config.model, device=device, seed=config.train.seed)
     model.hf_config.image_token_id = IMAGE_TOKEN
     trainer = Trainer(
         config,

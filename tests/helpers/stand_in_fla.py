@@ -85,23 +85,29 @@ def chunk_gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     *,
-    initial_state: None = None,
+    initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` by transformers' torch function: q, k
-    (B, T, H, K), v (B, T, H, V), g and beta (B, T, H)."""
-    parts = []
-    for part in _segments(cu_seqlens, q):
-        given = (tensor[:, part] for tensor in (q, k, v, g, beta))
-        parts.append(
-            modeling_qwen3_5.torch_chunk_gated_delta_rule(
-                *given, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
-            )[0]
+    (B, T, H, K), v (B, T, HV, V), g and beta (B, T, HV), states of N segments (N, HV, K, V)."""
+    q, k = (one.repeat_interleave(v.shape[2] // one.shape[2], dim=2) for one in (q, k))
+    segments = _segments(cu_seqlens, q)
+    if initial_state is not None and len(initial_state) != len(segments):
+        raise ValueError(f"{len(initial_state)} states for {len(segments)} segments")
+    parts = [
+        modeling_qwen3_5.torch_chunk_gated_delta_rule(
+            *(tensor[:, part] for tensor in (q, k, v, g, beta)),
+            initial_state=None if initial_state is None else initial_state[n : n + 1],
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         )
-    return torch.cat(parts, dim=1), None
+        for n, part in enumerate(segments)
+    ]
+    outputs, states = zip(*parts, strict=True)
+    return torch.cat(outputs, dim=1), torch.cat(states) if output_final_state else None
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.model.config import transformers_classes
-from launch.model.hf_checkpoint import gather_weights, weight_files
+from launch.model.megatron.weights import gather_weights, weight_files
 from task_encoders.concatenate import concatenate
 from task_encoders.energon_samples import PackedBatch, PackedRowSample, batch_rows
 from task_encoders.media.patches import Normalisation
@@ -198,16 +198,7 @@ def forward(
 ) -> torch.Tensor:
     """Losses of a `PackedMegatronModel`, or its logits without labels; of this rank's tokens, if a
     group shares the row."""
-    result: torch.Tensor = model(
-        batch.tokens,
-        batch.position_ids,
-        to_packed_seq_params(batch, group),
-        batch.imgs,
-        batch.image_grid_thw,
-        labels,
-        batch.pixel_values_videos,
-        batch.video_grid_thw,
-    )
+    result: torch.Tensor = model(batch, to_packed_seq_params(batch, group), labels)
     return result
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from launch.model.config import ModelConfig
-from launch.model.hf_checkpoint import published_shapes
-from launch.model.megatron_model import model_outline
+from launch.model.megatron.model import model_outline
+from launch.model.megatron.weights import published_shapes
 from task_encoders.energon_samples import PackedBatch
 from tests.helpers.prefix_packs import tree_folders
 from tests.helpers.tools import benchmark, run_benchmark

@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from launch.loop.loss import shift_labels
-from launch.model.packed_attention import use_tree_attention
 from launch.model.prefix_trees import segment_params
-from launch.model.segments import isolate_segments
+from launch.model.segments import isolate_segments, use_tree_attention
 from launch.model.transformers_model import PackedTransformersModel
 from offline_packing.demo.training import tiny_qwen2_vl
 from offline_packing.layouts.shards import COLUMNS, read_planned
@@ -21,7 +20,6 @@ from offline_packing.runs.artifacts import open_index
 from offline_packing.runs.run import Run, open_encoder, open_sources
 from task_encoders.concatenate import split_row
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_dataset import get_packed_train_dataset, get_packed_val_dataset
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.sample_encoder import EncodedSample
@@ -124,19 +122,10 @@ def model_of(family: str, token_ids: tuple[tuple[str, int], ...], use: str) -> A
     return model
 
 
-def losses_packed(model: Any, batch: PackedBatch, layout: str) -> torch.Tensor:
+def losses_packed(model: Any, batch: PackedBatch) -> torch.Tensor:
     """Return the loss of each labelled token of a row, as `launch` trains it."""
     labels = shift_labels(batch.labels)
-    losses = PackedTransformersModel(model, torch.float32, None, layout)(
-        batch.tokens,
-        batch.position_ids,
-        segment_params(batch),
-        batch.imgs,
-        batch.image_grid_thw,
-        labels,
-        batch.pixel_values_videos,
-        batch.video_grid_thw,
-    )
+    losses = PackedTransformersModel(model, torch.float32)(batch, segment_params(batch), labels)
     found: torch.Tensor = losses[labels != IGNORE_INDEX]
     return found
 
@@ -169,7 +158,7 @@ def test_the_loss_of_a_pack_is_that_of_its_samples(whole: Run, tmp_path: Path) -
         for one in samples
     ]
     model = make("trees" if batch.parents.numel() else "packed")
-    packed = losses_packed(model, batch, FAMILIES[family].build.IMAGE_LAYOUT)
+    packed = losses_packed(model, batch)
     torch.testing.assert_close(packed, torch.cat(losses), atol=1e-4, rtol=0)
     weights = torch.cat([torch.tensor(one.loss_weights) for one in samples])
     assert torch.equal(batch.loss_mask[batch.loss_mask > 0], weights[weights > 0])

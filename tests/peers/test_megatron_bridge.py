@@ -59,7 +59,7 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
-from launch.model.context_parallel import part_of_rank
+from launch.model.megatron.context_parallel import part_of_rank
 from launch.trainers import megatron_bridge
 from launch.trainers.megatron_bridge import main, on_packs, to_vlm_batch
 from offline_packing.demo.run import MODEL

@@ -425,33 +425,35 @@ def test_a_pack_that_cannot_be_parsed_is_listed_too(yaml: str, tmp_path: Path) -
     assert line.startswith("ps_00000001: bad_record: pack 'ps_00000001': JSON cannot be parsed")
 
 
-CAPTIONING = PackingSettings(packed=True)
-#: Values of a variable that are neither of 0 and 1.
-OTHERS = ("true", "yes", " ", " 1", "2", "True", "on")
+#: Variables that mean something, and the task of packs that says nothing itself.
+TASKS: list[tuple[dict[str, str], str | None]] = [
+    ({PACKED: "1"}, "captioning"),
+    ({PACKED: "1", VQA: "0", BMR: ""}, "captioning"),
+    ({PACKED: "1", VQA: "1"}, "vqa"),
+    ({PACKED: "1", BMR: "1"}, "bmr"),
+    ({PACKED: "0", VQA: "0"}, None),
+    ({}, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("environ", "task"),
-    [
-        ({PACKED: "1"}, "captioning"),
-        ({PACKED: "1", VQA: "0", BMR: ""}, "captioning"),
-        ({PACKED: "1", VQA: "1"}, "vqa"),
-        ({PACKED: "1", BMR: "1"}, "bmr"),
-    ],
-)
-def test_what_the_variables_mean(environ: dict[str, str], task: str) -> None:
+@pytest.mark.parametrize(("environ", "task"), TASKS)
+def test_what_the_variables_mean(environ: dict[str, str], task: str | None) -> None:
     settings = PackingSettings.from_env(environ)
-    assert settings.packed
-    assert settings.resolve_task(None) == task
-
-    unset, zero = PackingSettings.from_env({}), PackingSettings.from_env({PACKED: "0", VQA: "0"})
-    assert unset == zero == PackingSettings(packed=False)
+    assert settings.packed == (task is not None)
+    if task is not None:
+        assert settings.resolve_task(None) == settings.resolve_task(task) == task
+        assert settings.resolve_task(None, task) == task  # of subflavors
+        assert settings.resolve_task(task, "bmr" if task == "vqa" else "vqa") == task
 
 
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
-        *(({PACKED: "1", name: value}, name) for name in (PACKED, VQA, BMR) for value in OTHERS),
+        *(
+            ({PACKED: "1", name: value}, name)
+            for name in (PACKED, VQA, BMR)
+            for value in ("true", "yes", " ", " 1", "2", "True", "on")
+        ),
         ({PACKED: "1", VQA: "1", BMR: "1"}, VQA),
         ({VQA: "1"}, PACKED),
         ({BMR: "1"}, PACKED),
@@ -463,32 +465,22 @@ def test_other_values_and_contradictions_stop(environ: dict[str, str], named: st
     assert "\n" not in str(error.value)
 
 
-def test_meta_comes_before_subflavors_before_the_variables() -> None:
-    assert PackingSettings(True, vqa=True).resolve_task("vqa", "bmr") == "vqa"
-    assert PackingSettings(True, bmr=True).resolve_task(None, "bmr") == "bmr"
-    assert PackingSettings(True, bmr=True).resolve_task(None, None) == "bmr"
-
-
-@pytest.mark.parametrize("declared", ["vqa", "bmr"])
-def test_variables_that_contradict_the_data_stop(declared: str) -> None:
-    with pytest.raises(PackingSettingsError, match=f"OFFLINE_PACKING_{declared.upper()}=1"):
-        CAPTIONING.resolve_task(declared)
-    with pytest.raises(PackingSettingsError, match=r"OFFLINE_PACKED_DATA=1 \(and neither"):
-        PackingSettings(True, vqa=declared == "vqa", bmr=declared == "bmr").resolve_task(
-            "captioning"
-        )
-
-
-def test_in_a_blend_packed_data_alone_is_enough() -> None:
-    for task in ("captioning", "vqa", "bmr"):
-        assert CAPTIONING.resolve_task(task, blend=True) == task
-    with pytest.raises(PackingSettingsError):
-        PackingSettings(True, vqa=True).resolve_task("bmr", blend=True)
-    with pytest.raises(PackingSettingsError, match="'ocr'"):
-        CAPTIONING.resolve_task("ocr")
-
-
-@pytest.mark.parametrize("declared", [None, "captioning", "vqa", "bmr"])
-def test_packs_without_packed_data_stop(declared: str | None) -> None:
-    with pytest.raises(PackingSettingsError, match="set OFFLINE_PACKED_DATA=1"):
-        PackingSettings(packed=False).resolve_task(declared, blend=True)
+@pytest.mark.parametrize(
+    ("settings", "declared", "blend", "message"),
+    [
+        ((True,), "vqa", False, f"set {PACKED}=1 {VQA}=1"),
+        ((True,), "bmr", False, f"set {PACKED}=1 {BMR}=1"),
+        ((True, True), "captioning", False, rf"{PACKED}=1 \(and neither"),
+        ((True, False, True), "captioning", False, rf"{PACKED}=1 \(and neither"),
+        ((True, True), "bmr", True, f"set {PACKED}=1 alone"),
+        ((True,), "ocr", False, "declare task 'ocr'; valid: captioning"),
+        *(((False,), one, True, f"set {PACKED}=1") for one in (None, "captioning", "vqa", "bmr")),
+    ],
+)
+def test_variables_that_contradict_the_data_stop(
+    settings: tuple[bool, ...], declared: str | None, blend: bool, message: str
+) -> None:
+    with pytest.raises(PackingSettingsError, match=message):
+        PackingSettings(*settings).resolve_task(declared, blend=blend)
+    for task in ("captioning", "vqa", "bmr"):  # in a blend that they are packs is enough
+        assert PackingSettings(packed=True).resolve_task(task, blend=True) == task

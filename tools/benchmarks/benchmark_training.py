@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,7 +40,7 @@ from launch.loop.metrics import peak_flops, row_flops
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import build_model, model_outline
+from launch.model.megatron.model import build_model, model_outline
 from launch.model.prefix_trees import segment_params
 from offline_packing.runs.manifest import require_manifest
 from task_encoders.energon_samples import PackedBatch
@@ -165,8 +166,7 @@ def run_mode(
     device = initialize_parallel()
     torch.set_num_threads(1)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
-    trees = mode == "shared" or require_manifest(loader_options["packed"]).version == 2
-    model = build_model(ModelConfig(**SHAPES[shapes]), device=device, trees=trees).train()
+    model = build_model(ModelConfig(**SHAPES[shapes]), device=device).train()
     sizes = model.hf_config.text_config, model.hf_config.vision_config
     cost = cost_of_sizes(shapes, *(part.to_dict() for part in sizes))
     is_folded = shapes.startswith("cpu")
@@ -226,29 +226,12 @@ def train_row(
         tokens = (tokens % (FOLDED_WORDS - 1)).masked_fill(is_image, FOLDED_WORDS - 1)
         labels = torch.where(labels == IGNORE_INDEX, labels, labels % (FOLDED_WORDS - 1))
     num_labels = int((labels != IGNORE_INDEX).sum())
-    params = segment_params(move(batch, device))
-    losses = model(
-        tokens=tokens.to(device, non_blocking=True),
-        position_ids=batch.position_ids.to(device, non_blocking=True),
-        packed_seq_params=params,
-        imgs=batch.imgs.to(device, non_blocking=True),
-        image_grid_thw=batch.image_grid_thw.to(device, non_blocking=True),
-        labels=labels.to(device, non_blocking=True),
-        pixel_values_videos=batch.pixel_values_videos.to(device, non_blocking=True),
-        video_grid_thw=batch.video_grid_thw.to(device, non_blocking=True),
-    )
+    row = replace(batch, tokens=tokens).to(device, non_blocking=True)
+    losses = model(row, segment_params(row), labels.to(device, non_blocking=True))
     losses.sum().backward()
     optimizer.step(learning_rate=1e-5, denominator=max(num_labels, 1), max_norm=1.0)
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def move(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The batch with its boundaries on the device."""
-    batch.cu_lengths = batch.cu_lengths.to(device)
-    batch.attn_mask = batch.attn_mask.to(device)
-    batch.parents = batch.parents.to(device)
-    return batch
 
 
 def count_step(batch: PackedBatch, cost: ModelCost) -> dict[str, float]:

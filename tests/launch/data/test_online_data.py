@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from launch.config import DataConfig
+from launch.data.loader_state import load_state
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.online_data import read_data
-from launch.data.open_packs import open_as_measured
 from launch.loop.parallel import initialize_parallel
 from launch.loop.plan import plan_training
 from launch.loop.setup import build_trainer
+from launch.trainers.shared import open_as_measured
 from offline_packing.errors import StageError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
@@ -42,7 +43,7 @@ def test_a_state_of_any_step_gives_the_rest(repeat: bool, tmp_path: Path) -> Non
     states, seen = [], []
     for _ in range(NUM_PACKS + 3):
         torch.save(whole.state(), tmp_path / "state.pt")
-        states.append(torch.load(tmp_path / "state.pt", weights_only=True))
+        states.append(load_state(tmp_path / "state.pt"))
         seen.append(next_keys(whole))
     assert (seen[NUM_PACKS:] == seen[:3]) if repeat else (seen[NUM_PACKS:] == [None] * 3)
     for step, state in enumerate(states):
@@ -65,32 +66,13 @@ def test_a_pack_without_a_usable_sample_is_a_row_without_loss(
     config = DataConfig(path=str(tmp_path / "some"), num_workers=0, repeat=False)
     batches = LoaderBatches(config, encoder, initialize_parallel())
     rows = [row for row in iter(batches.next, None) if row is not None]
-    assert [row.num_tokens for row in rows] == [PACK, 0, PACK]
+    assert [row.num_tokens for row in rows] == [25, 0, 25]
     assert [float(row.loss_mask.sum()) > 0 for row in rows] == [True, False, True]
     assert "left out, in pack 01 or before: 01: bad_record" in caplog.text
     config = DataConfig(path=str(tmp_path / "all"), num_workers=0)
     batches = LoaderBatches(config, encoder, initialize_parallel())
     with pytest.raises(StageError, match="100 consecutive rows have no usable sample: 00: "):
         list(iter(batches.next, None))
-
-
-#: Tokens of a pack of `text_folder`.
-PACK = 25
-
-
-def test_rows_are_padded_after_their_packs_are_merged(tmp_path: Path) -> None:
-    folder = text_folder(tmp_path / "packs", 3)
-    encoder = PackedTaskEncoder(seq_length=40, settings=PackingSettings(packed=True, bmr=True))
-    options = {"micro_batch_size": 2, "pad_to_length": True, "repeat": False}
-    config = DataConfig(path=str(folder), num_workers=0, **options)
-    batches = LoaderBatches(config, encoder, initialize_parallel())
-    first, last = batches.next(), batches.next()
-    assert first is not None
-    assert last is not None
-    assert first.cu_lengths.tolist() == [[0, PACK, 2 * PACK, 80]]
-    assert last.cu_lengths.tolist() == [[0, PACK, 80]]
-    assert first.num_tokens == 2 * PACK
-    assert last.max_lengths.tolist() == [80 - PACK]
 
 
 @pytest.fixture

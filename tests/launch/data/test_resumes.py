@@ -20,7 +20,6 @@ from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.loop.setup import build_trainer
 from offline_packing.online.ranks.pack_costs import pack_costs
-from task_encoders.families.base.cost import ModelCost
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import ScheduledLoader
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
@@ -29,9 +28,7 @@ from tests.helpers.packed_runs import (
     SEQ_LENGTH,
     WHOLE_VOCABULARY,
     make_config,
-    make_trainer,
 )
-from tests.helpers.rank_processes import run_ranks
 
 #: How packs were written: options of packing and of the output.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -160,30 +157,3 @@ def test_the_seed_of_a_run_decides_its_order(order: str, folder: Path, tmp_path:
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(orders[2])
     assert (orders[0] == orders[2]) == (order == "written")
-
-
-def train_an_epoch(folder: Path, output: Path) -> tuple[list[str], ModelCost]:
-    """Run as one rank of a group; returns the packs that it trained on, and the model's cost."""
-    num_packs = len(PackedFolder(folder))
-    config = make_config(
-        folder,
-        output,
-        data={"order": "balanced", "num_workers": 0, "repeat": False},
-        batch={"global_batch_packs": 4},
-        train={"iterations": -(-num_packs // 4)},
-    )
-    trainer, seen, _ = make_trainer(config)
-    assert trainer.run()
-    return seen.keys, trainer._model.cost
-
-
-def test_two_processes_share_an_epoch(folder: Path, tmp_path: Path) -> None:
-    """Each makes the schedule for itself: no pack is given to both, none is left out. The log names
-    the idle shares that a plan with the model's cost has at these steps."""
-    results = run_ranks(2, tmp_path / "group", train_an_epoch, folder, tmp_path / "run")
-    keys = [seen for seen, _ in results]
-    packs = sorted(pack.key for pack in PackedFolder(folder))
-    assert len(keys[0]) == len(keys[1]) == -(-len(packs) // 2)
-    times = collections.Counter([*keys[0], *keys[1]])
-    assert sorted(times) == packs
-    assert times.total() - len(packs) == len(packs) % 2

@@ -273,8 +273,6 @@ def test_validation_needs_data_of_its_own(
     blend.write_text(f"{content}  val: {{path: {captions}, split_part: train}}\n")
     check_validation(blend)
     assert "validates on what it trains on" in caplog.text
-    read_packed_data(blend)
-    assert f"lists {captions} 2 times" in caplog.text
 
 
 def differences(*seeds_of_ranks: list[int]) -> list[str]:

@@ -16,13 +16,13 @@ from torch import distributed
 from launch.config import LaunchConfig
 from launch.data.broadcast import broadcast_batch
 from launch.data.even_rows import EvenRows
-from launch.data.open_packs import open_as_measured
 from launch.data.packed_data import read_packed_data
 from launch.loop import setup
 from launch.loop.metrics import read_metrics
 from launch.loop.parallel import initialize_parallel
 from launch.model import packed_attention
 from launch.train_transformers import TransformersConfig
+from launch.trainers.shared import open_as_measured
 from offline_packing.errors import StageError
 from offline_packing.online.energon import OnlineTaskEncoder, get_online_train_dataset
 from task_encoders.energon_samples import PackedBatch
@@ -67,11 +67,11 @@ def test_steps_are_those_of_the_samples_without_trees(
     normalization: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Losses, denominators, gradients and weights of a step of all samples; micro batches of two
-    packs, padded rows, and validation."""
+    packs, and validation."""
     sections: dict[str, Any] = {
         "train": {"iterations": 1, "normalization": normalization},
         "batch": {"global_batch_packs": 100},
-        "data": {"micro_batch_size": 2, "pad_to_length": True, "repeat": False},
+        "data": {"micro_batch_size": 2, "repeat": False},
         "validation": {"every": 1},
     }
     models = [train(folder, tmp_path / folder.name, **sections) for folder in folders]
@@ -113,7 +113,6 @@ DYNAMIC: dict[str, Any] = {
         (LaunchConfig, {"data": {"cross_sample_attention": True}}, "set False, or pack without"),
         (LaunchConfig, {"model": DYNAMIC}, "angles of all others with its prefix; pack with"),
         (TransformersConfig, {"model": DYNAMIC}, "angles of all others with its prefix"),
-        (TransformersConfig, {"model": {"family": "qwen3_5"}}, "'linear_attention', whose state"),
         (TransformersConfig, {"model": {"attention": "eager"}}, "model.attention=eager: .*auto"),
         (LaunchConfig, {"data": {"online": {"seq_length": 512}}}, "prefixes; .* without data.onl"),
     ],

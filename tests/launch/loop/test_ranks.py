@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from launch.config import DataConfig, LaunchConfig
+from launch.config import LaunchConfig
 from launch.data.micro_batches import LoaderBatches, build_task_encoder
 from launch.data.packed_data import check_room, read_packed_data
 from launch.loop.metrics import read_metrics
@@ -227,10 +227,6 @@ def test_tensor_parallel_ranks_go_on_with_their_own_parts(folder: Path, tmp_path
 def test_what_cannot_be_divided_is_refused(folder: Path) -> None:
     with pytest.raises(ParallelError, match="tensor_parallel 1 × context_parallel 2 does not div"):
         initialize_parallel(1, 2)
-    config = DataConfig(path=str(folder), pad_to_length=True, num_workers=0)
-    encoder = build_task_encoder(config, read_packed_data(folder), pad_multiple=24)
-    with pytest.raises(ValueError, match="pad_to_length: 256 tokens are not a multiple of 24"):
-        LoaderBatches(config, encoder, initialize_parallel())
 
 
 def test_packs_without_room_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ class Interfering(torch.nn.Module):
         self.model, self.at, self.action, self.calls = model, at, action, 0
         self.cost = model.cost
 
-    def forward(self, **inputs: Any) -> torch.Tensor:
+    def forward(self, *inputs: Any) -> torch.Tensor:
         self.calls += 1
-        losses = self.model(**inputs)
+        losses = self.model(*inputs)
         return self.action(losses) if self.calls == self.at else losses
 
 

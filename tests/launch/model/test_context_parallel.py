@@ -22,10 +22,10 @@ from launch.loop.parallel import (
     initialize_parallel,
 )
 from launch.model.config import ModelConfig, transformers_classes
-from launch.model.context_parallel import part_of_rank
-from launch.model.hf_checkpoint import gather_weights
-from launch.model.megatron_model import PackedMegatronModel, build_model, check_supported
-from launch.model.vision_tower import share_frames
+from launch.model.megatron.context_parallel import part_of_rank
+from launch.model.megatron.model import PackedMegatronModel, build_model, check_supported
+from launch.model.megatron.tower import share_frames
+from launch.model.megatron.weights import gather_weights
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
-from launch.model.hf_checkpoint import (
+from launch.model.megatron.model import build_model, check_supported
+from launch.model.megatron.weights import (
     INDEX_FILE,
     SINGLE_FILE,
     gather_weights,
     weight_files,
     write_checkpoint,
 )
-from launch.model.megatron_model import build_model, check_supported
 from tests.helpers import tiny_checkpoints
 from tests.helpers.tiny_checkpoints import (
     all_tensors,

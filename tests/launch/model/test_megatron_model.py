@@ -15,9 +15,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
-from launch.model import megatron_model, packed_model
+from launch.model import packed_model
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import (
+from launch.model.megatron import model as megatron_model
+from launch.model.megatron.model import (
     PackedMegatronModel,
     build_model,
     rope_base,
@@ -171,13 +172,13 @@ class CountReads(TorchDispatchMode):
 
 
 def test_layers_ask_for_no_value_of_a_tensor() -> None:
-    batch = batch_of("mixed")
+    batch = batch_of("no_image")
     params = to_packed_seq_params(batch)
     reads = []
     for num_layers in (1, 3):
         model = build(text={"num_hidden_layers": num_layers})
         with CountReads() as counter:
-            model(batch.tokens, batch.position_ids, params)
+            model(batch, params)
         reads.append(counter.count)
     assert reads[0] == reads[1]
     with CountReads() as counter:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
-from launch.model.hf_checkpoint import published_name
-from launch.model.megatron_model import PackedMegatronModel, build_model
+from launch.model.megatron.model import PackedMegatronModel, build_model
+from launch.model.megatron.weights import published_name
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import build_sample_encoder
 from task_encoders.model_inputs import to_transformers_kwargs
@@ -268,7 +268,7 @@ def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:
     slides = write_checkpoint(checkpoints, "mistral3", "mistral", sliding_window=4096)
     with pytest.raises(ValueError, match="sliding_window 4096 is not supported"):
         built(slides, device)
-    with pytest.raises(ValueError, match=r"is a 'internvl'; set model\.family=internvl3"):
+    with pytest.raises(ValueError, match=r"is a 'internvl3'; set model\.family=internvl3"):
         build_model(ModelConfig(checkpoint=checkpoints / "internvl3-qwen2"), device=device)
     with pytest.raises(ValueError, match=r"'yarn'.* are not supported.*launch\.train_transformers"):
         build_model(ModelConfig(family="mistral3"), device=device)

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from launch.model.megatron.attention import PackedCoreAttention
 from launch.model.packed_attention import (
+    CAUSAL,
     KERNELS,
-    PackedCoreAttention,
     _sdpa,
     is_importable,
     register_attention,
     select_backend,
-    varlen_attention,
 )
 
 CPU = torch.device("cpu")
@@ -69,16 +69,8 @@ def test_segments_equal_a_masked_matrix(
     total = sum(lengths)
     shapes = (total, 4, 8), (total, groups, 8), (total, groups, 8)
     query, key, value = random_tensors(*shapes, seed=seed)
-    found = varlen_attention(
-        query,
-        key,
-        value,
-        cu_seqlens=boundaries(lengths),
-        max_seqlen=max(lengths),
-        scale=0.3,
-        causal=causal,
-        backend="sdpa",
-    )
+    given = (boundaries(lengths),) * 2 + (max(lengths),) * 2
+    found = KERNELS["sdpa"](query, key, value, given, 0.3, CAUSAL if causal else (-1, -1))
     expected = masked_attention(query, key, value, lengths, causal=causal, scale=0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -118,18 +110,13 @@ def packed_seq_params(lengths: Sequence[int], **fields: Any) -> PackedSeqParams:
     )
 
 
-def test_core_attention_takes_both_of_megatrons_layouts() -> None:
+def test_core_attention_takes_megatrons_rows() -> None:
     lengths = [3, 1, 7]
-    query, key, value = random_tensors((11, 4, 8), (11, 2, 8), (11, 2, 8))
-    attention = core_attention()
-    thd = packed_seq_params(lengths, qkv_format="thd")
+    tensors = random_tensors((11, 4, 8), (11, 2, 8), (11, 2, 8))
     rows = packed_seq_params(lengths, qkv_format="sbhd")
-    out_thd = attention(query, key, value, None, packed_seq_params=thd)
-    out_rows = attention(*(t[:, None] for t in (query, key, value)), None, packed_seq_params=rows)
-    expected = masked_attention(query, key, value, lengths, causal=True, scale=8**-0.5)
-    torch.testing.assert_close(out_thd, expected, atol=1e-5, rtol=1e-5)
-    assert out_rows.shape == (11, 1, 32)
-    assert torch.equal(out_rows[:, 0], out_thd.flatten(1))
+    found = core_attention()(*(t[:, None] for t in tensors), None, packed_seq_params=rows)
+    expected = masked_attention(*tensors, lengths, causal=True, scale=8**-0.5)
+    torch.testing.assert_close(found[:, 0], expected.flatten(1), atol=1e-5, rtol=1e-5)
 
 
 def test_what_it_lacks_is_refused() -> None:
@@ -144,48 +131,12 @@ def test_what_it_lacks_is_refused() -> None:
             select_backend(CPU, torch.float32, backend)
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_transformer_engine_gets_one_tensor_for_all_boundaries(is_padded: bool) -> None:
-    """Otherwise it takes rows to have gaps, and leaves flash attention 2 out."""
-    tensors = random_tensors((8, 1, 2, 8), (8, 1, 2, 8), (8, 1, 2, 8))
-    logical = torch.tensor([0, 3, 7], dtype=torch.int32)
-    padded = torch.tensor([0, 4, 8], dtype=torch.int32) if is_padded else None
-    params = PackedSeqParams(
-        qkv_format="sbhd",
-        cu_seqlens_q=logical,
-        cu_seqlens_kv=logical,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=4,
-        max_seqlen_kv=4,
-    )
-    attention, given = core_attention(), list[PackedSeqParams]()
-
-    def engine(query: torch.Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any) -> Any:
-        given.append(packed_seq_params)
-        return query.flatten(1)
-
-    attention.backend, attention.transformer_engine = "transformer_engine", engine  # type: ignore[assignment]
-    assert attention(*tensors, None, packed_seq_params=params).shape == (8, 1, 16)
-    (thd,) = given
-    assert thd.qkv_format == "thd"
-    wanted = padded if is_padded else logical
-    assert thd.cu_seqlens_q is thd.cu_seqlens_kv is wanted
-    assert thd.cu_seqlens_q_padded is thd.cu_seqlens_kv_padded is padded
-
-
 def test_backend_is_the_best_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: set[str] = set()
     monkeypatch.setattr("launch.model.packed_attention.is_importable", installed.__contains__)
     assert select_backend(CPU, torch.bfloat16) == "sdpa"
     assert select_backend(CUDA, torch.float32) == "sdpa"
     assert select_backend(CUDA, torch.bfloat16) == "torch_varlen"
-    installed.add("transformer_engine")
-    assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
-    assert select_backend(CUDA, torch.bfloat16, context_parallel=True) == "torch_varlen"
-    assert select_backend(CUDA, torch.bfloat16, trees=True) == "torch_varlen"
-    with pytest.raises(ValueError, match=r"'transformer_engine' .* with pack\.share_"):
-        select_backend(CUDA, torch.bfloat16, "transformer_engine", trees=True)
     installed.add("flash_attn")
     assert select_backend(CUDA, torch.bfloat16) == "flash_attn"
     installed.add("flash_attn_interface")
@@ -200,10 +151,9 @@ def test_a_package_that_fails_to_load_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')\n")
-    (tmp_path / "transformer_engine.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     is_importable.cache_clear()
-    assert select_backend(CUDA, torch.bfloat16) == "transformer_engine"
+    assert select_backend(CUDA, torch.bfloat16) == "torch_varlen"
     is_importable.cache_clear()
 
 

@@ -23,8 +23,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from launch.model.packed_attention import use_varlen_attention
-from launch.model.segments import isolate_segments, why_no_flash
+from launch.model.segments import isolate_segments, use_varlen_attention, why_no_flash
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs

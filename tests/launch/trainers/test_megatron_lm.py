@@ -14,7 +14,7 @@ from launch.data.micro_batches import build_task_encoder
 from launch.data.packed_data import read_packed_data
 from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig
-from launch.model.megatron_model import build_model
+from launch.model.megatron.model import build_model
 from launch.trainers.megatron_lm import build_dataloaders, forward_step, get_batch
 from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params

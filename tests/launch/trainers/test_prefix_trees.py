@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, TrainingArguments
 
-from launch.data.open_packs import open_as_measured
-from launch.model.config import tiny_config, transformers_classes
-from launch.model.packed_attention import has_tree_attention
+from launch.model.segments import has_tree_attention
+from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
@@ -60,6 +59,7 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     "case",
     [
         "qwen2_vl",
+        "qwen3_5",
         pytest.param("internvl3", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", marks=pytest.mark.exhaustive),
     ],
@@ -73,13 +73,16 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(case: Case, tmp_pat
     alone.mean().backward()
     gradients = gradients_of(model)
     assert len(samples) == 17
-    check_branches(make(tmp_path, model, packs), packs, alone)
+    # Where samples begin elsewhere in a recurrence's chunks, sums have another order.
+    is_recurrent = model.config.model_type == "qwen3_5"
+    check_branches(make(tmp_path, model, packs), packs, alone, rtol=1e-5 * is_recurrent)
     found = gradients_of(model)
     assert found.keys() == gradients.keys()
+    scale = 4 if is_recurrent else 1
     for name, gradient in gradients.items():
-        assert (found[name] - gradient).norm() <= 5e-5 * gradient.norm() + 1e-8, name
+        assert (found[name] - gradient).norm() <= scale * 5e-5 * gradient.norm() + 1e-8, name
     ours, expected = (torch.cat([g.flatten() for g in one.values()]) for one in (found, gradients))
-    assert (ours - expected).norm() <= 1e-5 * expected.norm()
+    assert (ours - expected).norm() <= scale * 1e-5 * expected.norm()
 
 
 @torch.no_grad()
@@ -171,9 +174,6 @@ class Own(torch.nn.Module):
 
 def test_models_that_cannot_branch_are_refused(case: Case, tmp_path: Path) -> None:
     packs = case.packs()
-    recurrent = transformers_classes("qwen3_5").model(tiny_config("qwen3_5"))
-    with pytest.raises(ValueError, match=r"qwen3_5 model .* 'linear_attention', whose state"):
-        make(tmp_path, recurrent, packs)
     longer, dynamic = case.model(), {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
     longer.config.text_config.max_position_embeddings = 64
     longer.config.text_config.rope_parameters = dynamic

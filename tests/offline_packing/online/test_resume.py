@@ -16,7 +16,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from launch.data.loader_state import from_plain, to_plain
+from launch.data.loader_state import load_state
 from offline_packing.errors import StageError
 from offline_packing.online.datasets import (
     ConstantLengthDataset,
@@ -88,12 +88,11 @@ class EnergonLoader:
         return iter(self.loader)
 
     def state_dict(self) -> bytes:
-        torch.save(to_plain(self.loader.save_state_rank()), file := io.BytesIO())
+        torch.save(self.loader.save_state_rank(), file := io.BytesIO())
         return file.getvalue()
 
     def load_state_dict(self, state: bytes) -> None:
-        plain = torch.load(io.BytesIO(state), weights_only=True)
-        self.loader.restore_state_rank(from_plain(plain))
+        self.loader.restore_state_rank(load_state(io.BytesIO(state)))
 
 
 @pytest.fixture(scope="module")

@@ -593,7 +593,6 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
         ({"output": {"layout": "llava_onevision"}}, r"layout='llava_onevision' .*choose energon"),
         ({"pack": {"strategy": "sequential"}}, r"strategy sequential counts samples"),
         ({"pack": {"share_prefixes": {"max_branches": 1}}}, r"max_branches"),
-        ({"model": {"family": "qwen3_5"}}, r"qwen3_5 has recurrent layers"),
         ({"model": {}, "pack": {"seq_length": 600}}, r"depend on the length"),
     ],
 )

@@ -22,6 +22,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import distributed
 
+from launch.model.prefix_trees import boundaries_of, ranges
+
 
 @dataclasses.dataclass
 class RowPart(PackedSeqParams):
@@ -89,18 +91,6 @@ def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
         owner=place // (num_tokens // size),
         keys=place[ranges(boundaries[:-1].repeat_interleave(2), ends, num_keys)],
     )
-
-
-def ranges(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """Starts [0, 7] and lengths [2, 3] -> [0, 1, 7, 8, 9]; `total` numbers."""
-    before = starts - (lengths.cumsum(0) - lengths)
-    shifts = before.repeat_interleave(lengths, output_size=total)
-    return shifts + torch.arange(total, device=starts.device)
-
-
-def boundaries_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Lengths [2, 3] -> [0, 2, 5], int32."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 class _Gather(torch.autograd.Function):

@@ -31,8 +31,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from launch.model.config import ModelConfig, part_of, transformers_classes
-from launch.model.context_parallel import RowPart, cut_row
-from launch.model.hf_checkpoint import (
+from launch.model.megatron.attention import PackedCoreAttention
+from launch.model.megatron.context_parallel import RowPart, cut_row
+from launch.model.megatron.tower import Medium, build_visual, media_features, picture_features
+from launch.model.megatron.weights import (
     CheckpointReader,
     RandomWeights,
     gather_weights,
@@ -43,15 +45,9 @@ from launch.model.hf_checkpoint import (
     write_checkpoint,
     written_name,
 )
-from launch.model.packed_attention import (
-    PackedCoreAttention,
-    is_importable,
-    kernel_name,
-    select_backend,
-    vision_backend,
-)
+from launch.model.packed_attention import is_importable, select_backend
 from launch.model.packed_model import token_losses
-from launch.model.vision_tower import Medium, build_visual, media_features, picture_features
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES
 from task_encoders.families.base.cost import cost_of_sizes
 
@@ -73,17 +69,6 @@ class RecomputedTransformerLayer(TransformerLayer):
         return checkpoint(
             super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
         )
-
-
-def layer_spec(*, backend: str, recompute: bool, qk_norm: bool) -> ModuleSpec:
-    """megatron-core's local layer spec with `PackedCoreAttention` as its core attention."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
-    if recompute:
-        spec.module = RecomputedTransformerLayer
-    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=PackedCoreAttention, params={"backend": backend}
-    )
-    return spec
 
 
 def _fusions(*, fused: bool) -> dict[str, bool]:
@@ -131,63 +116,9 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,  # weights are loaded, see hf_checkpoint
+        perform_initialization=False,  # weights are loaded, see weights.py
         **_fusions(fused=fused),
     )
-
-
-def build_language_model(
-    hf_config: Any,
-    tensors: Container[str],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    recompute: bool,
-    fused: bool = False,
-    layers_config: LayersConfig | None = None,
-) -> GPTModel:
-    """This rank's part of the language model, its weights not yet set.
-
-    Args:
-        hf_config: transformers' config of the whole model.
-        tensors: published names of its tensors.
-        backend: see `packed_attention.select_backend`.
-        recompute: whether layers run again in the backward pass instead of keeping activations.
-        fused: whether megatron-core's fused kernels are used, which need CUDA.
-        layers_config: see `build_model`.
-
-    Raises:
-        ValueError: the config needs parts that are not built here.
-    """
-    text_config = hf_config.text_config
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    check_supported(text_config, size)
-    core_config = transformer_config(
-        text_config, tensors, size, dtype=dtype, device=device, fused=fused
-    )
-    if layers_config is not None:
-        core_config = layers_config(core_config)
-    spec = layer_spec(backend=backend, recompute=recompute, qk_norm=core_config.qk_layernorm)
-    model = GPTModel(
-        core_config,
-        # The last norm is chosen here, as the layers' are: core would take Apex's, where that is
-        # installed without TransformerEngine, which cannot be an RMSNorm.
-        TransformerBlockSubmodules([spec] * core_config.num_layers, layer_norm=WrappedTorchNorm),
-        vocab_size=text_config.vocab_size,
-        max_sequence_length=text_config.max_position_embeddings,
-        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="none",  # the angles are made once per row, see rotary
-        scatter_embedding_sequence_parallel=False,
-    )
-    model = model.to(dtype)  # torch's norms do not follow params_dtype
-    # Every tensor parallel rank has the whole query and key norms, but applies them to its own
-    # heads only: their gradients are sums over the ranks. Megatron-LM's loop adds them up itself.
-    sums_norms = size > 1 and layers_config is None
-    for name, parameter in model.named_parameters():
-        if sums_norms and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-            parameter.register_hook(_summed)
-    return model
 
 
 def _summed(gradient: torch.Tensor) -> torch.Tensor:
@@ -328,34 +259,25 @@ class PackedMegatronModel(MegatronModule):
             layer.register_forward_hook(self._add_deep_features)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        position_ids: torch.Tensor,
-        packed_seq_params: PackedSeqParams,
-        imgs: torch.Tensor | None = None,
-        image_grid_thw: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
+        self, row: PackedBatch, segments: PackedSeqParams, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute the losses of a row, or its logits (1, S / CP, vocab_size / TP): of this rank's
         tokens and words. Ranks of the `cp_group` in the segments compute a part of the row each."""
-        part = cut_row(packed_seq_params)
+        part = cut_row(segments)
         own = part.own if part else slice(None)
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # Ranks add up the tower's gradients together, also those whose rows do not use it.
             for parameter in self.visual.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        media = (imgs, image_grid_thw), (pixel_values_videos, video_grid_thw)
-        embeddings, self._deep_features = self._embed(tokens, part, *media)
+        embeddings, self._deep_features = self._embed(row, part)
         text_config = self.hf_config.text_config
         rope, head_dim = text_config.rope_parameters, head_dim_of(text_config)
         longest = text_config.max_position_embeddings
         angles = rope_frequencies(
-            position_ids[..., own],
+            row.position_ids[..., own],
             head_dim=head_dim,
-            base=rope_base(rope, packed_seq_params, max_positions=longest, head_dim=head_dim),
+            base=rope_base(rope, segments, max_positions=longest, head_dim=head_dim),
             sections=rope.get("mrope_section", ()),
             interleaved=rope.get("mrope_interleaved", False),
         )
@@ -364,7 +286,7 @@ class PackedMegatronModel(MegatronModule):
             attention_mask=None,
             rotary_pos_emb=angles,
             # Not "thd": megatron-core would look up angles segment by segment, each time waiting.
-            packed_seq_params=dataclasses.replace(part or packed_seq_params, qkv_format="sbhd"),
+            packed_seq_params=dataclasses.replace(part or segments, qkv_format="sbhd"),
         )
         output_layer = self.language_model.output_layer
         head = output_layer.weight
@@ -392,9 +314,8 @@ class PackedMegatronModel(MegatronModule):
         weight = layer.mlp.linear_fc1.weight
         fused = [name for name in _fusions(fused=True) if getattr(core, name)]
         return (
-            f"attention {kernel_name(attention)}; in the vision tower "
-            f"{kernel_name(vision_backend(weight.device, weight.dtype))}; "
-            f"{', '.join(fused) or 'no fusions'}"
+            f"attention {attention}; in the vision tower "
+            f"{select_backend(weight.device, weight.dtype)}; {', '.join(fused) or 'no fusions'}"
         )
 
     def save_hf_checkpoint(self, folder: Path) -> None:
@@ -416,23 +337,23 @@ class PackedMegatronModel(MegatronModule):
         return hidden + self._deep_features.pop(0), context
 
     def _embed(
-        self,
-        tokens: torch.Tensor,
-        part: RowPart | None,
-        *media: tuple[torch.Tensor | None, torch.Tensor | None],
+        self, row: PackedBatch, part: RowPart | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(S, 1, H) of this rank's tokens: word embeddings, with features in the places of media
-        tokens; and features added there after the first layers. `media`: patches and grids of
-        images, and of videos."""
+        """Embed this rank's tokens, (S, 1, H), with features in the places of media tokens; and
+        features added there after the first layers."""
+        tokens = row.tokens
         own = tokens if part is None else tokens[:, part.own]
         embeddings = self.language_model.embedding(input_ids=own, position_ids=None)
         config = self.hf_config
         video_token_id = getattr(config, "video_token_id", -1)  # of none where frames are images
-        kinds = (("image", config.image_token_id), ("video", video_token_id))
+        media = (
+            ("image", config.image_token_id, row.imgs, row.image_grid_thw),
+            ("video", video_token_id, row.pixel_values_videos, row.video_grid_thw),
+        )
         present = [
-            Medium(*kind, patches.to(embeddings.dtype), grids.long())
-            for kind, (patches, grids) in zip(kinds, media, strict=True)
-            if patches is not None and grids is not None and len(grids)
+            Medium(kind, token_id, patches.to(embeddings.dtype), grids.long())
+            for kind, token_id, patches, grids in media
+            if len(grids)
         ]
         deep: list[torch.Tensor] = []
         if present:
@@ -464,9 +385,14 @@ def _put_features(
 def model_outline(config: ModelConfig) -> Any:
     """transformers' model with shapes, but without weights. Raises ValueError: the checkpoint or
     the sizes cannot be used."""
-    hf_config = config.build_transformers_config()
+    hf_config, classes = config.build_transformers_config(), transformers_classes(config.family)
+    if not isinstance(hf_config, classes.config):
+        raise ValueError(
+            f"a {hf_config.model_type} model is not built of megatron-core's layers here; use "
+            "python -m launch.train_transformers"
+        )
     with torch.device("meta"):
-        return transformers_classes(config.family).model(hf_config)
+        return classes.model(hf_config)
 
 
 def build_model(
@@ -475,7 +401,6 @@ def build_model(
     device: torch.device,
     seed: int = 0,
     shares_rows: bool = False,
-    trees: bool = False,
     layers_config: LayersConfig | None = None,
 ) -> PackedMegatronModel:
     """Build the model of this rank: its share of the language model, and the whole vision tower.
@@ -486,7 +411,6 @@ def build_model(
     Args:
         seed: of random weights.
         shares_rows: rows go over several ranks.
-        trees: rows have prefix trees.
         layers_config: makes the layers' config of the checkpoint's, for Megatron-LM's loop; without
             it they are for the loop of `launch.train`.
 
@@ -500,20 +424,40 @@ def build_model(
         )
     outline = model_outline(config)
     hf_config, dtype = outline.config, config.resolve_dtype(device)
-    shapes = published_shapes(outline)
-    backend = select_backend(
-        device, dtype, config.attention, context_parallel=shares_rows, trees=trees
+    text_config, shapes = hf_config.text_config, published_shapes(outline)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    check_supported(text_config, size)
+    fused = config.fusions and device.type == "cuda"
+    core_config = transformer_config(
+        text_config, shapes, size, dtype=dtype, device=device, fused=fused
     )
-    language_model = build_language_model(
-        hf_config,
-        shapes,
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        recompute=config.recompute == "full",
-        fused=config.fusions and device.type == "cuda",
-        layers_config=layers_config,
+    if layers_config is not None:
+        core_config = layers_config(core_config)
+    backend = select_backend(device, dtype, config.attention)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=core_config.qk_layernorm)
+    if config.recompute == "full":
+        spec.module = RecomputedTransformerLayer
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=PackedCoreAttention, params={"backend": backend}
     )
+    language_model = GPTModel(
+        core_config,
+        # The last norm is chosen here, as the layers' are: core would take Apex's, where that is
+        # installed without TransformerEngine, which cannot be an RMSNorm.
+        TransformerBlockSubmodules([spec] * core_config.num_layers, layer_norm=WrappedTorchNorm),
+        vocab_size=text_config.vocab_size,
+        max_sequence_length=text_config.max_position_embeddings,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="none",  # the angles are made once per row, see rope_frequencies
+        scatter_embedding_sequence_parallel=False,
+    )
+    language_model = language_model.to(dtype)  # torch's norms do not follow params_dtype
+    # Every tensor parallel rank has the whole query and key norms, but applies them to its own
+    # heads only: their gradients are sums over the ranks. Megatron-LM's loop adds them up itself.
+    sums_norms = size > 1 and layers_config is None
+    for name, parameter in language_model.named_parameters():
+        if sums_norms and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            parameter.register_hook(_summed)
     visual = build_visual(outline.model, config, hf_config, dtype, device)  # changes the outline
     model = PackedMegatronModel(config.family, hf_config, language_model, visual).to(device)
     for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from launch.model.config import ModelConfig
-from launch.model.context_parallel import RowPart, hand_over
+from launch.model.megatron.context_parallel import RowPart, hand_over
 from launch.model.packed_attention import register_attention
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.model_inputs import IMAGE_LAYOUTS

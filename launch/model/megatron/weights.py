@@ -19,10 +19,7 @@ that a rank reads only its own slice, and gathering is a concatenation:
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,11 +28,12 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
 from megatron.core import parallel_state
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from launch.model.config import part_of
+from launch.model.packed_model import replace_folder, write_companions
 from task_encoders.families.base.family import TensorNames
 
 Tensors = list[torch.Tensor]
@@ -87,9 +85,10 @@ _ALONE: Final = {
 }
 
 
-def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
-    """The rule of every parameter of the language model, by megatron-core's name, including
-    biases and norms that not every family has."""
+def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
+    """Return the rule of every parameter of a `PackedMegatronModel`, and of biases and norms that
+    only some families have."""
+    text_config = hf_config.text_config
     heads, groups = text_config.num_attention_heads, text_config.num_key_value_heads
     head_dim = head_dim_of(text_config)
 
@@ -99,7 +98,7 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
         "embedding.word_embeddings.weight": WeightRule(("model.embed_tokens.weight",), 0),
         "decoder.final_layernorm.weight": WeightRule(("model.norm.weight",), None),
     }
-    if not tied:
+    if not hf_config.tie_word_embeddings:
         rules["output_layer.weight"] = WeightRule(("lm_head.weight",), 0)
     for i in range(text_config.num_hidden_layers):
         ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
@@ -112,14 +111,7 @@ def language_rules(text_config: Any, *, tied: bool) -> dict[str, WeightRule]:
         )
         for name, (published, dim) in _ALONE.items():
             rules[f"{ours}{name}.weight"] = WeightRule((f"{theirs}{published}.weight",), dim)
-    return rules
-
-
-def model_rules(model: torch.nn.Module, hf_config: Any) -> dict[str, WeightRule]:
-    """The rule of every parameter of a `PackedMegatronModel`."""
-    tied = hf_config.tie_word_embeddings
-    language = language_rules(hf_config.text_config, tied=tied)
-    rules = {f"language_model.{name}": rule for name, rule in language.items()}
+    rules = {f"language_model.{name}": rule for name, rule in rules.items()}
     for name, _ in model.named_parameters():
         if name.startswith("visual."):
             rules[name] = WeightRule((published_name(name),), None)
@@ -270,24 +262,6 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-MAX_SHARD_BYTES: Final = 5 * 10**9
-
-#: Files of a checkpoint besides its weights and config, which are copied unchanged.
-COMPANION_FILES: Final = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "tekken.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-    "vocab.json",
-)
 
 
 class CheckpointReader(contextlib.ExitStack):
@@ -351,7 +325,7 @@ def write_checkpoint(
     hf_config: Any,
     *,
     like: Path | None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a checkpoint folder; it takes its name when it is complete.
 
@@ -360,97 +334,30 @@ def write_checkpoint(
         tensors: by published name; a rank that gets None for a tensor writes nothing.
         hf_config: transformers' config of the model.
         like: checkpoint whose tokenizer and config belong to it; None: the built-in vocabulary's.
-        max_shard_bytes: a safetensors file is closed before it grows beyond this.
+        max_shard_bytes: limit of a safetensors file.
     """
-    written = ((name, tensor) for name, tensor in tensors if tensor is not None)
-    first = next(written, None)
-    if first is None:
+    weights = {name: tensor for name, tensor in tensors if tensor is not None}
+    if not weights:
         return
     with replace_folder(folder) as temporary:
-        dtype = _write_shards(temporary, itertools.chain([first], written), max_shard_bytes)
+        save_torch_state_dict(
+            weights, temporary, max_shard_size=max_shard_bytes, metadata={"format": "pt"}
+        )
+        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         _write_config(temporary, hf_config, dtype, like)
         write_companions(temporary, hf_config, like)
 
 
-@contextlib.contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write in, renamed to `folder` when the block ends without an error."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    for path in temporary.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-
-
-def _write_shards(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> torch.dtype:
-    """Write tensors in files of limited size, and the index of several; the last one's dtype."""
-    shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
-    sizes, dtype = [0], torch.float32
-
-    def flush() -> None:
-        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(pending))
-        sizes.append(0)
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and sizes[-1] + tensor.nbytes > max_bytes:
-            flush()
-        pending[name], dtype = tensor, tensor.dtype
-        sizes[-1] += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (folder / "shard-0.safetensors").rename(folder / SINGLE_FILE)
-        return dtype
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file_name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{i}.safetensors").rename(folder / file_name)
-        weight_map |= dict.fromkeys(names, file_name)
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    return dtype
-
-
-def _write_config(folder: Path, hf_config: Any, dtype: torch.dtype, like: Path | None) -> None:
-    """config.json: a checkpoint's own, byte for byte, unless the dtype changed."""
-    name = str(dtype).removeprefix("torch.")
-    if like is not None:
-        text = (like / "config.json").read_text()
-        values = json.loads(text)
-        key = "dtype" if "dtype" in values else "torch_dtype"
-        if values.get(key) != name:
-            text = json.dumps({**values, key: name}, indent=2) + "\n"
-        (folder / "config.json").write_text(text)
+def _write_config(folder: Path, hf_config: Any, dtype: str, like: Path | None) -> None:
+    """Write config.json: a checkpoint's own, byte for byte, unless the dtype changed."""
+    if like is None:
+        architecture = type(hf_config).__name__.replace("Config", "ForConditionalGeneration")
+        values = {**hf_config.to_dict(), "dtype": dtype, "architectures": [architecture]}
+        type(hf_config).from_dict(values).save_pretrained(folder)
         return
-    values = hf_config.to_dict()
-    values["dtype"] = name
-    values["architectures"] = [
-        type(hf_config).__name__.replace("Config", "ForConditionalGeneration")
-    ]
-    type(hf_config).from_dict(values).save_pretrained(folder)
-
-
-def write_companions(folder: Path, hf_config: Any, like: Path | None) -> None:
-    """Tokenizer, image processor and generation settings, if any: the folder `like`'s, or the
-    built-in ones."""
-    if like is not None and like.is_dir():
-        for name in COMPANION_FILES:
-            if (like / name).is_file():
-                shutil.copyfile(like / name, folder / name)
-        return
-    from task_encoders.families.builtin_processor import builtin_processor, has_builtin_processor
-
-    if not has_builtin_processor(hf_config.model_type):
-        return
-    processor = builtin_processor(hf_config.model_type)
-    if hf_config.text_config.vocab_size >= len(processor.tokenizer):
-        processor.tokenizer.save_pretrained(folder)
-        processor.image_processor.save_pretrained(folder)
+    text = (like / "config.json").read_text()
+    values = json.loads(text)
+    key = "dtype" if "dtype" in values else "torch_dtype"
+    if values.get(key) != dtype:
+        text = json.dumps({**values, key: dtype}, indent=2) + "\n"
+    (folder / "config.json").write_text(text)
