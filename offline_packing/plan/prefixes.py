@@ -36,6 +36,10 @@ from task_encoders.threads import in_threads
 
 #: Files read at a time.
 _THREADS: Final = 8
+#: Samples of a group that are cut into chunks at a time: this multiple of `max_branches`, and at
+#: most _LONGEST_STRETCH; so the time does not grow with the square of a group.
+_STRETCH: Final = 8
+_LONGEST_STRETCH: Final = 1024
 #: Kinds of media whose bytes measuring did not hold.
 _PLACES: Final = ("file", "bytes")
 
@@ -172,9 +176,10 @@ def form_items(
 ) -> Items:
     """Items of samples that share a prefix.
 
-    The samples of a group, in order, are cut into chunks: of at most `max_branches` samples, within
-    every limit of a pack, without two samples of one record, and of even size where nothing but
-    their number is limited (17 -> 9, 8). The k-th uses of a chunk's samples form an item.
+    The samples of a group are sorted, those that add most first, and each joins the first chunk
+    with room: of at most `max_branches` samples, and within every limit of a pack. So most trees
+    fill a pack, and the last of a group is small. A chunk holds first parts of records only, or
+    second ones only, and so on. The k-th uses of a chunk's samples form an item.
 
     Args:
         ids: (num_uses,) samples, all first uses in order, then all second ones, and so on.
@@ -185,29 +190,34 @@ def form_items(
         max_branches: samples of an item, at most.
     """
     limits = [longest, *(limit for _, limit in table.budgets.values())]
-    joined = [one.values for one in table.columns.values() if one.of_item == "joined"]
-    records = joined[0] if joined else None
+    joined = (one.values for one in table.columns.values() if one.of_item == "joined")
+    records, rounds = next(joined, ids), rounds_of_copies(ids)
     sizes = np.stack([one.values for one in table.sized()], axis=1).astype(np.int64)
-    rounds = rounds_of_copies(ids) if records is not None else np.zeros(len(ids), np.int32)
     some = np.flatnonzero((groups >= 0) & (rounds == 0))
     some = some[(sizes[some] <= limits).all(axis=1)]
-    if records is not None:
-        # Parts of a record that has parts in several groups stand alone: each would tie all items
-        # of its group to all of another.
-        last = np.full(int(records.max(initial=-1)) + 1, -1)
-        last[records[some]] = groups[some]
-        ties = records[some[last[records[some]] != groups[some]]]
-        some = some[~np.isin(records[some], ties)]
-        # All first parts of records, then all second ones, so that few chunks meet two.
-        numbers = rounds_of_copies(_number(groups[some], records[some])[0])
-        some = some[np.argsort(numbers, kind="stable")]
-    some = some[_sort(groups[some])[0]]
-    held = np.empty(0, np.int64) if records is None else records[some]
-    whole = sizes[some]
+    # Parts of a record that has parts in several groups stand alone: each would tie all items of
+    # its group to all of another.
+    of_record = np.full((3, int(records.max(initial=-1)) + 1), -1)
+    of_record[0, records[some]] = groups[some]
+    of_record[1, records[some[of_record[0, records[some]] != groups[some]]]] = 0
+    some = some[of_record[1, records[some]] < 0]
+    whole, groups, records = sizes[some], groups[some], records[some]
     added = whole - np.stack([_of_prefix(one)[some] for one in table.sized()], axis=1)
-    chunks = _cut(groups[some], held, whole, added, np.array(limits), max_branches)
+    # First parts of records, then second ones, each sorted by their records' longest parts, so that
+    # few chunks share records.
+    turns = rounds_of_copies(records)
+    of_record[1, records[turns == 0]] = rounds_of_copies(groups[turns == 0])
+    np.maximum.at(of_record[2], records, added[:, 0])
+    _, place, most = of_record[:, records]
+    keys = groups, place // min(_STRETCH * max_branches, _LONGEST_STRETCH), turns
+    order, is_new = np.arange(len(some)), np.zeros(len(some), np.bool_)
+    for key in (most.max(initial=0) - most, *reversed(keys)):
+        order = order[_sort(key[order])[0]]
+    for key in keys:
+        is_new |= np.diff(key[order], prepend=-1) != 0
+    chunks = _cut(is_new, whole[order], added[order], np.array(limits), max_branches)
     of_sample = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
-    of_sample[ids[some]] = chunks
+    of_sample[ids[some[order]]] = chunks
     items = _number_items(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
     uses, offsets = _sort(items)
     change = partial(_of_items, uses, offsets[:-1], items)
@@ -260,42 +270,32 @@ def _components(items: Numbers, records: Numbers) -> Numbers:
 
 @Kernel
 def _cut(
-    groups: np.ndarray,
-    records: np.ndarray,
-    whole: np.ndarray,
-    added: np.ndarray,
-    limits: np.ndarray,
-    max_branches: int,
+    is_new: np.ndarray, whole: np.ndarray, added: np.ndarray, limits: np.ndarray, max_branches: int
 ) -> np.ndarray:
-    """The chunk of each sample, int32 (num_samples,), from 0; see `form_items`.
+    """Return the chunk of each sample, int32 (num_samples,), from 0; see `form_items`.
 
     Args:
-        groups: (num_samples,) ascending.
-        records: (num_samples,); a chunk holds no two of one. Of no length: all differ.
+        is_new: bool (num_samples,), true where a sample joins no chunk of the samples before it.
         whole, added: int64 (num_samples, num_limits), sizes that a sample adds as the first of a
             chunk, and as a later one.
         limits: int64 (num_limits,), within which `whole` is.
     """
-    chunks = np.empty(len(groups), np.int32)
-    last = np.full(records.max() + 1 if len(records) else 0, -1, np.int32)
-    held = np.zeros(len(limits), np.int64)
-    chunk, num_held, most, end = -1, 0, 0, 0
-    for sample in range(len(groups)):
-        fits = sample < end and num_held < most and (held + added[sample] <= limits).all()
-        if fits and len(records):
-            fits = last[records[sample]] != chunk
-        if not fits:
-            while end < len(groups) and (end <= sample or groups[end] == groups[sample]):
-                end += 1
-            num_chunks = -(-(end - sample) // max_branches)
-            most = -(-(end - sample) // num_chunks)
-            chunk, num_held = chunk + 1, 0
-            held[:] = 0
-        held += added[sample] if num_held else whole[sample]
-        num_held += 1
+    chunks = np.empty(len(is_new), np.int32)
+    held = np.zeros((len(is_new), len(limits)), np.int64)
+    counts = np.zeros(len(is_new), np.int64)
+    first, end = 0, 0
+    for sample in range(len(is_new)):
+        if is_new[sample]:
+            first = end
+        chunk = first
+        while chunk < end and not (
+            counts[chunk] < max_branches and (held[chunk] + added[sample] <= limits).all()
+        ):
+            chunk += 1
+        held[chunk] += whole[sample] if chunk == end else added[sample]
+        end = max(end, chunk + 1)
+        counts[chunk] += 1
         chunks[sample] = chunk
-        if len(records):
-            last[records[sample]] = chunk
     return chunks
 
 

@@ -79,18 +79,25 @@ def items_of(items: Items) -> list[list[int]]:
     return [part.tolist() for part in np.split(items.uses, items.offsets[1:-1])]
 
 
+def limits_of(table: Table, longest: int) -> list[int]:
+    return [longest, *(limit for _, limit in table.budgets.values())]
+
+
 def slow_items(
     ids: np.ndarray, groups: np.ndarray, table: Table, longest: int, most: int
 ) -> list[list[int]]:
     """The uses of each item, one after the other."""
     records = table.columns.get("copy_of", Column(ids)).values
-    limits = [longest, *(limit for _, limit in table.budgets.values())]
+    limits = limits_of(table, longest)
 
     def fits(uses: list[int]) -> bool:
         return all(
             sum(one.values[uses]) - sum(one.of_prefix[uses[1:]]) <= limit  # type: ignore[index]
             for one, limit in zip(table.sized(), limits, strict=True)
         )
+
+    def adds(use: int) -> int:
+        return int(table.num_tokens.values[use] - table.num_tokens.of_prefix[use])  # type: ignore[index]
 
     firsts: dict[int, int] = {}
     for use, sample in enumerate(ids.tolist()):
@@ -99,27 +106,23 @@ def slow_items(
     for use in firsts.values():
         if groups[use] >= 0 and fits([use]):
             by_group[int(groups[use])].append(use)
-    of_record = defaultdict[int, set[int]](set)
-    for group, members in by_group.items():
-        for use in members:
-            of_record[int(records[use])].add(group)
+    of_record = defaultdict[int, list[int]](list)
+    for use in sorted(use for members in by_group.values() for use in members):
+        of_record[int(records[use])].append(use)
     chunks: list[list[int]] = []
     for group in sorted(by_group):
-        seen = Counter[int]()
-        members = []
-        for use in by_group[group]:
-            if len(of_record[int(records[use])]) == 1:
-                members.append((seen[int(records[use])], use))
-                seen[int(records[use])] += 1
-        left = [use for _, use in sorted(members)]
-        while left:
-            size = -(-len(left) // -(-len(left) // most))
-            chunk = [left.pop(0)]
-            while left and len(chunk) < size and fits([*chunk, left[0]]):
-                if records[left[0]] in records[chunk]:
-                    break
-                chunk.append(left.pop(0))
-            chunks.append(chunk)
+        # the records that are in this group only, in stretches: in each the first parts, the second
+        own = [uses for uses in of_record.values() if {*groups[uses]} == {group}]
+        for start in range(0, len(own), 8 * most):
+            some = sorted(own[start : start + 8 * most], key=lambda uses: -max(map(adds, uses)))
+            for parts in itertools.zip_longest(*some):
+                opened: list[list[int]] = []
+                for use in (part for part in parts if part is not None):
+                    room = (one for one in opened if len(one) < most and fits([*one, use]))
+                    if (chunk := next(room, None)) is None:
+                        opened.append(chunk := [])
+                    chunk.append(use)
+                chunks += opened
     chunk_of = {int(ids[use]): i for i, chunk in enumerate(chunks) for use in chunk}
     made: dict[Any, list[int]] = {}
     rounds = Counter[int]()
@@ -150,6 +153,12 @@ def test_items_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> N
         assert made["cost"][number] == sum(cost.values[uses]) - sum(cost.of_prefix[uses[1:]])  # type: ignore[index]
         assert made["features[0]"][number] == made["cost"][number]
         assert made["source_order"][number] == ids[uses[0]]
+        assert len(uses) == 1 or all(
+            column.values[number] <= limit
+            for column, limit in zip(items.table.sized(), limits_of(table, longest), strict=True)
+        )
+        assert len(uses) <= most
+        assert len({*(ids if records is None else records)[uses].tolist()}) == len(uses)
     if records is not None:
         labels = made["copy_of"]
         for one, other in itertools.combinations(range(len(found)), 2):
