@@ -1,9 +1,10 @@
-"""Prefix trees: samples that begin alike form items, and the planner packs items.
+"""Prefix trees: samples that begin alike form a tree, any other is one by itself, and the planner
+packs trees.
 
     samples of a prefix of 900 tokens    [1000, 950, 980], with a fourth [120] of another beginning
-    items                                [1000 + 50 + 80], [120]
+    trees                                [1000 + 50 + 80], [120]
 
-An item has the tokens, media and operations of its first sample, and of every further sample those
+A tree has the tokens, media and operations of its first sample, and of every further sample those
 beyond the prefix. So limits, orders and balance hold for trees as for samples.
 """
 
@@ -119,18 +120,18 @@ def _hash_media(source: Source, row: Mapping[str, Any]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Items:
-    """Uses of samples in items, in the order of each item's first use: item i has the uses
+class Trees:
+    """Uses of samples in trees, in the order of each tree's first use: tree i has the uses
     ``uses[offsets[i]:offsets[i + 1]]``, numbers of `ids`."""
 
     uses: Numbers
-    #: (num_items + 1,)
+    #: (num_trees + 1,)
     offsets: Numbers
-    #: the columns of the items
+    #: the columns of the trees
     table: Table
 
     def expand(self, plan: PackPlan) -> PackPlan:
-        """The plan of the uses, from the plan of the items."""
+        """The plan of the uses, from the plan of the trees."""
         order = np.argsort(ids := self._uses_of(plan.set_aside_ids)[0])
         sizes = np.diff(self.offsets)[plan.set_aside_ids]
         uses, ends, branches = self._uses_of(plan.sample_ids)
@@ -146,8 +147,8 @@ class Items:
         )
 
     def amounts(self, hashes: Hashes) -> tuple[Numbers, Hashes]:
-        """Return (num_uses,) the tokens that each use adds to rows, an item's all at its first use;
-        and the least hash in its item and in the items that share records with it."""
+        """Return (num_uses,) the tokens that each use adds to rows, a tree's all at its first use;
+        and the least hash in its tree and in the trees that share records with it."""
         tokens, least_of = np.zeros(len(self.uses), np.int64), np.empty_like(hashes)
         tokens[self.uses[self.offsets[:-1]]] = self.table.num_tokens.values
         labels = np.repeat(self.table.columns["copy_of"].values, np.diff(self.offsets))
@@ -156,10 +157,10 @@ class Items:
         least_of[self.uses] = least[labels]
         return tokens, least_of
 
-    def _uses_of(self, items: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
-        """The uses of some items, one item after the other; where each begins, and the end; and 1
-        for all uses but the first of an item, uint8."""
-        starts, sizes = self.offsets[items], np.diff(self.offsets)[items]
+    def _uses_of(self, trees: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
+        """The uses of some trees, one tree after the other; where each begins, and the end; and 1
+        for all uses but the first of a tree, uint8."""
+        starts, sizes = self.offsets[trees], np.diff(self.offsets)[trees]
         ends = np.concatenate([[0], np.cumsum(sizes)])
         places = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], sizes)
         branches = np.ones(len(places), np.uint8)
@@ -167,35 +168,35 @@ class Items:
         return self.uses[places], ends, branches
 
 
-def form_items(
+def form_trees(
     ids: SampleIds,
     groups: npt.NDArray[np.integer],
     table: Table,
     longest: int,
     max_branches: int,
-) -> Items:
-    """Items of samples that share a prefix.
+) -> Trees:
+    """Trees of samples that share a prefix.
 
     The samples of a group are sorted, those that add most first, and each joins the first chunk
     with room: of at most `max_branches` samples, and within every limit of a pack. So most trees
     fill a pack, and the last of a group is small. A chunk holds first parts of records only, or
-    second ones only, and so on. The k-th uses of a chunk's samples form an item.
+    second ones only, and so on. The k-th uses of a chunk's samples form a tree.
 
     Args:
         ids: (num_uses,) samples, all first uses in order, then all second ones, and so on.
         groups: (num_uses,) from 0; -1: it stands alone.
-        table: of the uses. A joined column has the record of each, of which an item holds no two.
-            Raises ValueError for a column that does not say what an item has of it.
-        longest: tokens of an item, at most.
-        max_branches: samples of an item, at most.
+        table: of the uses. A joined column has the record of each, of which a tree holds no two.
+            Raises ValueError for a column that does not say what a tree has of it.
+        longest: tokens of a tree, at most.
+        max_branches: samples of a tree, at most.
     """
     limits = [longest, *(limit for _, limit in table.budgets.values())]
-    joined = (one.values for one in table.columns.values() if one.of_item == "joined")
+    joined = (one.values for one in table.columns.values() if one.of_tree == "joined")
     records, rounds = next(joined, ids), rounds_of_copies(ids)
     sizes = np.stack([one.values for one in table.sized()], axis=1).astype(np.int64)
     some = np.flatnonzero((groups >= 0) & (rounds == 0))
     some = some[(sizes[some] <= limits).all(axis=1)]
-    # Parts of a record that has parts in several groups stand alone: each would tie all items of
+    # Parts of a record that has parts in several groups stand alone: each would tie all trees of
     # its group to all of another.
     of_record = np.full((3, int(records.max(initial=-1)) + 1), -1)
     of_record[0, records[some]] = groups[some]
@@ -218,12 +219,12 @@ def form_items(
     chunks = _cut(is_new, whole[order], added[order], np.array(limits), max_branches)
     of_sample = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
     of_sample[ids[some[order]]] = chunks
-    items = _number_items(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
-    uses, offsets = _sort(items)
-    change = partial(_of_items, uses, offsets[:-1], items)
+    trees = _number_trees(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
+    uses, offsets = _sort(trees)
+    change = partial(_of_trees, uses, offsets[:-1], trees)
     budgets = {name: (change(name, own), most) for name, (own, most) in table.budgets.items()}
     columns = {name: change(name, own) for name, own in table.columns.items()}
-    return Items(uses, offsets, Table(change("num_tokens", table.num_tokens), budgets, columns))
+    return Trees(uses, offsets, Table(change("num_tokens", table.num_tokens), budgets, columns))
 
 
 def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
@@ -234,21 +235,21 @@ def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
     return order, starts
 
 
-def _of_items(uses: Numbers, firsts: Numbers, items: Numbers, name: str, column: Column) -> Column:
-    """Return a column of items from that of uses; `items` (num_uses,) has the item of each use, and
+def _of_trees(uses: Numbers, firsts: Numbers, trees: Numbers, name: str, column: Column) -> Column:
+    """Return a column of trees from that of uses; `trees` (num_uses,) has the tree of each use, and
     each begins at one of `firsts` in `uses`."""
-    values, rule = column.values, column.of_item
+    values, rule = column.values, column.of_tree
     if rule == "sum":
         is_branch = np.ones(len(uses), np.uint8)
         is_branch[firsts] = 0
         each = values[uses] - _of_prefix(column)[uses] * is_branch
-        kind = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
-        return Column(np.add.reduceat(each, firsts, dtype=kind))
+        dtype = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
+        return Column(np.add.reduceat(each, firsts, dtype=dtype))
     if rule == "first":
         return Column(values[uses[firsts]])
     if rule == "joined":
-        return Column(_components(items, values)[: len(firsts)])
-    raise ValueError(f"column {name} does not say what an item has of it: sum, first or joined")
+        return Column(_components(trees, values)[: len(firsts)])
+    raise ValueError(f"column {name} does not say what a tree has of it: sum, first or joined")
 
 
 def _of_prefix(column: Column) -> npt.NDArray[Any]:
@@ -256,14 +257,14 @@ def _of_prefix(column: Column) -> npt.NDArray[Any]:
     return column.of_prefix
 
 
-def _components(items: Numbers, records: Numbers) -> Numbers:
-    """Label the items, then the records, by the connected component that they are in."""
+def _components(trees: Numbers, records: Numbers) -> Numbers:
+    """Label the trees, then the records, by the connected component that they are in."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    num_items = int(items.max(initial=-1)) + 1
-    size = num_items + int(records.max(initial=-1)) + 1
-    edges = coo_array((np.ones(len(items), np.bool_), (items, num_items + records)), (size, size))
+    num_trees = int(trees.max(initial=-1)) + 1
+    size = num_trees + int(records.max(initial=-1)) + 1
+    edges = coo_array((np.ones(len(trees), np.bool_), (trees, num_trees + records)), (size, size))
     labels: Numbers = connected_components(edges, directed=False)[1]
     return labels
 
@@ -272,7 +273,7 @@ def _components(items: Numbers, records: Numbers) -> Numbers:
 def _cut(
     is_new: np.ndarray, whole: np.ndarray, added: np.ndarray, limits: np.ndarray, max_branches: int
 ) -> np.ndarray:
-    """Return the chunk of each sample, int32 (num_samples,), from 0; see `form_items`.
+    """Return the chunk of each sample, int32 (num_samples,), from 0; see `form_trees`.
 
     Args:
         is_new: bool (num_samples,), true where a sample joins no chunk of the samples before it.
@@ -300,20 +301,20 @@ def _cut(
 
 
 @Kernel
-def _number_items(chunks: np.ndarray, rounds: np.ndarray, num_chunks: int) -> np.ndarray:
-    """The item of each use, int64 (num_uses,), numbered by their first uses: the uses of one chunk
-    in one round, which follow each other; of no chunk (-1): an item each."""
+def _number_trees(chunks: np.ndarray, rounds: np.ndarray, num_chunks: int) -> np.ndarray:
+    """The tree of each use, int64 (num_uses,), numbered by their first uses: the uses of one chunk
+    in one round, which follow each other; of no chunk (-1): a tree each."""
     number_of = np.empty(num_chunks, np.int64)
     round_of = np.full(num_chunks, -1, np.int32)
-    items = np.empty(len(chunks), np.int64)
-    num_items = 0
+    trees = np.empty(len(chunks), np.int64)
+    num_trees = 0
     for use in range(len(chunks)):
         chunk = chunks[use]
         if chunk >= 0 and round_of[chunk] == rounds[use]:
-            items[use] = number_of[chunk]
+            trees[use] = number_of[chunk]
             continue
         if chunk >= 0:
-            number_of[chunk], round_of[chunk] = num_items, rounds[use]
-        items[use] = num_items
-        num_items += 1
-    return items
+            number_of[chunk], round_of[chunk] = num_trees, rounds[use]
+        trees[use] = num_trees
+        num_trees += 1
+    return trees

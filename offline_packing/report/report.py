@@ -231,12 +231,12 @@ def _packs(
 ) -> Iterator[Figure]:
     """Yield packs by fill, and work per pack. The plan has one pack at least."""
 
-    def sums(column: str, kind: type = np.int64, power: int = 1) -> npt.NDArray[Any]:
+    def sums(column: str, dtype: type = np.int64, power: int = 1) -> npt.NDArray[Any]:
         def values(index: Index) -> npt.NDArray[Any]:
-            return index.array(column).astype(kind, copy=False) ** power
+            return index.array(column).astype(dtype, copy=False) ** power
 
         each = of_uses(samples, plan, values)
-        return np.add.reduceat(each, plan.pack_offsets[:-1], dtype=kind)
+        return np.add.reduceat(each, plan.pack_offsets[:-1], dtype=dtype)
 
     tokens, seq_length = sums("num_tokens"), plan.info.seq_length
     ends = np.ceil(np.array(_FILL_BANDS) * seq_length).astype(np.int64) - 1

@@ -49,12 +49,12 @@ def kernels_for(num_samples: int, seq_length: int) -> Iterator[None]:
 
 
 class Kernel:
-    """A function that numba compiles, unless a plan is small: at most 1 / ``weight`` of
+    """A function that numba compiles, unless a plan is small: at most 1 / ``slowness`` of
     ``MOST_INTERPRETED``. It calls others by their names in its module: such objects in Python, and
     once compiled what they compile."""
 
-    def __init__(self, function: Callable[..., Any], weight: int = 1) -> None:
-        self.most = MOST_INTERPRETED // weight
+    def __init__(self, function: Callable[..., Any], slowness: int = 1) -> None:
+        self.most = MOST_INTERPRETED // slowness
         self.compiled = njit(cache=True, nogil=True)(function)
         self._numba_type_ = self.compiled._numba_type_  # kernels call it as they call `compiled`
         update_wrapper(self, function)

@@ -1,4 +1,4 @@
-"""Samples that share a prefix: which do, the items that they form, and plans of items."""
+"""Samples that share a prefix: which do, the trees that they form, and plans of trees."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, plan
-from offline_packing.plan.prefixes import Items, form_items, group_samples
+from offline_packing.plan.prefixes import Trees, form_trees, group_samples
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
 from offline_packing.report.report import report
@@ -75,18 +75,18 @@ def drawn_table(
     return Table(tokens, budgets, columns)
 
 
-def items_of(items: Items) -> list[list[int]]:
-    return [part.tolist() for part in np.split(items.uses, items.offsets[1:-1])]
+def trees_of(trees: Trees) -> list[list[int]]:
+    return [part.tolist() for part in np.split(trees.uses, trees.offsets[1:-1])]
 
 
 def limits_of(table: Table, longest: int) -> list[int]:
     return [longest, *(limit for _, limit in table.budgets.values())]
 
 
-def slow_items(
+def slow_trees(
     ids: np.ndarray, groups: np.ndarray, table: Table, longest: int, most: int
 ) -> list[list[int]]:
-    """The uses of each item, one after the other."""
+    """The uses of each tree, one after the other."""
     records = table.columns.get("copy_of", Column(ids)).values
     limits = limits_of(table, longest)
 
@@ -135,18 +135,18 @@ def slow_items(
 
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), repeated=st.booleans(), cut=st.booleans())
-def test_items_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> None:
+def test_trees_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> None:
     rng = np.random.default_rng(seed)
     ids, groups, records = drawn_uses(rng, repeated, cut)
     table, multiple = drawn_table(rng, ids, groups, records), int(rng.choice([1, 8]))
     most, longest = int(rng.integers(2, 6)), SEQ_LENGTH // multiple * multiple
-    items = form_items(ids, groups, table, longest, most)
-    found = items_of(items) if len(ids) else []
-    assert found == slow_items(ids, groups, table, longest, most)
+    trees = form_trees(ids, groups, table, longest, most)
+    found = trees_of(trees) if len(ids) else []
+    assert found == slow_trees(ids, groups, table, longest, most)
     assert sorted(itertools.chain(*found)) == list(range(len(ids)))
-    made = {name: column.values for name, column in items.table.columns.items()}
+    made = {name: column.values for name, column in trees.table.columns.items()}
     for number, uses in enumerate(found):
-        for own, column in zip(table.sized(), items.table.sized(), strict=True):
+        for own, column in zip(table.sized(), trees.table.sized(), strict=True):
             whole, shared = own.values[uses], own.of_prefix[uses[1:]]  # type: ignore[index]
             assert column.values[number] == whole.sum() - shared.sum()
         cost = table.columns["cost"]
@@ -155,7 +155,7 @@ def test_items_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> N
         assert made["source_order"][number] == ids[uses[0]]
         assert len(uses) == 1 or all(
             column.values[number] <= limit
-            for column, limit in zip(items.table.sized(), limits_of(table, longest), strict=True)
+            for column, limit in zip(trees.table.sized(), limits_of(table, longest), strict=True)
         )
         assert len(uses) <= most
         assert len({*(ids if records is None else records)[uses].tolist()}) == len(uses)
@@ -170,8 +170,8 @@ def test_a_column_without_a_rule_is_refused() -> None:
     """A new column never falls into a sum, or the first sample's, silently."""
     values = np.array([3, 4, 5])
     table = Table(Column(values, "sum", values - 2), {}, {"turns": Column(values)})
-    with pytest.raises(ValueError, match="column turns does not say what an item has of it"):
-        form_items(np.arange(3), np.zeros(3, int), table, 50, 2)
+    with pytest.raises(ValueError, match="column turns does not say what a tree has of it"):
+        form_trees(np.arange(3), np.zeros(3, int), table, 50, 2)
 
 
 # Plans of an index, under all options.

@@ -224,7 +224,7 @@ IMAGES = {"budgets": {"images": (np.ones(9, int), 4)}}
 
 def test_passes_stand_in_the_order_in_which_they_run() -> None:
     layout = RankLayout(2, uniform=True)
-    ordered = asked_passes(PlanRequest(PlanOptions(), order=layout))
+    ordered = asked_passes(PlanRequest(PlanOptions(), layout=layout))
     assert [one.name for one in ordered] == "compose uniform equal_cost sample_order".split()
     shuffled = asked_passes(PlanRequest(PlanOptions(max_samples=4)))
     assert [one.name for one in shuffled] == "limits compose shuffle sample_order".split()
