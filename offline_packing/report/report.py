@@ -106,8 +106,8 @@ def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool)
             f"{found:,} samples = {used:,} measured + {aside:,} set aside; no packs yet: run plan"
         )
     # of several epochs, or of a source that repeats
-    uses = len(plan.sample_ids)
-    times = "" if uses == used else f", {uses:,} times in all"
+    total = len(plan.sample_ids)
+    times = "" if total == used else f", {total:,} times in all"
     line = (
         f"{found:,} samples = {used:,} packed{times} + {aside:,} set aside; {plan.num_packs:,} "
         f"packs, {plan.num_packs - plan.info.lower_bound:,} above the lower bound; "
