@@ -198,18 +198,18 @@ def form_trees(
     some = some[(sizes[some] <= limits).all(axis=1)]
     # Parts of a record that has parts in several groups stand alone: each would tie all trees of
     # its group to all of another.
-    of_record = np.full((3, int(records.max(initial=-1)) + 1), -1)
-    of_record[0, records[some]] = groups[some]
-    of_record[1, records[some[of_record[0, records[some]] != groups[some]]]] = 0
-    some = some[of_record[1, records[some]] < 0]
+    group_of, place_of, most_of = np.zeros((3, int(records.max(initial=-1)) + 1), np.int64)
+    group_of[records[some]] = groups[some]
+    ties = records[some[group_of[records[some]] != groups[some]]]
+    some = some[~np.isin(records[some], ties)]
     whole, groups, records = sizes[some], groups[some], records[some]
     added = whole - np.stack([_of_prefix(one)[some] for one in table.sized()], axis=1)
     # First parts of records, then second ones, each sorted by their records' longest parts, so that
     # few chunks share records.
     turns = rounds_of_copies(records)
-    of_record[1, records[turns == 0]] = rounds_of_copies(groups[turns == 0])
-    np.maximum.at(of_record[2], records, added[:, 0])
-    _, place, most = of_record[:, records]
+    place_of[records[turns == 0]] = rounds_of_copies(groups[turns == 0])
+    np.maximum.at(most_of, records, added[:, 0])
+    place, most = place_of[records], most_of[records]
     keys = groups, place // min(_STRETCH * max_branches, _LONGEST_STRETCH), turns
     order, is_new = np.arange(len(some)), np.zeros(len(some), np.bool_)
     for key in (most.max(initial=0) - most, *reversed(keys)):
