@@ -300,9 +300,8 @@ def _pack_uses(
     uses: Uses,
     trees: "Callable[[SampleIds, npt.NDArray[np.integer] | None], Trees] | None",
 ) -> PackPlan:
-    """The plan of all uses, split after split, over the ids of the index. `trees` forms
-    trees of a split's uses, given the numbers of all records; None:
-    samples share no prefixes."""
+    """Plan all uses, split after split, over the ids of the index. `trees` forms the trees of a
+    split's uses, given the numbers of all records; None: samples share no prefixes."""
     # Its compiled parts take time to import.
     from offline_packing.planner.plan_packs import plan_table
 

@@ -148,7 +148,8 @@ class Trees:
 
     def amounts(self, hashes: Hashes) -> tuple[Numbers, Hashes]:
         """Return (num_uses,) the tokens that each use adds to rows, a tree's all at its first use;
-        and the least hash in its tree and in the trees that share records with it."""
+        and the least hash in its tree and in the trees that share records with it, by which all
+        their samples are used equally often."""
         tokens, least_of = np.zeros(len(self.uses), np.int64), np.empty_like(hashes)
         tokens[self.uses[self.offsets[:-1]]] = self.table.num_tokens.values
         labels = np.repeat(self.table.columns["copy_of"].values, np.diff(self.offsets))
