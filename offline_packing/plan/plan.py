@@ -8,10 +8,10 @@ _packing/plan.json                  the receipt: inputs, hashes of the files abo
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from offline_packing.config.sections import PackConfig
 from offline_packing.errors import StageError
 from offline_packing.index import table as index
 from offline_packing.index.chosen import left_out
-from offline_packing.index.records import find_duplicates, record_numbers
+from offline_packing.index.records import Hashes, find_duplicates, record_numbers
 from offline_packing.index.rows import (
     Prefixes,
     SampleIds,
@@ -33,7 +33,7 @@ from offline_packing.index.set_aside import AsideSamples, group_set_aside
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
 from offline_packing.layouts.shards import splits_of_plan
-from offline_packing.plan.uses import Trees, Uses, choose_uses
+from offline_packing.plan.uses import Uses, choose_uses
 from offline_packing.planner.options import PlanOptions, PlanRequest
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
@@ -52,6 +52,9 @@ from offline_packing.runs.stage import Stage, Task, bring
 from offline_packing.storage.files import hash_file, write_atomically
 from offline_packing.storage.receipts import Fingerprint, changed_fields
 from task_encoders.families import model_cost
+
+if TYPE_CHECKING:
+    from offline_packing.plan.prefixes import Trees
 
 logger = logging.getLogger(__name__)
 
@@ -204,25 +207,29 @@ def make_plan(run: Run, samples: Index) -> Planned:
     kept: SampleIds = np.arange(len(num_tokens), dtype=id_type)
     if len(aside.ids):
         kept = np.delete(kept, aside.ids)
-    trees = None
+    trees = amounts = None
     if (sharing := run.config.pack.share_prefixes) is not None:
-        from offline_packing.plan.prefixes import Items, form_items, group_samples  # compiled
+        from offline_packing.plan.prefixes import form_trees, group_samples  # compiled
         from offline_packing.planner.strategies.kernels import kernels_for
 
         groups, longest = group_samples(run, samples), run.config.pack.longest_sample
 
-        def trees(ids: SampleIds, records: npt.NDArray[np.integer] | None) -> Items:
+        def trees(ids: SampleIds, records: npt.NDArray[np.integer] | None) -> "Trees":
             table = tabulate(run.config, samples, ids, num_tokens[ids], records)
             with kernels_for(len(ids), run.config.pack.seq_length):
-                return form_items(ids, groups[ids], table, longest, sharing.max_branches)
+                return form_trees(ids, groups[ids], table, longest, sharing.max_branches)
 
-    uses = choose_uses(run.config, samples, kept, trees)
+        def amounts(ids: SampleIds) -> tuple[npt.NDArray[np.int64], Hashes]:
+            hashes = samples.array("key_hash")[ids]
+            return trees(ids, record_numbers(samples)).amounts(hashes)
+
+    uses = choose_uses(run.config, samples, kept, amounts)
     packs = _pack_uses(run.config, samples, num_tokens, uses, trees)
-    kinds = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
-    different, codes = np.unique(kinds, return_inverse=True)
+    reasons = packs.set_aside_reasons.astype(np.int64) << 32 | num_tokens[packs.set_aside_ids]
+    different, codes = np.unique(reasons, return_inverse=True)
     texts = tuple(
-        set_aside_reason(packs.info.reason_names[kind >> 32], kind & 0xFFFFFFFF, run.config.pack)
-        for kind in different.tolist()
+        set_aside_reason(packs.info.reason_names[one >> 32], one & 0xFFFFFFFF, run.config.pack)
+        for one in different.tolist()
     )
     lost = AsideSamples(packs.set_aside_ids.astype(np.int64), codes.astype(np.int32), texts)
     planned = Planned(packs, AsideSamples.merge([aside, uses.not_drawn, lost]))
@@ -265,10 +272,10 @@ def _pack_uses(
     samples: Index,
     num_tokens: npt.NDArray[np.integer],
     uses: Uses,
-    trees: Trees | None,
+    trees: "Callable[[SampleIds, npt.NDArray[np.integer] | None], Trees] | None",
 ) -> PackPlan:
-    """The plan of all uses, split after split, over the ids of the index. `trees`: see Trees; None:
-    samples share no prefixes."""
+    """Plan all uses, split after split, over the ids of the index. `trees` forms the trees of a
+    split's uses, given the numbers of all records; None: samples share no prefixes."""
     # Its compiled parts take time to import.
     from offline_packing.planner.plan_packs import plan_table
 
@@ -278,8 +285,8 @@ def _pack_uses(
     try:
         for name, ids in uses.ids.items():
             if trees is not None:
-                items = trees(ids, apart)
-                own = items.expand(plan_table(items.table, _request(config, items.table)))
+                formed = trees(ids, apart)
+                own = formed.expand(plan_table(formed.table, _request(config, formed.table)))
             else:
                 is_all = not uses.repeated and len(ids) == len(num_tokens)  # each once, in order
                 tokens = num_tokens if is_all else num_tokens[ids]
@@ -335,7 +342,7 @@ def tabulate(
     records: npt.NDArray[np.integer] | None,
 ) -> Table:
     """Return all that planning needs of the samples `kept` (num_kept,), one twice if it is used
-    twice, and what an item has of each column. `num_tokens` is theirs; samples of one number in
+    twice, and what a tree has of each column. `num_tokens` is theirs; samples of one number in
     `records` (num_samples,) share no pack."""
     pack = config.pack
 
@@ -368,7 +375,7 @@ def tabulate(
     if pack.max_samples is not None:
         ones = np.ones(len(kept), np.int32)
         budgets["samples"] = Column(ones, "sum", 0 * ones), pack.max_samples
-    alike = dict[str, npt.NDArray[Any]]()  # in all samples of an item
+    alike = dict[str, npt.NDArray[Any]]()  # in all samples of a tree
     if pack.has_locality:
         alike["source_order"] = kept
     if pack.layout is not None and pack.layout.uniform:

@@ -1,9 +1,10 @@
-"""Prefix trees: samples that begin alike form items, and the planner packs items.
+"""Prefix trees: samples that begin alike form a tree, any other is one by itself, and the planner
+packs trees.
 
     samples of a prefix of 900 tokens    [1000, 950, 980], with a fourth [120] of another beginning
-    items                                [1000 + 50 + 80], [120]
+    trees                                [1000 + 50 + 80], [120]
 
-An item has the tokens, media and operations of its first sample, and of every further sample those
+A tree has the tokens, media and operations of its first sample, and of every further sample those
 beyond the prefix. So limits, orders and balance hold for trees as for samples.
 """
 
@@ -36,6 +37,10 @@ from task_encoders.threads import in_threads
 
 #: Files read at a time.
 _THREADS: Final = 8
+#: Samples of a group that are cut into chunks at a time: this multiple of `max_branches`, and at
+#: most _LONGEST_STRETCH; so the time does not grow with the square of a group.
+_STRETCH: Final = 8
+_LONGEST_STRETCH: Final = 1024
 #: Kinds of media whose bytes measuring did not hold.
 _PLACES: Final = ("file", "bytes")
 
@@ -115,18 +120,18 @@ def _hash_media(source: Source, row: Mapping[str, Any]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Items:
-    """Uses of samples in items, in the order of each item's first use: item i has the uses
+class Trees:
+    """Uses of samples in trees, in the order of each tree's first use: tree i has the uses
     ``uses[offsets[i]:offsets[i + 1]]``, numbers of `ids`."""
 
     uses: Numbers
-    #: (num_items + 1,)
+    #: (num_trees + 1,)
     offsets: Numbers
-    #: the columns of the items
+    #: the columns of the trees
     table: Table
 
     def expand(self, plan: PackPlan) -> PackPlan:
-        """The plan of the uses, from the plan of the items."""
+        """The plan of the uses, from the plan of the trees."""
         order = np.argsort(ids := self._uses_of(plan.set_aside_ids)[0])
         sizes = np.diff(self.offsets)[plan.set_aside_ids]
         uses, ends, branches = self._uses_of(plan.sample_ids)
@@ -142,8 +147,9 @@ class Items:
         )
 
     def amounts(self, hashes: Hashes) -> tuple[Numbers, Hashes]:
-        """Return (num_uses,) the tokens that each use adds to rows, an item's all at its first use;
-        and the least hash in its item and in the items that share records with it."""
+        """Return (num_uses,) the tokens that each use adds to rows, a tree's all at its first use;
+        and the least hash in its tree and in the trees that share records with it, by which all
+        their samples are used equally often."""
         tokens, least_of = np.zeros(len(self.uses), np.int64), np.empty_like(hashes)
         tokens[self.uses[self.offsets[:-1]]] = self.table.num_tokens.values
         labels = np.repeat(self.table.columns["copy_of"].values, np.diff(self.offsets))
@@ -152,10 +158,10 @@ class Items:
         least_of[self.uses] = least[labels]
         return tokens, least_of
 
-    def _uses_of(self, items: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
-        """The uses of some items, one item after the other; where each begins, and the end; and 1
-        for all uses but the first of an item, uint8."""
-        starts, sizes = self.offsets[items], np.diff(self.offsets)[items]
+    def _uses_of(self, trees: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
+        """The uses of some trees, one tree after the other; where each begins, and the end; and 1
+        for all uses but the first of a tree, uint8."""
+        starts, sizes = self.offsets[trees], np.diff(self.offsets)[trees]
         ends = np.concatenate([[0], np.cumsum(sizes)])
         places = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], sizes)
         branches = np.ones(len(places), np.uint8)
@@ -163,57 +169,63 @@ class Items:
         return self.uses[places], ends, branches
 
 
-def form_items(
+def form_trees(
     ids: SampleIds,
     groups: npt.NDArray[np.integer],
     table: Table,
     longest: int,
     max_branches: int,
-) -> Items:
-    """Items of samples that share a prefix.
+) -> Trees:
+    """Trees of samples that share a prefix.
 
-    The samples of a group, in order, are cut into chunks: of at most `max_branches` samples, within
-    every limit of a pack, without two samples of one record, and of even size where nothing but
-    their number is limited (17 -> 9, 8). The k-th uses of a chunk's samples form an item.
+    The samples of a group are sorted, those that add most first, and each joins the first chunk
+    with room: of at most `max_branches` samples, and within every limit of a pack. So most trees
+    fill a pack, and the last of a group is small. A chunk holds first parts of records only, or
+    second ones only, and so on. The k-th uses of a chunk's samples form a tree.
 
     Args:
         ids: (num_uses,) samples, all first uses in order, then all second ones, and so on.
         groups: (num_uses,) from 0; -1: it stands alone.
-        table: of the uses. A joined column has the record of each, of which an item holds no two.
-            Raises ValueError for a column that does not say what an item has of it.
-        longest: tokens of an item, at most.
-        max_branches: samples of an item, at most.
+        table: of the uses. A joined column has the record of each, of which a tree holds no two.
+            Raises ValueError for a column that does not say what a tree has of it.
+        longest: tokens of a tree, at most.
+        max_branches: samples of a tree, at most.
     """
     limits = [longest, *(limit for _, limit in table.budgets.values())]
-    joined = [one.values for one in table.columns.values() if one.of_item == "joined"]
-    records = joined[0] if joined else None
+    joined = (one.values for one in table.columns.values() if one.of_tree == "joined")
+    records, rounds = next(joined, ids), rounds_of_copies(ids)
     sizes = np.stack([one.values for one in table.sized()], axis=1).astype(np.int64)
-    rounds = rounds_of_copies(ids) if records is not None else np.zeros(len(ids), np.int32)
     some = np.flatnonzero((groups >= 0) & (rounds == 0))
     some = some[(sizes[some] <= limits).all(axis=1)]
-    if records is not None:
-        # Parts of a record that has parts in several groups stand alone: each would tie all items
-        # of its group to all of another.
-        last = np.full(int(records.max(initial=-1)) + 1, -1)
-        last[records[some]] = groups[some]
-        ties = records[some[last[records[some]] != groups[some]]]
-        some = some[~np.isin(records[some], ties)]
-        # All first parts of records, then all second ones, so that few chunks meet two.
-        numbers = rounds_of_copies(_number(groups[some], records[some])[0])
-        some = some[np.argsort(numbers, kind="stable")]
-    some = some[_sort(groups[some])[0]]
-    held = np.empty(0, np.int64) if records is None else records[some]
-    whole = sizes[some]
+    # Parts of a record that has parts in several groups stand alone: each would tie all trees of
+    # its group to all of another.
+    group_of, place_of, most_of = np.zeros((3, int(records.max(initial=-1)) + 1), np.int64)
+    group_of[records[some]] = groups[some]
+    ties = records[some[group_of[records[some]] != groups[some]]]
+    some = some[~np.isin(records[some], ties)]
+    whole, groups, records = sizes[some], groups[some], records[some]
     added = whole - np.stack([_of_prefix(one)[some] for one in table.sized()], axis=1)
-    chunks = _cut(groups[some], held, whole, added, np.array(limits), max_branches)
+    # First parts of records, then second ones, each sorted by their records' longest parts, so that
+    # few chunks share records.
+    turns = rounds_of_copies(records)
+    place_of[records[turns == 0]] = rounds_of_copies(groups[turns == 0])
+    np.maximum.at(most_of, records, added[:, 0])
+    place, most = place_of[records], most_of[records]
+    keys = groups, place // min(_STRETCH * max_branches, _LONGEST_STRETCH), turns
+    order, is_new = np.arange(len(some)), np.zeros(len(some), np.bool_)
+    for key in (most.max(initial=0) - most, *reversed(keys)):
+        order = order[_sort(key[order])[0]]
+    for key in keys:
+        is_new |= np.diff(key[order], prepend=-1) != 0
+    chunks = _cut(is_new, whole[order], added[order], np.array(limits), max_branches)
     of_sample = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
-    of_sample[ids[some]] = chunks
-    items = _number_items(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
-    uses, offsets = _sort(items)
-    change = partial(_of_items, uses, offsets[:-1], items)
+    of_sample[ids[some[order]]] = chunks
+    trees = _number_trees(of_sample[ids], rounds, int(chunks.max(initial=-1)) + 1)
+    uses, offsets = _sort(trees)
+    change = partial(_of_trees, uses, offsets[:-1], trees)
     budgets = {name: (change(name, own), most) for name, (own, most) in table.budgets.items()}
     columns = {name: change(name, own) for name, own in table.columns.items()}
-    return Items(uses, offsets, Table(change("num_tokens", table.num_tokens), budgets, columns))
+    return Trees(uses, offsets, Table(change("num_tokens", table.num_tokens), budgets, columns))
 
 
 def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
@@ -224,21 +236,21 @@ def _sort(keys: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers]:
     return order, starts
 
 
-def _of_items(uses: Numbers, firsts: Numbers, items: Numbers, name: str, column: Column) -> Column:
-    """Return a column of items from that of uses; `items` (num_uses,) has the item of each use, and
+def _of_trees(uses: Numbers, firsts: Numbers, trees: Numbers, name: str, column: Column) -> Column:
+    """Return a column of trees from that of uses; `trees` (num_uses,) has the tree of each use, and
     each begins at one of `firsts` in `uses`."""
-    values, rule = column.values, column.of_item
+    values, rule = column.values, column.of_tree
     if rule == "sum":
         is_branch = np.ones(len(uses), np.uint8)
         is_branch[firsts] = 0
         each = values[uses] - _of_prefix(column)[uses] * is_branch
-        kind = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
-        return Column(np.add.reduceat(each, firsts, dtype=kind))
+        dtype = np.int64 if np.issubdtype(each.dtype, np.integer) else np.float64
+        return Column(np.add.reduceat(each, firsts, dtype=dtype))
     if rule == "first":
         return Column(values[uses[firsts]])
     if rule == "joined":
-        return Column(_components(items, values)[: len(firsts)])
-    raise ValueError(f"column {name} does not say what an item has of it: sum, first or joined")
+        return Column(_components(trees, values)[: len(firsts)])
+    raise ValueError(f"column {name} does not say what a tree has of it: sum, first or joined")
 
 
 def _of_prefix(column: Column) -> npt.NDArray[Any]:
@@ -246,74 +258,64 @@ def _of_prefix(column: Column) -> npt.NDArray[Any]:
     return column.of_prefix
 
 
-def _components(items: Numbers, records: Numbers) -> Numbers:
-    """Label the items, then the records, by the connected component that they are in."""
+def _components(trees: Numbers, records: Numbers) -> Numbers:
+    """Label the trees, then the records, by the connected component that they are in."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    num_items = int(items.max(initial=-1)) + 1
-    size = num_items + int(records.max(initial=-1)) + 1
-    edges = coo_array((np.ones(len(items), np.bool_), (items, num_items + records)), (size, size))
+    num_trees = int(trees.max(initial=-1)) + 1
+    size = num_trees + int(records.max(initial=-1)) + 1
+    edges = coo_array((np.ones(len(trees), np.bool_), (trees, num_trees + records)), (size, size))
     labels: Numbers = connected_components(edges, directed=False)[1]
     return labels
 
 
 @Kernel
 def _cut(
-    groups: np.ndarray,
-    records: np.ndarray,
-    whole: np.ndarray,
-    added: np.ndarray,
-    limits: np.ndarray,
-    max_branches: int,
+    is_new: np.ndarray, whole: np.ndarray, added: np.ndarray, limits: np.ndarray, max_branches: int
 ) -> np.ndarray:
-    """The chunk of each sample, int32 (num_samples,), from 0; see `form_items`.
+    """Return the chunk of each sample, int32 (num_samples,), from 0; see `form_trees`.
 
     Args:
-        groups: (num_samples,) ascending.
-        records: (num_samples,); a chunk holds no two of one. Of no length: all differ.
+        is_new: bool (num_samples,), true where a sample joins no chunk of the samples before it.
         whole, added: int64 (num_samples, num_limits), sizes that a sample adds as the first of a
             chunk, and as a later one.
         limits: int64 (num_limits,), within which `whole` is.
     """
-    chunks = np.empty(len(groups), np.int32)
-    last = np.full(records.max() + 1 if len(records) else 0, -1, np.int32)
-    held = np.zeros(len(limits), np.int64)
-    chunk, num_held, most, end = -1, 0, 0, 0
-    for sample in range(len(groups)):
-        fits = sample < end and num_held < most and (held + added[sample] <= limits).all()
-        if fits and len(records):
-            fits = last[records[sample]] != chunk
-        if not fits:
-            while end < len(groups) and (end <= sample or groups[end] == groups[sample]):
-                end += 1
-            num_chunks = -(-(end - sample) // max_branches)
-            most = -(-(end - sample) // num_chunks)
-            chunk, num_held = chunk + 1, 0
-            held[:] = 0
-        held += added[sample] if num_held else whole[sample]
-        num_held += 1
+    chunks = np.empty(len(is_new), np.int32)
+    held = np.zeros((len(is_new), len(limits)), np.int64)
+    counts = np.zeros(len(is_new), np.int64)
+    first, end = 0, 0
+    for sample in range(len(is_new)):
+        if is_new[sample]:
+            first = end
+        chunk = first
+        while chunk < end and not (
+            counts[chunk] < max_branches and (held[chunk] + added[sample] <= limits).all()
+        ):
+            chunk += 1
+        held[chunk] += whole[sample] if chunk == end else added[sample]
+        end = max(end, chunk + 1)
+        counts[chunk] += 1
         chunks[sample] = chunk
-        if len(records):
-            last[records[sample]] = chunk
     return chunks
 
 
 @Kernel
-def _number_items(chunks: np.ndarray, rounds: np.ndarray, num_chunks: int) -> np.ndarray:
-    """The item of each use, int64 (num_uses,), numbered by their first uses: the uses of one chunk
-    in one round, which follow each other; of no chunk (-1): an item each."""
+def _number_trees(chunks: np.ndarray, rounds: np.ndarray, num_chunks: int) -> np.ndarray:
+    """The tree of each use, int64 (num_uses,), numbered by their first uses: the uses of one chunk
+    in one round, which follow each other; of no chunk (-1): a tree each."""
     number_of = np.empty(num_chunks, np.int64)
     round_of = np.full(num_chunks, -1, np.int32)
-    items = np.empty(len(chunks), np.int64)
-    num_items = 0
+    trees = np.empty(len(chunks), np.int64)
+    num_trees = 0
     for use in range(len(chunks)):
         chunk = chunks[use]
         if chunk >= 0 and round_of[chunk] == rounds[use]:
-            items[use] = number_of[chunk]
+            trees[use] = number_of[chunk]
             continue
         if chunk >= 0:
-            number_of[chunk], round_of[chunk] = num_items, rounds[use]
-        items[use] = num_items
-        num_items += 1
-    return items
+            number_of[chunk], round_of[chunk] = num_trees, rounds[use]
+        trees[use] = num_trees
+        num_trees += 1
+    return trees

@@ -81,7 +81,7 @@ def _keys_of(path: str, stages: Trained, samples: Index) -> dict[tuple[object, .
     """Hashes of the keys that a run trained, without prefix, as often as it did, by the places of
     their sources. Raises StageError as `count_trained`."""
     found = defaultdict(list)
-    for manifest, theirs, uses in (one for stage in stages for one in _uses_of(path, stage)):
+    for manifest, theirs, times in (one for stage in stages for one in _trained_of(path, stage)):
         was, now = (
             {k: v for k, v in one.info.fingerprint.items() if k.startswith("pack.")}
             for one in (theirs, samples)
@@ -93,17 +93,17 @@ def _keys_of(path: str, stages: Trained, samples: Index) -> dict[tuple[object, .
             )
         start = 0
         for part in theirs.parts(*_NAMES):
-            own_uses = uses[start : (start := start + len(part))]
-            rows = part.append_column("uses", [own_uses]).filter(own_uses > 0)
+            own = times[start : (start := start + len(part))]
+            rows = part.append_column("times", [own]).filter(own > 0)
             for number, source in enumerate(manifest.config["source"]):
                 prefix = str(theirs.info.fingerprint[f"source.{number}.key_prefix"])
-                for keys, own in own_keys(rows, "source_id", [(number, prefix)]):
+                for keys, some in own_keys(rows, "source_id", [(number, prefix)]):
                     hashes = hash_keys(keys.to_pylist())
-                    found[place_of(source)].append(np.repeat(hashes, own["uses"].to_numpy()))
+                    found[place_of(source)].append(np.repeat(hashes, some["times"].to_numpy()))
     return found
 
 
-def _uses_of(
+def _trained_of(
     path: str, plain: Mapping[str, Any]
 ) -> Iterator[tuple[Manifest, Index, npt.NDArray[np.int64]]]:
     """The outputs whose packs a stage trained: manifest, index, and how often each sample of the
@@ -133,5 +133,5 @@ def _uses_of(
         of_packs = np.zeros(plan.num_packs, np.int64)
         np.add.at(of_packs, planned, counts[numbers])
         each = np.repeat(of_packs, np.diff(plan.pack_offsets))
-        uses = np.bincount(plan.sample_ids, each, samples.info.num_samples)
-        yield manifest, samples, uses.astype(np.int64)
+        times = np.bincount(plan.sample_ids, each, samples.info.num_samples)
+        yield manifest, samples, times.astype(np.int64)

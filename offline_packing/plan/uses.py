@@ -4,7 +4,7 @@
 one; which ones, depends only on key and seed. Parts of a conversation are used equally often.
 `weight` says which share of each split's tokens in rows a source is to have; nothing is left out
 for it: the source with the most tokens relative to its weight is used once, the others are
-repeated. All samples of a prefix tree are used equally often.
+repeated.
 
 The split of a sample follows from the group that `source.fields.group` names; without one from its
 images and videos; without any from its own content. All samples that lead from one to another by
@@ -20,14 +20,14 @@ with one picture.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from offline_packing.config.packing import PackingConfig
 from offline_packing.errors import StageError
-from offline_packing.index.records import Hashes, record_numbers, shared_contents
+from offline_packing.index.records import Hashes, shared_contents
 from offline_packing.index.rows import SampleIds
 from offline_packing.index.set_aside import AsideSamples
 from offline_packing.index.table import Index
@@ -53,15 +53,16 @@ class Uses:
     not_drawn: AsideSamples
 
 
-#: forms `prefixes.Items` of the ids of one split, given the numbers of all records
-Trees = Callable[[SampleIds, npt.NDArray[np.int64] | None], Any]
+#: of the samples of one split, the tokens that each adds to rows, and the hash that draws its uses
+Amounts = Callable[[SampleIds], tuple[npt.NDArray[np.integer], Hashes]]
 
 
 def choose_uses(
-    config: PackingConfig, samples: Index, kept: SampleIds, trees: Trees | None = None
+    config: PackingConfig, samples: Index, kept: SampleIds, amounts: Amounts | None = None
 ) -> Uses:
     """Choose all uses of the samples that can be packed, by split: all uses of a sample are in one.
-    Raises StageError if weights ask for too many copies of a sample of the first split."""
+    `amounts` is what weights count, by default each sample's own. Raises StageError if they ask for
+    too many copies of a sample of the first split."""
     shares = config.output.split
     parts = dict.fromkeys(shares, slice(None))
     if len(shares) > 1:
@@ -76,8 +77,8 @@ def choose_uses(
     for name, part in parts.items():
         own = kept[part]
         tokens, draws = num_tokens[own], hashes[own]
-        if trees is not None and config.weights is not None:
-            tokens, draws = trees(own, record_numbers(samples)).amounts(draws)
+        if amounts is not None and config.weights is not None:
+            tokens, draws = amounts(own)
         try:
             repeats.append(source_repeats(config, source_ids[part], tokens))
         except StageError as error:

@@ -58,7 +58,7 @@ def in_windows(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
 def along_mixture(samples: Samples, request: PlanRequest) -> tuple[Packs, int]:
     """Compose packs in windows over the places that the mixture gives to samples."""
     lengths, columns, bound = samples.lengths, samples.columns, lower_bound(_count(samples))
-    order = request.mixture.samples(columns["source"], columns["source_order"], lengths)
+    order = request.mixture.order_samples(columns["source"], columns["source_order"], lengths)
     window_packs = min(_MIXED_PACKS, max(1, bound // _MIXED_WINDOWS))
     sizes, seed = (lengths, samples.seq_length), request.options.seed
     return pack_in_order(*sizes, order, window_packs=window_packs, seed=seed), bound
@@ -68,13 +68,13 @@ def compose(samples: Samples, request: PlanRequest, make: Make) -> tuple[Packs, 
     """Compose packs, group by group if they shall be homogeneous, and bound their number."""
     if not request.options.homogeneous:
         return _compose_group(samples, request, make)
-    parts, bound, groups = [], 0, samples.columns["groups"]
+    found, bound, groups = [], 0, samples.columns["groups"]
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
-        packs, part_bound = _compose_group(samples.subset(members), request, make)
-        parts.append(packs.of(members))
-        bound += part_bound
-    return join_packs(parts), bound
+        packs, own_bound = _compose_group(samples.subset(members), request, make)
+        found.append(packs.of(members))
+        bound += own_bound
+    return join_packs(found), bound
 
 
 def _compose_group(samples: Samples, request: PlanRequest, make: Make) -> tuple[Packs, int]:

@@ -25,8 +25,10 @@ class Mixture:
     start: tuple[float, ...]
     end: tuple[float, ...]
 
-    def samples(self, source: np.ndarray, order: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The samples in the order of their places in the plan, int64 (num_samples,).
+    def order_samples(
+        self, source: np.ndarray, order: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray:
+        """Return the samples in the order of their places in the plan, int64 (num_samples,).
 
         Args:
             source: integers (num_samples,), places among the shares.
@@ -48,9 +50,9 @@ class Mixture:
         # Sources are in order each: a stable sort merges them.
         return np.concatenate(ids)[np.argsort(np.concatenate(places), kind="stable")]
 
-    def order(self, packs: Packs, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Order of packs in which the tokens of each source follow the lines, int64 (num_packs,).
-        No pack moves far."""
+    def order_packs(self, packs: Packs, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the order of packs in which the tokens of each source follow the lines, int64
+        (num_packs,). No pack moves far."""
         of_packs = packs.pack_of_slot() * len(self.start) + source[packs.sample_ids]
         shape = (packs.num_packs, len(self.start))
         tokens = np.bincount(of_packs, lengths[packs.sample_ids], shape[0] * shape[1])

@@ -72,7 +72,8 @@ class PlanRequest:
     options: PlanOptions
     #: names of the further limits of a pack
     limits: Collection[str] = ()
-    order: RankLayout | None = None
+    #: `order` of a configuration, and of `plan_packs`
+    layout: RankLayout | None = None
     window_packs: int = 1000
     #: a `Mixture`; for the refusals it only matters whether there is one
     mixture: Any = None

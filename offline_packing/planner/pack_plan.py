@@ -183,13 +183,13 @@ class PackPlan:
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         arrays |= {} if self.branches is None else {"branches": self.branches}
         for name, array in arrays.items():
-            kind = np.dtype(id_type if id_type and name.endswith("_ids") else array.dtype)
+            dtype = np.dtype(id_type if id_type and name.endswith("_ids") else array.dtype)
             # as `np.save` would write an array of this type, some of it at a time
-            header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
             with atomic_file(folder / f"{name}.npy") as file:
                 np.lib.format.write_array_header_1_0(file, {**header, "shape": array.shape})
                 for start in range(0, len(array), _ENTRIES_AT_ONCE):
-                    file.write(array[start : start + _ENTRIES_AT_ONCE].astype(kind).data)
+                    file.write(array[start : start + _ENTRIES_AT_ONCE].astype(dtype).data)
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         document = {"format_version": FORMAT_VERSION, "shapes": shapes, **asdict(self.info)}
         document["statistics"] = self.statistics()

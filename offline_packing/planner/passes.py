@@ -58,17 +58,17 @@ def _mix(samples: Samples, request: PlanRequest, _: Draft | None) -> Draft:
 
     draft = Draft(*compose(samples, request, along_mixture))
     source = samples.columns["source"]
-    return draft.of(request.mixture.order(draft.packs, source, samples.lengths))
+    return draft.of(request.mixture.order_packs(draft.packs, source, samples.lengths))
 
 
 def _make_uniform(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
     """Make the number of packs of each kind divide among the ranks."""
     from offline_packing.planner.ranks.uniform import make_uniform
 
-    if request.order is None or not draft.packs.num_packs:
+    if request.layout is None or not draft.packs.num_packs:
         return draft
     media = samples.columns["media"]
-    packs, halved, repeated = make_uniform(draft.packs, media, samples.lengths, request.order)
+    packs, halved, repeated = make_uniform(draft.packs, media, samples.lengths, request.layout)
     notes = {**draft.notes, "uniform": {"halved": halved, "repeated": repeated}}
     return draft._replace(packs=packs, notes=notes)
 
@@ -79,7 +79,7 @@ def _order_by_cost(samples: Samples, request: PlanRequest, draft: Draft) -> Draf
     from offline_packing.planner.ranks.uniform import kinds_of
 
     packs, columns = draft.packs, samples.columns
-    assert request.order is not None
+    assert request.layout is not None
 
     def sums(values: np.ndarray) -> np.ndarray:
         of_uses = values[packs.sample_ids]
@@ -92,7 +92,7 @@ def _order_by_cost(samples: Samples, request: PlanRequest, draft: Draft) -> Draf
         kinds_of(columns["media"], packs) if "uniform" in draft.notes else None,
         np.stack([sums(some) for some in (samples.lengths, *features)], axis=1),
     )
-    return draft.of(cost_grouped_order(costs, request.order, request.options.seed))
+    return draft.of(cost_grouped_order(costs, request.layout, request.options.seed))
 
 
 def _shuffle(samples: Samples, request: PlanRequest, draft: Draft) -> Draft:
@@ -165,8 +165,8 @@ def _asked(request: PlanRequest) -> Iterator[Pass]:
         others |= {"groups": "packs of each kind would follow it by themselves"}
         others |= {"windows": "packs follow the source"}
         yield Pass("mixture", "mixture", ("source", "source_order"), others, _mix)
-    if request.order is not None:
-        if request.order.uniform:
+    if request.layout is not None:
+        if request.layout.uniform:
             yield Pass("uniform", "order.uniform", ("media",), run=_make_uniform)
         breaks = dict.fromkeys(("windows", "mixture"), "it puts packs of similar cost side by side")
         yield Pass("equal_cost", "order", (), breaks, _order_by_cost)

@@ -130,7 +130,7 @@ def plan_table(table: Table, request: PlanRequest) -> PackPlan:
             "homogeneous": options.homogeneous,
             "assignment": options.assignment,
             "budgets": {name: int(limit) for name, (_, limit) in limits.items()},
-            "order": None if request.order is None else asdict(request.order),
+            "order": None if request.layout is None else asdict(request.layout),
             **notes,
         },
     )

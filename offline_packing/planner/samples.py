@@ -15,13 +15,13 @@ _CHUNK = 1 << 20  # samples handled at a time: temporaries stay in cache and far
 
 
 class Column(NamedTuple):
-    """A quantity of each sample, and what an item has of it: one sample, or several of a prefix."""
+    """A quantity of each sample, and what a tree has of it: one sample, or several of a prefix."""
 
     #: (num_samples,)
     values: np.ndarray
     #: the sum over all samples, of a further one less `of_prefix`; the first sample's; or one
-    #: number for all items that samples of equal values join, directly or by others
-    of_item: Literal["sum", "first", "joined"] | None = None
+    #: number for all trees that samples of equal values join, directly or by others
+    of_tree: Literal["sum", "first", "joined"] | None = None
     #: (num_samples,): of the sample's prefix alone
     of_prefix: np.ndarray | None = None
 

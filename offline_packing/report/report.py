@@ -106,8 +106,8 @@ def _verdict(values: Mapping[str, Any], plan: PackPlan | None, *, written: bool)
             f"{found:,} samples = {used:,} measured + {aside:,} set aside; no packs yet: run plan"
         )
     # of several epochs, or of a source that repeats
-    uses = len(plan.sample_ids)
-    times = "" if uses == used else f", {uses:,} times in all"
+    total = len(plan.sample_ids)
+    times = "" if total == used else f", {total:,} times in all"
     line = (
         f"{found:,} samples = {used:,} packed{times} + {aside:,} set aside; {plan.num_packs:,} "
         f"packs, {plan.num_packs - plan.info.lower_bound:,} above the lower bound; "
@@ -231,12 +231,12 @@ def _packs(
 ) -> Iterator[Figure]:
     """Yield packs by fill, and work per pack. The plan has one pack at least."""
 
-    def sums(column: str, kind: type = np.int64, power: int = 1) -> npt.NDArray[Any]:
+    def sums(column: str, dtype: type = np.int64, power: int = 1) -> npt.NDArray[Any]:
         def values(index: Index) -> npt.NDArray[Any]:
-            return index.array(column).astype(kind, copy=False) ** power
+            return index.array(column).astype(dtype, copy=False) ** power
 
         each = of_uses(samples, plan, values)
-        return np.add.reduceat(each, plan.pack_offsets[:-1], dtype=kind)
+        return np.add.reduceat(each, plan.pack_offsets[:-1], dtype=dtype)
 
     tokens, seq_length = sums("num_tokens"), plan.info.seq_length
     ends = np.ceil(np.array(_FILL_BANDS) * seq_length).astype(np.int64) - 1

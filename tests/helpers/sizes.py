@@ -50,6 +50,6 @@ def contents(composition: Composition) -> list[list[int]]:
     packs = []
     for j, count in enumerate(composition.multiplicity):
         entries = slice(composition.offsets[j], composition.offsets[j + 1])
-        content = np.repeat(composition.lengths[entries], composition.repeats[entries]).tolist()
+        content = np.repeat(composition.lengths[entries], composition.times[entries]).tolist()
         packs += [content] * int(count)
     return packs

@@ -15,8 +15,6 @@ from offline_packing.planner.strategies.composition import (
 from offline_packing.planner.strategies.kernels import MOST_INTERPRETED
 from offline_packing.planner.strategies.longest_first import (
     best_fit_decreasing,
-    exact_fill,
-    greedy_knapsack,
 )
 from offline_packing.planner.strategies.narrow_fill import (
     WORK,
@@ -27,7 +25,6 @@ from offline_packing.planner.strategies.narrow_fill import (
 )
 from offline_packing.planner.strategies.pattern_lp import (
     MAX_POINTS,
-    MAX_SIZES,
     pattern_lp,
     prove_bound,
     tilted_fills,
@@ -45,12 +42,6 @@ _START_PATTERNS = 2000  # of a plan, for its proof
 _fewest = partial(min, key=attrgetter("num_packs"))
 
 
-def tilted_sampling(counts: np.ndarray, *, seed: int = 0) -> Composition:
-    """Random exact fills of narrow distributions, the rest by exact fills longest first."""
-    drawn, left = tilted_fills(counts, seed=seed)
-    return join_compositions([drawn, exact_fill(left)])
-
-
 def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     """Best-fit-decreasing; exact fills unless at the bound; further methods only if far from it,
     or if the packs are few.
@@ -58,8 +49,8 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     Broad distributions end after the first or second method, in milliseconds. Where exact fills
     are few, prices prove a bound. Narrow distributions, such as captions after a fixed number of
     vision tokens, are then filled evenly, often into as few packs as the bound. Otherwise the
-    linear program follows, after random exact fills if there are very many different lengths. It is
-    not run for a few packs above a proved bound: its rounding leaves the same number.
+    linear program follows. It is not run for a few packs above a proved bound: its rounding leaves
+    the same number.
 
     What a method may do is counted in steps, never timed: the packs are the same on any machine.
     """
@@ -72,7 +63,6 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
         bound = max(bound, dual_feasible_bound(counts)[0])
     if best.num_packs > _tolerated(bound):
         best = _fewest(best, second(counts, seed=seed))
-        best = _fewest(best, greedy_knapsack(counts))
     num_lengths = int(np.count_nonzero(counts))
     # Pricing and random fills are always compiled: for longer than so few samples are worth.
     is_quick = num_lengths <= MAX_POINTS or counts.sum() > MOST_INTERPRETED
@@ -84,8 +74,6 @@ def auto(counts: np.ndarray, *, seed: int = 0) -> Composition:
     if best.num_packs > bound and (bound < _SMALL or is_narrow(counts)):
         best = _evenly(counts, bound, best, seed)
     tolerated = _tolerated(bound, num_lengths, is_quick=is_quick)
-    if best.num_packs > tolerated and num_lengths > (MAX_POINTS if bound < _SMALL else MAX_SIZES):
-        best = _fewest(best, tilted_sampling(counts, seed=seed))  # the program is not exact there
     if best.num_packs > tolerated:
         best = _fewest(best, pattern_lp(counts, seed=seed, proof=proof))
     return best._replace(lower_bound=bound)

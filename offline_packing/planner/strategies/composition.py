@@ -21,7 +21,7 @@ from offline_packing.planner.strategies.kernels import (
 )
 from offline_packing.planner.strategies.strategy import Packs, Strategy
 
-#: entries [length, repeat], or patterns [end of entries, multiplicity]
+#: entries [length, times], or patterns [end of entries, multiplicity]
 Pairs = list[tuple[Any, Any]]
 
 
@@ -29,13 +29,13 @@ class Composition(NamedTuple):
     """Patterns and how often each is used.
 
     Two packs [5, 2, 2] and one pack [4]:
-    ``lengths [5, 2, 4]``, ``repeats [1, 2, 1]``, ``offsets [0, 2, 3]``, ``multiplicity [2, 1]``.
+    ``lengths [5, 2, 4]``, ``times [1, 2, 1]``, ``offsets [0, 2, 3]``, ``multiplicity [2, 1]``.
     """
 
     #: int32 (num_entries,): length of each entry
     lengths: np.ndarray
     #: int32 (num_entries,): how often the pattern holds that length, >= 1
-    repeats: np.ndarray
+    times: np.ndarray
     #: int64 (num_patterns + 1,): entries of pattern j are offsets[j]:offsets[j + 1]
     offsets: np.ndarray
     #: int64 (num_patterns,): number of packs that use pattern j, >= 1
@@ -50,12 +50,12 @@ class Composition(NamedTuple):
 
     def pattern_tokens(self) -> np.ndarray:
         """Tokens in one pack of each pattern: int64 (num_patterns,)."""
-        tokens = np.cumsum(np.append(0, self.lengths.astype(np.int64) * self.repeats))
+        tokens = np.cumsum(np.append(0, self.lengths.astype(np.int64) * self.times))
         return np.diff(tokens[self.offsets])
 
     def used_counts(self, size: int) -> np.ndarray:
         """Histogram of the lengths that the packs use: int64 (size,)."""
-        per_entry = self.repeats * np.repeat(self.multiplicity, np.diff(self.offsets))
+        per_entry = self.times * np.repeat(self.multiplicity, np.diff(self.offsets))
         used = np.bincount(self.lengths, weights=per_entry, minlength=size)
         return used.astype(np.int64)
 
@@ -65,10 +65,10 @@ Composer = Callable[..., Composition]
 
 
 def from_entries(entries: np.ndarray, patterns: np.ndarray) -> Composition:
-    """Composition of int64 entries [length, repeat] and patterns [end of entries, multiplicity]."""
-    lengths, repeats = np.ascontiguousarray(entries.T, np.int32)
+    """Composition of int64 entries [length, times] and patterns [end of entries, multiplicity]."""
+    lengths, times = np.ascontiguousarray(entries.T, np.int32)
     ends, multiplicity = np.ascontiguousarray(patterns.T)
-    return Composition(lengths, repeats, np.append(0, ends), multiplicity)
+    return Composition(lengths, times, np.append(0, ends), multiplicity)
 
 
 def from_packs(packs: np.ndarray, copies: int) -> Composition:
@@ -91,7 +91,7 @@ def join_compositions(parts: Sequence[Composition]) -> Composition:
     sizes = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
     return Composition(
         np.concatenate([part.lengths for part in parts]),
-        np.concatenate([part.repeats for part in parts]),
+        np.concatenate([part.times for part in parts]),
         np.cumsum(sizes, dtype=np.int64),
         np.concatenate([part.multiplicity for part in parts]),
     )
@@ -99,11 +99,11 @@ def join_compositions(parts: Sequence[Composition]) -> Composition:
 
 def select_patterns(composition: Composition, chosen: np.ndarray) -> Composition:
     """The patterns with these indices, in this order, with their multiplicity."""
-    lengths, repeats, starts, multiplicity, _ = composition
+    lengths, times, starts, multiplicity, _ = composition
     sizes = np.diff(starts)[chosen]
     offsets = np.append(0, np.cumsum(sizes))
     entries = np.repeat(starts[:-1][chosen] - offsets[:-1], sizes) + np.arange(offsets[-1])
-    return Composition(lengths[entries], repeats[entries], offsets, multiplicity[chosen])
+    return Composition(lengths[entries], times[entries], offsets, multiplicity[chosen])
 
 
 @Kernel
@@ -130,8 +130,8 @@ def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
     """Number of packs of the pattern ``entries[start:]`` the counts allow."""
     packs = 1 << 62
     for entry in range(start, len(entries)):
-        length, repeat = entries[entry]
-        packs = min(packs, counts[length] // repeat)
+        length, times = entries[entry]
+        packs = min(packs, counts[length] // times)
     return packs
 
 
@@ -139,14 +139,14 @@ def packs_within(entries: Pairs, start: int, counts: np.ndarray) -> int:
 def _fill_packs(composition: Composition, ids: np.ndarray, next_id: np.ndarray, out: Packs) -> None:
     """Take the ``ids`` of each length in their order, pattern after pattern, pack after pack.
     ``next_id[l]``: where the ids of length l begin, and then the first that is not taken."""
-    lengths, repeats, offsets, multiplicity, _ = composition
+    lengths, times, offsets, multiplicity, _ = composition
     pack = 0
     end = 0
     for pattern in range(multiplicity.shape[0]):
         for _ in range(multiplicity[pattern]):
             for entry in range(offsets[pattern], offsets[pattern + 1]):
                 source = next_id[lengths[entry]]
-                for _ in range(repeats[entry]):
+                for _ in range(times[entry]):
                     out.sample_ids[end] = ids[source]
                     source += 1
                     end += 1

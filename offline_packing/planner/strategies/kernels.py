@@ -1,9 +1,9 @@
 """How the planner's kernels run, and small ones: a bit set with neighbours, random numbers.
 
 Compiling takes 5 to 20 s of CPU in a fresh environment; a thousand samples take a tenth of a second
-in Python. So small plans run a kernel's source as it stands. It makes the same packs if kernels
-follow three rules: only random numbers wrap; sums of floats are loops, since NumPy adds in pairs;
-sorts are stable.
+in Python. So small plans run the functions as they are written, until a process has planned so many
+samples that compiling pays. Both make the same packs if kernels follow three rules: only random
+numbers wrap; sums of floats are loops, since NumPy adds in pairs; sorts are stable.
 """
 
 import logging
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, update_wrapper
 from pathlib import Path
-from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
@@ -21,57 +20,48 @@ from numba import njit
 
 logger = logging.getLogger(__name__)
 
-#: samples that a process plans in Python, in all its plans
+#: samples of a plan in Python
 MOST_INTERPRETED: Final = 3000
+#: samples that a process plans in Python, in all its small plans
+_MOST_IN_ALL: Final = 10 * MOST_INTERPRETED
 #: `seq_length` up to which Python walks a histogram fast enough
 _LONGEST_INTERPRETED: Final = 1 << 17
-#: samples planned so far; outside of a plan, as in online packing, kernels run again and again
+#: samples of the plan; outside of a plan, as in online packing, kernels run again and again
 _samples = ContextVar("_samples", default=math.inf)
 _planned = 0
 
 
 @contextmanager
 def kernels_for(num_samples: int, seq_length: int) -> Iterator[None]:
-    """Choose how kernels run in a plan. Earlier plans of the process count, too: where it plans one
-    buffer after the other, compiling soon pays."""
+    """Choose how kernels run in a plan."""
     global _planned
-    _planned += num_samples
-    work = _planned if seq_length <= _LONGEST_INTERPRETED else math.inf
-    if work > MOST_INTERPRETED:
+    is_small = num_samples <= MOST_INTERPRETED and seq_length <= _LONGEST_INTERPRETED
+    _planned += num_samples if is_small else 0
+    is_small = is_small and _planned <= _MOST_IN_ALL
+    if not is_small:
         _announce_compilation()
-    token = _samples.set(work)
+    token = _samples.set(num_samples if is_small else math.inf)
     try:
-        yield
+        with np.errstate(over="ignore"):
+            yield
     finally:
         _samples.reset(token)
 
 
 class Kernel:
-    """A function that numba compiles, unless a plan is small: below 1 / ``weight`` of
-    ``MOST_INTERPRETED``."""
+    """A function that numba compiles, unless a plan is small: at most 1 / ``slowness`` of
+    ``MOST_INTERPRETED``. It calls others by their names in its module: such objects in Python, and
+    once compiled what they compile."""
 
-    def __init__(self, function: Callable[..., Any], weight: int = 1) -> None:
-        self.most = MOST_INTERPRETED // weight
+    def __init__(self, function: Callable[..., Any], slowness: int = 1) -> None:
+        self.most = MOST_INTERPRETED // slowness
         self.compiled = njit(cache=True, nogil=True)(function)
         self._numba_type_ = self.compiled._numba_type_  # kernels call it as they call `compiled`
         update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        if _samples.get() > self.most:
-            return self.compiled(*args)
-        with np.errstate(over="ignore"):
-            return interpreted(self)(*args)
-
-
-@cache
-def interpreted(kernel: Kernel) -> Callable[..., Any]:
-    """A kernel's function, in which the kernels that it calls are interpreted, too."""
-    function = kernel.compiled.py_func
-    names = dict(function.__globals__)
-    for name in function.__code__.co_names:
-        if isinstance(names.get(name), Kernel):
-            names[name] = interpreted(names[name])
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        run = self.compiled if _samples.get() > self.most else self.compiled.py_func
+        return run(*args)
 
 
 @cache

@@ -38,14 +38,14 @@ _SPACE, _LAST, _LIMIT, _TRIED = 0, 1, 2, 3
 
 @Kernel
 def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, repeat] and patterns [end of entries, multiplicity].
+    """Entries [length, times] and patterns [end of entries, multiplicity].
 
     Packs with equal content are one *group*; groups of equal residual form a linked list. A group
     is made by placing a length into the packs of another one, its parent, and ends as a pattern
     unless all of its packs became parts of further groups.
     """
     capacity = counts.shape[0] - 1
-    placed = list_of((0, 0, 0))  # parent or -1, length, repeat of each group
+    placed = list_of((0, 0, 0))  # parent or -1, length, times of each group
     packs_of, next_group = list_of(0), list_of(0)  # the next one of equal residual, or -1
     first_group = np.full(capacity + 1, -1, np.int64)
     residuals = np.zeros((capacity >> 6) + 1, np.uint64)
@@ -55,27 +55,27 @@ def _best_fit_decreasing(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             residual = bitset_at_least(residuals, length)
             group = first_group[residual] if residual >= 0 else -1
             space = residual if residual >= 0 else capacity
-            repeat = space // length
-            packs = left // repeat
+            times = space // length
+            packs = left // times
             if group >= 0:
                 packs = min(packs, packs_of[group])
             if packs == 0:  # too few left to fill one pack's space
                 packs = 1
-                repeat = left
+                times = left
             if group >= 0:
                 packs_of[group] -= packs
                 if packs_of[group] == 0:
                     first_group[residual] = next_group[group]
                     if first_group[residual] < 0:
                         bitset_remove(residuals, residual)
-            rest = space - repeat * length
+            rest = space - times * length
             next_group.append(first_group[rest])
             if rest > 0:
                 bitset_add(residuals, rest)
                 first_group[rest] = len(placed)
-            placed.append((group, length, repeat))
+            placed.append((group, length, times))
             packs_of.append(packs)
-            left -= packs * repeat
+            left -= packs * times
     # From the last group to the first, each from its last length to its first, and all reversed.
     entries, patterns = list_of((0, 0)), list_of((0, 0))
     for group in range(len(placed) - 1, -1, -1):
@@ -99,7 +99,7 @@ def best_fit_decreasing(counts: np.ndarray, *, seed: int = 0) -> Composition:
 
 @Kernel
 def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, repeat] and patterns [end of entries, multiplicity]."""
+    """Entries [length, times] and patterns [end of entries, multiplicity]."""
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
@@ -113,8 +113,8 @@ def _greedy_knapsack(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             space -= length * entries[-1][1]
             length = bitset_at_most(present, min(space, length - 1))
         packs = packs_within(entries, start, counts)
-        for length, repeat in entries[start:]:
-            add_samples(counts, present, length, -packs * repeat)
+        for length, times in entries[start:]:
+            add_samples(counts, present, length, -packs * times)
         patterns.append((len(entries), packs))
     return as_rows(entries), as_rows(patterns)
 
@@ -194,9 +194,9 @@ def _complete(
     return best_size, best_space == 0, steps
 
 
-@partial(Kernel, weight=3)
+@partial(Kernel, slowness=3)
 def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, repeat] and patterns [end of entries, multiplicity]."""
+    """Entries [length, times] and patterns [end of entries, multiplicity]."""
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     present = bitset_of(counts)
@@ -215,8 +215,8 @@ def _exact_fill(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not exact and left > 4 * size:
             # Use an imperfect pattern sparingly: other counts may allow a better one.
             packs = max(1, packs // 4)
-        for length, repeat in entries[start:]:
-            add_samples(counts, present, length, -packs * repeat)
+        for length, times in entries[start:]:
+            add_samples(counts, present, length, -packs * times)
         left -= packs * size
         patterns.append((len(entries), packs))
     return as_rows(entries), as_rows(patterns)

@@ -374,7 +374,7 @@ def _exchange_sorted(
     return order.shape[0] // 2
 
 
-@partial(Kernel, weight=3)
+@partial(Kernel, slowness=3)
 def _exchange_random(
     packs: np.ndarray, tokens: np.ndarray, capacity: int, state: np.ndarray, most: int
 ) -> tuple[int, bool]:

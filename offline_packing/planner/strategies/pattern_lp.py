@@ -147,7 +147,7 @@ def _draw_bridge(
 def _tilted_fills(
     counts: np.ndarray, stop_packs: int, state: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Entries [length, repeat] and patterns [end, multiplicity]; takes them from ``counts``."""
+    """Entries [length, times] and patterns [end, multiplicity]; takes them from ``counts``."""
     capacity = counts.shape[0] - 1
     num_sizes = int(np.count_nonzero(counts))
     max_refreshes = max(20, _MAX_TILTED // (_GRID * max(1, num_sizes)))
@@ -187,8 +187,8 @@ def _tilted_fills(
             continue
         failures = 0
         age += 1
-        for length, repeat in runs:
-            counts[length] -= packs * repeat
+        for length, times in runs:
+            counts[length] -= packs * times
         samples_left -= packs * samples
         tokens_left -= packs * capacity
         entries.extend(runs)
@@ -281,9 +281,9 @@ def pattern_matrix(patterns: Composition, num_lengths: int) -> Any:
     """Samples of each length in each pattern: sparse float64 (num_lengths, num_patterns)."""
     from scipy.sparse import csc_array
 
-    repeats = patterns.repeats.astype(np.float64)
+    times = patterns.times.astype(np.float64)
     shape = (num_lengths, len(patterns.multiplicity))
-    return csc_array((repeats, patterns.lengths, patterns.offsets), shape=shape)
+    return csc_array((times, patterns.lengths, patterns.offsets), shape=shape)
 
 
 def solve(columns: Any, demand: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
@@ -346,7 +346,7 @@ def price_patterns(prices: np.ndarray, sizes: np.ndarray, capacity: int) -> tupl
 def _trace(
     first: int, choice: np.ndarray, sizes: np.ndarray, capacity: int
 ) -> tuple[tuple[int, int], ...]:
-    """The pattern of a knapsack value, as (length, repeat) with lengths descending."""
+    """The pattern of a knapsack value, as (length, times) with lengths descending."""
     chosen = [int(sizes[first])]
     space = capacity - chosen[0]
     while space > 0:
@@ -355,8 +355,8 @@ def _trace(
             continue
         chosen.append(int(sizes[choice[space]]))
         space -= chosen[-1]
-    lengths, repeats = np.unique(chosen, return_counts=True)
-    return tuple(zip(lengths[::-1].tolist(), repeats[::-1].tolist(), strict=True))
+    lengths, times = np.unique(chosen, return_counts=True)
+    return tuple(zip(lengths[::-1].tolist(), times[::-1].tolist(), strict=True))
 
 
 _SEED_SAMPLES = 60_000  # the histogram is scaled down to about so many samples to draw patterns
@@ -420,9 +420,9 @@ def _take_patterns(patterns: Composition, wanted: np.ndarray, counts: np.ndarray
     """Lower ``wanted`` packs of each pattern to what ``counts`` has, and take it from there."""
     for pattern in range(wanted.shape[0]):
         entries = slice(patterns.offsets[pattern], patterns.offsets[pattern + 1])
-        lengths, repeats = patterns.lengths[entries], patterns.repeats[entries]
-        wanted[pattern] = min(wanted[pattern], (counts[lengths] // repeats).min())
-        counts[lengths] -= wanted[pattern] * repeats
+        lengths, times = patterns.lengths[entries], patterns.times[entries]
+        wanted[pattern] = min(wanted[pattern], (counts[lengths] // times).min())
+        counts[lengths] -= wanted[pattern] * times
 
 
 def _rounded(
@@ -456,7 +456,7 @@ def coarsen(counts: np.ndarray, granule: int) -> np.ndarray:
 
 @Kernel
 def _refine(coarse: Composition, counts: np.ndarray, granule: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same packs in true lengths, as entries [length, repeat] and patterns [end of entries,
+    """The same packs in true lengths, as entries [length, times] and patterns [end of entries,
     multiplicity]: each rounded length is given the true ones, longest first. ``coarse`` uses up
     ``coarsen(counts, granule)``."""
     top = (counts.shape[0] - 1) // granule
@@ -473,19 +473,19 @@ def _refine(coarse: Composition, counts: np.ndarray, granule: int) -> tuple[np.n
                 unit = coarse.lengths[entry]
                 while counts[current[unit]] == 0:
                     current[unit] -= 1
-                packs = min(packs, counts[current[unit]] // coarse.repeats[entry])
+                packs = min(packs, counts[current[unit]] // coarse.times[entry])
             packs = max(packs, 1)  # 1: an entry takes the last of a length and some of the next
             for entry in rounded:
                 unit = coarse.lengths[entry]
-                wanted = np.int64(coarse.repeats[entry])
+                wanted = np.int64(coarse.times[entry])
                 while wanted > 0:
                     while counts[current[unit]] == 0:
                         current[unit] -= 1
                     length = current[unit]
-                    repeat = min(wanted, counts[length] // packs)
-                    counts[length] -= packs * repeat
-                    wanted -= repeat
-                    entries.append((length, repeat))
+                    times = min(wanted, counts[length] // packs)
+                    counts[length] -= packs * times
+                    wanted -= times
+                    entries.append((length, times))
             left -= packs
             patterns.append((len(entries), packs))
     return as_rows(entries), as_rows(patterns)

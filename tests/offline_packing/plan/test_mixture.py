@@ -13,7 +13,6 @@ from offline_packing.errors import ConfigError
 from offline_packing.plan.plan import make_plan
 from offline_packing.planner.mixture import Mixture
 from offline_packing.planner.pack_plan import PackPlan
-from offline_packing.planner.ranks.layout import RankLayout
 from offline_packing.report.report import report
 from offline_packing.runs.artifacts import open_index, open_plan
 from offline_packing.runs.figures import as_values, run_figures
@@ -85,24 +84,6 @@ def test_a_source_can_begin_or_end_without_a_share() -> None:
     plan = plan_packs(lengths, 4096, **mixed)
     found = shares_of(plan, lengths, order % 2, plan.num_packs // 10)
     assert found[[0, -1], 0] == pytest.approx([0.95, 0.05], abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        ({"order": RankLayout(2)}, "order"),
-        ({"strategy": "mixed"}, "mixed"),
-        ({"max_samples": 9}, "samples"),
-        ({"assignment": "locality"}, "locality"),
-        ({"strategy": "first_fit_decreasing"}, "first_fit_decreasing"),
-        ({"homogeneous": True, "groups": np.zeros(600, np.int32)}, "homogeneous"),
-    ],
-)
-def test_what_would_undo_it_is_refused(other: dict[str, Any], named: str) -> None:
-    lengths, source = drawn(600)
-    given = {"mixture": Mixture(START, END), "source": source, "source_order": np.arange(600)}
-    with pytest.raises(ValueError, match=f"cannot keep.*{named}|{named}.*cannot keep"):
-        plan_packs(lengths, 4096, **given, **other)
 
 
 def captions(folder: Path) -> Source:

@@ -1,4 +1,4 @@
-"""Samples that share a prefix: which do, the items that they form, and plans of items."""
+"""Samples that share a prefix: which do, the trees that they form, and plans of trees."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ from offline_packing.index.table import INDEX_SCHEMA, Index, IndexInfo, key_hash
 from offline_packing.layouts.shards import splits_of_plan
 from offline_packing.measure.measure import measure
 from offline_packing.plan.plan import make_plan, plan
-from offline_packing.plan.prefixes import Items, form_items, group_samples
+from offline_packing.plan.prefixes import Trees, form_trees, group_samples
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.samples import Column, Table
 from offline_packing.report.report import report
@@ -75,22 +75,29 @@ def drawn_table(
     return Table(tokens, budgets, columns)
 
 
-def items_of(items: Items) -> list[list[int]]:
-    return [part.tolist() for part in np.split(items.uses, items.offsets[1:-1])]
+def trees_of(trees: Trees) -> list[list[int]]:
+    return [part.tolist() for part in np.split(trees.uses, trees.offsets[1:-1])]
 
 
-def slow_items(
+def limits_of(table: Table, longest: int) -> list[int]:
+    return [longest, *(limit for _, limit in table.budgets.values())]
+
+
+def slow_trees(
     ids: np.ndarray, groups: np.ndarray, table: Table, longest: int, most: int
 ) -> list[list[int]]:
-    """The uses of each item, one after the other."""
+    """The uses of each tree, one after the other."""
     records = table.columns.get("copy_of", Column(ids)).values
-    limits = [longest, *(limit for _, limit in table.budgets.values())]
+    limits = limits_of(table, longest)
 
     def fits(uses: list[int]) -> bool:
         return all(
             sum(one.values[uses]) - sum(one.of_prefix[uses[1:]]) <= limit  # type: ignore[index]
             for one, limit in zip(table.sized(), limits, strict=True)
         )
+
+    def adds(use: int) -> int:
+        return int(table.num_tokens.values[use] - table.num_tokens.of_prefix[use])  # type: ignore[index]
 
     firsts: dict[int, int] = {}
     for use, sample in enumerate(ids.tolist()):
@@ -99,27 +106,23 @@ def slow_items(
     for use in firsts.values():
         if groups[use] >= 0 and fits([use]):
             by_group[int(groups[use])].append(use)
-    of_record = defaultdict[int, set[int]](set)
-    for group, members in by_group.items():
-        for use in members:
-            of_record[int(records[use])].add(group)
+    of_record = defaultdict[int, list[int]](list)
+    for use in sorted(use for members in by_group.values() for use in members):
+        of_record[int(records[use])].append(use)
     chunks: list[list[int]] = []
     for group in sorted(by_group):
-        seen = Counter[int]()
-        members = []
-        for use in by_group[group]:
-            if len(of_record[int(records[use])]) == 1:
-                members.append((seen[int(records[use])], use))
-                seen[int(records[use])] += 1
-        left = [use for _, use in sorted(members)]
-        while left:
-            size = -(-len(left) // -(-len(left) // most))
-            chunk = [left.pop(0)]
-            while left and len(chunk) < size and fits([*chunk, left[0]]):
-                if records[left[0]] in records[chunk]:
-                    break
-                chunk.append(left.pop(0))
-            chunks.append(chunk)
+        # the records that are in this group only, in stretches: in each the first parts, the second
+        own = [uses for uses in of_record.values() if {*groups[uses]} == {group}]
+        for start in range(0, len(own), 8 * most):
+            some = sorted(own[start : start + 8 * most], key=lambda uses: -max(map(adds, uses)))
+            for parts in itertools.zip_longest(*some):
+                opened: list[list[int]] = []
+                for use in (part for part in parts if part is not None):
+                    room = (one for one in opened if len(one) < most and fits([*one, use]))
+                    if (chunk := next(room, None)) is None:
+                        opened.append(chunk := [])
+                    chunk.append(use)
+                chunks += opened
     chunk_of = {int(ids[use]): i for i, chunk in enumerate(chunks) for use in chunk}
     made: dict[Any, list[int]] = {}
     rounds = Counter[int]()
@@ -132,24 +135,30 @@ def slow_items(
 
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), repeated=st.booleans(), cut=st.booleans())
-def test_items_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> None:
+def test_trees_are_those_of_slow_code(seed: int, repeated: bool, cut: bool) -> None:
     rng = np.random.default_rng(seed)
     ids, groups, records = drawn_uses(rng, repeated, cut)
     table, multiple = drawn_table(rng, ids, groups, records), int(rng.choice([1, 8]))
     most, longest = int(rng.integers(2, 6)), SEQ_LENGTH // multiple * multiple
-    items = form_items(ids, groups, table, longest, most)
-    found = items_of(items) if len(ids) else []
-    assert found == slow_items(ids, groups, table, longest, most)
+    trees = form_trees(ids, groups, table, longest, most)
+    found = trees_of(trees) if len(ids) else []
+    assert found == slow_trees(ids, groups, table, longest, most)
     assert sorted(itertools.chain(*found)) == list(range(len(ids)))
-    made = {name: column.values for name, column in items.table.columns.items()}
+    made = {name: column.values for name, column in trees.table.columns.items()}
     for number, uses in enumerate(found):
-        for own, column in zip(table.sized(), items.table.sized(), strict=True):
+        for own, column in zip(table.sized(), trees.table.sized(), strict=True):
             whole, shared = own.values[uses], own.of_prefix[uses[1:]]  # type: ignore[index]
             assert column.values[number] == whole.sum() - shared.sum()
         cost = table.columns["cost"]
         assert made["cost"][number] == sum(cost.values[uses]) - sum(cost.of_prefix[uses[1:]])  # type: ignore[index]
         assert made["features[0]"][number] == made["cost"][number]
         assert made["source_order"][number] == ids[uses[0]]
+        assert len(uses) == 1 or all(
+            column.values[number] <= limit
+            for column, limit in zip(trees.table.sized(), limits_of(table, longest), strict=True)
+        )
+        assert len(uses) <= most
+        assert len({*(ids if records is None else records)[uses].tolist()}) == len(uses)
     if records is not None:
         labels = made["copy_of"]
         for one, other in itertools.combinations(range(len(found)), 2):
@@ -161,8 +170,8 @@ def test_a_column_without_a_rule_is_refused() -> None:
     """A new column never falls into a sum, or the first sample's, silently."""
     values = np.array([3, 4, 5])
     table = Table(Column(values, "sum", values - 2), {}, {"turns": Column(values)})
-    with pytest.raises(ValueError, match="column turns does not say what an item has of it"):
-        form_items(np.arange(3), np.zeros(3, int), table, 50, 2)
+    with pytest.raises(ValueError, match="column turns does not say what a tree has of it"):
+        form_trees(np.arange(3), np.zeros(3, int), table, 50, 2)
 
 
 # Plans of an index, under all options.
@@ -578,10 +587,7 @@ def test_plan_on_disk_and_its_figures(tmp_path: Path) -> None:
     found = json.loads((run.workspace.report / "report.json").read_text())["figures"]
     assert sum(found["shared prefixes"]["samples per pack"]) > 0
     assert found["work per pack"]["rows"][0]["max"] <= 512
-    # Lost, it is made again; another number of branches is another plan.
-    (run.workspace.plan / "branches.npy").unlink()
-    assert plan(run, samples).hash == made.hash
-    assert (run.workspace.plan / "branches.npy").exists()
+    # Another number of branches is another plan.
     other, _ = asked(tmp_path, records + apart, pack={"share_prefixes": {"max_branches": 5}})
     assert plan(other, samples).hash != made.hash
 

@@ -2,6 +2,7 @@
 one split only."""
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from tests.helpers.datasets import (
     captioning_pairs,
     dialogue,
     image_bytes,
-    index_rows,
     make_run,
     pack_all,
     packed_run,
@@ -120,29 +120,15 @@ def planned(run: Run) -> PackPlan:
     return make_plan(run, open_index(run)).packs
 
 
-def test_the_summary_shows_what_weights_make_of_sources(blend: Run, tmp_path: Path) -> None:
+def test_weights_need_no_new_index_and_are_shown(blend: Run, tmp_path: Path) -> None:
     run = copy_of(with_options(blend, {"weight": 4}, {"weight": 1}), tmp_path / "out")
     path = receipt_path(run.workspace.packing, "measure")
     written = path.stat().st_mtime_ns
     measure(run)
-    assert path.stat().st_mtime_ns == written  # it is not measured again
-    lines = preview_plan(run, open_index(run)).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("  source  "))
-    assert " ".join(lines[start].split()) == (
-        "source samples times used tokens share with loss images bytes"
-    )
-    measured, ids = index_rows(run), planned(run).sample_ids.tolist()
-    for name, line in zip(("a", "b"), lines[start + 1 :], strict=False):
-        shown, count, times_used, tokens, share, _, _, num_bytes = line.split()
-        rows = [row for row in measured if row["key"].startswith(f"{name}/")]
-        used = [measured[i] for i in ids if measured[i]["key"].startswith(f"{name}/")]
-        assert (shown, int(count)) == (name, len(rows))
-        assert float(times_used) == pytest.approx(len(used) / len(rows), abs=0.005)
-        assert int(tokens.replace(",", "")) == sum(row["num_tokens"] for row in used)
-        assert float(share[:-1]) == pytest.approx({"a": 80, "b": 20}[name], abs=1)
-        assert int(num_bytes.replace(",", "")) == sum(
-            row["json"]["size"] + sum(medium["size"] for medium in row["media"]) for row in used
-        )
+    assert path.stat().st_mtime_ns == written
+    shown = preview_plan(run, open_index(run))
+    found = re.findall(r"^  [ab] .*? (\d+\.\d)%", shown, re.MULTILINE)
+    assert [float(share) for share in found] == pytest.approx([80, 20], abs=1)
 
 
 def test_weights_that_ask_for_too_many_copies(blend: Run) -> None:

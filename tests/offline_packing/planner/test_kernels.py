@@ -89,7 +89,8 @@ def test_the_same_packs_in_python(
         @contextmanager
         def chosen(*_: int) -> Iterator[None]:
             token = kernels._samples.set(samples)
-            yield
+            with np.errstate(over="ignore"):
+                yield
             kernels._samples.reset(token)
 
         monkeypatch.setattr("offline_packing.planner.plan_packs.kernels_for", chosen)
@@ -112,10 +113,11 @@ from offline_packing import plan_packs
 from offline_packing.planner.ranks.layout import RankLayout
 logging.basicConfig(level=logging.INFO)
 lengths = np.random.default_rng(0).lognormal(6, 1, 500).clip(1, 8192).astype(np.int32)
-plan_packs(lengths, 8192, order=RankLayout(4))
-plan_packs(lengths, 8192, strategy="hash_bucket")
-plan_packs(lengths, 8192, strategy="knapsack", budgets={"images": (lengths % 5, 20)})
-plan_packs(lengths, 8192, budgets={"images": (lengths % 5, 20)})
+for _ in range(2):  # 4000 samples
+    plan_packs(lengths, 8192, order=RankLayout(4))
+    plan_packs(lengths, 8192, strategy="hash_bucket")
+    plan_packs(lengths, 8192, strategy="knapsack", budgets={"images": (lengths % 5, 20)})
+    plan_packs(lengths, 8192, budgets={"images": (lengths % 5, 20)})
 """
 
 
@@ -133,11 +135,13 @@ def test_small_plans_compile_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.nb*"))
 
 
-def test_samples_of_all_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_all_small_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ten of the largest small plans, compiling pays; large plans do not count."""
     monkeypatch.setattr(kernels, "_planned", 0)
     most, found = kernels.MOST_INTERPRETED, []
-    for num_samples, seq_length in ((most, 8192), (1, 8192), (0, 1 << 30)):
+    plans = [(most, 8192), (most + 1, 8192), (0, 1 << 30), *[(most, 8192)] * 10]
+    for num_samples, seq_length in plans:
         with kernels.kernels_for(num_samples, seq_length):
             found.append(kernels._samples.get())
-    assert found == [most, most + 1, np.inf]
+    assert found == [most, np.inf, np.inf, *[most] * 9, np.inf]
     assert kernels._samples.get() == np.inf  # online packing calls kernels outside of plans

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from offline_packing import plan_packs
 from offline_packing.config.sections import PackConfig
+from offline_packing.planner.mixture import Mixture
 from offline_packing.planner.options import PlanOptions, PlanRequest
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.planner.passes import asked_passes
@@ -220,11 +221,14 @@ def test_bad_arguments_are_named(arguments, message) -> None:
 
 LOCALITY = {"assignment": "locality", "source_order": np.arange(9)}
 IMAGES = {"budgets": {"images": (np.ones(9, int), 4)}}
+MIXTURE = {"mixture": Mixture((0.7, 0.3), (0.2, 0.8)), "source": np.arange(9) % 2}
+MIXTURE |= {"source_order": np.arange(9)}
+GROUPS = {"homogeneous": True, "groups": np.zeros(9, int)}
 
 
 def test_passes_stand_in_the_order_in_which_they_run() -> None:
     layout = RankLayout(2, uniform=True)
-    ordered = asked_passes(PlanRequest(PlanOptions(), order=layout))
+    ordered = asked_passes(PlanRequest(PlanOptions(), layout=layout))
     assert [one.name for one in ordered] == "compose uniform equal_cost sample_order".split()
     shuffled = asked_passes(PlanRequest(PlanOptions(max_samples=4)))
     assert [one.name for one in shuffled] == "limits compose shuffle sample_order".split()
@@ -250,6 +254,12 @@ def test_passes_stand_in_the_order_in_which_they_run() -> None:
         (LOCALITY | {"strategy": "mixed"}, "assignment locality cannot keep strategy 'mixed'"),
         (IMAGES | {"strategy": "mixed"}, "strategy 'mixed' cannot keep a limit of images"),
         ({"max_samples": 2, "strategy": "mixed"}, "'mixed' cannot keep a limit of samples"),
+        (MIXTURE | {"order": RankLayout(2)}, "order cannot keep mixture"),
+        (MIXTURE | {"strategy": "mixed"}, "mixture cannot keep strategy 'mixed'"),
+        (MIXTURE | {"strategy": "first_fit_decreasing"}, "mixture cannot keep strategy 'first_fit"),
+        (MIXTURE | {"max_samples": 9}, "mixture cannot keep a limit of samples"),
+        (MIXTURE | LOCALITY, "mixture cannot keep assignment locality"),
+        (MIXTURE | GROUPS, "mixture cannot keep homogeneous"),
     ],
 )
 def test_what_is_missing_or_cannot_be_kept_is_named(

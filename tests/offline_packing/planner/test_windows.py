@@ -156,9 +156,10 @@ def test_the_oldest_pack_is_the_fullest_that_some_subset_makes():
 def test_the_same_packs_of_a_stream_in_python(name, monkeypatch):
     lengths = draw_lengths(name, 400)
     compiled = run(WindowPlanner(WindowOptions(8192, window=30, max_carried=50)), lengths, [])
-    token = kernels._samples.set(0)
-    interpreted = run(WindowPlanner(WindowOptions(8192, window=30, max_carried=50)), lengths, [])
-    kernels._samples.reset(token)
+    monkeypatch.setattr(kernels, "_planned", 0)
+    with kernels.kernels_for(0, 8192):
+        options = WindowOptions(8192, window=30, max_carried=50)
+        interpreted = run(WindowPlanner(options), lengths, [])
     assert interpreted == compiled
 
 

@@ -25,6 +25,7 @@ from tests.helpers.datasets import (
     mixed_pairs,
     packed_run,
     plan_index,
+    plan_summary,
     write_json,
     write_planned,
 )
@@ -99,19 +100,12 @@ def test_counts_agree_with_the_manifest(run: Run) -> None:
     assert len(found["shards"]["rows"]) == 2
 
 
-def test_figures_agree_with_the_plan_s_summary(run: Run) -> None:
+def test_what_packing_saves(run: Run) -> None:
     found = read_report(run)
-    summary = (run.workspace.plan / "summary.txt").read_text()
-    figures = {line[:24].strip(): line[24:] for line in summary.splitlines()}
     packs, (padded, *_, packed) = found["packs"], found["saving"]["rows"]
-    assert figures["fill"] == f"{packs['fill']:.2%}"
-    assert figures["lower bound"].startswith(f"{packs['lower bound']:,} (gap ")
-    assert f"{packs['packing factor']:.2f} samples per pack" in summary
+    assert re.search(rf"fill +{packs['fill']:.2%}\n", plan_summary(run))
     assert padded["an epoch of"].endswith(" padded to their longest")
-    assert f"{padded['empty']:.2%}" in summary
     assert packed["empty"] == pytest.approx(1 - packs["fill"])
-    assert "{} -> {} per epoch".format(*found["saving"]["iterations"]) in figures["iterations"]
-    assert figures["model"].startswith("qwen2_vl, resize pil; transformers 5 takes torch where")
     most = packs["fill"] * packs["packs"] / (packs["packs"] - 1)  # a split may take a pack more
     for size in ("100", "1,000"):
         assert 0.3 < found["saving"][f"fill by buffers of {size}"] <= most + 1e-9

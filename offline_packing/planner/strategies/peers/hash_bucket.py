@@ -41,29 +41,29 @@ from offline_packing.planner.strategies.strategy import Packs, Strategy, Strateg
 
 
 @Kernel
-def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
+def _diverse_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.ndarray) -> bool:
     """One pack round robin over ``lengths`` (ascending); True if it is full. A length leaves the
     round when it is used up or does not fit any more."""
-    repeats[:] = 0
+    times[:] = 0
     running = counts > 0
     while room > 0 and running.any():
         for index in range(lengths.shape[0]):
             if running[index] and lengths[index] <= room:
-                repeats[index] += 1
+                times[index] += 1
                 room -= lengths[index]
-                running[index] = repeats[index] < counts[index]
+                running[index] = times[index] < counts[index]
             else:
                 running[index] = False
     return room == 0
 
 
 @Kernel
-def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, repeats: np.ndarray) -> bool:
+def _greedy_pack(lengths: np.ndarray, counts: np.ndarray, room: int, times: np.ndarray) -> bool:
     """One pack longest first; True if it is full. Each length divides the next, so this fills the
     pack whenever any choice of samples does."""
     for index in range(lengths.shape[0] - 1, -1, -1):
-        repeats[index] = min(counts[index], room // lengths[index])
-        room -= repeats[index] * lengths[index]
+        times[index] = min(counts[index], room // lengths[index])
+        room -= times[index] * lengths[index]
     return room == 0
 
 
@@ -78,17 +78,17 @@ def pack_divisors(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, 
     counts = counts.copy()
     capacity = counts.shape[0] - 1
     entries, patterns = list_of((0, 0)), list_of((0, 0))
-    repeats = np.zeros(lengths.shape[0], np.int64)
+    times = np.zeros(lengths.shape[0], np.int64)
     while True:
-        diverse = _diverse_pack(lengths, counts[lengths], capacity, repeats)
-        if not diverse and not _greedy_pack(lengths, counts[lengths], capacity, repeats):
+        diverse = _diverse_pack(lengths, counts[lengths], capacity, times)
+        if not diverse and not _greedy_pack(lengths, counts[lengths], capacity, times):
             return as_rows(entries), as_rows(patterns)
         start = len(entries)
-        for index in np.flatnonzero(repeats):
-            entries.append((lengths[index], repeats[index]))
+        for index in np.flatnonzero(times):
+            entries.append((lengths[index], times[index]))
         # A diverse choice repeats for as long as no length runs out.
         packs = packs_within(entries, start, counts) if diverse else 1
-        counts[lengths] -= packs * repeats
+        counts[lengths] -= packs * times
         patterns.append((len(entries), packs))
 
 

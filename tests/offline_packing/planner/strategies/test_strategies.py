@@ -20,7 +20,7 @@ from offline_packing.config.packing import parse_config
 from offline_packing.config.sections import ReportConfig
 from offline_packing.errors import ConfigError
 from offline_packing.planner.strategies import STRATEGIES, describe_options, lacks_limits
-from offline_packing.planner.strategies.auto import auto, mixed, tilted_sampling
+from offline_packing.planner.strategies.auto import auto, mixed
 from offline_packing.planner.strategies.budgets import pack_budgets, size_lower_bound
 from offline_packing.planner.strategies.composition import (
     Composition,
@@ -348,7 +348,6 @@ def test_best_fit_leaves_the_room_that_the_oracle_leaves(counts) -> None:
         best_fit_decreasing,
         exact_fill,
         narrow_fill,
-        tilted_sampling,
         pattern_lp,
         mixed,
         greedy_knapsack,
