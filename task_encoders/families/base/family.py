@@ -67,6 +67,7 @@ from task_encoders.text.pieces import (
     Text,
     Video,
     caption_pieces,
+    without_empty_thought,
     without_end,
 )
 from task_encoders.text.qwen_vocabulary import BUILTIN
@@ -108,13 +109,22 @@ class ModelOptions(BaseModel):
     control_tokens: tuple[str, ...] = ()
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
+    #: thoughts of the answers before the last question: as the chat template does by itself, or
+    #: dropped, or kept and trained, by its variable preserve_thinking. Refused where it cannot
+    earlier_thoughts: Literal["template", "drop", "keep"] = "template"
+    #: whether an empty thought at the beginning of an answer (`<think>`, white space, `</think>`,
+    #: white space) carries loss: train, or mask
+    empty_thoughts: Literal["train", "mask"] = "train"
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out newer options at their defaults: manifests from before them stay valid."""
         content: dict[str, Any] = serialize(self)
-        newer = {"control_tokens": False, "outer_video_tags": True}
-        return {name: v for name, v in content.items() if newer.get(name) is not bool(v)}
+        newer = ("control_tokens", "outer_video_tags", "earlier_thoughts", "empty_thoughts")
+        defaults = {n: one.default for n, one in type(self).model_fields.items() if n in newer}
+        return {
+            n: v for n, v in content.items() if n not in newer or getattr(self, n) != defaults[n]
+        }
 
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""
@@ -220,9 +230,11 @@ class FamilyEncoder(ABC):
         self.normalisation = normalisation
         self.texts = TextSpans(tokenizer)
         if self.TEMPLATE is not None:
-            given = dict(options.template_options)
-            loaded = load_template(options.processor, self.TEMPLATE, given, self.DIALECT)
+            given = dict(options.template_options), options.earlier_thoughts
+            loaded = load_template(options.processor, self.TEMPLATE, *given, self.DIALECT)
             self.template, self.own_template = loaded
+        elif options.earlier_thoughts != "template":
+            raise ValueError(f"family {options.family} has no earlier_thoughts; remove it")
         #: See SampleEncoder.
         self.media_token_ids: Mapping[str, int] = {
             name: tokenizer.special_id(token) for name, token in self.MEDIA_TOKENS.items()
@@ -307,6 +319,7 @@ class FamilyEncoder(ABC):
             **({"chat_template": self.own_template} if self.own_template else {}),
             **({"loss_on": self.options.loss_on} if self.options.loss_on != "all" else {}),
             **({"control_tokens": " ".join(spelled)} if spelled else {}),
+            **({"empty_thoughts": "mask"} if self.options.empty_thoughts == "mask" else {}),
         }
 
     def measure(
@@ -367,7 +380,8 @@ class FamilyEncoder(ABC):
 
     def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
         line = "thoughts (reasoning_content, <think>) of earlier turns are cut by the chat template"
-        if self.TEMPLATE is not None and sample.task != "captioning":
+        is_asked = self.options.earlier_thoughts == "drop"
+        if self.TEMPLATE is not None and sample.task != "captioning" and not is_asked:
             yield from ((line, repr(one[:60])) for one in self.template.left_out(sample)[:1])
 
     def tokenize(
@@ -446,6 +460,8 @@ class FamilyEncoder(ABC):
         if not any(weights):
             raise SampleError("bad_record", "none of the answers that may carry loss is trained")
         pieces = self.render(sample, weights)
+        if self.options.empty_thoughts == "mask" and sample.task != "captioning":
+            pieces = map(without_empty_thought, pieces)
         is_open = sample.turns[-1].truncated and sample.task != "captioning"
         return without_end(pieces) if is_open else pieces
 
