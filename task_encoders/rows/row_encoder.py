@@ -190,8 +190,10 @@ class RowEncoder:
         clips: Sequence[Any] = videos
         try:
             if known is not None:
-                pictures = list(map(partial(self._once, known), images, pictures))
-                clips = [self._once(known, data) for data in videos]
+                each = [*map(self.encoder.for_medium, sample.media_options)]
+                own = each[: len(images)], each[len(images) :]
+                pictures = list(map(partial(self._once, known), own[0], images, pictures))
+                clips = list(map(partial(self._once, known), own[1], videos))
             encoded = self.encoder.encode(sample, pictures, clips)
         except SampleError as error:
             return error
@@ -204,19 +206,20 @@ class RowEncoder:
             )
         return encoded
 
+    @staticmethod
     def _once(
-        self,
         known: dict[int, EncodedMedium],
+        encoder: SampleEncoder,
         data: bytes,
         image: bytes | Image.Image | None = None,
     ) -> EncodedMedium:
         """A video, or an image, that is encoded unless it is known. Raises SampleError."""
         if id(data) not in known:
             if image is None:
-                known[id(data)] = self.encoder.encode_video(data)
+                known[id(data)] = encoder.encode_video(data)
             else:
-                decoded = self.encoder.decode_image(image) if isinstance(image, bytes) else image
-                known[id(data)] = self.encoder.encode_image(decoded)
+                decoded = encoder.decode_image(image) if isinstance(image, bytes) else image
+                known[id(data)] = encoder.encode_image(decoded)
         return known[id(data)]
 
 

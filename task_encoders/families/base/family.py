@@ -55,6 +55,7 @@ from task_encoders.samples import (
     count_placeholders,
 )
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import (
     CHATML,
@@ -257,6 +258,16 @@ class FamilyEncoder(ABC):
             return [*self.CAPTION_START, *pieces, *end]
         return self.template.pieces(sample, weights)
 
+    def for_medium(self, options: MediumOptions) -> "FamilyEncoder":
+        """See SampleEncoder; most families read no options."""
+        if options:
+            raise SampleError(
+                "bad_record",
+                f"family {self.options.family} reads no options of a medium "
+                f"({', '.join(options.given)}); leave them out",
+            )
+        return self
+
     @abstractmethod
     def image_medium(self, height: int, width: int) -> Medium:
         """Medium of an image of this size. Raises SampleError where it cannot be used."""
@@ -346,10 +357,26 @@ class FamilyEncoder(ABC):
         videos: Sequence[VideoHeader],
     ) -> tuple[list[Medium], list[tuple[Piece, Sequence[Span]]]]:
         """Return a sample's images and then its videos, and its parts, each with its spans."""
-        images = [self.image_medium(height, width) for height, width in image_sizes]
-        clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
-        of_images, of_videos = ([*map(self.medium_spans, own)] for own in (images, clips))
-        return images + clips, [*self._placed(sample, of_images, of_videos)]
+        of_images, of_videos = self._of_media(sample, len(image_sizes), len(videos))
+        images = [one.image_medium(*size) for one, size in zip(of_images, image_sizes, strict=True)]
+        taken = [one.sample_video(video) for one, video in zip(of_videos, videos, strict=True)]
+        clips = [Medium(video.grid, video) for video in taken]
+        spans = ([*map(self.medium_spans, own)] for own in (images, clips))
+        return images + clips, [*self._placed(sample, *spans)]
+
+    def _of_media(
+        self, sample: SourceSample, num_images: int, num_videos: int
+    ) -> tuple[Sequence["FamilyEncoder"], Sequence["FamilyEncoder"]]:
+        """Return the encoder of each image, and of each video. Raises SampleError, and ValueError
+        for another number of media than the sample's."""
+        if (num_images, num_videos) != (len(sample.images), len(sample.videos)):
+            raise ValueError(
+                f"{num_images} images and {num_videos} videos given for the {len(sample.images)} "
+                f"and {len(sample.videos)} of {sample}"
+            )
+        each = [self.for_medium(one) for one in sample.options]
+        each = each or [self] * (num_images + num_videos)
+        return each[:num_images], each[num_images:]
 
     def _prefix(
         self, placed: Sequence[tuple[Piece, Sequence[Span]]], spans: Sequence[Span]
@@ -408,8 +435,15 @@ class FamilyEncoder(ABC):
         videos: Sequence[bytes | EncodedMedium] = (),
     ) -> EncodedSample:
         decoded = [self.decode_image(one) if isinstance(one, bytes) else one for one in images]
-        image_rows = [one if isinstance(one, tuple) else self.encode_image(one) for one in decoded]
-        video_rows = [one if isinstance(one, tuple) else self.encode_video(one) for one in videos]
+        own_images, own_videos = self._of_media(sample, len(images), len(videos))
+        image_rows = [
+            one if isinstance(one, tuple) else own.encode_image(one)
+            for own, one in zip(own_images, decoded, strict=True)
+        ]
+        video_rows = [
+            one if isinstance(one, tuple) else own.encode_video(one)
+            for own, one in zip(own_videos, videos, strict=True)
+        ]
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
         spans = self._layout(sample, of_images, of_videos)
@@ -483,11 +517,6 @@ class FamilyEncoder(ABC):
         videos: Sequence[Iterable[Span]],
     ) -> Iterator[tuple[Piece, Sequence[Span]]]:
         """The parts of a sample, each with its spans; see `_layout`."""
-        if len(images) != len(sample.images) or len(videos) != len(sample.videos):
-            raise ValueError(
-                f"{len(images)} images and {len(videos)} videos given for the "
-                f"{len(sample.images)} and {len(sample.videos)} of {sample}"
-            )
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
         for part in self.parts(sample):
