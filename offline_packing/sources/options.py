@@ -148,7 +148,8 @@ class FieldMap:
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
         """'source.fields.images=picture' for each place that gave `apply` no value."""
-        absent = self._steps.keys() - content.keys() - content.get(ASKED, {}) if self._steps else ()
+        found = content.keys() | content.get(ASKED, {}).keys() if self._steps else ()
+        absent = self._steps.keys() - found
         places = [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
         for name, own in self.beside.items():
             form = " (a number or a short text)" if name == KEPT else ""

@@ -1,7 +1,9 @@
-"""Options of one image or one video, in place of its family's own, as Qwen's messages have them:
+"""Options of one image or one video, as Qwen's messages have them:
 
-{"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 7.5, "fps": 1}
-{"type": "image", "image": "a.jpg", "max_pixels": 50176}
+    {"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 7.5, "fps": 1}
+    {"type": "image", "image": "a.jpg", "max_pixels": 50176}
+
+Each takes the place of its counterpart in a family's own rule (`SampleEncoder.for_medium`).
 """
 
 import math

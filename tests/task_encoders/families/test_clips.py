@@ -149,7 +149,10 @@ def part(name: str | None, **options: Any) -> dict[str, Any]:
 def test_options_in_messages_and_columns(parts: Any, beside: Any, expected: Any) -> None:
     asked = {"role": "user", "content": parts}
     record = {"messages": [asked, {"role": "assistant", "content": "It."}], **beside}
-    content = FieldMap(FIELDS).apply(record)
+    fields = FieldMap(FIELDS)
+    content = fields.apply(record)
+    absent = {one for one in FIELDS.values() if beside.get(one) is None}
+    assert {one.rpartition("=")[2] for one in fields.missing(content)} == absent
     if isinstance(expected, str):
         with pytest.raises(SampleError, match=f"bad_record: {expected}|bad_record: a video has"):
             to_sample(content, "k", "bmr")
