@@ -290,7 +290,7 @@ RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "answer": (*DIALOGUES, *_AS_CAPTION),
     "caption": (*DIALOGUES, *PROMPTS, *_AS_CAPTION),
     "group": (),
-    **dict.fromkeys(CLIP_FIELDS, ()),
+    **{name: (name,) for name in CLIP_FIELDS},
 }
 #: Fields that hold lists, or their JSON in the cells of a table.
 LISTS: Final = {
