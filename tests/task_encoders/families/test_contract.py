@@ -431,23 +431,6 @@ def test_text_can_go_on_after_the_last_position_of_a_video(family: str) -> None:
     assert default.fingerprint == ours.fingerprint  # lengths do not depend on it
 
 
-def test_a_caption_has_images_then_videos_in_front(processor: Any) -> None:
-    """In vision tags; the caption and an end token carry loss."""
-    turns = (Turn("ignored <video>.", "A red circle.\n"),)
-    sample = SourceSample("c", "captioning", turns, ("a", "b"), videos=("v",))
-    encoder, tokenizer = encoder_of("qwen2_vl"), processor.tokenizer
-    given = [PICTURE] * 2, CLIPS[:1]
-    encoded = encoder.encode(sample, *given)
-    assert unequal(own_pairs(encoder, sample, *given, encoded)) == []
-    grids = [*encoded.image_grid_thw, *encoded.video_grid_thw]
-    pads = zip(("<|image_pad|>", "<|image_pad|>", "<|video_pad|>"), grids, strict=True)
-    media = [f"<|vision_start|>{pad * (grid.prod() // 4)}<|vision_end|>" for pad, grid in pads]
-    caption = "A red circle.\n<|im_end|>"
-    assert encoded.tokens.tolist() == tokenizer("".join([*media, caption]))["input_ids"]
-    labelled = encoded.tokens[encoded.labels != IGNORE_INDEX].tolist()
-    assert labelled == tokenizer(caption)["input_ids"]
-
-
 def test_the_placeholder_is_text_where_there_are_no_videos(processor: Any) -> None:
     sample = SourceSample("k", "vqa", (Turn("What does <video> mean?", "It marks <video>s."),))
     tokens = build_sample_encoder().encode(sample, []).tokens.tolist()
