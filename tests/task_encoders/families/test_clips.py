@@ -22,7 +22,7 @@ from task_encoders.packs.pack_format import PackedSubSample, pack_json
 from task_encoders.records.record import load_json, to_sample
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.samples.medium_options import MediumOptions, read_options
-from tests.helpers.clips import clip_of, draw_options
+from tests.helpers.clips import clip_of, draw_options, frame_range
 from tests.helpers.datasets import index_rows, make_run, pack_all
 from tests.helpers.tiny_families import encoder_options, needs_family
 from tests.scenarios import SCENARIOS
@@ -57,21 +57,10 @@ def test_frames_and_sizes_follow_the_rule(family: str, world: World) -> None:
             continue
         found = encoder.for_medium(options).sample_video(header)
         assert (list(found.frames), found.grid) == expected
-        shown = frames_shown(header, options)
-        assert found.seconds_per_step == np.float32(2 * shown / fps / len(found.frames))
+        first, last = frame_range(options.given, total, fps) or (0, 0)
+        rate = np.float32(2 / (len(found.frames) / (last - first + 1) * fps))
+        assert found.seconds_per_step == rate
     assert 10 < set_aside < 150
-
-
-def frames_shown(header: VideoHeader, options: MediumOptions) -> int:
-    """Frames between the times of a clip."""
-    assert header.fps is not None
-    seconds = header.num_frames / header.fps
-    start, end = options.video_start, options.video_end
-    first = int(np.ceil(np.clip(start or 0, 0, seconds) * header.fps))
-    last = header.num_frames - 1
-    if end is not None:
-        last = min(int(np.floor(np.clip(end, 0, seconds) * header.fps)), last)
-    return last - first + 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
