@@ -34,7 +34,7 @@ from PIL import Image
 from offline_packing.errors import StageError
 from offline_packing.sources import Source, SourceRecord, open_source
 from offline_packing.storage.files import write_atomically
-from task_encoders.packs.pack_format import IMAGE_EXTENSIONS
+from task_encoders.packs.pack_format import is_image_name
 from task_encoders.records.forms import DIALOGUES
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError
@@ -138,8 +138,7 @@ def are_frames(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(name, str) for name in value)
-        and all(name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for name in value)
+        and all(isinstance(name, str) and is_image_name(name) for name in value)
     )
 
 

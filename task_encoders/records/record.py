@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import orjson
 
-from task_encoders.packs.pack_format import IMAGE_EXTENSIONS, is_video_name
+from task_encoders.packs.pack_format import is_image_name, is_video_name
 from task_encoders.records.forms import chosen_name, form_of, is_scalar, named_media, quoted
 from task_encoders.records.marks import place_images, place_pictures, place_videos, shown_text
 from task_encoders.records.messages import Draft, kind_of, parsed, read_tools
@@ -191,22 +191,18 @@ def _one_list(
         return None
     names = [name for name in in_messages if name is not None]
     given = (*names, *(named or ()))
-    kinds = {*map(type, given)}
-    if field == "videos" and (list in kinds or (len(given) > 1 and all(map(_is_picture, given)))):
+    are_names = {str}.issuperset(map(type, given))
+    are_frames = len(given) > 1 and are_names and all(map(is_image_name, given))
+    if field == "videos" and (are_frames or list in map(type, given)):
         what = "frames of videos; tools/join_frames.py makes videos of them"
         raise SampleError("bad_record", f"{field!r} holds {what}")
-    if not kinds <= {str}:
+    if not are_names:
         raise SampleError("bad_record", f"{field!r} holds something other than file names")
     if not names:
         return named
     if len(names) < len(in_messages) or (named and named != names):
         raise SampleError("bad_record", f"some {field} are named in the messages, others are not")
     return names
-
-
-def _is_picture(name: Any) -> bool:
-    """Return whether something is the name of a picture's file."""
-    return isinstance(name, str) and name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
 
 
 def _read_options(

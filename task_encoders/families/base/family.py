@@ -493,6 +493,11 @@ class FamilyEncoder(ABC):
             weights[:first] = [0.0] * first
         if not any(weights):
             raise SampleError("bad_record", "none of the answers that may carry loss is trained")
+        if self.options.earlier_thoughts == "drop" and "</think>" not in self.template.jinja.words:
+            asked = [i for i, turn in enumerate(sample.turns) if turn.role == "user"]
+            if any("</think>" in turn.answer for turn in sample.turns[: max(asked, default=0)]):
+                why = "the chat template drops no thoughts in texts: name them reasoning_content"
+                raise SampleError("not_in_template", why)
         pieces = self.render(sample, weights)
         if self.options.empty_thoughts == "mask" and sample.task != "captioning":
             pieces = map(without_empty_thought, pieces)

@@ -223,6 +223,15 @@ def test_thoughts_of_earlier_turns(name: str, tmp_path: Path) -> None:
         as_is = build_sample_encoder(**given)
         assert (encoder.fingerprint == as_is.fingerprint) == is_default
         assert bool([*encoder.notes(sample)]) == (earlier == "template" and not kept)
+        inline = replace(sample, turns=(Turn("a", "<think>first</think>b"), *turns[1:]))
+        if (name, earlier) == ("qwen3_8", "drop"):
+            with pytest.raises(
+                SampleError, match=r"not_in_template: .* name them reasoning_content"
+            ):
+                encoder.measure(inline, [])
+        else:
+            ids = encoder.encode(inline, []).tokens
+            assert ("first" in tokenizer.decode(ids)) == kept
         if options and not is_default:
             with pytest.raises(ValueError, match="template_options do; remove one of them"):
                 build_sample_encoder(**given, earlier_thoughts=earlier, template_options=options)
