@@ -43,6 +43,7 @@ _OF_IMAGES: Final = ("min_pixels", "max_pixels")
 _IN_SECONDS: Final = ("video_start", "video_end")
 #: Options of Qwen's messages that no family here reads.
 _UNREAD: Final = ("total_pixels", "resized_height", "resized_width")
+_KNOWN: Final = (*_NAMES, *_UNREAD)
 #: A medium without options.
 AS_FAMILY: Final = MediumOptions()
 
@@ -50,8 +51,10 @@ AS_FAMILY: Final = MediumOptions()
 def read_options(part: Mapping[str, Any], kind: str) -> MediumOptions:
     """Read the options of an "image" or a "video" among other fields. Raises ValueError, which
     names the option."""
+    if part.keys().isdisjoint(_KNOWN):
+        return AS_FAMILY
     found: dict[str, Any] = {}
-    for name in (*_NAMES, *_UNREAD):
+    for name in _KNOWN:
         value = part.get(name)
         if value is None:
             continue
