@@ -18,6 +18,7 @@ from task_encoders.media.patches import Normalisation
 from task_encoders.media.video import SampledVideo
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import IGNORE_INDEX, SourceSample
+from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.text.tokenizer import Tokenizer
 
 
@@ -145,6 +146,10 @@ class SampleEncoder(Protocol):
     @property
     def fingerprint(self) -> Mapping[str, str | int]:
         """Everything that lengths depend on: family, tokenizer, template, pixel limits, frames."""
+
+    def for_medium(self, options: MediumOptions) -> "SampleEncoder":
+        """Return the encoder of media with these options, which takes them in place of its own.
+        Raises SampleError where the family does not read them."""
 
     def image_header(self, file: BinaryIO) -> ImageHeader:
         """Size of an image, from its file. Raises SampleError where it is over the limits."""

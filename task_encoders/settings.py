@@ -55,7 +55,10 @@ TREES: Final = (
 #: Fields of a sample encoder's fingerprint that are hashes of a checkpoint's files.
 HASHES: Final = ("tokenizer", "chat_template")
 #: Fields of a sample encoder's fingerprint that it lacks where they are the default.
-OWN_FIELDS: Final = ("chat_template", "control_tokens", "loss_on", "outer_video_tags")
+OWN_FIELDS: Final = (
+    *("chat_template", "control_tokens", "loss_on", "outer_video_tags"),
+    "empty_thoughts",
+)
 
 
 class PackingSettingsError(ValueError):

@@ -38,6 +38,7 @@ from tests.helpers.loongforge import tool_dialogues
 from tests.helpers.outputs import members_of
 from tests.helpers.shared_media import shared_media
 from tests.helpers.tiny_families import encoder_options
+from tests.helpers.videos import make_video
 from tests.world import SOURCES, MakeSource, Source, World
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -400,6 +401,54 @@ def in_texts(folder: Path) -> Source:
     return {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr"}
 
 
+#: Options of clips of one file, each of several questions.
+OF_CLIPS: list[dict[str, Any]] = [
+    *({"video_start": start, "video_end": start + 1.5, "fps": 2} for start in (0, 0.5, 1)),
+    {"nframes": 4},
+    {},
+]
+
+
+def clips(folder: Path) -> Source:
+    """Dialogues about clips of one video: of one, or of another in each of three turns; and of a
+    picture that has fewer pixels in some."""
+    rows = []
+    for i in range(20):
+        messages = []
+        for turn in range(3 if i >= 10 else 1):
+            video = {"type": "video", "video": "a.mp4", **OF_CLIPS[(i + turn) % 5]}
+            picture = {"type": "image", "image": "a.jpg", "max_pixels": 28**2 * (4 + i % 3)}
+            asked = [video, picture if turn else {"type": "text", "text": f"{i}?"}]
+            messages += [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": "A bar."},
+            ]
+        rows.append({"id": f"{i}", "messages": messages})
+    write_file(folder / "a.mp4", make_video(24, 8, 96, 64))
+    write_file(folder / "a.jpg", image_bytes(280, 280))
+    write_file(folder / "a.jsonl", lines(rows))
+    return {"format": "jsonl", "path": str(folder / "a.jsonl"), "task": "bmr"}
+
+
+def as_asked(run: Run) -> None:
+    """Samples have the options of their media, and share prefixes with these alone."""
+    num_trees = 0
+    for _, pack in packs_of(run):
+        for sample in pack.sub_samples:
+            assert isinstance(sample, SourceSample)
+            number, _, part = sample.key.partition("[")
+            first = int(part[:1] or 0)
+            of_videos = sample.media_options[len(sample.images) :]
+            turns = range(first, first + len(sample.turns))
+            asked = [OF_CLIPS[(int(number) + turn) % 5] for turn in turns]
+            assert [one.given for one in of_videos] == asked
+        for tree in pack.trees:
+            num_trees += 1
+            own = pack.sub_samples[tree.first : tree.end]
+            assert len({one.media_options[len(one.images)] for one in own}) == 1  # type: ignore
+    assert (num_trees > 2) == bool(run.config.pack.share_prefixes)
+
+
 def tools(folder: Path) -> Source:
     return {"format": "jsonl", "path": str(tool_dialogues(folder / "source")), "task": "bmr"}
 
@@ -481,6 +530,12 @@ SCENARIOS: dict[str, Scenario] = {
     "not drawn": Scenario(half_drawn, {}, Expected(17, {"not_drawn": 5})),
     "weights": Scenario(weighted, {}, Expected(41)),
     "in texts": Scenario(in_texts, FEW, Expected(15, check=shown_in_place)),
+    "clips": Scenario(clips, {**TREES, **pack(share_prefixes=True)}, Expected(20, check=as_asked)),
+    "clips, cut, referred to": Scenario(
+        clips,
+        {"model": CLIPS, **pack(on_overlong="split_turns", seq_length=88), **output(media="refer")},
+        Expected(30, check=as_asked),
+    ),
     "loss weights": Scenario(fractions, FEW, Expected(12, check=weighed)),
     # families
     "qwen2_5_vl": Scenario("short", family("qwen2_5_vl"), Expected(24)),

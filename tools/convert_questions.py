@@ -76,11 +76,10 @@ def read_samples(
                     raise record.content
                 paired, is_file = record.paired_media, source.files_at(record.locator)
                 sample = to_sample(record.content, record.key, source.task, paired, is_file)
-                if len(sample.images) > 1 or sample.videos:
-                    raise SampleError(
-                        "bad_record",
-                        f"{len(sample.images)} images, {len(sample.videos)} videos: not a pair",
-                    )
+                if len(sample.images) > 1 or sample.videos or sample.options:
+                    what = f"{len(sample.images)} images, {len(sample.videos)} videos"
+                    what = "options of images" if sample.options else what
+                    raise SampleError("bad_record", f"{what}: not a pair")
                 found = _find_image(source, record, sample)
                 has_dialogue = any(record.content.get(name) for name in DIALOGUES)
                 is_list = split_lists and not has_dialogue

@@ -160,9 +160,12 @@ class PackingConfig(Section):
                 "split_turns makes several samples of one; leave out one of the two"
             )
         trains_all = self.output.layout != "energon"
-        if loss_on != "all" and self.task != "captioning" and trains_all:
+        empty = getattr(self.model, "empty_thoughts", "train")
+        parts = {"loss_on": loss_on} if loss_on != "all" else {}
+        parts |= {"empty_thoughts": empty} if empty != "train" else {}
+        for name, value in parts.items() if trains_all and self.task != "captioning" else ():
             raise ValueError(
-                f"model.loss_on={loss_on} trains a part of each conversation, and readers of "
+                f"model.{name}={value} trains a part of each conversation, and readers of "
                 f"output.layout={self.output.layout!r} train all answers; leave it out, or choose "
                 "another layout"
             )

@@ -118,6 +118,11 @@ def _document(
     for sample, measured in zip(restored.sub_samples, restored.num_tokens or (), strict=True):
         if isinstance(sample, SampleError):
             raise sample  # packed, so it was fit
+        if sample.options:
+            raise StageError(
+                f"pack {pack.key!r}: {sample.key!r} has options of single images or videos (fps, "
+                "video_start, ...), which its readers do not know; pack samples without them"
+            )
         text = _tokenize(encoder, sample, pack.media)
         if len(text.tokens) != measured:
             raise StageError(

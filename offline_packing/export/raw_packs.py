@@ -71,7 +71,13 @@ def _record(tar: Path, pack: Pack) -> bytes:
 
 def _refuse_documents(record: dict[str, Any], key: str) -> None:
     """Raise StageError where a caption of a pack has pictures in its text, or goes on in another:
-    readers of single files put all pictures in front, and an end token behind."""
+    readers of single files put all pictures in front, and an end token behind. They know no options
+    of media, either."""
+    if "options" in record["meta"]:
+        raise StageError(
+            f"pack {key} holds options of single images or videos (fps, video_start, ...), which "
+            "readers of single files do not know; pack samples without them to export them"
+        )
     if record["meta"]["task"] != "captioning":
         return
     for sample in restore_pack(record, key).sub_samples:

@@ -11,6 +11,7 @@ import xxhash
 from offline_packing.sources import Locator, Source
 from offline_packing.sources.roots.roots import MediaRoot
 from task_encoders.sample_encoder import Prefix
+from task_encoders.samples.medium_options import MediumOptions, options_json
 
 #: Bytes of a medium that are hashed: the first request to remote storage brings them.
 HASHED_BYTES: Final = 1 << 14
@@ -59,7 +60,10 @@ def sample_stamp(
 
 
 def prefix_row(
-    prefix: Prefix | None, media_hashes: Iterable[int], media: Sequence[int]
+    prefix: Prefix | None,
+    media_hashes: Iterable[int],
+    media: Sequence[int],
+    options: Sequence[MediumOptions] = (),
 ) -> Mapping[str, int]:
     """Return a row's columns of a prefix.
 
@@ -68,11 +72,13 @@ def prefix_row(
         media: a hash of all bytes of each of its media where they were at hand, otherwise of its
             place (`hash_place`). The other hashes cover some bytes only: samples share a prefix
             where these are equal, too, or where the files are found to be.
+        options: of its media. Two clips of one file are not alike.
     """
     if prefix is None:
         return _NO_PREFIX
     spans = [(span[0], span[1], *span[3:]) for span in prefix.spans]
-    content = orjson.dumps([spans, [*media_hashes]], option=orjson.OPT_SERIALIZE_NUMPY)
+    asked = [options_json(options)] if any(options) else []
+    content = orjson.dumps([spans, [*media_hashes], *asked], option=orjson.OPT_SERIALIZE_NUMPY)
     values = xxhash.xxh3_64_intdigest(content) or 1, join_hashes(media), *prefix[1:]
     return dict(zip(_PREFIX, values, strict=True))
 

@@ -30,6 +30,8 @@ _LEAST_SIDE: Final = 28
 
 def first_broken(rules: Iterable[Rule], sample: SourceSample, sizes: Sizes) -> str | None:
     """Return what the first rule that a sample breaks names; None if it keeps all."""
+    if sample.options:
+        return "options of single images or videos"
     return next((what for what, breaks in rules if breaks(sample, sizes)), None)
 
 

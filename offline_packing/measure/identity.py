@@ -49,6 +49,7 @@ from offline_packing.storage.key_set import Hashes, KeySet, hash_keys, sort_hash
 from offline_packing.storage.receipts import receipt_path
 from task_encoders.records.record import to_sample
 from task_encoders.samples import SampleError, SourceSample
+from task_encoders.samples.medium_options import options_json
 from task_encoders.storage.paths import REMEDY, path_of
 
 logger = logging.getLogger(__name__)
@@ -236,12 +237,13 @@ def _prefixes(
 
 
 def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
-    """xxh3_64 of a sample's trained content: its texts, and its media by their names, or by their
-    bytes if these are in the record itself."""
+    """xxh3_64 of what a sample trains: its texts, and its media by their options and names, or by
+    their bytes if these are in the record itself."""
     names = (sample.images, sample.videos)
     turns = [{"prompt": t.prompt, "answer": t.answer, **t.details} for t in sample.turns]
     tools = [sample.tools] if sample.tools else []
-    digest = xxhash.xxh3_64(orjson.dumps([turns, *names, sample.system, *tools]))
+    own = [turns, *names, sample.system, *tools, *_asked(sample)]
+    digest = xxhash.xxh3_64(orjson.dumps(own))
     for medium in media:
         if medium is not None and medium.data is not None:
             digest.update(xxhash.xxh3_128_digest(medium.data))
@@ -249,12 +251,12 @@ def hash_content(sample: SourceSample, media: Iterable[Embedded | None]) -> int:
 
 
 def hash_sample(sample: SourceSample, media_hashes: Sequence[int]) -> int:
-    """xxh3_64 of a sample's texts, and of its media by their `hash_medium`."""
+    """xxh3_64 of a sample's texts, and of its media by their options and `hash_medium`."""
     return xxhash.xxh3_64_intdigest(orjson.dumps([*_texts(sample), media_hashes]))
 
 
 def digest_sample(sample: SourceSample, media: Iterable[bytes]) -> bytes:
-    """xxh3_128 of a sample's texts, and of its media by all their bytes."""
+    """xxh3_128 of a sample's texts, and of its media by their options and all their bytes."""
     digest = xxhash.xxh3_128(orjson.dumps(_texts(sample)))
     for data in media:
         digest.update(xxhash.xxh3_128_digest(data))
@@ -263,7 +265,12 @@ def digest_sample(sample: SourceSample, media: Iterable[bytes]) -> bytes:
 
 def _texts(sample: SourceSample) -> list[Any]:
     turns = [(turn.prompt, turn.answer, turn.details) for turn in sample.turns]
-    return [turns, sample.system, sample.tools]
+    return [turns, sample.system, sample.tools, *_asked(sample)]
+
+
+def _asked(sample: SourceSample) -> list[Any]:
+    """Return a list of the options of a sample's media; an empty one if no medium has any."""
+    return [options_json(sample.options)] if sample.options else []
 
 
 def hash_group(source: Source, content: Mapping[str, Any]) -> int:

@@ -176,11 +176,10 @@ class Conversation:
         def num_tokens(begin: int, end: int) -> int:
             images = slice(self.images[begin], self.images[end])
             clips = slice(self.clips[begin], self.clips[end])
-            own = replace(
-                plain,
-                turns=join_sections(plain, trained[self.bounds[begin] : self.bounds[end]]),
-                images=plain.images[images],
-                videos=plain.videos[clips],
+            turns = join_sections(plain, trained[self.bounds[begin] : self.bounds[end]])
+            shown = range(len(plain.media))
+            own = replace(plain, turns=turns).showing(
+                [*shown[images], *shown[len(plain.images) :][clips]]
             )
             return self.encoder.measure(own, self.sizes[images], self.videos[clips]).num_tokens
 
@@ -557,7 +556,7 @@ class Measuring:
     ) -> Row:
         """The row of a sample, which is a record or a part with some of its media."""
         media = [found.media[i] for i in kept]
-        prefix, leading = length.prefix, list[int]()
+        prefix, leading, options = length.prefix, list[int](), found.sample.media_options
         if prefix is not None:
             videos = kept[len(sample.images) :]
             leading = [*kept[: prefix.num_images], *videos[: prefix.num_videos]]
@@ -584,5 +583,6 @@ class Measuring:
                 prefix,
                 [found.media_hashes[i] for i in leading],
                 [found.same_media[i] for i in leading],
+                [options[i] for i in leading],
             ),
         }

@@ -26,6 +26,7 @@ from task_encoders.packs.pack_format import is_video_name, pack_key
 from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SourceSample
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.settings import PackingSettings
 
 if TYPE_CHECKING:
@@ -174,8 +175,9 @@ def _sub_samples(
     parents = row.row.parents.tolist() or [-1] * len(bounds)
 
     @functools.cache
-    def medium(name: str, grid: tuple[int, ...]) -> MediumPreview:
-        return _medium(name, pack.media[name], grid, encoder, run.config.model)
+    def medium(name: str, grid: tuple[int, ...], options: MediumOptions) -> MediumPreview:
+        own = encoder.for_medium(options)
+        return _medium(name, pack.media[name], grid, own, run.config.model)
 
     for number, ((start, end), parent) in enumerate(zip(bounds, parents, strict=True)):
         if parent < 0 or parent < number - 1:  # a first branch goes with its trunk
@@ -184,7 +186,7 @@ def _sub_samples(
         sizes = [encoder.image_header(io.BytesIO(pack.media[name])) for name in sample.images]
         headers = [encoder.video_header(io.BytesIO(pack.media[name])) for name in sample.videos]
         measured = encoder.measure(sample, [(one.height, one.width) for one in sizes], headers)
-        media = tuple(map(medium, sample.media, measured.grid_thw))
+        media = tuple(map(medium, sample.media, measured.grid_thw, sample.media_options))
         images, videos = media[: len(sizes)], media[len(sizes) :]
         shown = in_order(sample, images, videos)
         num_branches = parents.count(number)

@@ -361,8 +361,5 @@ class ConversationPart:
         turns = list(sections(sample)[self.begin : self.end])
         for i in range(self.first - self.begin):
             turns[i] = replace(turns[i], weight=0.0)
-        shown = [name for name, at in zip(sample.media, self.media, strict=True) if at >= 0]
-        num_images = sum(at >= 0 for at in self.media[: len(sample.images)])
-        images, videos = tuple(shown[:num_images]), tuple(shown[num_images:])
-        joined = join_sections(sample, turns)
-        return replace(sample, turns=joined, images=images, videos=videos)
+        joined = replace(sample, turns=join_sections(sample, turns))
+        return joined.showing([i for i, place in enumerate(self.media) if place >= 0])

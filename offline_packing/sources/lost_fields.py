@@ -20,6 +20,7 @@ from task_encoders.records.forms import (
 )
 from task_encoders.records.marks import MARKS, PICTURE, shown_text
 from task_encoders.records.messages import LOSS_FIELDS
+from task_encoders.records.record import ASKED
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, SampleError, SourceSample
 
 #: Part of every line on unused media: with one, a source without any picture is a mistake.
@@ -80,7 +81,7 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
     for name in record.unread[1]:
         if not _LABEL_NAME.fullmatch(name):
             yield f"field {name!r} {_UNUSED_TEXT}", ""
-    own = {"id"} | {"group"} & fields.named.keys()
+    own = {"id", ASKED} | {"group"} & fields.named.keys()
     for name in content.keys() - form.used(content, task) - own - fields.columns_beside:
         value, remedy = content[name], "" if name in RECORD_FIELDS else "; name it in source.fields"
         if _holds_media(name, value, used):

@@ -31,8 +31,14 @@ from pydantic import (
 
 from offline_packing.storage.streams import DamagedStreamError
 from task_encoders.field_types import IF_ON, Count, LocalOrRemotePath, not_bool
-from task_encoders.records.forms import MEDIA_FIELDS, RECORD_FIELDS, RENAMED, with_input
-from task_encoders.records.record import RATED
+from task_encoders.records.forms import (
+    CLIP_FIELDS,
+    MEDIA_FIELDS,
+    RECORD_FIELDS,
+    RENAMED,
+    with_input,
+)
+from task_encoders.records.record import ASKED, RATED
 from task_encoders.samples.limits import MAX_MEDIA, MAX_MESSAGES, MAX_TEXT_LENGTH
 
 #: More copies of a sample than this are taken for a typing error.
@@ -136,11 +142,14 @@ class FieldMap:
                 for at, value in values
                 if value is not None
             }
+        if asked := {name: found.pop(name) for name in CLIP_FIELDS if found.get(name) is not None}:
+            found[ASKED] = asked
         return kept | {name: value for name, value in found.items() if value is not None}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
         """'source.fields.images=picture' for each place that gave `apply` no value."""
-        absent = self._steps.keys() - content.keys() if self._steps else ()
+        found = content.keys() | content.get(ASKED, {}).keys() if self._steps else ()
+        absent = self._steps.keys() - found
         places = [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
         for name, own in self.beside.items():
             form = " (a number or a short text)" if name == KEPT else ""

@@ -310,6 +310,8 @@ def _sub_sample_problem(
         source = LAYOUTS[task.shard.layout].stored_form(measured)
         if (sub.turns, sub.system, sub.tools) != (source.turns, source.system, source.tools):
             return "text differs from the source"
+        if sub.options != source.options:
+            return "options of media differ from the source"
         originals = task.shard.read_media(sample, sample.media)
         if images + videos != originals:
             kind = "image" if images != originals[: len(images)] else "video"

@@ -2,6 +2,7 @@
 blocks of merge_size², vision tags. Qwen2.5-VL has the lengths of Qwen2-VL; positions of its videos
 follow the time."""
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -23,10 +24,16 @@ from task_encoders.families.base.spans import Medium, Span, patch_spans
 from task_encoders.field_types import Count, Number
 from task_encoders.media import image
 from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings
-from task_encoders.media.video import SampledVideo, sampled_frames, seconds_per_grid
+from task_encoders.media.video import (
+    SampledVideo,
+    frame_range,
+    sampled_frames,
+    seconds_per_grid,
+)
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions
 from task_encoders.text.pieces import Control
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
@@ -107,6 +114,8 @@ class QwenVLEncoder(FamilyEncoder):
     tokens_per_second: float | None = None
 
     options: QwenImageOptions
+    #: of the medium that this is the encoder of
+    asked: MediumOptions = AS_FAMILY
 
     def __init__(self, options: QwenImageOptions, **patches: int) -> None:
         """`patches`: sizes of VisionSettings that are not the class's."""
@@ -127,15 +136,51 @@ class QwenVLEncoder(FamilyEncoder):
         self._before = Span([ids["vision_start_token_id"]], 1)
         self._after = Span([ids["vision_end_token_id"]], 1)
 
+    def for_medium(self, options: MediumOptions) -> FamilyEncoder:
+        if not options or not isinstance(self.options, QwenVLOptions):
+            return super().for_medium(options)
+        names = ("fps", "min_frames", "max_frames")
+        update = {f"video_{name}": options.given[name] for name in names if name in options.given}
+        encoder = copy.copy(self)
+        encoder.asked, encoder.options = options, self.options.model_copy(update=update)
+        return encoder
+
+    def _limits(self, least: int, most: int, volume: int = 1) -> tuple[int, int]:
+        """Pixel limits of an image, or of `volume` frames, where its own options name none."""
+        asked = self.asked
+        least = least if asked.min_pixels is None else asked.min_pixels * volume
+        most = most if asked.max_pixels is None else asked.max_pixels * volume
+        if least > most:
+            raise SampleError("bad_record", f"option min_pixels {least} > max_pixels {most}")
+        return least, most
+
     def image_medium(self, height: int, width: int) -> Medium:
-        height, width = image.smart_resize(height, width, self.vision)
+        limits = self._limits(self.vision.min_pixels, self.vision.max_pixels)
+        height, width = image.smart_resize(height, width, self.vision, limits)
         patch = self.vision.patch_size
         return Medium((1, height // patch, width // patch))
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
+        first, last = frame_range(header, self.asked.video_start, self.asked.video_end)
+        return self._sample_clip(replace(header, num_frames=last - first + 1), first)
+
+    def _asked_frames(self, total: int) -> int | None:
+        """Return the even number of frames that a video's own options ask for."""
+        nframes = self.asked.nframes
+        if nframes is None:
+            return None
+        even = round(nframes / 2) * 2
+        if not 2 <= even <= total:
+            raise SampleError(
+                "bad_record", f"option nframes {nframes} of a video of {total} frames"
+            )
+        return even
+
+    def _sample_clip(self, header: VideoHeader, first: int) -> SampledVideo:
         """Frames spread evenly, resized one by one. Their number is a multiple of the frames in a
         patch, as transformers' `sample_frames` counts them; of a video with fewer frames, which
-        transformers refuses, all are taken."""
+        transformers refuses, all are taken. `header`: of the frames from `first` on that are
+        shown."""
         options, depth, patch = self.options, self.vision.temporal_patch_size, self.PATCH_SIZE
         assert isinstance(options, QwenVLOptions)
         num_sampled = total = header.num_frames
@@ -145,14 +190,15 @@ class QwenVLEncoder(FamilyEncoder):
             most = min(options.video_max_frames, total) // depth * depth
             wanted = max(total / header.fps * options.video_fps, options.video_min_frames)
             num_sampled = math.floor(min(wanted, most, total) / depth) * depth
-        least, most = options.video_min_pixels, options.video_max_pixels
+        num_sampled = self._asked_frames(total) or num_sampled
+        least, most = self._limits(options.video_min_pixels, options.video_max_pixels)
         if options.video_max_tokens is not None:
             budget = int(options.video_max_tokens * self.vision.factor**2 * 0.9)
             most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
         height, width = image.smart_resize(header.height, header.width, self.vision, (least, most))
         return SampledVideo(
             (-(-num_sampled // depth), height // patch, width // patch),
-            sampled_frames(total, num_sampled),
+            [first + number for number in sampled_frames(total, num_sampled)],
             seconds_per_grid(header, num_sampled, depth),
             header.fps,
         )

@@ -87,17 +87,18 @@ class Qwen3VLEncoder(QwenVLEncoder):
                 placed[i - 1] = before, [*others, span._replace(ids=ids, num_tokens=len(ids))]
         yield from placed
 
-    def sample_video(self, header: VideoHeader) -> SampledVideo:
+    def _sample_clip(self, header: VideoHeader, first: int) -> SampledVideo:
         # As transformers' Qwen3VLVideoProcessor counts frames: any number, also an odd one.
         options, total = self.options, header.num_frames
         if header.fps is None and total > 1:
             raise SampleError("bad_video", f"{total} frames without a frame rate")
         wanted = 1 if header.fps is None else int(total / header.fps * options.video_fps)
         num_sampled = min(max(wanted, options.video_min_frames), options.video_max_frames, total)
-        frames = np.linspace(0, total - 1, num_sampled).round().astype(int)
+        num_sampled = self._asked_frames(total) or num_sampled
+        frames = np.linspace(first, first + total - 1, num_sampled).round().astype(int)
         depth = self.vision.temporal_patch_size
         volume = max(num_sampled, depth)
-        least, most = options.video_min_pixels, options.video_max_pixels
+        least, most = self._limits(options.video_min_pixels, options.video_max_pixels, volume)
         if options.video_max_tokens is not None:  # transformers' cap_pixels_per_frame
             share = min(options.video_max_tokens * self.vision.factor**2, most // volume)
             most = max(share, int(least * 1.05)) * volume

@@ -27,6 +27,7 @@ from task_encoders.samples import (
     Turn,
     check_sample,
     make_turn,
+    options_of_media,
     refuse_codec_input,
 )
 from task_encoders.storage.paths import REMEDY
@@ -159,9 +160,9 @@ def restore_pack(
     given = _prompts_of(record)
     prompts = _column(record, given, key, count) if given else [""] * count
     own = {"keys": [f"{key}/{i}" for i in range(count)], "system": without}
-    own |= {"tools": [""] * count, "turns": without}
+    own |= {"tools": [""] * count, "turns": without, "options": without}
     stored = own | {name: one for name, one in meta.items() if one}
-    keys, systems, tools, details = (_column(stored, name, key, count) for name in own)
+    keys, systems, tools, details, asked = (_column(stored, name, key, count) for name in own)
     codec = [
         _column({name: without, **record}, name, key, count) for name in ("patch_positions", "fps")
     ]
@@ -172,7 +173,7 @@ def restore_pack(
     sub_task = task or meta.get("task") or "captioning"
     if sub_task not in TASKS:
         raise PackFormatError(f"pack {key!r}: unknown task {sub_task!r}; valid: {', '.join(TASKS)}")
-    columns = keys, images, videos, prompts, captions, systems, tools, details, *codec
+    columns = keys, images, videos, prompts, captions, systems, tools, details, asked, *codec
     subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
     described = meta.get("task"), num_tokens, checksums
     return RestoredPack(subs, tuple(keys), *described, _trees(meta.get("trees", []), count, key))
@@ -307,6 +308,7 @@ def _restore_sub_sample(
     system: str | None,
     tools: str,
     details: Any,
+    asked: Any,
     positions: Any,
     fps: Any,
     *,
@@ -330,7 +332,9 @@ def _restore_sub_sample(
             turns = tuple(map(make_turn, questions, answers, details))
         else:
             raise SampleError("bad_record", f"meta.turns does not describe {len(answers)} turns")
-        sample = SourceSample(key, task, turns, image_names, system, video_names, tools)
+        counts = len(image_names), len(video_names)
+        options = () if asked is None else options_of_media(asked, *counts)
+        sample = SourceSample(key, task, turns, image_names, system, video_names, tools, options)
         check_sample(sample)
     except SampleError as error:
         return error

@@ -21,7 +21,8 @@ A pack with videos is nested and has one more list, whose names are numbered sep
 
 `meta` holds `task`, and per sub-sample `keys`, `num_tokens` and `system` (null: the template's
 default); if any has them, also `tools` (JSON; "": none) and `turns`, the fields of turns besides
-prompt and answer (`Turn.details`; null: none). `trees` lists sub-samples that begin
+prompt and answer (`Turn.details`; null: none), and `options`, those of each medium's, images first
+(`MediumOptions`; null: none). `trees` lists sub-samples that begin
 with the same media, each entry a `Tree`; their media are named by all of them, and are members
 once. `generation` is the output's (see `Manifest`); `checksums` are of the media in the pack, by
 member name; in their place `media` says where media are that a pack refers to (`stored_media`).
@@ -40,6 +41,7 @@ import orjson
 import xxhash
 
 from task_encoders.samples import SourceSample
+from task_encoders.samples.medium_options import options_json
 
 JSON_PART: Final = "json"
 
@@ -92,6 +94,11 @@ def image_extension(name: str, image_format: str) -> str:
     if extension in IMAGE_EXTENSIONS:
         return extension
     return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(image_format, image_format.lower())
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file name, or an extension alone, is an image's."""
+    return name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
 
 
 def is_video_name(name: str) -> bool:
@@ -167,6 +174,9 @@ def pack_json(
     details = [[turn.details for turn in sample.turns] for sample in samples]
     if any(map(any, details)):
         record["meta"]["turns"] = [found if any(found) else None for found in details]
+    if any(sample.options for sample in samples):
+        asked = [options_json(sample.options) or None for sample in samples]
+        record["meta"]["options"] = asked
     if trees:
         record["meta"]["trees"] = [list(tree) for tree in trees]
     if generation:

@@ -41,6 +41,8 @@ ANSWERS: Final = (*REPLIES, *CAPTIONS, *_OUTPUTS)
 _AS_CAPTION: Final = (*CAPTIONS, *REPLIES, "text", *_OUTPUTS)
 #: Fields that go with every form, and their other names.
 COMMON: Final = {"images": "image", "videos": "video", "system": "system", "tools": "functions"}
+#: Options of a record's videos that `source.fields` may name.
+CLIP_FIELDS: Final = ("video_start", "video_end", "fps")
 MEDIA_FIELDS: Final = frozenset(("images", "image", "videos", "video"))
 
 
@@ -288,6 +290,7 @@ RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "answer": (*DIALOGUES, *_AS_CAPTION),
     "caption": (*DIALOGUES, *PROMPTS, *_AS_CAPTION),
     "group": (),
+    **{name: (name,) for name in CLIP_FIELDS},
 }
 #: Fields that hold lists, or their JSON in the cells of a table.
 LISTS: Final = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from task_encoders.packs.pack_format import IMAGE_EXTENSIONS
+from task_encoders.packs.pack_format import is_image_name
 from task_encoders.samples import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Turn, count_placeholders
 
 #: Pictures of Qwen-VL's records and of Markdown.
@@ -52,8 +52,7 @@ def place_pictures(
 
     def place(match: re.Match[str]) -> str:
         name: str = match[1] or match[2]
-        is_image = name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
-        if not (name.startswith("data:image/") or (is_image and is_file(name))):
+        if not (name.startswith("data:image/") or (is_image_name(name) and is_file(name))):
             return match[0]
         names.append(name)
         return IMAGE_PLACEHOLDER

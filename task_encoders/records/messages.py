@@ -74,6 +74,8 @@ class Draft:
     turns: list[Turn] = field(default_factory=list)
     images: list[str | None] = field(default_factory=list)
     videos: list[str | None] = field(default_factory=list)
+    #: parts of messages that name these, with the options of each
+    parts: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
     is_document: bool = False
 
 
@@ -287,7 +289,9 @@ def _part(role: str, part: Any, found: Draft) -> str:
     if placeholder is None or not (role in ("user", "tool") or found.is_document):
         raise SampleError("bad_record", f"a part {kind!r} of {role!r}, which is not packed"[:200])
     name = media_name(_first(part, (kind, kind.removesuffix("_url"), "path", "url", "value")))
-    (found.images if placeholder == IMAGE_PLACEHOLDER else found.videos).append(name)
+    is_image = placeholder == IMAGE_PLACEHOLDER
+    (found.images if is_image else found.videos).append(name)
+    found.parts[0 if is_image else 1].append(part)
     return placeholder
 
 

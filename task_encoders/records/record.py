@@ -10,10 +10,10 @@ from urllib.parse import unquote
 
 import orjson
 
-from task_encoders.packs.pack_format import is_video_name
+from task_encoders.packs.pack_format import is_image_name, is_video_name
 from task_encoders.records.forms import chosen_name, form_of, is_scalar, named_media, quoted
 from task_encoders.records.marks import place_images, place_pictures, place_videos, shown_text
-from task_encoders.records.messages import kind_of, parsed, read_tools
+from task_encoders.records.messages import Draft, kind_of, parsed, read_tools
 from task_encoders.samples import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -22,10 +22,12 @@ from task_encoders.samples import (
     Turn,
     check_sample,
     count_placeholders,
+    options_of_media,
     refuse_codec_input,
     split_at_media,
 )
 from task_encoders.samples.limits import check_json
+from task_encoders.samples.medium_options import MediumOptions
 
 #: A longer "id" is not a key.
 _MAX_KEY_LENGTH: Final = 4096
@@ -33,6 +35,10 @@ _UTF8_BOM: Final = b"\xef\xbb\xbf"
 #: Field with lists that rate the turns, {place: (a list, the least that a turn needs)}: see
 #: `source.min_rating`.
 RATED: Final = "source.min_rating"
+
+#: Field with options of media besides those in messages: of each medium, or {name: a value for the
+#: only video, or a list of a value for each}; see `source.fields`.
+ASKED: Final = "source.options"
 
 #: Marks in texts that ms-swift replaces by what a record's "objects" hold.
 _BOX_MARKS: Final = ("<bbox>", "<ref-object>")
@@ -118,7 +124,8 @@ def to_sample(
         turns = place_images(turns, task, len(images))
     tools = read_tools(content.get(chosen_name(content, "tools")))
     media = tuple(images), system, tuple(videos)
-    sample = SourceSample(key, task, tuple(turns), *media, tools)
+    options = _read_options(content.get(ASKED), draft, len(images), len(videos))
+    sample = SourceSample(key, task, tuple(turns), *media, tools, options)
     if content.get(RATED):
         sample = _well_rated(sample, content[RATED])
     check_sample(sample)
@@ -183,13 +190,41 @@ def _one_list(
     if named is None and not in_messages:
         return None
     names = [name for name in in_messages if name is not None]
-    if not {str}.issuperset(map(type, (*names, *(named or ())))):
+    given = (*names, *(named or ()))
+    are_names = {str}.issuperset(map(type, given))
+    are_frames = len(given) > 1 and are_names and all(map(is_image_name, given))
+    if field == "videos" and (are_frames or list in map(type, given)):
+        what = "frames of videos; tools/join_frames.py makes videos of them"
+        raise SampleError("bad_record", f"{field!r} holds {what}")
+    if not are_names:
         raise SampleError("bad_record", f"{field!r} holds something other than file names")
     if not names:
         return named
     if len(names) < len(in_messages) or (named and named != names):
         raise SampleError("bad_record", f"some {field} are named in the messages, others are not")
     return names
+
+
+def _read_options(
+    beside: Any, draft: Draft, num_images: int, num_videos: int
+) -> tuple[MediumOptions, ...]:
+    """Return `SourceSample.options` from the parts of messages that name media, and the field ASKED
+    beside them. Raises SampleError: bad_record."""
+    if not beside and not any(draft.parts):
+        return ()
+    if isinstance(beside, list):
+        return options_of_media(beside, num_images, num_videos)
+    images, videos = (
+        ([*parts, *[{}] * number])[:number]
+        for parts, number in zip(draft.parts, (num_images, num_videos), strict=True)
+    )
+    for name, given in beside.items() if beside and videos else ():
+        values = given if isinstance(given, list) else [given]
+        if len(values) != num_videos:
+            what = f"{len(values)} values of {name!r} for {num_videos} videos"
+            raise SampleError("bad_record", what)
+        videos = [{**part, name: value} for part, value in zip(videos, values, strict=True)]
+    return options_of_media([*images, *videos], num_images, num_videos)
 
 
 def _check_places(sample: SourceSample) -> None:

@@ -29,6 +29,7 @@ from task_encoders.sample_encoder import (
     SampleLength,
 )
 from task_encoders.samples import SampleError
+from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.threads import map_in, result_of, submit
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class RowEncoder:
         that they share are encoded once. `decoded`: the first images of the first."""
         if len(group) == 1:
             return [self._encode_one(group[0], decoded)]
-        known: dict[int, EncodedMedium] = {}
+        known: dict[tuple[int, MediumOptions], EncodedMedium] = {}
         first, *others = group
         return [
             self._encode_one(first, decoded, known),
@@ -175,10 +176,11 @@ class RowEncoder:
         self,
         sub_sample: SubSample,
         decoded: Sequence[Image.Image] = (),
-        known: dict[int, EncodedMedium] | None = None,
+        known: dict[tuple[int, MediumOptions], EncodedMedium] | None = None,
     ) -> EncodedSample | SampleError:
         """The arrays of a sub-sample, whose first images may be decoded already; or why it cannot
-        be used. `known`: media of its tree that are encoded, by the identity of their bytes.
+        be used. `known`: media of its tree that are encoded, by the identity of their bytes and
+        their options.
 
         Raises:
             FatalSampleError: PyAV is missing; or its length is not the one stored in its pack.
@@ -190,8 +192,9 @@ class RowEncoder:
         clips: Sequence[Any] = videos
         try:
             if known is not None:
-                pictures = list(map(partial(self._once, known), images, pictures))
-                clips = [self._once(known, data) for data in videos]
+                asked, once = iter(sample.media_options), partial(self._once, known)
+                pictures = [once(*own) for own in zip(images, asked, pictures, strict=False)]
+                clips = [once(*own) for own in zip(videos, asked, strict=True)]
             encoded = self.encoder.encode(sample, pictures, clips)
         except SampleError as error:
             return error
@@ -206,18 +209,20 @@ class RowEncoder:
 
     def _once(
         self,
-        known: dict[int, EncodedMedium],
+        known: dict[tuple[int, MediumOptions], EncodedMedium],
         data: bytes,
+        options: MediumOptions,
         image: bytes | Image.Image | None = None,
     ) -> EncodedMedium:
         """A video, or an image, that is encoded unless it is known. Raises SampleError."""
-        if id(data) not in known:
+        if (key := (id(data), options)) not in known:
+            encoder = self.encoder.for_medium(options)
             if image is None:
-                known[id(data)] = self.encoder.encode_video(data)
+                known[key] = encoder.encode_video(data)
             else:
-                decoded = self.encoder.decode_image(image) if isinstance(image, bytes) else image
-                known[id(data)] = self.encoder.encode_image(decoded)
-        return known[id(data)]
+                decoded = encoder.decode_image(image) if isinstance(image, bytes) else image
+                known[key] = encoder.encode_image(decoded)
+        return known[key]
 
 
 def _group_of(sub_sample: SubSample) -> object:

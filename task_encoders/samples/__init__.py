@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Final
 
+from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions, read_options
+
 #: The three kinds of training sample. "bmr" is multi-turn and mixed data (blend, multi-round).
 TASKS: Final = ("captioning", "vqa", "bmr")
 
@@ -179,11 +181,26 @@ class SourceSample:
     videos: tuple[str, ...] = ()
     #: JSON list of the tools that the model may call; "": none
     tools: str = ""
+    #: of each of its `media`; (): none has any
+    options: tuple[MediumOptions, ...] = ()
 
     @property
     def media(self) -> tuple[str, ...]:
         """Names of all media: images first, then videos."""
         return self.images + self.videos
+
+    @property
+    def media_options(self) -> tuple[MediumOptions, ...]:
+        """Options of each of its media."""
+        return self.options or (AS_FAMILY,) * len(self.media)
+
+    def showing(self, kept: Sequence[int]) -> "SourceSample":
+        """Return the sample with only these of its media."""
+        images = tuple([self.images[i] for i in kept if i < len(self.images)])
+        videos = tuple([self.media[i] for i in kept if i >= len(self.images)])
+        options = tuple([self.options[i] for i in kept]) if self.options else ()
+        options = options if any(options) else ()
+        return replace(self, images=images, videos=videos, options=options)
 
     @property
     def is_plain(self) -> bool:
@@ -228,6 +245,19 @@ def check_sample(sample: SourceSample) -> None:
                 f"{kind}_count_mismatch",
                 f"{found} {placeholder} placeholders for {len(names)} {kind}s{why}",
             )
+
+
+def options_of_media(asked: Any, num_images: int, num_videos: int) -> tuple[MediumOptions, ...]:
+    """Return `SourceSample.options` from a list of them as JSON holds it, with null or nothing for
+    media without. Raises SampleError: bad_record."""
+    kinds = ["image"] * num_images + ["video"] * num_videos
+    if not isinstance(asked, list) or len(asked) != len(kinds):
+        raise SampleError("bad_record", f"not the options of {len(kinds)} media: {asked!r}"[:200])
+    try:
+        found = tuple(map(read_options, [one or {} for one in asked], kinds))
+    except (AttributeError, ValueError) as error:
+        raise SampleError("bad_record", str(error)) from error
+    return found if any(found) else ()
 
 
 def refuse_codec_input(positions: Any, fps: Any = None) -> None:

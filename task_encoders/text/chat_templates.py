@@ -107,6 +107,7 @@ class JinjaTemplate:
                 f"it reads {', '.join(sorted(reads)) or 'none'}"
             )
         self.source, self._variables, self.options = source, variables, options
+        self.reads = reads
         #: whether it trims texts, and the words that it searches for in them
         self.trims, self.words = _looks_at(syntax)
 
@@ -149,6 +150,14 @@ class JinjaTemplate:
                 if _ASKED in self.render([asked, {"role": "assistant", **answer}], tools):
                     found.add(name)
         return frozenset(found)
+
+    @cached_property
+    def keeps_thoughts(self) -> bool:
+        """Whether it writes the thought of an answer before the last question."""
+        thought = {"reasoning_content": _ASKED, "thinking": _ASKED}
+        asked = {"role": "user", "content": "a"}
+        answers = [{"role": "assistant", "content": "b", **one} for one in (thought, {})]
+        return _ASKED in self.render([asked, answers[0], asked, answers[1]])
 
 
 def _looks_at(syntax: Any) -> tuple[bool, list[str]]:

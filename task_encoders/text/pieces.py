@@ -81,6 +81,18 @@ def without_end(pieces: Iterable[Piece]) -> list[Piece]:
     return found[: last + 1]
 
 
+#: An empty thought, with GLM's line break before it.
+_EMPTY_THOUGHT: Final = re.compile(r"\s*<think>\s*</think>\s*")
+
+
+def without_empty_thought(piece: Piece) -> Piece:
+    """Move an empty thought at the beginning of an answer into its header, out of the loss."""
+    found = _EMPTY_THOUGHT.match(piece.text) if isinstance(piece, Answer) else None
+    if not isinstance(piece, Answer) or found is None:
+        return piece
+    return piece._replace(header=piece.header + found[0], text=piece.text[found.end() :])
+
+
 def to_messages(sample: SourceSample) -> list[dict[str, Any]]:
     """A conversation as chat messages, with placeholders in the texts."""
     messages: list[dict[str, Any]] = []

@@ -145,22 +145,56 @@ def checkpoint_template(processor: str, tokenizer: Any) -> str | None:
     return found.get("default") if isinstance(found, dict) else found
 
 
+#: Variable of Qwen's and Gemma's templates.
+_PRESERVE: Final = "preserve_thinking"
+
+
+def _with_thoughts(
+    jinja: JinjaTemplate, variables: Mapping[str, Any], earlier: str
+) -> JinjaTemplate:
+    """Return a template that drops or keeps the thoughts of earlier turns. Raises ValueError where
+    it does not."""
+    if earlier == "template":
+        return jinja
+    option = f"model.earlier_thoughts={earlier}"
+    if _PRESERVE in jinja.options:
+        raise ValueError(f"{option} sets {_PRESERVE}, as template_options do; remove one of them")
+    if _PRESERVE in jinja.reads:
+        options = {**jinja.options, _PRESERVE: earlier == "keep"}
+        jinja = JinjaTemplate(jinja.source, variables, options)
+    does = "keeps" if jinja.keeps_thoughts else "drops"
+    does = does if "thoughts" in jinja.writes else "never writes"
+    if not does.startswith(earlier):
+        raise ValueError(
+            f"{option}: the chat template {does} thoughts of earlier turns, whatever {_PRESERVE} "
+            "is; leave it at template"
+        )
+    return jinja
+
+
 def load_template(
-    processor: str, own: str, options: Mapping[str, Any], dialect: Dialect = CHATML
+    processor: str,
+    own: str,
+    options: Mapping[str, Any],
+    earlier_thoughts: str = "template",
+    dialect: Dialect = CHATML,
 ) -> tuple[ChatTemplate, str]:
     """A checkpoint's chat template with its options, proved, and its fingerprint: "" where it
     writes what the family's `own` does, which is also used for a checkpoint without one.
 
     Raises:
-        ValueError: it cannot be cut, or does not read one of the options.
+        ValueError: it cannot be cut, does not read one of the options, or cannot do with earlier
+            thoughts what the option of that name says.
     """
     tokenizer = None if processor == BUILTIN else checkpoint_tokenizer(processor)
     variables = tokenizer.special_tokens_map if tokenizer else {}
     source = checkpoint_template(processor, tokenizer) if tokenizer else None
     if tokenizer is None or not source:
-        template = ChatTemplate(JinjaTemplate(own, variables, options), dialect)
-        return template, _fingerprint(own, options) if options else ""
-    template = ChatTemplate(JinjaTemplate(source, variables, options), dialect)
+        jinja = _with_thoughts(JinjaTemplate(own, variables, options), variables, earlier_thoughts)
+        given = jinja.options
+        return ChatTemplate(jinja, dialect), _fingerprint(own, given) if given else ""
+    jinja = _with_thoughts(JinjaTemplate(source, variables, options), variables, earlier_thoughts)
+    template, options = ChatTemplate(jinja, dialect), jinja.options
     written = prove(template, tokenizer.apply_chat_template, processor)
     if options:
         return template, _fingerprint(source, options)

@@ -23,7 +23,9 @@ from offline_packing.sources.reading.rows import read_value
 from offline_packing.sources.roots.roots import FileRange, RemoteRoot, Root
 from offline_packing.storage.streams import unpack, unpacked_copy
 from task_encoders.packs.pack import PackFormatError, restore_pack
+from task_encoders.records.record import ASKED
 from task_encoders.samples import SourceSample
+from task_encoders.samples.medium_options import options_json
 from task_encoders.text.pieces import to_messages
 
 
@@ -108,6 +110,7 @@ def to_json(sample: SourceSample) -> bytes:
     """A restored sub-sample as a record."""
     record: dict[str, Any] = {"messages": to_messages(sample), "images": sample.images}
     record |= {"tools": sample.tools} if sample.tools else {}
+    record |= {ASKED: options_json(sample.options)} if sample.options else {}
     return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
 
 

@@ -55,6 +55,7 @@ from task_encoders.samples import (
     count_placeholders,
 )
 from task_encoders.samples.limits import MAX_IMAGE_PIXELS
+from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.text.chat_templates import ChatTemplate
 from task_encoders.text.pieces import (
     CHATML,
@@ -67,6 +68,7 @@ from task_encoders.text.pieces import (
     Text,
     Video,
     caption_pieces,
+    without_empty_thought,
     without_end,
 )
 from task_encoders.text.qwen_vocabulary import BUILTIN
@@ -108,13 +110,22 @@ class ModelOptions(BaseModel):
     control_tokens: tuple[str, ...] = ()
     #: variables of the chat template, such as {enable_thinking: false} or {add_vision_id: true}
     template_options: Values = ()
+    #: thoughts of the answers before the last question: as the chat template does by itself, or
+    #: dropped, or kept and trained, by its variable preserve_thinking. Refused where it cannot
+    earlier_thoughts: Literal["template", "drop", "keep"] = "template"
+    #: whether an empty thought at the beginning of an answer (`<think>`, white space, `</think>`,
+    #: white space) carries loss: train, or mask
+    empty_thoughts: Literal["train", "mask"] = "train"
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out newer options at their defaults: manifests from before them stay valid."""
         content: dict[str, Any] = serialize(self)
-        newer = {"control_tokens": False, "outer_video_tags": True}
-        return {name: v for name, v in content.items() if newer.get(name) is not bool(v)}
+        newer = ("control_tokens", "outer_video_tags", "earlier_thoughts", "empty_thoughts")
+        defaults = {n: one.default for n, one in type(self).model_fields.items() if n in newer}
+        return {
+            n: v for n, v in content.items() if n not in newer or getattr(self, n) != defaults[n]
+        }
 
     def require_checkpoint(self) -> None:
         """Refuse the built-in vocabulary, which is Qwen's."""
@@ -220,9 +231,11 @@ class FamilyEncoder(ABC):
         self.normalisation = normalisation
         self.texts = TextSpans(tokenizer)
         if self.TEMPLATE is not None:
-            given = dict(options.template_options)
-            loaded = load_template(options.processor, self.TEMPLATE, given, self.DIALECT)
+            given = dict(options.template_options), options.earlier_thoughts
+            loaded = load_template(options.processor, self.TEMPLATE, *given, self.DIALECT)
             self.template, self.own_template = loaded
+        elif options.earlier_thoughts != "template":
+            raise ValueError(f"family {options.family} has no earlier_thoughts; remove it")
         #: See SampleEncoder.
         self.media_token_ids: Mapping[str, int] = {
             name: tokenizer.special_id(token) for name, token in self.MEDIA_TOKENS.items()
@@ -244,6 +257,16 @@ class FamilyEncoder(ABC):
             end = () if sample.turns[0].truncated else (self.CAPTION_END,)
             return [*self.CAPTION_START, *pieces, *end]
         return self.template.pieces(sample, weights)
+
+    def for_medium(self, options: MediumOptions) -> "FamilyEncoder":
+        """See SampleEncoder; most families read no options."""
+        if options:
+            raise SampleError(
+                "bad_record",
+                f"family {self.options.family} reads no options of a medium "
+                f"({', '.join(options.given)}); leave them out",
+            )
+        return self
 
     @abstractmethod
     def image_medium(self, height: int, width: int) -> Medium:
@@ -307,6 +330,7 @@ class FamilyEncoder(ABC):
             **({"chat_template": self.own_template} if self.own_template else {}),
             **({"loss_on": self.options.loss_on} if self.options.loss_on != "all" else {}),
             **({"control_tokens": " ".join(spelled)} if spelled else {}),
+            **({"empty_thoughts": "mask"} if self.options.empty_thoughts == "mask" else {}),
         }
 
     def measure(
@@ -333,10 +357,26 @@ class FamilyEncoder(ABC):
         videos: Sequence[VideoHeader],
     ) -> tuple[list[Medium], list[tuple[Piece, Sequence[Span]]]]:
         """Return a sample's images and then its videos, and its parts, each with its spans."""
-        images = [self.image_medium(height, width) for height, width in image_sizes]
-        clips = [Medium(video.grid, video) for video in map(self.sample_video, videos)]
-        of_images, of_videos = ([*map(self.medium_spans, own)] for own in (images, clips))
-        return images + clips, [*self._placed(sample, of_images, of_videos)]
+        of_images, of_videos = self._of_media(sample, len(image_sizes), len(videos))
+        images = [one.image_medium(*size) for one, size in zip(of_images, image_sizes, strict=True)]
+        taken = [one.sample_video(video) for one, video in zip(of_videos, videos, strict=True)]
+        clips = [Medium(video.grid, video) for video in taken]
+        spans = ([*map(self.medium_spans, own)] for own in (images, clips))
+        return images + clips, [*self._placed(sample, *spans)]
+
+    def _of_media(
+        self, sample: SourceSample, num_images: int, num_videos: int
+    ) -> tuple[Sequence["FamilyEncoder"], Sequence["FamilyEncoder"]]:
+        """Return the encoder of each image, and of each video. Raises SampleError, and ValueError
+        for another number of media than the sample's."""
+        if (num_images, num_videos) != (len(sample.images), len(sample.videos)):
+            raise ValueError(
+                f"{num_images} images and {num_videos} videos given for the {len(sample.images)} "
+                f"and {len(sample.videos)} of {sample}"
+            )
+        each = [self.for_medium(one) for one in sample.options]
+        each = each or [self] * (num_images + num_videos)
+        return each[:num_images], each[num_images:]
 
     def _prefix(
         self, placed: Sequence[tuple[Piece, Sequence[Span]]], spans: Sequence[Span]
@@ -367,7 +407,8 @@ class FamilyEncoder(ABC):
 
     def notes(self, sample: SourceSample) -> Iterator[tuple[str, str]]:
         line = "thoughts (reasoning_content, <think>) of earlier turns are cut by the chat template"
-        if self.TEMPLATE is not None and sample.task != "captioning":
+        is_asked = self.options.earlier_thoughts == "drop"
+        if self.TEMPLATE is not None and sample.task != "captioning" and not is_asked:
             yield from ((line, repr(one[:60])) for one in self.template.left_out(sample)[:1])
 
     def tokenize(
@@ -394,8 +435,15 @@ class FamilyEncoder(ABC):
         videos: Sequence[bytes | EncodedMedium] = (),
     ) -> EncodedSample:
         decoded = [self.decode_image(one) if isinstance(one, bytes) else one for one in images]
-        image_rows = [one if isinstance(one, tuple) else self.encode_image(one) for one in decoded]
-        video_rows = [one if isinstance(one, tuple) else self.encode_video(one) for one in videos]
+        own_images, own_videos = self._of_media(sample, len(images), len(videos))
+        image_rows = [
+            one if isinstance(one, tuple) else own.encode_image(one)
+            for own, one in zip(own_images, decoded, strict=True)
+        ]
+        video_rows = [
+            one if isinstance(one, tuple) else own.encode_video(one)
+            for own, one in zip(own_videos, videos, strict=True)
+        ]
         of_images = [self.medium_spans(medium) for _, medium in image_rows]
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
         spans = self._layout(sample, of_images, of_videos)
@@ -445,7 +493,14 @@ class FamilyEncoder(ABC):
             weights[:first] = [0.0] * first
         if not any(weights):
             raise SampleError("bad_record", "none of the answers that may carry loss is trained")
+        if self.options.earlier_thoughts == "drop" and "</think>" not in self.template.jinja.words:
+            asked = [i for i, turn in enumerate(sample.turns) if turn.role == "user"]
+            if any("</think>" in turn.answer for turn in sample.turns[: max(asked, default=0)]):
+                why = "the chat template drops no thoughts in texts: name them reasoning_content"
+                raise SampleError("not_in_template", why)
         pieces = self.render(sample, weights)
+        if self.options.empty_thoughts == "mask" and sample.task != "captioning":
+            pieces = map(without_empty_thought, pieces)
         is_open = sample.turns[-1].truncated and sample.task != "captioning"
         return without_end(pieces) if is_open else pieces
 
@@ -467,11 +522,6 @@ class FamilyEncoder(ABC):
         videos: Sequence[Iterable[Span]],
     ) -> Iterator[tuple[Piece, Sequence[Span]]]:
         """The parts of a sample, each with its spans; see `_layout`."""
-        if len(images) != len(sample.images) or len(videos) != len(sample.videos):
-            raise ValueError(
-                f"{len(images)} images and {len(videos)} videos given for the "
-                f"{len(sample.images)} and {len(sample.videos)} of {sample}"
-            )
         check_sample(sample)
         of_images, of_videos = iter(images), iter(videos)
         for part in self.parts(sample):

@@ -4,6 +4,7 @@ is measured is what is encoded; positions after videos, captions, and control to
 import io
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,10 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.families.builtin_processor import builtin_processor, builtin_tokenizer
 from task_encoders.families.llava_1_5 import DEFAULT_SYSTEM
-from task_encoders.media.video_file import VideoHeader, read_video_header
+from task_encoders.media.patches import frame_patches
+from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
+from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import (
     QWEN2_VL_TEMPLATE,
@@ -31,6 +34,7 @@ from task_encoders.text.qwen_templates import (
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from task_encoders.text.tokenizer import checkpoint_tokenizer
+from tests.helpers.clips import clip_of, draw_options
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import own_pairs, unequal
 from tests.helpers.media_references import opened
@@ -119,14 +123,18 @@ class Reference:
         # Without torchvision the processor takes no videos.
         theirs = self.processor.image_processor(images, return_tensors="np") if images else {}
         pads = [self.processor.replace_image_token(theirs, i) for i in range(len(images))]
-        replaced = pads, [self.video_text(header) for header in videos]
+        asked = sample.media_options[len(images) :]
+        replaced = pads, [*map(self.video_text, videos, asked)]
         (text,), _ = self.processor.get_text_with_replacements([text], *replaced)
         return {**theirs, "input_ids": [self.processor.tokenizer(text)["input_ids"]]}
 
-    def video_text(self, header: VideoHeader) -> str:
-        sampled = self.encoder.sample_video(header)
-        metadata = SimpleNamespace(fps=header.fps, frames_indices=list(sampled.frames))
-        inputs = {"video_grid_thw": torch.tensor([sampled.grid]), "video_metadata": [metadata]}
+    def video_text(self, header: VideoHeader, asked: MediumOptions = AS_FAMILY) -> str:
+        if asked:
+            frames, grid = clip_of(self.encoder, header, asked)
+        else:
+            grid, frames, *_ = self.encoder.sample_video(header)
+        metadata = SimpleNamespace(fps=header.fps, frames_indices=list(frames))
+        inputs = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
         return self.processor.replace_video_token(inputs, video_idx=0)
 
     def positions(self, encoded: Any, seconds: list[float]) -> Any:
@@ -180,7 +188,11 @@ def differences(
     headers = [read_video_header(io.BytesIO(data)) for data in clips]
     encoded = encoder.encode(sample, files, clips)
     theirs = reference.arrays(sample, folder, headers)
-    seconds = [encoder.sample_video(header).seconds_per_step for header in headers]
+    asked = sample.media_options[len(files) :]
+    own = [encoder.for_medium(one) for one in asked]
+    seconds = [
+        one.sample_video(header).seconds_per_step for one, header in zip(own, headers, strict=True)
+    ]
     labelled = encoded.labels != IGNORE_INDEX
     pairs = {
         # The template's newline after the very last end token is dropped.
@@ -190,6 +202,14 @@ def differences(
         "positions": (encoded.position_ids, reference.positions(encoded, seconds)),
         **own_pairs(encoder, sample, files, clips, encoded),
     }
+    rows = iter(np.split(encoded.video_pixels, np.cumsum(encoded.video_grid_thw.prod(1))))
+    for data, header, one in zip(clips, headers, asked, strict=True):
+        pixels = next(rows)
+        if one:
+            frames, grid = clip_of(encoder, header, one)
+            pictures = list(decode_frames(data, header, range(header.num_frames)))
+            shown = [pictures[number] for number in frames]
+            pairs[f"pixels of {one.given}"] = pixels, frame_patches(shown, grid, 2, encoder.vision)
     if files:
         for name in ("image_grid_thw", "pixel_values"):
             pairs[name] = (getattr(encoded, name), theirs[name])
@@ -260,8 +280,12 @@ def _think(rng: np.random.Generator) -> str:
     return f"<think>\n{random_text(rng, 4)}\n</think>\n\n"
 
 
-def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None:
-    """And with images, placed in one of two turns or in front."""
+@pytest.mark.parametrize(
+    "asks", [False, True, pytest.param(300, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_conversations_with_videos(reference: Reference, asks: int, tmp_path: Path) -> None:
+    """And with images, placed in one of two turns or in front; of videos that have options of their
+    own, other frames are taken."""
     if reference.model is Qwen2_5_VLModel:
         needs_transformers("5.18", "rounds the time of a video's steps otherwise")
     rng = np.random.default_rng(6)
@@ -269,7 +293,8 @@ def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None
     for _ in range(SAMPLES // 50):
         width, height = (int(side) for side in rng.integers(8, 50, 2) * 2)
         clips.append(make_video(int(rng.integers(2, 60)), int(rng.integers(1, 60)), width, height))
-    for index in range(24 if SAMPLES < 1000 else SAMPLES):
+    count = max(asks, 24 if SAMPLES < 1000 else SAMPLES)
+    for index in range(count):
         chosen = [clips[i] for i in rng.integers(0, len(clips), 1 + index % 2)]
         files = [random_image(rng, 90, 60) for _ in range(index // 2 % 3)]
         names = [f"{i}.bin" for i in range(len(files))]
@@ -282,7 +307,24 @@ def test_conversations_with_videos(reference: Reference, tmp_path: Path) -> None
         prompts = random_text(rng, 5) + "".join(words[:cut]), "".join(words[cut:]) + "\nAnd?"
         turns = tuple(map(Turn, prompts, ("\nYes.", "No.")))
         sample = SourceSample("v", "bmr", turns, tuple(names), videos=tuple("ab"[: len(chosen)]))
+        if asks:
+            sample = replace(sample, options=some_options(rng, reference, len(files), chosen))
         assert differences(reference, sample, tmp_path, files, chosen) == []
+
+
+def some_options(
+    rng: np.random.Generator, reference: Reference, num_images: int, clips: list[bytes]
+) -> tuple[MediumOptions, ...]:
+    """Options of each video of several frames that can be, and none of images."""
+    options = [AS_FAMILY] * num_images
+    for data in clips:
+        header = read_video_header(io.BytesIO(data))
+        assert header.fps is not None
+        seconds, side = header.num_frames / header.fps, reference.encoder.vision.factor
+        drawn = (draw_options(rng, seconds, side) for _ in range(100))
+        fit = (one for one in drawn if clip_of(reference.encoder, header, one))
+        options.append(next(fit, AS_FAMILY))
+    return tuple(options)
 
 
 @pytest.mark.parametrize(
@@ -387,23 +429,6 @@ def test_text_can_go_on_after_the_last_position_of_a_video(family: str) -> None:
     default = encoder_of(family)
     assert (default.encode(*given).position_ids != expected).any()
     assert default.fingerprint == ours.fingerprint  # lengths do not depend on it
-
-
-def test_a_caption_has_images_then_videos_in_front(processor: Any) -> None:
-    """In vision tags; the caption and an end token carry loss."""
-    turns = (Turn("ignored <video>.", "A red circle.\n"),)
-    sample = SourceSample("c", "captioning", turns, ("a", "b"), videos=("v",))
-    encoder, tokenizer = encoder_of("qwen2_vl"), processor.tokenizer
-    given = [PICTURE] * 2, CLIPS[:1]
-    encoded = encoder.encode(sample, *given)
-    assert unequal(own_pairs(encoder, sample, *given, encoded)) == []
-    grids = [*encoded.image_grid_thw, *encoded.video_grid_thw]
-    pads = zip(("<|image_pad|>", "<|image_pad|>", "<|video_pad|>"), grids, strict=True)
-    media = [f"<|vision_start|>{pad * (grid.prod() // 4)}<|vision_end|>" for pad, grid in pads]
-    caption = "A red circle.\n<|im_end|>"
-    assert encoded.tokens.tolist() == tokenizer("".join([*media, caption]))["input_ids"]
-    labelled = encoded.tokens[encoded.labels != IGNORE_INDEX].tolist()
-    assert labelled == tokenizer(caption)["input_ids"]
 
 
 def test_the_placeholder_is_text_where_there_are_no_videos(processor: Any) -> None:

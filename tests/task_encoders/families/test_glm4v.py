@@ -221,16 +221,6 @@ def test_text_is_that_of_the_published_template(reference: Reference) -> None:
     assert with_tools > 0.1 * SAMPLES
 
 
-def test_captions_have_no_template(reference: Reference) -> None:
-    sample = SourceSample("c", "captioning", (Turn("", "A cat."),), ("a",))
-    encoded = reference.encoder.encode(sample, [IMAGE])
-    pads = "<|image|>" * (encoded.image_grid_thw.prod() // 4)
-    text = f"[gMASK]<sop><|begin_of_image|>{pads}<|end_of_image|>A cat.<|endoftext|>"
-    assert encoded.tokens.tolist() == reference.tokenizer(text)["input_ids"]
-    labelled = encoded.labels[encoded.labels != IGNORE_INDEX].tolist()
-    assert labelled == reference.tokenizer("A cat.<|endoftext|>")["input_ids"]
-
-
 @pytest.mark.parametrize("model_type", ["glm4v", "glm4v_moe"])
 def test_checkpoints_of_one_model_type_are_told_apart(model_type: str, tmp_path: Path) -> None:
     """GLM-4.5V's and GLM-4.6V's models are of one class, their processors are not."""

@@ -78,19 +78,6 @@ def test_forms(content: dict[str, Any], expected: SourceSample) -> None:
 
 
 @pytest.mark.parametrize(
-    ("paired", "reason"),
-    [
-        ([], "missing_image"),
-        (["a.jpg", "a.png"], "ambiguous_image"),
-        (["a.jpg", "a.mp4"], "ambiguous_image"),
-    ],
-)
-def test_media_that_are_not_clear(paired: list[str], reason: str) -> None:
-    with pytest.raises(SampleError, match=reason):
-        to_sample({"caption": "a"}, "k", "captioning", paired)
-
-
-@pytest.mark.parametrize(
     ("fields", "paired", "images", "videos"),
     [
         ({}, None, (), ()),  # a format that does not pair by name
@@ -134,22 +121,6 @@ def test_marks_of_videos(prompts: list[str], fields: dict[str, Any], expected: l
 
 
 @pytest.mark.parametrize(
-    ("prompt", "fields", "reason"),
-    [
-        ("<image> <image>", {"video": "a.mp4"}, "image_count_mismatch"),
-        ("<image> <video>", {"video": "a.mp4"}, "image_count_mismatch"),
-        ("<video> <video>", {"video": "a.mp4"}, "video_count_mismatch"),
-        ("<video>", {"videos": ["a.mp4", "b.mp4"]}, "video_count_mismatch"),
-        ("What?", {"videos": [7]}, "bad_record"),
-    ],
-)
-def test_videos_that_do_not_fit(prompt: str, fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(SampleError) as error:
-        to_sample({"messages": dialogue(prompt, "a"), **fields}, "k", "vqa")
-    assert error.value.reason == reason
-
-
-@pytest.mark.parametrize(
     ("fields", "texts"),
     [
         ({"instruction": "Add.", "input": "1, 2", "output": "3"}, ["Add.\n1, 2", "3"]),
@@ -178,32 +149,6 @@ def test_videos_that_do_not_fit(prompt: str, fields: dict[str, Any], reason: str
 )
 def test_questions(fields: dict[str, Any], texts: list[str]) -> None:
     assert to_sample(fields, "k", "vqa").turns == turns(*texts)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"instruction": "q", "input": {"a": 1}},
-        {"instruction": ["p", "q"], "output": ["a", "b"], "input": "about both?"},
-        {"query": "q", "history": "x"},
-        {"query": "q", "history": [["a"]]},
-        {"query": "q", "history": [["a", 1]]},
-    ],
-)
-def test_what_no_instruction_can_be_about(fields: dict[str, Any]) -> None:
-    with pytest.raises(SampleError) as error:
-        to_sample({"output": "a", **fields}, "k", "vqa")
-    assert error.value.reason == "bad_record"
-
-
-def test_a_list_of_objects_names_the_field() -> None:
-    answers = [{"answer": "yes", "answer_confidence": "maybe", "answer_id": 1}]
-    with pytest.raises(SampleError, match=r'source\.fields={answer: "answers\[0\]\.answer"}'):
-        to_sample({"question": "Is it?", "answers": answers}, "k", "vqa")
-    with pytest.raises(SampleError, match=r'source\.fields={caption: "caption\.en"}'):
-        to_sample({"caption": {"en": "A cat."}}, "k", "captioning")
-    with pytest.raises(SampleError, match="3 prompts for 2 answers"):
-        to_sample({"question": ["a", "b", "c"], "answers": ["a", "b"]}, "k", "bmr")
 
 
 @pytest.mark.parametrize(
@@ -437,30 +382,6 @@ def test_turns_in_one_object() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (asked({"type": "audio", "audio": "a.mp3"}, PART), "bad_record"),
-        (asked({"type": "image", "image": "a.jpg"}, {"type": "image"}, PART), "bad_record"),
-        ({**asked({"type": "image", "image": "a.jpg"}), "images": ["b.jpg"]}, "bad_record"),
-        (asked({"type": "image"}, PART), "image_count_mismatch"),
-        (asked({"type": "image", "image": ["a.jpg"]}, PART), "bad_record"),
-        (asked("What?"), "bad_record"),
-        ({"messages": dialogue("a", "b"), "tools": "[{"}, "bad_record"),
-        ({"messages": dialogue("a", "b"), "tools": [7]}, "bad_record"),
-        ({"messages": dialogue("<audio>a", "b"), "audios": ["a.mp3"]}, "bad_record"),
-        ({"messages": dialogue("Where?", "<bbox>"), "objects": {"bbox": [[1, 2]]}}, "bad_record"),
-        ({"messages": dialogue("<ref-object>?", "b"), "objects": {"ref": ["a"]}}, "bad_record"),
-        ({"messages": dialogue("a", "<image>"), "image": "a.jpg"}, "image_count_mismatch"),
-        ({"messages": dialogue("a", "b"), "system": "s", "image": 7}, "bad_record"),
-    ],
-)
-def test_what_cannot_be_packed(content: dict[str, Any], reason: str) -> None:
-    with pytest.raises(SampleError) as error:
-        to_sample(content, "k", "bmr")
-    assert error.value.reason == reason
-
-
-@pytest.mark.parametrize(
     "fields",
     [
         {"loss_weight": -0.5},
@@ -532,19 +453,6 @@ def test_tools_in_sharegpt() -> None:
     assert sample.turns == (first, replace(last, thought=None))
 
 
-@pytest.mark.parametrize(
-    "roles",
-    [
-        *("user", "user user assistant", "assistant user assistant", "system assistant"),
-        *("user assistant assistant", "user critic assistant", "user assistant user", "user tool"),
-    ],
-)
-def test_roles_that_no_conversation_has(roles: str) -> None:
-    messages = [{"role": role, "content": "a"} for role in roles.split()]
-    with pytest.raises(SampleError, match="bad_roles"):
-        to_sample({"messages": messages}, "k", "bmr")
-
-
 def test_system_messages_of_questions_are_kept() -> None:
     asked_of = {"question": "a", "answer": "b", "system": "Be brief."}
     assert to_sample(asked_of, "k", "vqa").system == "Be brief."
@@ -594,7 +502,6 @@ def said(content: Any) -> dict[str, Any]:
 
 
 SENTENCE = {"type": "text", "text": "One."}
-DOCUMENT = said("a")
 
 
 @pytest.mark.parametrize(
@@ -654,33 +561,85 @@ def test_documents(content: dict[str, Any], expected: SourceSample) -> None:
     assert to_sample(content, "k", "captioning") == expected
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"text": "a<image>b<image>", "images": ["a.jpg"]}, "image_count_mismatch"),
-        ({"text": "a<image>b"}, "image_count_mismatch: 1 .* name them"),
-        ({"text": "a<video>b<video>", "videos": ["v.mp4"]}, "video_count_mismatch"),
-        ({"text": "<image> \n", "images": ["a.jpg"]}, "empty_answer"),
-        ({"texts": ["a"], "images": ["b", "c"]}, "1 entries of 'texts' and 2 of"),
-        ({"texts": ["a"]}, "1 entries of 'texts' and no of 'images'"),
-        ({"text_list": ["a"], "image_info": [{"matched_text_index": 1}]}, "names no sentence"),
-        ({"text_list": ["a"], "image_info": [{}]}, "names no sentence"),
-        ({"text_list": "a"}, "not a list of texts"),
-        ({"text_list": ["a"], "image_info": [{"matched_text_index": 0}]}, "image_count_mismatch"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "bad_roles"),
-        ({"messages": [{**DOCUMENT, "loss_weight": 0.5}]}, "a caption has no"),
-    ],
-)
-def test_documents_that_are_refused(content: dict[str, Any], message: str) -> None:
+def ask(prompt: str, **fields: Any) -> dict[str, Any]:
+    """A dialogue of one question."""
+    return {"messages": dialogue(prompt, "a"), **fields}
+
+
+def mmc4(**picture: Any) -> dict[str, Any]:
+    return {"text_list": ["a"], "image_info": [picture]}
+
+
+DOCUMENT = {"role": "assistant", "content": "a"}
+CONFIDENT = {"answer": "yes", "answer_confidence": "maybe", "answer_id": 1}
+#: Roles that no conversation has.
+ROLES = [
+    *("user", "user user assistant", "assistant user assistant", "system assistant"),
+    *("user assistant assistant", "user critic assistant", "user assistant user", "user tool"),
+]
+#: Task, record, and what is said of it.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # media that do not fit
+    ("vqa", ask("<image> <image>", video="a.mp4"), "image_count_mismatch"),
+    ("vqa", ask("<image> <video>", video="a.mp4"), "image_count_mismatch"),
+    ("vqa", ask("<video> <video>", video="a.mp4"), "video_count_mismatch"),
+    ("vqa", ask("<video>", videos=["a.mp4", "b.mp4"]), "video_count_mismatch"),
+    ("vqa", ask("What?", videos=[7]), "bad_record"),
+    ("bmr", asked({"type": "image", "image": "a.jpg"}, {"type": "image"}, PART), "bad_record"),
+    ("bmr", {**asked({"type": "image", "image": "a.jpg"}), "images": ["b.jpg"]}, "bad_record"),
+    ("bmr", asked({"type": "image"}, PART), "image_count_mismatch"),
+    ("bmr", asked({"type": "image", "image": ["a.jpg"]}, PART), "bad_record"),
+    ("bmr", {"messages": dialogue("a", "<image>"), "image": "a.jpg"}, "image_count_mismatch"),
+    ("bmr", ask("a", system="s", image=7), "bad_record"),
+    # what is not packed, or is something else
+    ("bmr", asked({"type": "audio", "audio": "a.mp3"}, PART), "bad_record"),
+    ("bmr", asked("What?"), "bad_record"),
+    ("bmr", ask("a", tools="[{"), "bad_record"),
+    ("bmr", ask("a", tools=[7]), "bad_record"),
+    ("bmr", ask("<audio>a", audios=["a.mp3"]), "bad_record"),
+    ("bmr", ask("<ref-object>?", objects={"ref": ["a"]}), "bad_record"),
+    ("bmr", {"messages": dialogue("?", "<bbox>"), "objects": {"bbox": [[1, 2]]}}, "bad_record"),
+    # questions and what they are about
+    ("vqa", {"output": "a", "instruction": "q", "input": {"a": 1}}, "bad_record"),
+    ("vqa", {"output": ["a", "b"], "instruction": ["p", "q"], "input": "both?"}, "bad_record"),
+    ("vqa", {"output": "a", "query": "q", "history": "x"}, "bad_record"),
+    ("vqa", {"output": "a", "query": "q", "history": [["a"]]}, "bad_record"),
+    ("vqa", {"output": "a", "query": "q", "history": [["a", 1]]}, "bad_record"),
+    ("vqa", {"question": "?", "answers": [CONFIDENT]}, r'{answer: "answers\[0\]\.answer"}'),
+    ("captioning", {"caption": {"en": "A cat."}}, r'source\.fields={caption: "caption\.en"}'),
+    ("bmr", {"question": ["a", "b", "c"], "answers": ["a", "b"]}, "3 prompts for 2 answers"),
+    # documents
+    ("captioning", {"text": "a<image>b<image>", "images": ["a.jpg"]}, "image_count_mismatch"),
+    ("captioning", {"text": "a<image>b"}, "image_count_mismatch: 1 .* name them"),
+    ("captioning", {"text": "a<video>b<video>", "videos": ["v.mp4"]}, "video_count_mismatch"),
+    ("captioning", {"text": "<image> \n", "images": ["a.jpg"]}, "empty_answer"),
+    ("captioning", {"texts": ["a"], "images": ["b", "c"]}, "1 entries of 'texts' and 2 of"),
+    ("captioning", {"texts": ["a"]}, "1 entries of 'texts' and no of 'images'"),
+    ("captioning", mmc4(matched_text_index=1), "names no sentence"),
+    ("captioning", mmc4(), "names no sentence"),
+    ("captioning", mmc4(matched_text_index=0), "image_count_mismatch"),
+    ("captioning", {"text_list": "a"}, "not a list of texts"),
+    ("captioning", {"messages": [{"role": "user", "content": "a"}]}, "bad_roles"),
+    ("captioning", {"messages": [{**DOCUMENT, "loss_weight": 0.5}]}, "a caption has no"),
+    ("bmr", {"texts": ["a"], "images": [None]}, r"a document; set source\.task=captioning"),
+    ("bmr", {"messages": [DOCUMENT]}, r"bad_roles: roles are assistant: .* set source\.task="),
+    *(
+        ("bmr", {"messages": [{"role": role, "content": "a"} for role in roles.split()]}, "bad_ro")
+        for roles in ROLES
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "content", "message"), REFUSED)
+def test_what_is_refused(task: str, content: dict[str, Any], message: str) -> None:
     with pytest.raises(SampleError, match=message):
-        to_sample(content, "k", "captioning")
+        to_sample(content, "k", task)
 
 
-def test_documents_of_another_task_name_it() -> None:
-    with pytest.raises(SampleError, match=r"a document; set source\.task=captioning"):
-        to_sample({"texts": ["a"], "images": [None]}, "k", "bmr")
-    with pytest.raises(SampleError, match=r"bad_roles: roles are assistant: .* set source\.task="):
-        to_sample({"messages": [DOCUMENT]}, "k", "bmr")
+@pytest.mark.parametrize("paired", [[], ["a.jpg", "a.png"], ["a.jpg", "a.mp4"]])
+def test_media_that_are_not_clear(paired: list[str]) -> None:
+    with pytest.raises(SampleError, match="ambiguous_image" if paired else "missing_image"):
+        to_sample({"caption": "a"}, "k", "captioning", paired)
 
 
 @pytest.mark.parametrize(

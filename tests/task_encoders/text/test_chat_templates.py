@@ -4,6 +4,7 @@ and what is measured is what is encoded."""
 import json
 import os
 import pickle
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.helpers.conversations import (
     messages_and_tools,
 )
 from tests.helpers.datasets import image_bytes
+from tests.helpers.glm_tokenizer import save_glm_tokenizer
 from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
 
 #: FUZZED_SAMPLES=2000 takes a minute.
@@ -181,6 +183,104 @@ def test_which_answers_carry_loss() -> None:
     assert "loss_on" not in every.fingerprint
     with pytest.raises(SampleError, match="none of the answers"):
         last.measure(replace(PLAIN, turns=untrained.turns[::-1]), [])
+
+
+#: Of each published template, whether thoughts of earlier turns are kept; None: it is refused.
+EARLIER = {
+    "qwen3_5": {"template": False, "drop": False, "keep": None},
+    "qwen3_6": {"template": False, "drop": False, "keep": True},
+    "qwen3_8": {"template": True, "drop": False, "keep": True},
+    "qwen3_vl": {"template": False, "drop": None, "keep": None},
+}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_thoughts_of_earlier_turns(name: str, tmp_path: Path) -> None:
+    """They are dropped or kept as transformers does with preserve_thinking, or this is refused."""
+    published = PUBLISHED / f"{name}.jinja"
+    template = published.read_text() if published.exists() else QWEN3_VL_TEMPLATE
+    tokenizer = tiny_tokenizer(QWEN3_TEXT_TOKENS)
+    save_with_template(tokenizer, template, tmp_path)
+    family = "qwen3_5" if published.exists() else "qwen3_vl"
+    given: Any = {"model": family, "processor": str(tmp_path)}
+    turns = (Turn("a", "b", thought="first"), Turn("c", "<think>\nlast\n</think>\n\nd"))
+    sample = SourceSample("k", "bmr", turns)
+    for earlier, kept in EARLIER[name].items():
+        if kept is None:
+            with pytest.raises(ValueError, match=f"earlier_thoughts={earlier}: the chat template"):
+                build_sample_encoder(**given, earlier_thoughts=earlier)
+            continue
+        encoder = build_sample_encoder(**given, earlier_thoughts=earlier)
+        if family == "qwen3_vl":
+            continue
+        options = {} if earlier == "template" else {"preserve_thinking": earlier == "keep"}
+        text = tokenizer.apply_chat_template(to_chat(sample), tokenize=False, **options)
+        assert ("first" in text, "last" in text) == (kept, True)
+        encoded = pickle.loads(pickle.dumps(encoder)).encode(sample, [])
+        assert encoded.tokens.tolist() == tokenizer(text.removesuffix("\n"))["input_ids"]
+        assert encoder.measure(sample, []).num_tokens == len(encoded.tokens)
+        is_default = earlier == "template" or "preserve_thinking" not in template
+        as_is = build_sample_encoder(**given)
+        assert (encoder.fingerprint == as_is.fingerprint) == is_default
+        assert bool([*encoder.notes(sample)]) == (earlier == "template" and not kept)
+        inline = replace(sample, turns=(Turn("a", "<think>first</think>b"), *turns[1:]))
+        if (name, earlier) == ("qwen3_8", "drop"):
+            with pytest.raises(
+                SampleError, match=r"not_in_template: .* name them reasoning_content"
+            ):
+                encoder.measure(inline, [])
+        else:
+            ids = encoder.encode(inline, []).tokens
+            assert ("first" in tokenizer.decode(ids)) == kept
+        if options and not is_default:
+            with pytest.raises(ValueError, match="template_options do; remove one of them"):
+                build_sample_encoder(**given, earlier_thoughts=earlier, template_options=options)
+
+
+def masked_text(answer: str) -> str:
+    """What ms-swift's loss_scale ignore_empty_think trains of an answer."""
+    return re.sub(r"^<think>\s*</think>\s*", "", answer)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4v"])
+def test_empty_thoughts_may_carry_no_loss(family: str, tmp_path: Path) -> None:
+    if family == "glm4v":
+        save_glm_tokenizer(tmp_path)
+    else:
+        save_with_template(tiny_tokenizer(QWEN3_TEXT_TOKENS), QWEN3_5_TEMPLATE, tmp_path)
+    given = {"model": family, "processor": str(tmp_path)}
+    trained, masked = (
+        build_sample_encoder(**given, empty_thoughts=one) for one in ("train", "mask")
+    )
+    assert masked.fingerprint == {**trained.fingerprint, "empty_thoughts": "mask"}
+    assert trained.fingerprint == build_sample_encoder(**given).fingerprint
+    rng = np.random.default_rng(0)
+    texts = ("b", "It <think>\n</think>\n is", "c.\n\n<think></think>", " d")
+    num_masked = 0
+    for number in range(SAMPLES):
+        turns = tuple(
+            Turn(f"q{number}", str(rng.choice(texts)), thought=[None, "", "t", "<think>"][kind])
+            for kind in rng.integers(4, size=rng.integers(1, 4))
+        )
+        sample = SourceSample("k", "bmr", turns)
+        whole, some = trained.encode(sample, []), masked.encode(sample, [])
+        assert some.tokens.tolist() == whole.tokens.tolist()
+        answers, kept = (
+            answers_of(encoder, one) for encoder, one in ((trained, whole), (masked, some))
+        )
+        assert kept == [masked_text(answer) for answer in answers]
+        num_masked += kept != answers
+        length = masked.measure(sample, [])
+        assert length.num_loss_tokens == (some.loss_weights > 0).sum()
+    assert num_masked > SAMPLES / 4
+
+
+def answers_of(encoder: Any, encoded: Any) -> list[str]:
+    """The text of each run of trained tokens, without GLM's line break before a thought."""
+    edges = np.flatnonzero(np.diff(encoded.loss_weights > 0, prepend=False, append=False))
+    runs = (encoded.tokens[begin:end] for begin, end in edges.reshape(-1, 2))
+    texts = ["".join(text for text, _ in encoder.tokenizer.spell(run)) for run in runs]
+    return [text.removeprefix("\n") if "think" in text[:8] else text for text in texts]
 
 
 def test_the_template_of_a_checkpoint_is_its_own(tmp_path: Path) -> None:
