@@ -74,7 +74,7 @@ from tests.helpers.context_ranks import (
     use_partitioned_indices,
 )
 from tests.helpers.hf_trainers import several_packs
-from tests.helpers.markdown import blocks
+from tests.helpers.pages import blocks
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
@@ -87,7 +87,7 @@ from tests.helpers.peers import (
     stored_samples,
     two_losses,
 )
-from tests.helpers.video_packs import MODEL, video_packs
+from tests.helpers.videos import VIDEO_MODEL, video_packs
 
 #: A caption after its media, without the headers of a dialogue.
 CAPTION_TEMPLATE = (
@@ -365,7 +365,7 @@ def test_it_packs_no_gemma_and_no_mistral(family: str, tmp_path: Path) -> None:
         PacksConfig(str(packed)).build()[0]
 
 
-LIMITS = {"min_pixels": MODEL["min_pixels"], "max_pixels": MODEL["max_pixels"]}
+LIMITS = {"min_pixels": VIDEO_MODEL["min_pixels"], "max_pixels": VIDEO_MODEL["max_pixels"]}
 PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
 VISION: dict[str, dict[str, int]] = {"qwen2_vl": {}, "qwen2_5_vl": {"tokens_per_second": 2}}
 
@@ -386,7 +386,7 @@ def compared(family: str, task: str, root: Path) -> Iterator[tuple[Any, Any]]:
     config = tiny_config(family, {}, VISION[family], **MEDIA_TOKEN_IDS)
     model = transformers_classes(family).model(config)
     processor, packs = processor_of(family, task), open_packs(packed)
-    encoder = build_sample_encoder(family, **MODEL)
+    encoder = build_sample_encoder(family, **VIDEO_MODEL)
 
     def as_video(data: bytes) -> dict[str, Any]:
         file = root / f"{hash(data)}.mp4"

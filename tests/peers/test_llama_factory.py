@@ -33,7 +33,7 @@ from task_encoders.samples import SourceSample, place_media
 from tests.helpers.datasets import dialogue, make_run, mixed_pairs, pack_all
 from tests.helpers.hf_trainers import number_of, several_packs
 from tests.helpers.hf_videos import with_processor
-from tests.helpers.markdown import blocks
+from tests.helpers.pages import blocks
 from tests.helpers.parity import check_losses, token_losses_alone
 from tests.helpers.peers import (
     assert_same,
@@ -43,8 +43,8 @@ from tests.helpers.peers import (
     pack_dialogues,
     stored_samples,
 )
-from tests.helpers.prefix_packs import few_trees
 from tests.helpers.rank_processes import run_ranks
+from tests.helpers.shared_media import few_trees
 from tests.helpers.tiny_families import encoder_options
 from tests.world import World
 

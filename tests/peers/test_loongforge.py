@@ -42,7 +42,7 @@ from tests.helpers.layout_readers import (
     pictures,
 )
 from tests.helpers.loongforge import tool_dialogues
-from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import save_with_template, tiny_tokenizer
 from tests.helpers.videos import make_video
 
 if not os.environ.get("LOONGFORGE"):

@@ -58,8 +58,8 @@ from tests.helpers.context_ranks import (
     packs_for_ranks,
     use_partitioned_indices,
 )
-from tests.helpers.legacy_packs import text_folder
 from tests.helpers.peers import assert_same, open_packs, stored_samples
+from tests.helpers.prepared_folders import text_folder
 from tests.helpers.rank_processes import run_ranks
 
 VERSION = f"Megatron-LM, core {core_version}"

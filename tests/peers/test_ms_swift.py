@@ -55,7 +55,7 @@ from tests.helpers.peers import (
     stored_samples,
 )
 from tests.helpers.tiny_families import encoder_options
-from tests.helpers.video_packs import video_packs as clips_packed
+from tests.helpers.videos import video_packs as clips_packed
 
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
 LENGTH = {"return_length": True}

@@ -29,7 +29,7 @@ from tests.helpers.peers import (
     open_packs,
     stored_samples,
 )
-from tests.helpers.prefix_packs import few_trees
+from tests.helpers.shared_media import few_trees
 from tests.world import World
 
 Say = Callable[[str], None]

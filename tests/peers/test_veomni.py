@@ -43,7 +43,7 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.hf_trainers import number_of, several_packs, use_segment_attention
-from tests.helpers.markdown import blocks
+from tests.helpers.pages import blocks
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
@@ -54,7 +54,7 @@ from tests.helpers.peers import (
     stored_samples,
     two_losses,
 )
-from tests.helpers.video_packs import MODEL, video_packs
+from tests.helpers.videos import VIDEO_MODEL, video_packs
 
 START, END = 151644, 151645
 
@@ -273,7 +273,7 @@ def test_it_refuses_recurrent_layers_without_kernels(
                 losses_of_packs(*case)
 
 
-LIMITS = {"min_pixels": MODEL["min_pixels"], "max_pixels": MODEL["max_pixels"]}
+LIMITS = {"min_pixels": VIDEO_MODEL["min_pixels"], "max_pixels": VIDEO_MODEL["max_pixels"]}
 #: Options of VeOmni's recipes, except for its own limits of pixels.
 SAMPLING: dict[str, Any] = {"fps": 2.0, "frame_factor": 2, "min_frames": 4, "max_frames": 768}
 MODELS = {
@@ -314,7 +314,7 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
     task: str, family: str, tmp_path: Path, say: Say
 ) -> None:
     packed = video_packs(task, tmp_path, family=family)
-    encoder = build_sample_encoder(family, **MODEL)
+    encoder = build_sample_encoder(family, **VIDEO_MODEL)
     packs, collate, transform = open_packs(packed), MainCollator(), transform_of(family)
 
     def frames_of(data: bytes) -> list[Image.Image]:

@@ -19,7 +19,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, row_of_trees
 from tests.helpers.parity import samples_alone
 from tests.helpers.peers import open_packs
-from tests.helpers.prefix_packs import few_trees
+from tests.helpers.shared_media import few_trees
 from tests.world import World
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
