@@ -19,6 +19,8 @@ from tests.helpers.videos import short_dialogues
 
 #: (output folder, model, folder of packs, arguments) to a trainer
 MakeTrainer = Callable[..., Any]
+#: Packs and loss of each step, and the weights at the end.
+Run = tuple[list[int], list[float], Sequence[torch.Tensor]]
 
 #: Arguments with which AdamW does what that of `launch` does.
 OPTIMIZER: dict[str, Any] = {
@@ -60,7 +62,7 @@ def recorded_run(
     output: Path,
     resume: Path | None = None,
     steps: int = 6,
-) -> tuple[list[int], list[float], Sequence[torch.Tensor]]:
+) -> Run:
     """Packs and loss of each step, and the weights at the end."""
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
@@ -76,14 +78,13 @@ def recorded_run(
 
 
 def check_resuming(
-    make: MakeTrainer, checkpoint: Path, packed: Path, root: Path
+    root: Path, run: Callable[..., Run], *args: Any
 ) -> tuple[list[int], list[float]]:
-    """Packs, losses and weights after a checkpoint in the middle of an epoch are those of the run
-    that went on. Returns the packs and losses of all steps."""
-    packs, losses, weights = recorded_run(make, checkpoint, packed, root / "whole")
+    """Packs, losses and weights of `run(*args, output, resume)` after a checkpoint in the middle of
+    an epoch are those of the run that went on. Returns the packs and losses of all steps."""
+    packs, losses, weights = run(*args, root / "whole")
     assert packs == list(range(6))
-    saved = root / "whole" / "checkpoint-3"
-    rest = recorded_run(make, checkpoint, packed, root / "resumed", saved)
+    rest = run(*args, root / "resumed", root / "whole" / "checkpoint-3")
     assert rest[0] == packs[3:]
     assert rest[1] == losses  # the log of the first three is in the checkpoint
     assert all(map(torch.equal, rest[2], weights))
@@ -119,12 +120,15 @@ def check_branches(trainer: Any, packs: PackedFolder, alone: torch.Tensor) -> st
     return f"{count} branches have the losses of their samples alone, in a step, too"
 
 
-def several_packs(family: str, root: Path) -> tuple[Path, Path]:
+def several_packs(
+    family: str, root: Path, samples: int = 24, seq_length: int = 1024, **pack: Any
+) -> tuple[Path, Path]:
     """A tiny checkpoint, and packs for it of several samples each, with videos where the family
     takes them."""
     checkpoint = small_checkpoint(family, root / "checkpoint")
-    pairs = short_dialogues(root / "source", 24, videos=family not in STILL)
-    return checkpoint, pack_dialogues(pairs, family, checkpoint, root, seq_length=1024)
+    pairs = short_dialogues(root / "source", samples, videos=family not in STILL)
+    pack["seq_length"] = seq_length
+    return checkpoint, pack_dialogues(pairs, family, checkpoint, root, **pack)
 
 
 def use_segment_attention(model: Any) -> None:

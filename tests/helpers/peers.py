@@ -32,6 +32,11 @@ from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_mo
 from tests.helpers.videos import short_dialogues
 
 DEMO_OUTPUT = Path(__file__).parents[2] / "demo_output"
+#: A caption after its media, without the headers of a dialogue.
+CAPTION_TEMPLATE = (
+    "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}<|im_end|>"
+)
 
 
 def demo_folders(scratch: Path, num_samples: int = 400) -> dict[str, Path]:
@@ -229,12 +234,12 @@ def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str) 
 
 
 def check_contradictions(
-    build: Callable[[Path, Path], Any], case: tuple[Path, Path], other: Path
+    build: Callable[[Path, Path], Any], case: tuple[Path, Path], scratch: Path
 ) -> None:
     """A model of another family than the packs', and variables that contradict them, are refused by
     what builds the data of a trainer from a model and packs."""
     with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
-        build(small_checkpoint("qwen3_vl", other), case[1])
+        build(small_checkpoint("qwen3_vl", scratch / "other"), case[1])
     for variable, value in (("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(variable, value)

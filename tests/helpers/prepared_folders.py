@@ -103,8 +103,8 @@ MESSAGES_YAML = _TYPE.format(
 )
 
 
-def words(rng: np.random.Generator, least: int = 2, most: int = 60) -> str:
-    return " ".join(rng.choice(WORDS, rng.integers(least, most)))
+def words(rng: np.random.Generator, most: int = 60) -> str:
+    return " ".join(rng.choice(WORDS, rng.integers(2, most)))
 
 
 def picture(rng: np.random.Generator) -> bytes:

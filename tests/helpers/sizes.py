@@ -37,11 +37,6 @@ def caption_lengths(num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, (tokens * rng.uniform(0.3, 0.98, num_samples)).astype(np.int64) * 4
 
 
-def variation(values: np.ndarray) -> float:
-    """Standard deviation over the mean."""
-    return float(values.std() / values.mean())
-
-
 def as_lists(packs: Packs) -> list[list[int]]:
     """Sample numbers of each pack."""
     parts = np.split(packs.sample_ids, packs.pack_offsets[1:-1])

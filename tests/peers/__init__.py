@@ -2,11 +2,15 @@
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 import tests.helpers.torchvision_stub
+
+#: The fixture `say`.
+Say = Callable[[str], None]
 
 if Path(sys.prefix).name == "megatron_bridge":
     import tests.helpers.megatron_bridge_stubs  # noqa: F401

@@ -1,7 +1,6 @@
 """transformers' Trainer on packs. It builds no batches of its own: that the rows equal what its
 processors make of the samples is tested in tests/task_encoders/families."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from tests.helpers.hf_trainers import (
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import check_order, open_packs
 from tests.helpers.tiny_families import FURTHER
+from tests.peers import Say
 
-Say = Callable[[str], None]
 VERSION = f"transformers {transformers.__version__}"
 
 
@@ -39,7 +38,7 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     family: str, case: Any, tmp_path: Path, say: Say
 ) -> None:
     checkpoint, packed = case
-    _, losses = check_resuming(make, checkpoint, packed, tmp_path)
+    _, losses = check_resuming(tmp_path, recorded_run, make, checkpoint, packed)
     said = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(f"{said}, 6 steps resumed after 3 to the last bit")
 

@@ -4,7 +4,6 @@ LLAVA_ONEVISION_2 names a checkout of EvolvingLMMs-Lab/LLaVA-OneVision-2."""
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,19 @@ from transformers import (
 
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.families import build_sample_encoder
-from tests.helpers.hf_trainers import OPTIMIZER, QUIET, check_resuming
+from tests.helpers.hf_trainers import OPTIMIZER, QUIET, check_resuming, recorded_run
 from tests.helpers.parity import check_losses
 from tests.helpers.peers import open_packs, pack_dialogues
 from tests.helpers.tiny_checkpoints import randomise
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.videos import short_dialogues
+from tests.peers import Say
 
 if not os.environ.get("LLAVA_ONEVISION_2"):
     pytest.skip("LLAVA_ONEVISION_2=DIR names no checkout of it", allow_module_level=True)
 sys.path.append(str(Path(os.environ["LLAVA_ONEVISION_2"]).resolve() / "transformers_impl"))
 
 FAMILY = "llava_onevision_2"
-Say = Callable[[str], None]
 VERSION = f"transformers {transformers.__version__}, {FAMILY}, its modeling file"
 
 
@@ -74,7 +73,7 @@ def test_steps_are_those_of_the_samples_alone_and_are_resumed(
 ) -> None:
     pairs = short_dialogues(tmp_path / "source", 48)
     packed = pack_dialogues(pairs, FAMILY, checkpoint, tmp_path)
-    _, losses = check_resuming(make, checkpoint, packed, tmp_path)
+    _, losses = check_resuming(tmp_path, recorded_run, make, checkpoint, packed)
     said = check_losses(packed, checkpoint, losses[:2])
     model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules.")

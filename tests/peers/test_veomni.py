@@ -55,6 +55,7 @@ from tests.helpers.peers import (
     two_losses,
 )
 from tests.helpers.videos import VIDEO_MODEL, video_packs
+from tests.peers import Say
 
 START, END = 151644, 151645
 
@@ -141,7 +142,6 @@ def parts(content: Any) -> list[tuple[str, Any]]:
     return [(part["type"], part.get("text")) for part in content]
 
 
-Say = Callable[[str], None]
 VERSION = f"VeOmni {version('veomni')}"
 FAMILY = "qwen2_vl"
 
@@ -431,14 +431,9 @@ def test_what_packs_do_not_do_is_refused(
 
 
 @of_recipe
-def test_packs_that_contradict_model_or_environment_are_refused(
-    case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    check_contradictions(
-        lambda model, packs: build(parse(tmp_path / "recipe.yaml", model, packs)),
-        case,
-        tmp_path / "other",
-    )
+def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    check_contradictions(lambda *both: build(parse(recipe, *both)), case, tmp_path)
 
 
 @of_recipe

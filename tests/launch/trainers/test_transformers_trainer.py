@@ -18,7 +18,7 @@ from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.samples import IGNORE_INDEX
-from tests.helpers.hf_trainers import QUIET, check_resuming
+from tests.helpers.hf_trainers import QUIET, check_resuming, recorded_run
 from tests.helpers.parity import refuse_packs_of_few, token_losses_alone
 from tests.helpers.peers import open_packs, small_checkpoint, small_packs
 
@@ -141,7 +141,7 @@ def test_evaluation_reads_the_same_rows(model: Any, packs: PackedFolder, tmp_pat
 def test_a_resumed_run_is_the_run_that_went_on(
     case: tuple[Path, Path], tmp_path: Path, bmr_environment: None
 ) -> None:
-    packs, losses = check_resuming(make, *case, tmp_path)
+    packs, losses = check_resuming(tmp_path, recorded_run, make, *case)
     assert len(packs) == len(losses) == 6
 
 
