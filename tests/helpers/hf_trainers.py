@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModelForImageTextToText
+from transformers import AttentionInterface, AutoModelForImageTextToText, TrainingArguments
 
 from launch.model.packed_attention import packed_attention
-from launch.trainers.transformers_trainer import collate_packed
+from launch.trainers.transformers_trainer import PackedTrainer, collate_packed
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs
 from task_encoders.samples import IGNORE_INDEX
@@ -36,6 +36,14 @@ QUIET: dict[str, Any] = {
     "logging_steps": 1,
     "per_device_train_batch_size": 1,
 }
+
+
+def packed_trainer(
+    output: Path, model: Any, packs: PackedFolder, checkpoint: Path | None = None, **options: Any
+) -> PackedTrainer:
+    """transformers' Trainer on packs."""
+    args = TrainingArguments(output_dir=str(output), **{**QUIET, **options})
+    return PackedTrainer(args=args, model=model, train_dataset=packs, eval_dataset=packs)
 
 
 def number_of(input_ids: torch.Tensor, packs: PackedFolder) -> int:

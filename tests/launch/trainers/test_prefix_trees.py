@@ -16,7 +16,7 @@ from launch.model.packed_attention import has_tree_attention
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, row_of_trees
+from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, packed_trainer, row_of_trees
 from tests.helpers.parity import samples_alone
 from tests.helpers.peers import open_packs
 from tests.helpers.shared_media import few_trees
@@ -44,11 +44,6 @@ def case(request: pytest.FixtureRequest, world: World) -> Case:
     return Case(*few_trees(world, getattr(request, "param", "qwen2_vl")))
 
 
-def make(output: Path, model: Any, packs: PackedFolder, **options: Any) -> PackedTrainer:
-    args = TrainingArguments(output_dir=str(output), **{**QUIET, **options})
-    return PackedTrainer(args=args, model=model, train_dataset=packs)
-
-
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -73,7 +68,7 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(case: Case, tmp_pat
     alone.mean().backward()
     gradients = gradients_of(model)
     assert len(samples) == 17
-    check_branches(make(tmp_path, model, packs), packs, alone)
+    check_branches(packed_trainer(tmp_path, model, packs), packs, alone)
     found = gradients_of(model)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -85,7 +80,7 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(case: Case, tmp_pat
 @torch.no_grad()
 def test_a_changed_branch_changes_no_other(case: Case, tmp_path: Path) -> None:
     packs = case.packs()
-    run, collated = make(tmp_path, case.model(), packs), row_of_trees(packs)
+    run, collated = packed_trainer(tmp_path, case.model(), packs), row_of_trees(packs)
     batch = collated["batch"]
     inputs = run._prepare_inputs(collated)
     ends, parents = batch.cu_lengths[0].tolist(), batch.parents[0].tolist()
@@ -121,7 +116,7 @@ def test_other_parents_are_noticed(
     mistake: Callable[[list[int]], list[int]], case: Case, tmp_path: Path
 ) -> None:
     packs = case.packs()
-    run, collated = make(tmp_path, case.model().eval(), packs), row_of_trees(packs)
+    run, collated = packed_trainer(tmp_path, case.model().eval(), packs), row_of_trees(packs)
     batch: PackedBatch = collated["batch"]
     right = losses_of(run.model, run._prepare_inputs(collated))
     parents = mistake(batch.parents[0].tolist())
@@ -173,18 +168,18 @@ def test_models_that_cannot_branch_are_refused(case: Case, tmp_path: Path) -> No
     packs = case.packs()
     recurrent = transformers_classes("qwen3_5").model(tiny_config("qwen3_5"))
     with pytest.raises(ValueError, match=r"qwen3_5 model .* 'linear_attention', whose state"):
-        make(tmp_path, recurrent, packs)
+        packed_trainer(tmp_path, recurrent, packs)
     longer, dynamic = case.model(), {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
     longer.config.text_config.max_position_embeddings = 64
     longer.config.text_config.rope_parameters = dynamic
     with pytest.raises(ValueError, match="angles of all others with its prefix"):
-        make(tmp_path, longer, packs)
+        packed_trainer(tmp_path, longer, packs)
     with pytest.raises(ValueError, match="Own is not one of transformers' own models"):
-        make(tmp_path, Own(case.model()), packs)
+        packed_trainer(tmp_path, Own(case.model()), packs)
 
 
 def test_rows_of_trees_need_the_attention(case: Case, tmp_path: Path) -> None:
     """As in an evaluation on other packs than the trainer was made with."""
-    run = make(tmp_path, case.model(), open_packs(case.plain))
+    run = packed_trainer(tmp_path, case.model(), open_packs(case.plain))
     with pytest.raises(ValueError, match="needs `use_tree_attention"):
         run._prepare_inputs(row_of_trees(case.packs()))
