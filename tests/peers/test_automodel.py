@@ -75,11 +75,11 @@ from tests.helpers.context_ranks import (
 )
 from tests.helpers.hf_trainers import several_packs
 from tests.helpers.pages import blocks
-from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     CAPTION_TEMPLATE,
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     check_uniform_steps,
     open_packs,

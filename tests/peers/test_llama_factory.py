@@ -31,17 +31,17 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import segment_kwargs, to_transformers_kwargs
 from task_encoders.samples import SourceSample, place_media
 from tests.helpers.datasets import dialogue, make_run, mixed_pairs, pack_all
-from tests.helpers.hf_trainers import number_of, several_packs
-from tests.helpers.hf_videos import with_processor
+from tests.helpers.hf_trainers import number_of, several_packs, with_processor
 from tests.helpers.pages import blocks
-from tests.helpers.parity import check_losses, token_losses_alone
 from tests.helpers.peers import (
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     open_packs,
     pack_dialogues,
     stored_samples,
+    token_losses_alone,
 )
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.shared_media import few_trees

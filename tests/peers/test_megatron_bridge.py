@@ -71,14 +71,15 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.context_ranks import packs_for_ranks, use_partitioned_indices
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
-from tests.helpers.hf_trainers import number_of, several_packs
-from tests.helpers.hf_videos import with_processor
-from tests.helpers.parity import check_losses, encoded_alone, refuse_packs_of_few
+from tests.helpers.hf_trainers import number_of, several_packs, with_processor
 from tests.helpers.peers import (
     CAPTION_TEMPLATE,
     assert_same,
+    check_losses,
+    encoded_alone,
     open_packs,
     pack_dialogues,
+    refuse_packs_of_few,
     small_checkpoint,
     stored_samples,
 )

@@ -46,15 +46,18 @@ from task_encoders.samples import SourceSample, place_media
 from tests.helpers.hf_trainers import (
     Run,
     check_resuming,
+    decoded_video,
     number_of,
+    save_processor,
     several_packs,
     use_segment_attention,
+    video_files,
+    with_processor,
 )
-from tests.helpers.hf_videos import decoded_video, save_processor, video_files, with_processor
-from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     open_packs,
     stored_samples,

@@ -14,8 +14,7 @@ from tests.helpers.hf_trainers import (
     recorded_run,
     several_packs,
 )
-from tests.helpers.parity import check_losses
-from tests.helpers.peers import check_order, open_packs
+from tests.helpers.peers import check_losses, check_order, open_packs
 from tests.helpers.tiny_families import FURTHER
 from tests.peers import Say
 

@@ -18,8 +18,7 @@ from transformers import (
 
 from task_encoders.families import build_sample_encoder
 from tests.helpers.hf_trainers import OPTIMIZER, check_resuming, packed_trainer, recorded_run
-from tests.helpers.parity import check_losses
-from tests.helpers.peers import open_packs, pack_dialogues
+from tests.helpers.peers import check_losses, open_packs, pack_dialogues
 from tests.helpers.tiny_checkpoints import randomise
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.videos import short_dialogues

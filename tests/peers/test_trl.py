@@ -24,15 +24,17 @@ from tests.helpers.hf_trainers import (
     check_branches,
     check_resuming,
     numbers_read,
+    processor_of,
     recorded_run,
+    video_files,
 )
-from tests.helpers.hf_videos import processor_of, video_files
-from tests.helpers.parity import check_losses, token_losses_alone
 from tests.helpers.peers import (
     assert_same,
+    check_losses,
     check_order,
     open_packs,
     stored_samples,
+    token_losses_alone,
 )
 from tests.helpers.shared_media import few_trees
 from tests.peers import Say

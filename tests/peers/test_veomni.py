@@ -44,10 +44,10 @@ from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.hf_trainers import number_of, several_packs, use_segment_attention
 from tests.helpers.pages import blocks
-from tests.helpers.parity import check_losses
 from tests.helpers.peers import (
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     check_uniform_steps,
     open_packs,

@@ -17,8 +17,7 @@ from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, packed_trainer, row_of_trees
-from tests.helpers.parity import samples_alone
-from tests.helpers.peers import open_packs
+from tests.helpers.peers import open_packs, samples_alone
 from tests.helpers.shared_media import few_trees
 from tests.world import World
 

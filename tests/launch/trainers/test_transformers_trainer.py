@@ -19,8 +19,13 @@ from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.hf_trainers import QUIET, check_resuming, packed_trainer, recorded_run
-from tests.helpers.parity import refuse_packs_of_few, token_losses_alone
-from tests.helpers.peers import open_packs, small_checkpoint, small_packs
+from tests.helpers.peers import (
+    open_packs,
+    refuse_packs_of_few,
+    small_checkpoint,
+    small_packs,
+    token_losses_alone,
+)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from task_encoders.families import build_sample_encoder, family_of_processor, mo
 from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
-from tests.helpers.conversations import TypedTokens, messages_and_tools, random_conversation
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import (
     needs_transformers,
@@ -32,7 +31,14 @@ from tests.helpers.encoder_contract import (
     transformers_function,
     unequal,
 )
-from tests.helpers.texts_and_images import KINDS, random_sample, random_text
+from tests.helpers.texts_and_images import (
+    KINDS,
+    TypedTokens,
+    messages_and_tools,
+    random_conversation,
+    random_sample,
+    random_text,
+)
 from tests.helpers.tiny_tokenizers import GLM_CONTROL, save_glm_tokenizer
 from tests.helpers.videos import odd_clips
 

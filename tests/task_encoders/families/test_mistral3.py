@@ -16,15 +16,16 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.template_proof import write
 from task_encoders.text.tokenizer import checkpoint_tokenizer
-from tests.helpers.conversations import (
+from tests.helpers.datasets import image_bytes
+from tests.helpers.encoder_contract import by_both, unequal
+from tests.helpers.texts_and_images import (
     TypedTokens,
     encoded_conversations,
     messages_and_tools,
     random_conversation,
+    random_image,
+    random_side,
 )
-from tests.helpers.datasets import image_bytes
-from tests.helpers.encoder_contract import by_both, unequal
-from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import needs_family
 from tests.helpers.tiny_tokenizers import TEKKEN_SPECIAL, save_tekken
 from tests.world import World
