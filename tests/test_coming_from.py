@@ -21,7 +21,7 @@ from tests.helpers.command import invoke
 from tests.helpers.datasets import image_bytes
 from tests.helpers.energon_batches import check_training_step
 from tests.helpers.formats import lines, tar_bytes, write_file
-from tests.helpers.markdown import blocks
+from tests.helpers.pages import blocks
 from tests.helpers.peers import small_checkpoint
 
 ROOT = Path(__file__).parents[1]

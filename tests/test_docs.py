@@ -32,7 +32,7 @@ from task_encoders.packs.manifest import html_table
 from tests.helpers.command import invoke
 from tests.helpers.datasets import captioning_pairs, write_json
 from tests.helpers.formats import write_file
-from tests.helpers.markdown import Block, anchors, blocks
+from tests.helpers.pages import Block, anchors, blocks
 
 ROOT = Path(__file__).parent.parent
 

@@ -30,10 +30,10 @@ from offline_packing.verify.verify import verify
 from task_encoders.model_inputs import normalise_pixels
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.datasets import PAIRS, image_bytes, make_run, outcomes, packed_run, write_json
-from tests.helpers.elements import Elements
 from tests.helpers.energon_batches import batches_of
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import members_of
+from tests.helpers.pages import Elements
 from tests.helpers.videos import make_video
 from tests.world import Source, World, task_encoder
 

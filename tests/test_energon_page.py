@@ -22,9 +22,16 @@ from task_encoders.packs.manifest import read_manifest
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.energon_batches import batches_of
-from tests.helpers.legacy_packs import CRUDE_YAML, vqa_pack, write_folder
-from tests.helpers.markdown import blocks
-from tests.helpers.unpacked_folders import blend_of, folder_of, picture, words
+from tests.helpers.pages import blocks
+from tests.helpers.prepared_folders import (
+    CRUDE_YAML,
+    blend_of,
+    folder_of,
+    picture,
+    vqa_pack,
+    words,
+    write_folder,
+)
 
 PAGE = (Path(__file__).parent.parent / "docs/energon.md").read_text()
 BLOCKS = [block for block in blocks(PAGE) if block.language]

@@ -25,10 +25,11 @@ from offline_packing.sources.recognise import recognise
 from offline_packing.verify.verify import verify
 from task_encoders.text.pieces import place_media
 from tests.helpers.datasets import image_bytes, make_run, outcomes, pack_all
-from tests.helpers.energon_batches import check_training_step, encoder_of
+from tests.helpers.energon_batches import check_training_step
 from tests.helpers.formats import lines, write_file
 from tests.helpers.outputs import samples_of
 from tests.helpers.videos import make_video
+from tests.world import task_encoder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PICTURES = [image_bytes(56 + 28 * i, 84) for i in range(4)]
@@ -370,7 +371,7 @@ def test_a_data_set_from_its_files_to_a_step(
     written = WRITERS[name]()
     run = run_of(load_config(EXAMPLES / f"{name}.yaml", ["engine.workers=0"]), tmp_path / "out")
     check_packs(run, written.samples, written.aside)
-    check_training_step(model, run.workspace.root, encoder_of(run))
+    check_training_step(model, run.workspace.root, task_encoder(run))
     found = recognise(written.init)
     config = parse_config(yaml.safe_load(render_config(found, "init")))
     init_samples = written.samples if written.init_samples is None else written.init_samples

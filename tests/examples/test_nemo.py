@@ -23,7 +23,7 @@ from task_encoders.families import build_sample_encoder
 from task_encoders.samples import SourceSample, Turn
 from task_encoders.text.pieces import Answer, Control, Image, Text
 from tests.helpers.texts_and_images import KINDS, random_text, random_turns
-from tests.helpers.tiny_tokenizer import save_llama_tokenizer
+from tests.helpers.tiny_tokenizers import save_llama_tokenizer
 
 STORED = Path(__file__).with_name("nemo_2_0_0.json")
 #: Two modules, and what ends an answer before the next question. The older one's <extra_id_7> is

@@ -27,9 +27,9 @@ from offline_packing.engines.local import LocalEngine
 from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from tests.helpers.datasets import image_bytes, write_json
-from tests.helpers.markdown import blocks
+from tests.helpers.pages import blocks
 from tests.helpers.texts_and_images import random_text
-from tests.helpers.tiny_tokenizer import save_llama_tokenizer
+from tests.helpers.tiny_tokenizers import save_llama_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming_from_neva.md").read_text()

@@ -18,7 +18,7 @@ from tests.helpers.packed_runs import (
     make_trainer,
     step_lines,
 )
-from tests.helpers.prefix_packs import tree_folders
+from tests.helpers.shared_media import tree_folders
 from tests.world import World
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples.medium_options import MediumOptions
-from tests.helpers.transformers_sources import transformers_function
+from tests.helpers.encoder_contract import transformers_function
 
 function = cache(transformers_function)
 

@@ -1,15 +1,27 @@
-"""What every encoder must hold for every sample: what is measured and stored is what is encoded."""
+"""What every encoder must hold for every sample: what is measured and stored is what is encoded,
+and what transformers itself makes of it."""
 
+import ast
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from packaging.version import Version
+from PIL import Image, ImageOps
 
 from task_encoders.media.image import read_image_header
 from task_encoders.media.video_file import read_video_header
+from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
-from task_encoders.samples import IGNORE_INDEX, SourceSample
+from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
+from tests.helpers.tiny_checkpoints import packed_batch
 
 #: By name, something and what it should equal.
 Pairs = Mapping[str, tuple[Any, Any]]
@@ -49,3 +61,60 @@ def own_pairs(
 def unequal(pairs: Pairs) -> list[str]:
     """Names of the pairs that differ, in shape or in a value."""
     return [name for name, pair in pairs.items() if not np.array_equal(*pair)]
+
+
+def opened(data: bytes) -> Image.Image:
+    """An image upright, and in RGB unless a processor composes it on white."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    return image if image.has_transparency_data else image.convert("RGB")
+
+
+def by_both(
+    encoder: Any, processor: Any, files: list[bytes], num_images: int
+) -> Iterator[tuple[Any, Any, Any]]:
+    """For each run of so many images: their sample encoded, as arguments of transformers' model,
+    and what transformers' processor makes of the images."""
+    prompt = "a".join(["<image>"] * num_images)
+    names = tuple(map(str, range(num_images)))
+    sample = SourceSample("k", "vqa", (Turn(prompt, "b"),), names)
+    assert len(files) >= num_images
+    for begin in range(0, len(files) - num_images + 1, num_images):
+        data = files[begin : begin + num_images]
+        encoded = encoder.encode(sample, data)
+        images = [opened(one) for one in data]
+        yield (
+            encoded,
+            to_transformers_kwargs(packed_batch([encoded])),
+            processor(images, return_tensors="np"),
+        )
+
+
+VERSION = Version(metadata.version("transformers"))
+
+
+def needs_transformers(version: str, differs: str) -> None:
+    """Skip a test that compares with what an older transformers, which trains our packs all the
+    same, makes otherwise."""
+    if Version(version) > VERSION:
+        pytest.skip(f"transformers {VERSION} < {version} {differs}")
+
+
+def transformers_function(family: str, name: str, method_of: str | None = None) -> Any:
+    """A function, or a method without its class, of a family's video processor. Without torchvision
+    its module does not import, and that has no build that goes with PyTorch's for CPUs; the
+    functions need only torch and numpy."""
+    needs_transformers("5.10", "has other functions for videos")
+    spec: Any = find_spec("transformers")
+    folder = Path(spec.submodule_search_locations[0])
+    path = folder / f"models/{family}/video_processing_{family}.py"
+    tree: Any = ast.parse(path.read_text())
+    if method_of is not None:
+        tree = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == method_of)
+    function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    function.args.kwarg = None
+    for argument in function.args.args:
+        argument.annotation = None
+    function.returns = None
+    namespace: dict[str, Any] = {"torch": torch, "math": math, "np": np}
+    exec(compile(ast.Module([function], []), str(path), "exec"), namespace)
+    return namespace[name]

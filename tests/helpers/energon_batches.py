@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from megatron.energon import WorkerConfig
 
-from offline_packing.runs.run import Run
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_dataset import (
     PackedLoader,
@@ -20,15 +19,6 @@ from task_encoders.loading.packed_dataset import (
 )
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packed_task_encoder import PackedTaskEncoder
-from task_encoders.settings import PackingSettings
-
-
-def encoder_of(run: Run, **options: Any) -> PackedTaskEncoder:
-    """A task encoder for the packs of a run."""
-    task = run.config.task
-    settings = PackingSettings(packed=True, vqa=task == "vqa", bmr=task == "bmr")
-    own = {"seq_length": run.config.pack.seq_length, "model": run.config.model}
-    return PackedTaskEncoder(settings=settings, **(own | options))
 
 
 @contextmanager

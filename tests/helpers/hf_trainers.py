@@ -1,15 +1,28 @@
-"""Packs in trainers made from transformers' Trainer: order, resuming, loss."""
+"""Packs in trainers made from transformers' Trainer: order, resuming, loss; and transformers' whole
+processors, whose video part needs torchvision, as packs were measured."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import torch
+import transformers
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModelForImageTextToText
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2VLProcessor,
+    TrainingArguments,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata
 
 from launch.model.packed_attention import packed_attention
-from launch.trainers.transformers_trainer import collate_packed
+from launch.trainers.transformers_trainer import PackedTrainer, collate_packed
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.model_inputs import flash_attention_kwargs
 from task_encoders.samples import IGNORE_INDEX
@@ -19,6 +32,8 @@ from tests.helpers.videos import short_dialogues
 
 #: (output folder, model, folder of packs, arguments) to a trainer
 MakeTrainer = Callable[..., Any]
+#: Packs and loss of each step, and the weights at the end.
+Run = tuple[list[int], list[float], Sequence[torch.Tensor]]
 
 #: Arguments with which AdamW does what that of `launch` does.
 OPTIMIZER: dict[str, Any] = {
@@ -34,6 +49,14 @@ QUIET: dict[str, Any] = {
     "logging_steps": 1,
     "per_device_train_batch_size": 1,
 }
+
+
+def packed_trainer(
+    output: Path, model: Any, packs: PackedFolder, checkpoint: Path | None = None, **options: Any
+) -> PackedTrainer:
+    """transformers' Trainer on packs."""
+    args = TrainingArguments(output_dir=str(output), **{**QUIET, **options})
+    return PackedTrainer(args=args, model=model, train_dataset=packs, eval_dataset=packs)
 
 
 def number_of(input_ids: torch.Tensor, packs: PackedFolder) -> int:
@@ -60,7 +83,7 @@ def recorded_run(
     output: Path,
     resume: Path | None = None,
     steps: int = 6,
-) -> tuple[list[int], list[float], Sequence[torch.Tensor]]:
+) -> Run:
     """Packs and loss of each step, and the weights at the end."""
     packs = open_packs(packed)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
@@ -76,14 +99,13 @@ def recorded_run(
 
 
 def check_resuming(
-    make: MakeTrainer, checkpoint: Path, packed: Path, root: Path
+    root: Path, run: Callable[..., Run], *args: Any
 ) -> tuple[list[int], list[float]]:
-    """Packs, losses and weights after a checkpoint in the middle of an epoch are those of the run
-    that went on. Returns the packs and losses of all steps."""
-    packs, losses, weights = recorded_run(make, checkpoint, packed, root / "whole")
+    """Packs, losses and weights of `run(*args, output, resume)` after a checkpoint in the middle of
+    an epoch are those of the run that went on. Returns the packs and losses of all steps."""
+    packs, losses, weights = run(*args, root / "whole")
     assert packs == list(range(6))
-    saved = root / "whole" / "checkpoint-3"
-    rest = recorded_run(make, checkpoint, packed, root / "resumed", saved)
+    rest = run(*args, root / "resumed", root / "whole" / "checkpoint-3")
     assert rest[0] == packs[3:]
     assert rest[1] == losses  # the log of the first three is in the checkpoint
     assert all(map(torch.equal, rest[2], weights))
@@ -121,12 +143,15 @@ def check_branches(
     return f"{count} branches have the losses of their samples alone, in a step, too"
 
 
-def several_packs(family: str, root: Path) -> tuple[Path, Path]:
+def several_packs(
+    family: str, root: Path, samples: int = 24, seq_length: int = 1024, **pack: Any
+) -> tuple[Path, Path]:
     """A tiny checkpoint, and packs for it of several samples each, with videos where the family
     takes them."""
     checkpoint = small_checkpoint(family, root / "checkpoint")
-    pairs = short_dialogues(root / "source", 24, videos=family not in STILL)
-    return checkpoint, pack_dialogues(pairs, family, checkpoint, root, seq_length=1024)
+    pairs = short_dialogues(root / "source", samples, videos=family not in STILL)
+    pack["seq_length"] = seq_length
+    return checkpoint, pack_dialogues(pairs, family, checkpoint, root, **pack)
 
 
 def use_segment_attention(model: Any) -> None:
@@ -142,3 +167,107 @@ def _segment_attention(module: Any, *args: Any, is_causal: Any = None, **kwargs:
         starts = (positions == 0).nonzero()[:, 0]
         kwargs |= flash_attention_kwargs(F.pad(starts, (0, 1), value=len(positions)))
     return packed_attention(module, *args, is_causal=causal, **kwargs)
+
+
+def save_processor(
+    folder: Path, tokenizer: Any, template: str, model_type: str = "qwen2_vl", **limits: int
+) -> None:
+    """A checkpoint's whole processor: with torchvision it can be built."""
+    if model_type.startswith("qwen3"):
+        half = [0.5] * 3
+        images = Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, **limits)
+        kind, videos = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor()
+    else:
+        images = Qwen2VLImageProcessorPil(**limits)
+        kind, videos = Qwen2VLProcessor, transformers.Qwen2VLVideoProcessor()
+    kind(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
+
+
+def with_processor(checkpoint: Path, **limits: int) -> Path:
+    """The checkpoint, to which the whole processor of its tokenizer is added."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model_type = AutoConfig.from_pretrained(checkpoint).model_type
+    save_processor(checkpoint, tokenizer, tokenizer.chat_template, model_type, **limits)
+    return checkpoint
+
+
+def video_files(videos: Sequence[bytes], folder: Path) -> list[str]:
+    """Paths of videos, for readers that take no bytes."""
+    paths = [folder / str(number) for number in range(len(videos))]
+    for path, data in zip(paths, videos, strict=True):
+        path.write_bytes(data)
+    return [str(path) for path in paths]
+
+
+def decoded_video(path: str) -> tuple[np.ndarray, float]:
+    """Frames (T, H, W, 3), upright, and their rate."""
+    with av.open(path) as file:
+        rate = file.streams.video[0].average_rate
+        assert rate is not None
+        frames = [
+            np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+            for frame in file.decode(video=0)
+        ]
+    return np.stack(frames), float(rate)
+
+
+class _FromPyAV:
+    """Decodes with PyAV: the default needs FFmpeg's libraries; transformers' own reader for PyAV
+    neither turns videos upright nor finds frames in WebM."""
+
+    def fetch_videos(self, videos: Any, sample_indices_fn: Callable[..., Any]) -> Any:
+        if isinstance(videos, list):
+            return list(
+                zip(*[self.fetch_videos(v, sample_indices_fn) for v in videos], strict=True)
+            )
+        with av.open(videos) as file:
+            stream = file.streams.video[0]
+            assert stream.average_rate is not None
+            total = sum(1 for _ in file.decode(stream))
+            metadata = VideoMetadata(
+                total, fps=float(stream.average_rate), duration=float(total / stream.average_rate)
+            )
+        metadata.frames_indices = sample_indices_fn(metadata=metadata)
+        numbers = [int(number) for number in metadata.frames_indices]
+        if max(numbers) >= total:
+            raise IndexError(f"frame {max(numbers)} of {total}")  # as an array of all would
+        return some_frames(videos, numbers), metadata
+
+
+def some_frames(path: str, numbers: Sequence[int]) -> np.ndarray:
+    """Frames of these numbers (T, H, W, 3), upright; one may be named several times."""
+    found: dict[int, np.ndarray] = {}
+    with av.open(path) as file:
+        for number, frame in enumerate(file.decode(video=0)):
+            if number in numbers:
+                found[number] = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+    return np.stack([found[number] for number in numbers])
+
+
+def processor_of(family: str, encoder: Any, tokenizer: Any) -> Any:
+    """The processor of one of Qwen's families with the sizes and frames of an encoder that resizes
+    with torch."""
+    assert encoder.options.resize == "torch"
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+    of_videos = "Qwen3VL" if family == "qwen3_vl" else "Qwen2VL"
+    reading: Any = type(
+        "Reading", (_FromPyAV, getattr(transformers, f"{of_videos}VideoProcessor")), {}
+    )
+    shared = {
+        "patch_size": encoder.vision.patch_size,
+        "image_mean": list(encoder.vision.mean),
+        "image_std": list(encoder.vision.std),
+    }
+    own = encoder.options.model_dump()
+    image_size, video_size = (
+        {"shortest_edge": own[f"{kind}min_pixels"], "longest_edge": own[f"{kind}max_pixels"]}
+        for kind in ("", "video_")
+    )
+    frames = {f"{end}_frames": own[f"video_{end}_frames"] for end in ("min", "max")}
+    options = {"size": video_size, "fps": own["video_fps"], **frames, **shared}
+    return getattr(transformers, f"{name}Processor")(
+        image_processor=transformers.Qwen2VLImageProcessor(size=image_size, **shared),
+        tokenizer=tokenizer,
+        video_processor=reading(do_sample_frames=True, **options),
+        chat_template=tokenizer.chat_template,
+    )

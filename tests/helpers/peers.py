@@ -1,8 +1,13 @@
-"""Packs for other training frameworks, the samples in them, and one step of our own trainer."""
+"""Packs for other training frameworks, the samples in them, and one step of our own trainer; and
+losses of packs, to be compared with those of their samples alone.
+
+A comparison sees a broken boundary, or a neighbour's picture, only in packs of several samples with
+pictures of their own: others are refused. Controls show that it sees them."""
 
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText
 
 from launch.data.packed_data import read_packed_data
 from launch.loop.metrics import read_metrics
@@ -19,19 +26,28 @@ from launch.loop.setup import build_trainer
 from offline_packing.demo.generate import generate_demo_dataset
 from offline_packing.demo.run import MODEL, SEQ_LENGTH, SOURCES
 from task_encoders.concatenate import PackedRow, split_row
+from task_encoders.energon_samples import PackedBatch
 from task_encoders.families import FAMILIES, build_sample_encoder
 from task_encoders.loading.packed_folder import PackedFolder, RawPack
+from task_encoders.model_inputs import flash_attention_kwargs, to_transformers_kwargs, token_types
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.packs.pack import restore_pack
-from task_encoders.samples import SourceSample
+from task_encoders.sample_encoder import EncodedSample
+from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.settings import PackingSettings, PackingSettingsError
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
 from tests.helpers.packed_runs import make_config
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.tiny_families import encoder_options, save_tokenizer, tiny_model
+from tests.helpers.tiny_checkpoints import packed_batch
+from tests.helpers.tiny_families import encoder_options, image_masks, save_tokenizer, tiny_model
 from tests.helpers.videos import short_dialogues
 
 DEMO_OUTPUT = Path(__file__).parents[2] / "demo_output"
+#: A caption after its media, without the headers of a dialogue.
+CAPTION_TEMPLATE = (
+    "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}<|im_end|>"
+)
 
 
 def demo_folders(scratch: Path, num_samples: int = 400) -> dict[str, Path]:
@@ -229,14 +245,168 @@ def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str) 
 
 
 def check_contradictions(
-    build: Callable[[Path, Path], Any], case: tuple[Path, Path], other: Path
+    build: Callable[[Path, Path], Any], case: tuple[Path, Path], scratch: Path
 ) -> None:
     """A model of another family than the packs', and variables that contradict them, are refused by
     what builds the data of a trainer from a model and packs."""
     with pytest.raises(PackingSettingsError, match=r"family 'qwen2_vl', .* has 'qwen3_vl'"):
-        build(small_checkpoint("qwen3_vl", other), case[1])
+        build(small_checkpoint("qwen3_vl", scratch / "other"), case[1])
     for variable, value in (("OFFLINE_PACKED_DATA", "0"), ("OFFLINE_PACKING_VQA", "1")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(variable, value)
             with pytest.raises(PackingSettingsError, match=f"{variable}=1"):
                 build(*case)
+
+
+#: Arguments of transformers' models for a sample.
+Inputs = dict[str, Any]
+#: A pack and its number to its samples.
+Reader = Callable[[PackedFolder, int], list[Inputs]]
+
+
+def refuse_packs_of_few(packs: PackedFolder, numbers: Iterable[int]) -> None:
+    """Each of these packs holds three samples or more, and one of them two with media that
+    differ."""
+    distinct = 0
+    for number in numbers:
+        media = [files for _, files in stored_samples(packs[number])]
+        where = f"{packs.path}: pack {number} is too easy to get right: it"
+        assert len(media) >= 3, f"{where} holds {len(media)} samples, not 3; make them shorter"
+        distinct = max(distinct, len({tuple(files) for files in media if files}))
+    assert distinct >= 2, f"{packs.path}: no pack of {numbers} holds two samples with media"
+
+
+def encoded_alone(packs: PackedFolder, number: int) -> list[EncodedSample]:
+    """The samples of a pack, each encoded from its own texts and files."""
+    encoder = packs.task_encoder.encoder  # type: ignore[union-attr]
+    samples = []
+    for sample, files in stored_samples(packs[number]):
+        count = len(sample.images)
+        samples.append(encoder.encode(sample, files[:count], files[count:]))
+    return samples
+
+
+def inputs_of(packs: PackedFolder, batch: PackedBatch) -> Inputs:
+    """A row of one sample, without anything of packing: the model finds masks itself, and positions
+    but for Qwen2.5-VL's videos, placed by seconds that rows do not have."""
+    encoder = packs.task_encoder.encoder  # type: ignore[union-attr]
+    kwargs = to_transformers_kwargs(batch)
+    of_packing = {*flash_attention_kwargs(batch.cu_lengths), "position_ids"}
+    if encoder.options.family == "qwen2_5_vl" and len(batch.video_grid_thw):
+        of_packing -= {"position_ids"}
+    kwargs = {name: value for name, value in kwargs.items() if name not in of_packing}
+    types = token_types(kwargs["input_ids"], encoder.media_token_ids)
+    return {**kwargs, "mm_token_type_ids": types}
+
+
+def samples_alone(packs: PackedFolder, number: int) -> list[Inputs]:
+    """Each sample of a pack."""
+    return [inputs_of(packs, packed_batch([s])) for s in encoded_alone(packs, number)]
+
+
+def token_losses_alone(model: Any, packs: PackedFolder, number: int) -> torch.Tensor:
+    """Loss of each labelled token of a pack's samples, one sample at a time."""
+    losses = []
+    for inputs in samples_alone(packs, number):
+        labels = inputs.pop("labels")[0, 1:]
+        logits = model(**inputs).logits[0, :-1]
+        losses.append(F.cross_entropy(logits, labels, reduction="none")[labels != IGNORE_INDEX])
+    return torch.cat(losses)
+
+
+def one_sample(packs: PackedFolder, number: int) -> list[Inputs]:
+    """A pack without its boundaries."""
+    row = packed_batch(encoded_alone(packs, number), cross_sample_attention=True)
+    return [inputs_of(packs, row)]
+
+
+def attention_cut_alone(packs: PackedFolder, number: int) -> list[Inputs]:
+    """A pack with boundaries for attention, which restarting positions tell, and without boundaries
+    for recurrent layers."""
+    batch = packed_batch(encoded_alone(packs, number))
+    row, boundaries = to_transformers_kwargs(batch), flash_attention_kwargs(batch.cu_lengths)
+    return [{name: value for name, value in row.items() if name not in boundaries}]
+
+
+def labels_shifted(packs: PackedFolder, number: int) -> list[Inputs]:
+    """The samples, each token trained to be what the one before should be."""
+    samples = samples_alone(packs, number)
+    for sample in samples:
+        sample["labels"] = sample["labels"].roll(1, 1)
+        sample["labels"][:, 0] = IGNORE_INDEX
+    return samples
+
+
+def media_of_neighbours(packs: PackedFolder, number: int) -> list[Inputs]:
+    """The samples with pixels of one another: as many as each had, of the next one that has."""
+    samples = encoded_alone(packs, number)
+    for name in ("image_pixels", "video_pixels"):
+        sizes = [len(getattr(sample, name)) for sample in samples]
+        pixels = np.concatenate([getattr(sample, name) for sample in samples])
+        moved = np.roll(pixels, -next(filter(None, sizes), 0), axis=0)
+        parts = np.split(moved, np.cumsum(sizes)[:-1])
+        samples = [replace(s, **{name: part}) for s, part in zip(samples, parts, strict=True)]
+    return [inputs_of(packs, packed_batch([sample])) for sample in samples]
+
+
+#: Mistakes that a comparison has to see.
+CONTROLS: tuple[Reader, ...] = (one_sample, labels_shifted, media_of_neighbours)
+
+
+def loss_per_label(model: Any, samples: Iterable[Inputs], pixels: torch.dtype) -> torch.Tensor:
+    """Loss per label of samples, each alone in transformers' model; with pixels rounded."""
+    total, count = torch.zeros(()), 0
+    for sample in samples:
+        labels = int((sample["labels"][:, 1:] != IGNORE_INDEX).sum())
+        if not labels:
+            continue
+        for name in sample.keys() & {"pixel_values", "pixel_values_videos"}:
+            sample[name] = sample[name].to(pixels).float()
+        if model.config.model_type == "gemma4_unified":
+            tokens, types = sample["input_ids"], sample["mm_token_type_ids"]
+            sample["attention_mask"] = image_masks(model, tokens, types)
+        total = total + model(**sample).loss * labels
+        count += labels
+    return total / count
+
+
+def check_losses(
+    packed: Path,
+    checkpoint: Path,
+    losses: list[float],
+    ours: Path | None = None,
+    pixels: torch.dtype = torch.float32,
+    eps: float = 1e-8,
+) -> str:
+    """The losses of a trainer on the first two packs, before and after a step, are those of their
+    samples, each encoded and trained alone in transformers' model, to 1e-4; the mistakes of
+    `CONTROLS` are far from them. With `ours`, a folder, those of `launch.train` are the same, too.
+    `eps`: of AdamW. Returns a sentence with the largest difference."""
+    packs = open_packs(packed)
+    refuse_packs_of_few(packs, (0, 1))
+
+    def trained(read: Reader) -> list[float]:
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+        samples = (read(packs, number) for number in (0, 1))
+        return two_losses(model, samples, lambda found: loss_per_label(model, found, pixels), eps)
+
+    recurrent = FAMILIES[packs.task_encoder.encoder.options.family].is_recurrent  # type: ignore[union-attr]
+    for mistake in CONTROLS + (attention_cut_alone,) * recurrent:
+        control = trained(mistake)
+        away = max(abs(a - b) for a, b in zip(control, losses, strict=False))
+        assert away > 1e-3, f"{mistake.__name__} goes unnoticed: {control} for {losses}"
+    expected = [trained(samples_alone)]
+    if ours is not None:
+        expected.append(our_losses(packed, checkpoint, ours))
+    difference = max(largest_difference(one, losses) for one in expected)
+    like = "of the samples alone" + " and as launch.train's" * (ours is not None)
+    return f"loss before and after a step as {like} (to {difference:.0e})"
+
+
+def largest_difference(expected: list[float], losses: list[float]) -> float:
+    """Between the losses of two trainers before and after a step, at most 1e-4."""
+    assert len(expected) == 2
+    difference = max(abs(a - b) for a, b in zip(expected, losses, strict=False))
+    assert difference <= 1e-4, (expected, losses)
+    assert abs(expected[0] - expected[1]) > 1e-3  # the step did something
+    return difference

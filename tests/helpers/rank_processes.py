@@ -1,7 +1,9 @@
-"""Run a function in several processes that form a torch.distributed group."""
+"""Run a function in several processes that form a torch.distributed group; free ports."""
 
 import multiprocessing
 import os
+import random
+import socket
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -97,3 +99,20 @@ def _run_rank(
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+#: Below those that the kernel gives to whoever asks for any port: nobody takes one of these between
+#: our look and the bind of the process that it is for.
+_RANGE = range(10_000, 30_000)
+
+
+def free_port() -> int:
+    """Draw a port at which nobody listens."""
+    while True:
+        port = random.SystemRandom().choice(_RANGE)
+        with socket.socket() as tried:
+            try:
+                tried.bind(("", port))
+            except OSError:
+                continue
+        return port

@@ -1,10 +1,13 @@
-"""Drawn lengths and limits of packs, sums over packs, and packs as lists."""
+"""Drawn lengths, limits of packs and options of windows, sums over packs, and packs as lists."""
+
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from offline_packing.planner.strategies.composition import Composition
 from offline_packing.planner.strategies.strategy import Packs
+from offline_packing.planner.windows import WindowOptions
 
 
 @st.composite
@@ -34,11 +37,6 @@ def caption_lengths(num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, (tokens * rng.uniform(0.3, 0.98, num_samples)).astype(np.int64) * 4
 
 
-def variation(values: np.ndarray) -> float:
-    """Standard deviation over the mean."""
-    return float(values.std() / values.mean())
-
-
 def as_lists(packs: Packs) -> list[list[int]]:
     """Sample numbers of each pack."""
     parts = np.split(packs.sample_ids, packs.pack_offsets[1:-1])
@@ -53,3 +51,16 @@ def contents(composition: Composition) -> list[list[int]]:
         content = np.repeat(composition.lengths[entries], composition.times[entries]).tolist()
         packs += [content] * int(count)
     return packs
+
+
+def window_options(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[WindowOptions]:
+    """Options of small windows, with further fields."""
+    return st.builds(
+        WindowOptions,
+        seq_length=st.integers(60, 200),
+        window=st.integers(1, 40),
+        max_age=st.integers(0, 4),
+        max_carried=st.integers(0, 50),
+        full_at=st.sampled_from([0.9, 1.0]),
+        **more,
+    )

@@ -1,12 +1,21 @@
-"""Seeded random texts, images and conversations for the proofs of parity."""
+"""Seeded random texts, images and conversations for the proofs of parity, with all that a chat
+template can be asked to write."""
 
 import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 from PIL import Image
 
-from task_encoders.samples import IMAGE_PLACEHOLDER, SourceSample, Turn
+from task_encoders.media.image import read_image_header
+from task_encoders.samples import IGNORE_INDEX, IMAGE_PLACEHOLDER, SampleError, SourceSample, Turn
+from task_encoders.text.pieces import to_chat
 from tests.helpers.videos import make_video
 
 ENGLISH = """the a red blue circle left of chart shows 3.14 1,280 values, rising; it's don't I'll
@@ -124,3 +133,221 @@ def random_documents(
         sample = SourceSample(str(number), "captioning", (Turn("", text),), names, None, videos)
         found.append((sample, images, [clip] * len(videos)))
     return found
+
+
+SPECIAL = ("<|im_end|>", "<|im_start|>assistant\n", "<|image_pad|>", "<|endoftext|>")
+WORDS = ("<think>", "</think>", "<tool_call>", "<tool_response>x</tool_response>", "/no_think")
+#: Whether texts hold names of control tokens; or which.
+Special = bool | tuple[str, ...]
+BORDERS = ("", "", "", "", "\n", "\n\n", " ", "  \t", "\u3000", "\r\n")
+
+
+class TypedTokens:
+    """A tokenizer's control tokens, told apart from their names in texts, which are data."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
+        self.tokenizer, self.names = tokenizer, list(names)
+        longest_first = sorted(self.names, key=len, reverse=True)
+        self.pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def write(self, messages: Any, tools: Any, template: str) -> str | None:
+        """The text of transformers, in which names in texts stand between noncharacters; None
+        where the template refuses the conversation."""
+        plain = json.dumps([messages, tools], ensure_ascii=False)
+        hidden = self.pattern.sub(lambda m: f"\ue000{self.names.index(m[0])}\ue001", plain)
+        messages, tools = json.loads(hidden)
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=tools, chat_template=template, tokenize=False
+                )
+            )
+        except jinja2.TemplateError:
+            return None
+
+    def ids(self, text: str, media: Callable[[str], list[int]] = lambda name: []) -> list[int]:
+        """The tokens of a text that `write` returned; `media`: those in the place of a medium."""
+        ids: list[int] = []
+        for i, part in enumerate(self.pattern.split(text)):
+            if i % 2:
+                ids += media(part) or [self.tokenizer.convert_tokens_to_ids(part)]
+            elif part:
+                ids += self.tokenizer(
+                    self.shown(part), split_special_tokens=True, add_special_tokens=False
+                )["input_ids"]
+        return ids
+
+    def shown(self, text: str) -> str:
+        """Names that a text spells, in the place of what `write` hid them by."""
+        return re.sub("\ue000(\\d+)\ue001", lambda m: self.names[int(m[1])], text)
+
+    def labels(self, sample: SourceSample, messages: Any, tools: Any, marked: str) -> list[int]:
+        """The assistant mask of transformers by a marked template, without the answers that carry
+        no loss."""
+        found = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=marked,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        mask = np.append(0, found["assistant_masks"])
+        turns = np.cumsum(np.diff(mask) == 1) - 1
+        trained = np.array([turn.weight > 0 for turn in sample.turns])
+        return np.where((mask[1:] == 1) & trained[turns], found["input_ids"], IGNORE_INDEX).tolist()
+
+
+def messages_and_tools(sample: SourceSample, *, as_objects: bool = False) -> tuple[Any, Any]:
+    """A conversation as templates take it; `as_objects`: arguments of calls are no text."""
+    messages = to_chat(sample)
+    calls = [call["function"] for m in messages for call in m.get("tool_calls", ())]
+    for call in calls if as_objects else ():
+        if isinstance(call["arguments"], str):
+            call["arguments"] = json.loads(call["arguments"])
+    return messages, json.loads(sample.tools) if sample.tools else None
+
+
+def random_conversation(
+    rng: np.random.Generator, index: int, *, special: Special = False
+) -> SourceSample:
+    """A conversation of 1 to 4 turns.
+
+    Args:
+        special: texts hold control tokens' names, Qwen's or these, which transformers would read
+            as such.
+    """
+    rich = rng.random() < 0.6
+    tools = random_tools(rng) if rich and rng.random() < 0.7 else ""
+    turns = [_turn(rng, i, special, rich, bool(tools)) for i in range(int(rng.integers(1, 5)))]
+    if all(not turn.weight for turn in turns):
+        turns.append(Turn("And?", "So."))
+    shown = [turn.prompt for turn in turns] + [text for turn in turns for _, text in turn.before]
+    images = sum(text.count(IMAGE_PLACEHOLDER) for text in shown)
+    if not images and rng.random() < 0.2:
+        images = 1  # in front
+    names = tuple(f"{i}.jpg" for i in range(images))
+    system = _text(rng, special) if rng.random() < 0.4 else None
+    return SourceSample(f"c/{index}", "bmr", tuple(turns), names, system, (), tools)
+
+
+def encoded_conversations(
+    reference: Any,
+    count: int,
+    image: bytes,
+    counts: Counter[str],
+    *,
+    seed: int,
+    special: Special = True,
+) -> Iterator[tuple[SourceSample, list[int], Any, bool]]:
+    """Conversations that the reference's encoder takes, with the reference's ids, as encoded, and
+    whether control tokens are typed in them: in every third. They are measured as encoded. Counts
+    them, those with tools and with images, and the others by reason."""
+    rng, encoder = np.random.default_rng(seed), reference.encoder
+    header = read_image_header(io.BytesIO(image))
+    for index in range(count):
+        typed = index % 3 == 0
+        sample = random_conversation(rng, index, special=special if typed else False)
+        expected = reference.ids(sample)
+        try:
+            encoded = encoder.encode(sample, [image] * len(sample.images))
+        except SampleError as error:
+            counts[error.reason] += 1
+            counts["refused plain"] += expected is not None and sample.is_plain
+            continue
+        measured = encoder.measure(sample, [(header.height, header.width)] * len(sample.images))
+        assert measured.num_tokens == len(encoded.tokens)
+        assert measured.num_loss_tokens == (encoded.labels != IGNORE_INDEX).sum()
+        counts.update(written=1, tools=bool(sample.tools), images=bool(sample.images))
+        yield sample, expected, encoded, typed
+
+
+def _turn(rng: np.random.Generator, i: int, special: Special, rich: bool, has_tools: bool) -> Turn:
+    prompt, answer = _text(rng, special, images=True), _text(rng, special)
+    if not answer.strip():
+        answer += "x"
+    if not rich:
+        return Turn(prompt, answer)
+    before: tuple[tuple[str, str], ...] = ()
+    role = "user"
+    if i and has_tools and rng.random() < 0.6:
+        role = "tool"
+        before = tuple(("tool", _text(rng, special, images=True)) for _ in range(rng.integers(3)))
+    elif rng.random() < 0.06:
+        before = (("system", _text(rng, special) + "."),)
+    thought = _text(rng, special) if rng.random() < 0.3 else None
+    calls: tuple[str, ...] = ()
+    if has_tools and rng.random() < 0.5:
+        calls = tuple(_call(rng, special) for _ in range(rng.integers(1, 4)))
+        answer = "" if rng.random() < 0.4 else answer
+    return Turn(prompt, answer, role, before, thought, calls, bool(rng.random() < 0.9))
+
+
+def _names(special: Special) -> tuple[str, ...]:
+    if isinstance(special, tuple):
+        return special
+    return SPECIAL if special else ()
+
+
+def _text(rng: np.random.Generator, special: Special, *, images: bool = False) -> str:
+    if rng.random() < 0.06:
+        return ""
+    text = random_text(rng, int(rng.integers(1, 8)), chinese=bool(rng.random() < 0.3)).strip()
+    pool = (*WORDS, *_names(special), *((IMAGE_PLACEHOLDER,) if images else ()))
+    for _ in range(int(rng.integers(0, 3)) if rng.random() < 0.5 else 0):
+        at = int(rng.integers(len(text) + 1)) if IMAGE_PLACEHOLDER not in text else 0
+        text = text[:at] + pool[rng.integers(len(pool))] + text[at:]
+    if rng.random() < 0.1:
+        text = f"<think>\n{text}\n</think>\n\n {text}"
+    return str(rng.choice(BORDERS)) + text + str(rng.choice(BORDERS))
+
+
+def random_tools(rng: np.random.Generator) -> str:
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"f_{i}",
+                "description": _text(rng, False),
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            },
+        }
+        for i in range(rng.integers(1, 3))
+    ]
+    return json.dumps(tools, ensure_ascii=False)
+
+
+def _call(rng: np.random.Generator, special: Special) -> str:
+    values: list[Any] = [_text(rng, special), 3, 1.5, None, True, {"k": [_text(rng, special)]}, []]
+    chosen = rng.permutation(len(values))[: rng.integers(0, 4)]
+    arguments: Any = {f"name {i}": values[i] for i in chosen}
+    if rng.random() < 0.4:
+        arguments = json.dumps(arguments, ensure_ascii=bool(rng.random() < 0.5), indent=1)
+    return json.dumps({"name": "f_0", "arguments": arguments}, ensure_ascii=False)
+
+
+_BEGIN, _STOP = "{% generation %}", "{% endgeneration %}"
+
+
+def marked(template: str) -> str:
+    """A template of `qwen_templates` with such marks."""
+    begin = template.find("{% if message['content'] is string %}")
+    if begin >= 0:
+        content = template[begin : template.index("<|im_end|>\n{% endfor %}")] + "<|im_end|>"
+        return template.replace(
+            content + "\n",
+            "{% if message['role'] == 'assistant' %}"
+            + f"{_BEGIN}{content}{_STOP}{{% else %}}{content}{{% endif %}}{{{{ '\\n' }}}}",
+        )
+    header = "{{- '<|im_start|>assistant\\n'"
+    head, _, answer = template.partition(header)
+    end = "{{- '<|im_end|>\\n' }}\n\n    {%- elif message.role == 'tool'"
+    assert end in answer
+    answer, _, rest = answer.partition(end)
+    opened = answer.removeprefix(" }}")
+    opened = opened if opened != answer else "{{-" + answer.removeprefix(" +")
+    return (
+        f"{head}{header} }}}}{{%- generation %}}{opened}"
+        + "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}"
+        + end.removeprefix("{{- '<|im_end|>\\n' }}")
+        + rest
+    )

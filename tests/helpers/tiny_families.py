@@ -5,14 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 from transformers import (
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from launch.model.config import tiny_config, transformers_classes
 from task_encoders.families import FAMILIES
@@ -25,14 +31,17 @@ from task_encoders.text.qwen_templates import (
     QWEN3_VL_TEMPLATE,
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
-from tests.helpers.gemma_tokenizer import save_gemma_tokenizer
-from tests.helpers.glm_tokenizer import save_glm_tokenizer
-from tests.helpers.llava_onevision import LlavaOneVision
-from tests.helpers.mistral_tokenizer import save_tekken
+from tests.helpers.encoder_contract import needs_transformers
 from tests.helpers.texts_and_images import random_image
 from tests.helpers.tiny_checkpoints import VISION, randomise
-from tests.helpers.tiny_tokenizer import save_llama_tokenizer, save_with_template, tiny_tokenizer
-from tests.helpers.transformers_sources import needs_transformers
+from tests.helpers.tiny_tokenizers import (
+    save_gemma_tokenizer,
+    save_glm_tokenizer,
+    save_llama_tokenizer,
+    save_tekken,
+    save_with_template,
+    tiny_tokenizer,
+)
 from tests.helpers.videos import make_video
 
 #: Text tokens and template of the tokenizer of a family on Qwen's vocabulary.
@@ -174,3 +183,51 @@ def tiny_model(family: str, token_ids: Mapping[str, int], *, experts: bool = Fal
     vision_config = {**config.vision_config.to_dict(), "model_type": f"{name}_vision"}
     sparse = config_class(text_config=text_config, vision_config=vision_config, **token_ids)
     return randomise(model(sparse))
+
+
+class LlavaOneVision(nn.Module):
+    """A tower that attends within each image and merges 2 by 2 patches into a token (the published
+    ones are pretrained as RICE, with the same patches and rotary positions, and as OneVision
+    Encoder), and Qwen3, whose positions count tokens. `depth`: frames of a patch."""
+
+    def __init__(self, token_ids: Mapping[str, int], depth: int) -> None:
+        super().__init__()
+        self.token_ids = token_ids
+        vision = Qwen2VLVisionConfig(
+            depth=2, embed_dim=32, hidden_size=64, num_heads=2, temporal_patch_size=depth
+        )
+        self.visual = Qwen2VisionTransformerPretrainedModel._from_config(vision)
+        self.config = Qwen3Config(
+            vocab_size=1024,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+        )
+        self.language_model = Qwen3ForCausalLM._from_config(self.config)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The language model's output for inputs of `to_transformers_kwargs`."""
+        embeddings = self.language_model.get_input_embeddings()(input_ids)
+        for kind, pixels, grids in (
+            ("image_token_id", pixel_values, image_grid_thw),
+            ("video_token_id", pixel_values_videos, video_grid_thw),
+        ):
+            places = input_ids == self.token_ids[kind]
+            if pixels is None:
+                assert not places.any()
+                continue
+            features = self.visual(pixels, grid_thw=grids).pooler_output
+            assert len(features) == int(places.sum())
+            embeddings = embeddings.masked_scatter(places[..., None], features)
+        return self.language_model(inputs_embeds=embeddings, **kwargs)

@@ -15,7 +15,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.helpers.datasets import WORDS, dialogue, image_bytes, write_json
+from tests.helpers.datasets import WORDS, dialogue, image_bytes, make_run, pack_all, write_json
 
 os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder would print its settings
 
@@ -166,3 +166,54 @@ def patched(data: bytes, kind: bytes, offset: int, value: bytes) -> bytes:
     """The file with some bytes of its first box of a kind replaced; offset 0 is its size field."""
     at = next(begin for name, begin, _ in boxes(data) if name == kind) + offset
     return data[:at] + value + data[at + len(value) :]
+
+
+#: Limits of pixels that shrink some of the images and frames, and enlarge others. Not resized by
+#: Pillow: transformers has one way for videos, which is of torch.
+VIDEO_MODEL: dict[str, Any] = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 12, "resize": "torch"}
+VIDEO_MODEL |= {"video_min_pixels": 56 * 56, "video_max_pixels": 28 * 28 * 12}
+#: Arguments for clips of 4, 4, 8 and 18 sampled frames.
+CLIPS: dict[str, tuple[int, int, int, int]] = {
+    "short": (7, 10, 96, 64),
+    "slow": (12, 3, 84, 140),
+    "other": (43, 10, 40, 64),
+    "long": (92, 10, 56, 84),
+}
+#: Media of each sample: clips by name, and images by width.
+_CLIP_MEDIA: tuple[tuple[str | int, ...], ...] = (
+    *(("short",), (), ("slow",), (84,), ("other", 112)),
+    *(("short", "slow"), (56, 84), ("long",)),
+)
+
+
+def video_packs(task: str, root: Path, **model: Any) -> Path:
+    """Packs of a task: samples of a video, of several, of images, of both, and of text alone."""
+    for i, media in enumerate(_CLIP_MEDIA * 2):
+        if task == "captioning" and not media:
+            continue
+        names: dict[str, list[str]] = {"images": [], "videos": []}
+        for medium in media:
+            is_video = isinstance(medium, str)
+            name = f"{i}_{medium}.{'mp4' if is_video else 'jpg'}"
+            data = (
+                make_video(*CLIPS[medium]) if isinstance(medium, str) else image_bytes(medium, 60)
+            )
+            (root / "source").mkdir(parents=True, exist_ok=True)
+            (root / "source" / name).write_bytes(data)
+            names["videos" if is_video else "images"].append(name)
+        write_json(root / f"source/{_clip_name(i, media)}.json", {**_clip_text(task, i), **names})
+    source = {"format": "pairs", "path": str(root / "source"), "task": task}
+    run = make_run(source, root / "packed", model=VIDEO_MODEL | model, pack={"seq_length": 512})
+    pack_all(run)
+    return root / "packed"
+
+
+def _clip_name(i: int, media: Any) -> str:
+    return f"sample{i}" if media else f"output_{i:08d}"
+
+
+def _clip_text(task: str, i: int) -> dict[str, Any]:
+    if task == "captioning":
+        return {"captions": [{"content": f"A bar moves {i} times."}]}
+    texts = ["What moves?", f"A bar, {i} times.", "Where to?", "To the right."]
+    return {"messages": dialogue(*texts[: 2 if task == "vqa" else 4])}

@@ -32,7 +32,7 @@ from tests.helpers.datasets import (
 )
 from tests.helpers.formats import write_file
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, losses
-from tests.helpers.ports import free_port
+from tests.helpers.rank_processes import free_port
 from tests.helpers.transformers_runs import Case
 
 LAUNCH = Path(__file__).parents[2] / "launch"

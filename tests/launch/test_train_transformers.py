@@ -28,8 +28,7 @@ from launch.train import cli
 from launch.train_transformers import load_config, main
 from tests.helpers.hf_trainers import several_packs
 from tests.helpers.packed_runs import losses
-from tests.helpers.parity import check_losses, token_losses_alone
-from tests.helpers.peers import open_packs
+from tests.helpers.peers import check_losses, open_packs, token_losses_alone
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (
     FAMILIES,

@@ -11,8 +11,8 @@ from launch.model.config import ModelConfig
 from launch.model.megatron.model import model_outline
 from launch.model.megatron.weights import published_shapes
 from task_encoders.energon_samples import PackedBatch
-from tests.helpers.prefix_packs import tree_folders
-from tests.helpers.tools import benchmark, run_benchmark
+from tests.helpers.command import benchmark, run_benchmark
+from tests.helpers.shared_media import tree_folders
 from tests.world import World
 
 

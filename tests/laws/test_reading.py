@@ -26,7 +26,7 @@ from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.datasets import index_rows
 from tests.helpers.energon_batches import assert_same, batches_of
-from tests.helpers.parity import inputs_of
+from tests.helpers.peers import inputs_of
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import tiny_model
 from tests.laws.kills import EIGHT

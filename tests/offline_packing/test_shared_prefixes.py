@@ -33,8 +33,8 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettingsError
 from task_encoders.storage.energon_paths import energon_path
 from tests.helpers.datasets import index_rows, packed_run
-from tests.helpers.elements import Elements
 from tests.helpers.outputs import members_of, samples_of
+from tests.helpers.pages import Elements
 from tests.helpers.shared_media import MODEL
 from tests.world import World, task_encoder
 

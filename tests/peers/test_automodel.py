@@ -74,11 +74,12 @@ from tests.helpers.context_ranks import (
     use_partitioned_indices,
 )
 from tests.helpers.hf_trainers import several_packs
-from tests.helpers.markdown import blocks
-from tests.helpers.parity import check_losses
+from tests.helpers.pages import blocks
 from tests.helpers.peers import (
+    CAPTION_TEMPLATE,
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     check_uniform_steps,
     open_packs,
@@ -87,13 +88,8 @@ from tests.helpers.peers import (
     stored_samples,
     two_losses,
 )
-from tests.helpers.video_packs import MODEL, video_packs
-
-#: A caption after its media, without the headers of a dialogue.
-CAPTION_TEMPLATE = (
-    "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
-    "<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}<|im_end|>"
-)
+from tests.helpers.videos import VIDEO_MODEL, video_packs
+from tests.peers import Say
 
 
 def _processor(**_: Any) -> Any:
@@ -191,7 +187,6 @@ def losses_of_packs(model: Any, packed: Path) -> list[float]:
     return two_losses(model, make_loader(packed, packing_contract=contract), loss_of)
 
 
-Say = Callable[[str], None]
 VERSION = f"NeMo AutoModel {version('nemo-automodel')}"
 
 
@@ -365,7 +360,7 @@ def test_it_packs_no_gemma_and_no_mistral(family: str, tmp_path: Path) -> None:
         PacksConfig(str(packed)).build()[0]
 
 
-LIMITS = {"min_pixels": MODEL["min_pixels"], "max_pixels": MODEL["max_pixels"]}
+LIMITS = {"min_pixels": VIDEO_MODEL["min_pixels"], "max_pixels": VIDEO_MODEL["max_pixels"]}
 PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
 VISION: dict[str, dict[str, int]] = {"qwen2_vl": {}, "qwen2_5_vl": {"tokens_per_second": 2}}
 
@@ -386,7 +381,7 @@ def compared(family: str, task: str, root: Path) -> Iterator[tuple[Any, Any]]:
     config = tiny_config(family, {}, VISION[family], **MEDIA_TOKEN_IDS)
     model = transformers_classes(family).model(config)
     processor, packs = processor_of(family, task), open_packs(packed)
-    encoder = build_sample_encoder(family, **MODEL)
+    encoder = build_sample_encoder(family, **VIDEO_MODEL)
 
     def as_video(data: bytes) -> dict[str, Any]:
         file = root / f"{hash(data)}.mp4"
@@ -428,7 +423,7 @@ def test_packs_with_videos_are_what_its_packing_would_give(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_its_cut_gives_each_rank_what_it_should(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
     """Tokens by Transformer Engine's indices; frames one after another, by cost, one at least."""
     use_partitioned_indices(monkeypatch)
@@ -571,14 +566,9 @@ def test_what_packs_do_not_do_is_refused(
     assert str(case[1]) in str(caught.value)
 
 
-def test_packs_that_contradict_model_or_environment_are_refused(
-    case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    check_contradictions(
-        lambda model, packs: build(parse(tmp_path / "recipe.yaml", model, packs)),
-        case,
-        tmp_path / "other",
-    )
+def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    check_contradictions(lambda *both: build(parse(recipe, *both)), case, tmp_path)
 
 
 def test_other_datasets_go_automodels_way(case: tuple[Path, Path], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,21 +31,22 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import segment_kwargs, to_transformers_kwargs
 from task_encoders.samples import SourceSample, place_media
 from tests.helpers.datasets import dialogue, make_run, mixed_pairs, pack_all
-from tests.helpers.hf_trainers import number_of, several_packs
-from tests.helpers.hf_videos import with_processor
-from tests.helpers.markdown import blocks
-from tests.helpers.parity import check_losses, token_losses_alone
+from tests.helpers.hf_trainers import number_of, several_packs, with_processor
+from tests.helpers.pages import blocks
 from tests.helpers.peers import (
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     open_packs,
     pack_dialogues,
     stored_samples,
+    token_losses_alone,
 )
-from tests.helpers.prefix_packs import few_trees
 from tests.helpers.rank_processes import run_ranks
+from tests.helpers.shared_media import few_trees
 from tests.helpers.tiny_families import encoder_options
+from tests.peers import Say
 from tests.world import World
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"
@@ -199,7 +200,6 @@ def order_of_knapsack(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda number: (-lengths[number], -number))
 
 
-Say = Callable[[str], None]
 VERSION = f"LLaMA-Factory {version('llamafactory')}"
 FAMILY = "qwen2_vl"
 
@@ -477,14 +477,11 @@ def test_what_packs_do_not_do_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_packs_that_contradict_model_or_environment_are_refused(
-    case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    check_contradictions(
-        lambda model, packs: train(with_processor(model), packs, tmp_path, max_steps=1),
-        case,
-        tmp_path / "other",
-    )
+def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
+    def build(model: Path, packs: Path) -> None:
+        train(with_processor(model), packs, tmp_path, max_steps=1)
+
+    check_contradictions(build, case, tmp_path)
 
 
 def test_other_data_go_llama_factorys_way(case: tuple[Path, Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -36,13 +36,13 @@ from tests.helpers.layout_readers import (
     pictures,
 )
 from tests.helpers.texts_and_images import random_sample
+from tests.peers import Say
 
 if not os.environ.get("LLAVA_ONEVISION_2"):
     pytest.skip("LLAVA_ONEVISION_2=DIR names no checkout of it", allow_module_level=True)
 CHECKOUT = Path(os.environ["LLAVA_ONEVISION_2"]).resolve()
 OWN_CODE = CHECKOUT / "transformers_impl/llavaonevision2"
 
-Say = Callable[[str], None]
 VERSION = f"LLaVA-OneVision-2 on energon {version('megatron-energon')}"
 FAMILY = "llava_onevision_2"
 SEQ_LENGTH = 2048

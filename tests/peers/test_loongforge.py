@@ -6,7 +6,7 @@ It is not a package: LOONGFORGE names a checkout of github.com/baidu-baige/Loong
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -42,14 +42,14 @@ from tests.helpers.layout_readers import (
     pictures,
 )
 from tests.helpers.loongforge import tool_dialogues
-from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import save_with_template, tiny_tokenizer
 from tests.helpers.videos import make_video
+from tests.peers import Say
 
 if not os.environ.get("LOONGFORGE"):
     pytest.skip("LOONGFORGE=DIR names no checkout of LoongForge", allow_module_level=True)
 loongforge.install(Path(os.environ["LOONGFORGE"]).resolve())
 
-Say = Callable[[str], None]
 VERSION = f"LoongForge on energon {version('megatron-energon')}"
 PIXELS = {"min_pixels": 4096, "max_pixels": 32_768}
 

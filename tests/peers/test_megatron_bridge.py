@@ -4,7 +4,7 @@ import io
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -71,27 +71,24 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from tests.helpers.context_ranks import packs_for_ranks, use_partitioned_indices
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
-from tests.helpers.hf_trainers import number_of
-from tests.helpers.hf_videos import with_processor
-from tests.helpers.parity import check_losses, encoded_alone, refuse_packs_of_few
+from tests.helpers.hf_trainers import number_of, several_packs, with_processor
 from tests.helpers.peers import (
+    CAPTION_TEMPLATE,
     assert_same,
+    check_losses,
+    encoded_alone,
     open_packs,
     pack_dialogues,
+    refuse_packs_of_few,
     small_checkpoint,
     stored_samples,
 )
 from tests.helpers.rank_processes import PRELOADED, run_ranks
 from tests.helpers.tiny_checkpoints import packed_batch, randomise
 from tests.helpers.videos import short_dialogues
+from tests.peers import Say
 
 END, MEDIA = "<|im_end|>", ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>")
-#: A caption after its images, without the headers of a dialogue.
-CAPTION_TEMPLATE = (
-    "{% for part in messages[0].content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}"
-    "{{ part.text }}{% endif %}{% endfor %}<|im_end|>"
-)
 #: Providers of models by the family of packs.
 PROVIDERS: dict[str, Any] = {
     "qwen2_vl": Qwen25VLModelProvider,  # see _of_qwen2_vl
@@ -263,7 +260,6 @@ TRAINED = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 #: Of AdamW. Gated delta nets have gradients so small that, with torch's, its first step takes their
 #: rounding for a direction: losses are then 5e-5 apart.
 EPS = 1e-5
-Say = Callable[[str], None]
 VERSION = f"Megatron-Bridge {version('megatron-bridge')}, core {version('megatron-core')}"
 multiprocessing.set_forkserver_preload(
     [*PRELOADED, "tests.peers", "launch.trainers.megatron_bridge"]
@@ -328,9 +324,7 @@ def test_packs_are_what_its_task_encoder_packs(family: str, case: Any, say: Say)
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_its_model_would_place_packs_as_we_do(family: str, tmp_path: Path, say: Say) -> None:
-    checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
-    dialogues = short_dialogues(tmp_path / "source", 48, videos=True)
-    packs = open_packs(pack_dialogues(dialogues, family, checkpoint, tmp_path))
+    packs = open_packs(several_packs(family, tmp_path, 48, 512)[1])
     encoder = packs.task_encoder.encoder
     ids = [
         encoder.media_token_ids[f"{name}_token_id"] for name in ("image", "video", "vision_start")
@@ -497,9 +491,7 @@ def two_steps(checkpoint: Path, packed: Path, *, eps: float = 1e-8, **options: A
 @pytest.mark.parametrize("family", TRAINED)
 def test_steps_are_those_of_the_samples(family: str, tmp_path: Path, say: Say) -> None:
     """Of images and videos; and, where it has the model, those of `launch.train`."""
-    checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
-    dialogues = short_dialogues(tmp_path / "source", 48, videos=True)
-    packed = pack_dialogues(dialogues, family, checkpoint, tmp_path)
+    checkpoint, packed = several_packs(family, tmp_path, 48, 512)
     assert sum(len(batch.video_grid_thw) for batch in map(open_packs(packed).batch, ([0], [1])))
     is_ours = family in FAMILIES and FAMILIES[family].megatron_core
     options = {} if is_ours else {"eps": EPS}
@@ -555,10 +547,7 @@ def steps_of_two_ranks(checkpoint: Path, packed: Path) -> list[float]:
 def test_steps_under_context_parallelism(family: str, tmp_path: Path, say: Say) -> None:
     """Attention gathers keys here, where TransformerEngine passes them round; recurrent layers
     exchange tokens for heads, as on a GPU."""
-    checkpoint = small_checkpoint(family, tmp_path / "checkpoint")
-    dialogues = short_dialogues(tmp_path / "source", 48, videos=True)
-    options: Any = {"context_parallel": 2}
-    packed = pack_dialogues(dialogues, family, checkpoint, tmp_path, **options)
+    checkpoint, packed = several_packs(family, tmp_path, 48, 512, context_parallel=2)
     losses, others = run_ranks(2, tmp_path / "ranks", steps_of_two_ranks, checkpoint, packed)
     assert losses == others
     say(f"on two context ranks, {check_losses(packed, checkpoint, losses, eps=EPS)}")

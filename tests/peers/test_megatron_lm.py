@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,12 +58,12 @@ from tests.helpers.context_ranks import (
     packs_for_ranks,
     use_partitioned_indices,
 )
-from tests.helpers.legacy_packs import text_folder
 from tests.helpers.peers import assert_same, open_packs, stored_samples
+from tests.helpers.prepared_folders import text_folder
 from tests.helpers.rank_processes import run_ranks
+from tests.peers import Say
 
 VERSION = f"Megatron-LM, core {core_version}"
-Say = Callable[[str], None]
 Batch = dict[str, torch.Tensor]
 END, NEWLINE, IMAGE_PAD = 151645, 198, 151655
 SYSTEM = "You are a helpful assistant."

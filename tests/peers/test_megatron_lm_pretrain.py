@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from safetensors.torch import load_file
 from tests.helpers.packed_runs import make_config, step_lines
 from tests.helpers.peers import pack_dialogues
 from tests.helpers.videos import short_dialogues
+from tests.peers import Say
 
 ROOT = Path(__file__).parents[2]
 VERSION = "Megatron-LM's pretrain()"
@@ -136,7 +136,7 @@ def test_steps_saved_and_resumed_are_those_of_launch(
     case: tuple[Path, Path],
     expected: tuple[Steps, Path],
     tmp_path: Path,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     tensor, saved = ["--tensor-model-parallel-size", str(ranks)], str(tmp_path / "saved")
     steps = pretrain(case, tmp_path / "1", ranks, *tensor, "--save", saved, "--save-interval", "2")
@@ -167,7 +167,7 @@ def listed() -> set[str]:
 
 
 def test_context_parallel_ranks_have_the_losses_of_launch(
-    case: tuple[Path, Path], family: str, tmp_path: Path, say: Callable[[str], None]
+    case: tuple[Path, Path], family: str, tmp_path: Path, say: Say
 ) -> None:
     pairs, room = short_dialogues(tmp_path / "source", 48), {"context_parallel": 2}
     padded = case[0], pack_dialogues(pairs, family, case[0], tmp_path, **room)
@@ -177,7 +177,7 @@ def test_context_parallel_ranks_have_the_losses_of_launch(
 
 
 def test_the_first_loss_in_bfloat16_is_that_of_launch(
-    case: tuple[Path, Path], family: str, tmp_path: Path, say: Callable[[str], None]
+    case: tuple[Path, Path], family: str, tmp_path: Path, say: Say
 ) -> None:
     """The tower's rotary frequencies stay float32; rounded, they move it by 1e-3."""
     arguments = "--bf16 --recompute-granularity full --exit-interval 1".split()

@@ -6,7 +6,6 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,18 +43,28 @@ from task_encoders.families import FAMILIES
 from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.media.video_file import read_video_header
 from task_encoders.samples import SourceSample, place_media
-from tests.helpers.hf_trainers import number_of, several_packs, use_segment_attention
-from tests.helpers.hf_videos import decoded_video, save_processor, video_files, with_processor
-from tests.helpers.parity import check_losses
+from tests.helpers.hf_trainers import (
+    Run,
+    check_resuming,
+    decoded_video,
+    number_of,
+    save_processor,
+    several_packs,
+    use_segment_attention,
+    video_files,
+    with_processor,
+)
 from tests.helpers.peers import (
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     open_packs,
     stored_samples,
 )
 from tests.helpers.tiny_families import encoder_options
-from tests.helpers.video_packs import video_packs as clips_packed
+from tests.helpers.videos import video_packs as clips_packed
+from tests.peers import Say
 
 PLUGIN = Path(__file__).parents[2] / "launch/trainers/ms_swift.py"
 LENGTH = {"return_length": True}
@@ -177,7 +186,6 @@ def make_trainer(
     return pipeline.run()
 
 
-Say = Callable[[str], None]
 VERSION = f"ms-swift {swift.__version__}"
 FAMILY = "qwen2_vl"
 
@@ -195,11 +203,10 @@ def names_of(checkpoint: Path) -> dict[str, str]:
     return {"model_type": model_type, "template": model_type.removesuffix("_moe")}
 
 
-def recorded_run(
-    checkpoint: Path, packed: Path, output: Path, **options: Any
-) -> tuple[list[int], list[float], list[torch.Tensor]]:
+def recorded_run(checkpoint: Path, packed: Path, output: Path, resume: Path | None = None) -> Run:
     """Packs and loss of each of six steps, and the weights at the end."""
     packs = open_packs(packed)
+    options = {"resume_from_checkpoint": str(resume)} if resume else {}
     trainer = make_trainer(
         checkpoint, packed, output, **names_of(checkpoint), max_steps=6, save_steps=3, **options
     )
@@ -219,16 +226,9 @@ def recorded_run(
 def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     family: str, case: Any, tmp_path: Path, say: Say
 ) -> None:
-    packs, losses, weights = recorded_run(*case, tmp_path / "whole")
-    assert packs == list(range(6))
+    _, losses = check_resuming(tmp_path, recorded_run, *case)
     is_ours = family in FAMILIES and FAMILIES[family].megatron_core
     said = check_losses(case[1], case[0], losses, tmp_path / "ours" if is_ours else None)
-    resumed = recorded_run(
-        *case, tmp_path / "again", resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3")
-    )
-    assert resumed[0] == packs[3:]
-    assert resumed[1] == losses  # those of the first three are in the checkpoint
-    assert all(map(torch.equal, resumed[2], weights))
     say(f"{said}, 6 steps resumed after 3 to the last bit")
 
 
@@ -452,13 +452,9 @@ def test_what_packs_do_not_do_is_refused(
 
 
 @of_command
-def test_packs_that_contradict_model_or_environment_are_refused(
-    case: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
     check_contradictions(
-        lambda model, packs: datasets(with_processor(model), packs, tmp_path),
-        case,
-        tmp_path / "other",
+        lambda model, packs: datasets(with_processor(model), packs, tmp_path), case, tmp_path
     )
 
 

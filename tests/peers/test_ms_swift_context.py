@@ -2,12 +2,12 @@
 # ruff: noqa: E402  what stands for Transformer Engine comes first
 
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 from tests.helpers import megatron_bridge_stubs  # noqa: F401  stands for Transformer Engine
+from tests.peers import Say
 
 # It changes classes of Transformer Engine, which are not there.
 sys.modules["mcore_bridge.patcher"] = SimpleNamespace(apply_patch=lambda: None)  # type: ignore[assignment]
@@ -25,9 +25,7 @@ VERSION = f"ms-swift {version('ms-swift')}, mcore-bridge {version('mcore-bridge'
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_its_cut_gives_each_rank_what_it_should(
-    size: int, tmp_path: Path, say: Callable[[str], None]
-) -> None:
+def test_its_cut_gives_each_rank_what_it_should(size: int, tmp_path: Path, say: Say) -> None:
     """Of multimodal models it cuts embeddings in the place of tokens, in the same way."""
     args = SimpleNamespace(is_multimodal=False, task_type="causal_lm")
 

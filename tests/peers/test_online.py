@@ -6,7 +6,7 @@ Their modules import whole trainers; what the compared functions do not use is r
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 
 from offline_packing.online.datasets import DynamicBatches, PackedIterableDataset
 from tests.helpers.online_samples import Stream, numbered
+from tests.peers import Say
 
-Say = Callable[[str], None]
 VERSION = "Packing while training"
 NUM_LISTS = 200
 

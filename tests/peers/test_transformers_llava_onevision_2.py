@@ -4,7 +4,6 @@ LLAVA_ONEVISION_2 names a checkout of EvolvingLMMs-Lab/LLaVA-OneVision-2."""
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,21 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    TrainingArguments,
 )
 
-from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.families import build_sample_encoder
-from tests.helpers.hf_trainers import OPTIMIZER, QUIET, check_resuming
-from tests.helpers.parity import check_losses
-from tests.helpers.peers import open_packs, pack_dialogues
+from tests.helpers.hf_trainers import OPTIMIZER, check_resuming, packed_trainer, recorded_run
+from tests.helpers.peers import check_losses, open_packs, pack_dialogues
 from tests.helpers.tiny_checkpoints import randomise
 from tests.helpers.tiny_families import save_tokenizer
 from tests.helpers.videos import short_dialogues
+from tests.peers import Say
 
 if not os.environ.get("LLAVA_ONEVISION_2"):
     pytest.skip("LLAVA_ONEVISION_2=DIR names no checkout of it", allow_module_level=True)
 sys.path.append(str(Path(os.environ["LLAVA_ONEVISION_2"]).resolve() / "transformers_impl"))
 
 FAMILY = "llava_onevision_2"
-Say = Callable[[str], None]
 VERSION = f"transformers {transformers.__version__}, {FAMILY}, its modeling file"
 
 
@@ -64,21 +60,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(output: Path, model: Any, packs: Any, checkpoint: Path, **options: Any) -> PackedTrainer:
-    args = TrainingArguments(output_dir=str(output), **QUIET, **options)
-    return PackedTrainer(args=args, model=model, train_dataset=packs)
-
-
 def test_steps_are_those_of_the_samples_alone_and_are_resumed(
     checkpoint: Path, tmp_path: Path, say: Say
 ) -> None:
     pairs = short_dialogues(tmp_path / "source", 48)
     packed = pack_dialogues(pairs, FAMILY, checkpoint, tmp_path)
-    _, losses = check_resuming(make, checkpoint, packed, tmp_path)
+    _, losses = check_resuming(tmp_path, recorded_run, packed_trainer, checkpoint, packed)
     said = check_losses(packed, checkpoint, losses[:2])
     model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules.")
-    trainer = make(tmp_path, model, open_packs(packed), checkpoint, max_steps=2, **OPTIMIZER)
+    trainer = packed_trainer(
+        tmp_path, model, open_packs(packed), checkpoint, max_steps=2, **OPTIMIZER
+    )
     trainer.train()
     assert [one["loss"] for one in trainer.state.log_history if "loss" in one] == losses[:2]
     say(f"{said}, 6 steps resumed after 3 to the last bit")

@@ -1,7 +1,6 @@
 """TRL's SFTTrainer on packs, and against what its own collator makes of the same samples."""
 
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,27 @@ from task_encoders.families.builtin_processor import builtin_processor
 from task_encoders.model_inputs import MEDIA_INPUTS, pixel_kwargs
 from task_encoders.samples import IGNORE_INDEX, SourceSample
 from task_encoders.text.pieces import to_chat
-from tests.helpers.hf_trainers import QUIET, check_branches, check_resuming, numbers_read
-from tests.helpers.hf_videos import processor_of, video_files
-from tests.helpers.parity import check_losses, token_losses_alone
+from tests.helpers.hf_trainers import (
+    QUIET,
+    check_branches,
+    check_resuming,
+    numbers_read,
+    processor_of,
+    recorded_run,
+    video_files,
+)
 from tests.helpers.peers import (
     assert_same,
+    check_losses,
     check_order,
     open_packs,
     stored_samples,
+    token_losses_alone,
 )
-from tests.helpers.prefix_packs import few_trees
+from tests.helpers.shared_media import few_trees
+from tests.peers import Say
 from tests.world import World
 
-Say = Callable[[str], None]
 EXAMPLE = Path(__file__).parents[2] / "examples/trl_sft_trainer.py"
 VERSION = f"TRL {trl.__version__}"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -169,7 +176,7 @@ def test_steps_are_those_of_our_own_trainer_and_are_resumed(
     case: Any, tmp_path: Path, say: Say
 ) -> None:
     checkpoint, packed = case
-    _, losses = check_resuming(make, checkpoint, packed, tmp_path)
+    _, losses = check_resuming(tmp_path, recorded_run, make, checkpoint, packed)
     said = check_losses(packed, checkpoint, losses, tmp_path / "ours")
     say(f"{said}, 6 steps resumed after 3 to the last bit")
 

@@ -43,18 +43,19 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS
 from tests.helpers.hf_trainers import number_of, several_packs, use_segment_attention
-from tests.helpers.markdown import blocks
-from tests.helpers.parity import check_losses
+from tests.helpers.pages import blocks
 from tests.helpers.peers import (
     assert_same,
     check_contradictions,
+    check_losses,
     check_order,
     check_uniform_steps,
     open_packs,
     stored_samples,
     two_losses,
 )
-from tests.helpers.video_packs import MODEL, video_packs
+from tests.helpers.videos import VIDEO_MODEL, video_packs
+from tests.peers import Say
 
 START, END = 151644, 151645
 
@@ -141,7 +142,6 @@ def parts(content: Any) -> list[tuple[str, Any]]:
     return [(part["type"], part.get("text")) for part in content]
 
 
-Say = Callable[[str], None]
 VERSION = f"VeOmni {version('veomni')}"
 FAMILY = "qwen2_vl"
 
@@ -273,7 +273,7 @@ def test_it_refuses_recurrent_layers_without_kernels(
                 losses_of_packs(*case)
 
 
-LIMITS = {"min_pixels": MODEL["min_pixels"], "max_pixels": MODEL["max_pixels"]}
+LIMITS = {"min_pixels": VIDEO_MODEL["min_pixels"], "max_pixels": VIDEO_MODEL["max_pixels"]}
 #: Options of VeOmni's recipes, except for its own limits of pixels.
 SAMPLING: dict[str, Any] = {"fps": 2.0, "frame_factor": 2, "min_frames": 4, "max_frames": 768}
 MODELS = {
@@ -314,7 +314,7 @@ def test_packs_with_videos_are_what_its_collator_makes_of_their_samples(
     task: str, family: str, tmp_path: Path, say: Say
 ) -> None:
     packed = video_packs(task, tmp_path, family=family)
-    encoder = build_sample_encoder(family, **MODEL)
+    encoder = build_sample_encoder(family, **VIDEO_MODEL)
     packs, collate, transform = open_packs(packed), MainCollator(), transform_of(family)
 
     def frames_of(data: bytes) -> list[Image.Image]:
@@ -431,14 +431,9 @@ def test_what_packs_do_not_do_is_refused(
 
 
 @of_recipe
-def test_packs_that_contradict_model_or_environment_are_refused(
-    case: tuple[Path, Path], tmp_path: Path
-) -> None:
-    check_contradictions(
-        lambda model, packs: build(parse(tmp_path / "recipe.yaml", model, packs)),
-        case,
-        tmp_path / "other",
-    )
+def test_packs_that_contradict_model_or_environment_are_refused(case: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    check_contradictions(lambda *both: build(parse(recipe, *both)), case, tmp_path)
 
 
 @of_recipe

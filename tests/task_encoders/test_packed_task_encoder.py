@@ -22,22 +22,20 @@ from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import dialogue, image_bytes
-from tests.helpers.legacy_packs import (
+from tests.helpers.prepared_folders import (
+    CAPTIONING_YAML,
     CRUDE_YAML,
     DATASET_YAML,
-    legacy_vqa_folder,
-    vqa_pack,
-    write_folder,
-)
-from tests.helpers.unpacked_folders import (
-    CAPTIONING_YAML,
     MESSAGES_YAML,
     VQA_YAML,
     blend_of,
     crude_folder,
     folder_of,
+    legacy_vqa_folder,
     picture,
+    vqa_pack,
     words,
+    write_folder,
 )
 
 PACKED_VQA = PackingSettings(packed=True, vqa=True)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.accounting import account, open_one
-from tests.helpers.tools import BENCHMARKS, benchmark, run_benchmark
+from tests.helpers.command import BENCHMARKS, benchmark, run_benchmark
 from tools import ideas, mutate
 from tools.attack import GOOD, WRITERS, damaged_records
 

@@ -20,9 +20,15 @@ from launch.trainers.shared import open_as_measured
 from offline_packing.errors import StageError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
-from tests.helpers.legacy_packs import CRUDE_YAML, DATASET_YAML, text_folder, write_folder
 from tests.helpers.packed_runs import WHOLE_VOCABULARY, losses, make_config, make_trainer
-from tests.helpers.unpacked_folders import crude_folder, folder_of
+from tests.helpers.prepared_folders import (
+    CRUDE_YAML,
+    DATASET_YAML,
+    crude_folder,
+    folder_of,
+    text_folder,
+    write_folder,
+)
 from tests.world import World
 
 NUM_PACKS = 7

@@ -36,8 +36,8 @@ from tests.helpers.packed_runs import (
     make_trainer,
     step_lines,
 )
-from tests.helpers.prefix_packs import tree_folders
 from tests.helpers.rank_processes import run_ranks
+from tests.helpers.shared_media import tree_folders
 from tests.helpers.tiny_families import encoder_options, tiny_model
 from tests.helpers.transformers_runs import command
 from tests.helpers.transformers_runs import train as train_transformers

@@ -41,11 +41,11 @@ from tests.helpers.packed_runs import (
     make_trainer,
     step_lines,
 )
+from tests.helpers.prepared_folders import blend_of
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.transformers_runs import (
     Interrupted,
 )
-from tests.helpers.unpacked_folders import blend_of
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 

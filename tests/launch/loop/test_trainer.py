@@ -36,7 +36,7 @@ from tests.helpers.packed_runs import (
     make_trainer,
     step_lines,
 )
-from tests.helpers.unpacked_folders import blend_of
+from tests.helpers.prepared_folders import blend_of
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 

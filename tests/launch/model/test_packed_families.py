@@ -29,6 +29,7 @@ from task_encoders.media.video_file import read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
+from tests.helpers.encoder_contract import VERSION
 from tests.helpers.tiny_checkpoints import packed_batch, randomise
 from tests.helpers.tiny_families import (
     CLIP,
@@ -39,7 +40,6 @@ from tests.helpers.tiny_families import (
     save_tokenizer,
     tiny_model,
 )
-from tests.helpers.transformers_sources import VERSION
 from tests.helpers.varlen import CpuVarlen
 
 CASES = [(family, "") for family in (*QWEN, "llava_1_5", "glm4v", "glm46v", "gemma4", "mistral3")]

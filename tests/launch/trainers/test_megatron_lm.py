@@ -20,9 +20,8 @@ from task_encoders.energon_samples import BATCH_TENSORS, PackedBatch
 from task_encoders.model_inputs import to_packed_seq_params
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
-from tests.helpers.legacy_packs import text_folder
-from tests.helpers.parity import check_losses
-from tests.helpers.peers import small_checkpoint, small_packs, two_losses
+from tests.helpers.peers import check_losses, small_checkpoint, small_packs, two_losses
+from tests.helpers.prepared_folders import text_folder
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.tiny_checkpoints import (
     ROWS,

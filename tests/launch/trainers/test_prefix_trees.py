@@ -15,10 +15,9 @@ from launch.trainers.shared import open_as_measured
 from launch.trainers.transformers_trainer import PackedTrainer
 from task_encoders.energon_samples import PackedBatch
 from task_encoders.loading.packed_folder import PackedFolder
-from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, row_of_trees
-from tests.helpers.parity import samples_alone
-from tests.helpers.peers import open_packs
-from tests.helpers.prefix_packs import few_trees
+from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, packed_trainer, row_of_trees
+from tests.helpers.peers import open_packs, samples_alone
+from tests.helpers.shared_media import few_trees
 from tests.world import World
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
@@ -41,11 +40,6 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, world: World) -> Case:
     return Case(*few_trees(world, getattr(request, "param", "qwen2_vl")))
-
-
-def make(output: Path, model: Any, packs: PackedFolder, **options: Any) -> PackedTrainer:
-    args = TrainingArguments(output_dir=str(output), **{**QUIET, **options})
-    return PackedTrainer(args=args, model=model, train_dataset=packs)
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
@@ -75,7 +69,7 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(case: Case, tmp_pat
     assert len(samples) == 17
     # Where samples begin elsewhere in a recurrence's chunks, sums have another order.
     is_recurrent = model.config.model_type == "qwen3_5"
-    check_branches(make(tmp_path, model, packs), packs, alone, rtol=1e-5 * is_recurrent)
+    check_branches(packed_trainer(tmp_path, model, packs), packs, alone, rtol=1e-5 * is_recurrent)
     found = gradients_of(model)
     assert found.keys() == gradients.keys()
     scale = 4 if is_recurrent else 1
@@ -88,7 +82,7 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(case: Case, tmp_pat
 @torch.no_grad()
 def test_a_changed_branch_changes_no_other(case: Case, tmp_path: Path) -> None:
     packs = case.packs()
-    run, collated = make(tmp_path, case.model(), packs), row_of_trees(packs)
+    run, collated = packed_trainer(tmp_path, case.model(), packs), row_of_trees(packs)
     batch = collated["batch"]
     inputs = run._prepare_inputs(collated)
     ends, parents = batch.cu_lengths[0].tolist(), batch.parents[0].tolist()
@@ -124,7 +118,7 @@ def test_other_parents_are_noticed(
     mistake: Callable[[list[int]], list[int]], case: Case, tmp_path: Path
 ) -> None:
     packs = case.packs()
-    run, collated = make(tmp_path, case.model().eval(), packs), row_of_trees(packs)
+    run, collated = packed_trainer(tmp_path, case.model().eval(), packs), row_of_trees(packs)
     batch: PackedBatch = collated["batch"]
     right = losses_of(run.model, run._prepare_inputs(collated))
     parents = mistake(batch.parents[0].tolist())
@@ -178,13 +172,13 @@ def test_models_that_cannot_branch_are_refused(case: Case, tmp_path: Path) -> No
     longer.config.text_config.max_position_embeddings = 64
     longer.config.text_config.rope_parameters = dynamic
     with pytest.raises(ValueError, match="angles of all others with its prefix"):
-        make(tmp_path, longer, packs)
+        packed_trainer(tmp_path, longer, packs)
     with pytest.raises(ValueError, match="Own is not one of transformers' own models"):
-        make(tmp_path, Own(case.model()), packs)
+        packed_trainer(tmp_path, Own(case.model()), packs)
 
 
 def test_rows_of_trees_need_the_attention(case: Case, tmp_path: Path) -> None:
     """As in an evaluation on other packs than the trainer was made with."""
-    run = make(tmp_path, case.model(), open_packs(case.plain))
+    run = packed_trainer(tmp_path, case.model(), open_packs(case.plain))
     with pytest.raises(ValueError, match="needs `use_tree_attention"):
         run._prepare_inputs(row_of_trees(case.packs()))

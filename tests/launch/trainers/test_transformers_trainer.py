@@ -18,9 +18,14 @@ from task_encoders.loading.schedule import dealt_in_rows
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.packs.manifest import PackColumns
 from task_encoders.samples import IGNORE_INDEX
-from tests.helpers.hf_trainers import QUIET, check_resuming
-from tests.helpers.parity import refuse_packs_of_few, token_losses_alone
-from tests.helpers.peers import open_packs, small_checkpoint, small_packs
+from tests.helpers.hf_trainers import QUIET, check_resuming, packed_trainer, recorded_run
+from tests.helpers.peers import (
+    open_packs,
+    refuse_packs_of_few,
+    small_checkpoint,
+    small_packs,
+    token_losses_alone,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +46,6 @@ def model(case: tuple[Path, Path]) -> Any:
     return AutoModelForImageTextToText.from_pretrained(case[0]).eval()
 
 
-def make(
-    output: Path, model: Any, packs: PackedFolder, checkpoint: Path | None = None, **options: Any
-) -> PackedTrainer:
-    args = TrainingArguments(output_dir=str(output), **{**QUIET, **options})
-    return PackedTrainer(args=args, model=model, train_dataset=packs, eval_dataset=packs)
-
-
 @torch.no_grad()
 def losses_alone(model: Any, packs: PackedFolder, number: int) -> torch.Tensor:
     return token_losses_alone(model, packs, number)
@@ -61,7 +59,7 @@ def test_loss_of_a_step_is_the_mean_over_all_tokens_of_the_samples_alone(
     per_row, rows = sizes
     refuse_packs_of_few(packs, range(4))
     alone = [losses_alone(model, packs, number) for number in range(4)]
-    run = make(
+    run = packed_trainer(
         tmp_path,
         model,
         packs,
@@ -85,7 +83,7 @@ def test_the_loss_of_gemma_counts_each_token_the_same(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     refuse_packs_of_few(packs, (0, 1))
     alone = [losses_alone(model, packs, number) for number in (0, 1)]
-    run = make(
+    run = packed_trainer(
         tmp_path, model, packs, max_steps=1, learning_rate=0.0, gradient_accumulation_steps=2
     )
     run.train()
@@ -98,7 +96,7 @@ def test_logits_are_made_where_there_are_labels(
     model: Any, packs: PackedFolder, tmp_path: Path
 ) -> None:
     """In training, and unless a loss of one's own is to see them all."""
-    run = make(tmp_path, model, packs)
+    run = packed_trainer(tmp_path, model, packs)
     inputs = run._prepare_inputs(collate_packed([UnreadPacks(packs)[0]]))
     num_labels = int((inputs["labels"] != IGNORE_INDEX).sum())
     made: list[int] = []
@@ -119,7 +117,7 @@ def test_logits_are_made_where_there_are_labels(
 def test_pixels_become_values_on_the_device(
     case: tuple[Path, Path], model: Any, packs: PackedFolder, tmp_path: Path
 ) -> None:
-    run, values = make(tmp_path, model, packs), open_packs(case[1])
+    run, values = packed_trainer(tmp_path, model, packs), open_packs(case[1])
     for number in range(3):
         collated = collate_packed([UnreadPacks(packs)[number]])
         assert collated["batch"].imgs.dtype == torch.uint8
@@ -132,7 +130,9 @@ def test_pixels_become_values_on_the_device(
 
 
 def test_evaluation_reads_the_same_rows(model: Any, packs: PackedFolder, tmp_path: Path) -> None:
-    run = make(tmp_path, model, packs, prediction_loss_only=True, per_device_eval_batch_size=1)
+    run = packed_trainer(
+        tmp_path, model, packs, prediction_loss_only=True, per_device_eval_batch_size=1
+    )
     per_pack = [float(losses_alone(model, packs, number).mean()) for number in range(len(packs))]
     expected = sum(per_pack) / len(per_pack)  # as Trainer weighs them
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)
@@ -141,7 +141,7 @@ def test_evaluation_reads_the_same_rows(model: Any, packs: PackedFolder, tmp_pat
 def test_a_resumed_run_is_the_run_that_went_on(
     case: tuple[Path, Path], tmp_path: Path, bmr_environment: None
 ) -> None:
-    packs, losses = check_resuming(make, *case, tmp_path)
+    packs, losses = check_resuming(tmp_path, recorded_run, packed_trainer, *case)
     assert len(packs) == len(losses) == 6
 
 
@@ -150,10 +150,10 @@ def test_several_gpus_and_smoothed_labels_are_refused(
 ) -> None:
     """Trainer shifts labels itself for models of text only."""
     with pytest.raises(ValueError, match="set label_smoothing_factor 0"):
-        make(tmp_path, model, packs, label_smoothing_factor=0.1)
+        packed_trainer(tmp_path, model, packs, label_smoothing_factor=0.1)
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
     with pytest.raises(ValueError, match="start with torchrun --nproc-per-node 2"):
-        make(tmp_path, model, packs)
+        packed_trainer(tmp_path, model, packs)
 
 
 def test_models_with_recurrent_layers_are_made_ready(packs: PackedFolder, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from offline_packing.runs.run import Run
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.datasets import make_config, pack_all, packed_run
+from tests.helpers.faults import check_progress
 from tests.helpers.ray_clusters import kill_processes
-from tests.helpers.slow_tasks import check_progress
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 

@@ -20,7 +20,7 @@ from offline_packing.runs.run import build_engine
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SampleError
 from tests.helpers.datasets import captioning_pairs, make_config, make_run, pack_all
-from tests.helpers.slow_tasks import check_progress
+from tests.helpers.faults import check_progress
 
 
 def square(number: int) -> int:

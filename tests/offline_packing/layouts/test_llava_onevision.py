@@ -34,7 +34,7 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
-from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import save_with_template, tiny_tokenizer
 from tests.helpers.videos import make_video
 from tests.world import Source, World, task_encoder
 

@@ -30,7 +30,7 @@ from tests.helpers.datasets import dialogue, image_bytes, make_run, pack_all, pl
 from tests.helpers.formats import lines, of_lines, write_file
 from tests.helpers.outputs import reopen
 from tests.helpers.tiny_families import save_tokenizer
-from tests.helpers.tiny_tokenizer import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.helpers.videos import make_video
 
 #: Instead of the first 4,096.

@@ -32,7 +32,7 @@ from offline_packing.online.pools import FixedCount, MatchedWindows, PackingPool
 from offline_packing.planner.windows import WindowOptions
 from task_encoders.samples import SampleError
 from tests.helpers.online_samples import Indexed, Stream, lettered, numbered, numbers
-from tests.helpers.windows import window_options
+from tests.helpers.sizes import window_options
 
 # --- PackedIterableDataset --------------------------------------------------------------------
 

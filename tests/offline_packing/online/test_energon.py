@@ -19,8 +19,14 @@ from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings
 from tests.helpers import energon_batches
 from tests.helpers.datasets import dialogue, image_bytes
-from tests.helpers.legacy_packs import CRUDE_YAML, legacy_vqa_folder
-from tests.helpers.unpacked_folders import blend_of, crude_folder, folder_of, words
+from tests.helpers.prepared_folders import (
+    CRUDE_YAML,
+    blend_of,
+    crude_folder,
+    folder_of,
+    legacy_vqa_folder,
+    words,
+)
 from tests.helpers.videos import make_video
 
 SEQ_LENGTH = 128

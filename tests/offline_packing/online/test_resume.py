@@ -31,7 +31,7 @@ from tests.helpers import energon_batches
 from tests.helpers.context_ranks import as_rank
 from tests.helpers.faults import kill_worker
 from tests.helpers.online_samples import Indexed, SavableStream, Stream, numbered, numbers
-from tests.helpers.unpacked_folders import crude_folder
+from tests.helpers.prepared_folders import crude_folder
 
 LENGTHS = np.random.default_rng(3).integers(1, 50, 60)
 LENGTHS[::40] = 99  # set aside: two of them

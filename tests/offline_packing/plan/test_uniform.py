@@ -19,7 +19,7 @@ from offline_packing.runs.artifacts import open_plan
 from offline_packing.verify.verify import render_result, verify
 from task_encoders import PackedFolder, get_packed_loader, get_packed_train_dataset
 from tests.helpers.datasets import make_run, mixed_pairs, packed_run, plan_summary
-from tests.helpers.unpacked_folders import blend_of
+from tests.helpers.prepared_folders import blend_of
 from tests.world import Source, World, copy_of, task_encoder
 
 ORDER = {"num_ranks": 4, "num_workers": 2, "uniform": True}

@@ -14,8 +14,7 @@ from offline_packing.planner.strategies import kernels
 from offline_packing.planner.strategies.strategy import join_packs
 from offline_packing.planner.strategies.subset_fill import subset_fill
 from offline_packing.planner.windows import WindowOptions, WindowPlanner
-from tests.helpers.sizes import as_lists, caption_lengths
-from tests.helpers.windows import window_options
+from tests.helpers.sizes import as_lists, caption_lengths, window_options
 from tools.benchmarks.length_distributions import DISTRIBUTIONS, draw_lengths
 
 

@@ -32,10 +32,10 @@ from tests.helpers.datasets import (
     packed_run,
     write_json,
 )
-from tests.helpers.elements import HOSTILE, Elements
 from tests.helpers.formats import write_file
+from tests.helpers.pages import HOSTILE, Elements
 from tests.helpers.tiny_families import encoder_options
-from tests.helpers.video_packs import CLIPS, MODEL
+from tests.helpers.videos import CLIPS, VIDEO_MODEL, make_video
 from tests.world import World, copy_of
 
 OUTPUT = {"split": {"train": 0.8, "val": 0.2}, "key_prefix": "a_"}
@@ -196,10 +196,10 @@ def test_videos_in_one_run_of_tokens_or_in_several(
     images."""
     videos = ["short.mp4", "other.mp4"]
     for name in videos:
-        write_file(tmp_path / "data" / name, CLIPS[Path(name).stem])
+        write_file(tmp_path / "data" / name, make_video(*CLIPS[Path(name).stem]))
     write_file(tmp_path / "data/0.jpg", image_bytes(84, 60))
     record = {"messages": dialogue("What moves?", "A bar."), "images": ["0.jpg"], "videos": videos}
-    model = MODEL | {"family": family, "resize": "pil"}
+    model = VIDEO_MODEL | {"family": family, "resize": "pil"}
     if family == "internvl3":
         model = {"family": family, "resize": "pil", "max_pixels": None, **encoder_options(family)}
     if family in ("glm4v", "internvl3"):

@@ -29,8 +29,8 @@ from tests.helpers.datasets import (
     write_json,
     write_planned,
 )
-from tests.helpers.elements import HOSTILE, Elements
 from tests.helpers.formats import lines, write_file
+from tests.helpers.pages import HOSTILE, Elements
 from tests.scenarios import two
 from tests.world import MakeSource, Source, World, copy_of
 

@@ -34,7 +34,7 @@ from tests.helpers.datasets import (
     write_json,
 )
 from tests.helpers.formats import lines, of_lines, write_file
-from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import save_with_template, tiny_tokenizer
 
 
 def config_of(folder: Path, *paths: Path, task: str = "captioning", form: str = "pairs") -> Path:

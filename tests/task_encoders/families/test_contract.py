@@ -36,8 +36,7 @@ from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_T
 from task_encoders.text.tokenizer import checkpoint_tokenizer
 from tests.helpers.clips import clip_of, draw_options
 from tests.helpers.datasets import image_bytes
-from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.media_references import opened
+from tests.helpers.encoder_contract import needs_transformers, opened, own_pairs, unequal
 from tests.helpers.texts_and_images import (
     KINDS,
     random_documents,
@@ -46,8 +45,7 @@ from tests.helpers.texts_and_images import (
     random_text,
 )
 from tests.helpers.tiny_families import encoder_options, save_tokenizer
-from tests.helpers.tiny_tokenizer import tiny_tokenizer
-from tests.helpers.transformers_sources import needs_transformers
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.helpers.videos import make_video, odd_clips
 
 #: FUZZED_SAMPLES=2000 takes some minutes.

@@ -28,18 +28,16 @@ from task_encoders.families.base.spans import Medium
 from task_encoders.media.video_file import VideoHeader, read_video_header
 from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
-from tests.helpers.conversations import (
+from tests.helpers.datasets import image_bytes
+from tests.helpers.encoder_contract import opened, own_pairs, transformers_function, unequal
+from tests.helpers.texts_and_images import (
     TypedTokens,
     encoded_conversations,
     messages_and_tools,
 )
-from tests.helpers.datasets import image_bytes
-from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.gemma_tokenizer import TEMPLATE, gemma_tokenizer, save_gemma_tokenizer
-from tests.helpers.media_references import opened
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import needs_family
-from tests.helpers.transformers_sources import transformers_function
+from tests.helpers.tiny_tokenizers import GEMMA_TEMPLATE, gemma_tokenizer, save_gemma_tokenizer
 from tests.helpers.videos import make_video
 
 #: FUZZED_SAMPLES=2000 takes some minutes; sizes and videos are ten times as many.
@@ -95,7 +93,7 @@ class Reference:
     def __init__(self, encoder: Any) -> None:
         self.encoder, self.tokenizer = encoder, gemma_tokenizer()
         self.typed = TypedTokens(self.tokenizer, self.tokenizer.all_special_tokens)
-        self.template = TEMPLATE.read_text()
+        self.template = GEMMA_TEMPLATE.read_text()
         self.marked = marked(self.template)
 
     def text(self, sample: SourceSample, template: str) -> str | None:

@@ -23,13 +23,23 @@ from task_encoders.families import build_sample_encoder, family_of_processor, mo
 from task_encoders.families.glm4v import GLM_TEMPLATE
 from task_encoders.media.video_file import VideoHeader, decode_frames, read_video_header
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
-from tests.helpers.conversations import TypedTokens, messages_and_tools, random_conversation
 from tests.helpers.datasets import image_bytes
-from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.glm_tokenizer import CONTROL, save_glm_tokenizer
-from tests.helpers.media_references import opened
-from tests.helpers.texts_and_images import KINDS, random_sample, random_text
-from tests.helpers.transformers_sources import needs_transformers, transformers_function
+from tests.helpers.encoder_contract import (
+    needs_transformers,
+    opened,
+    own_pairs,
+    transformers_function,
+    unequal,
+)
+from tests.helpers.texts_and_images import (
+    KINDS,
+    TypedTokens,
+    messages_and_tools,
+    random_conversation,
+    random_sample,
+    random_text,
+)
+from tests.helpers.tiny_tokenizers import GLM_CONTROL, save_glm_tokenizer
 from tests.helpers.videos import odd_clips
 
 REFERENCES: dict[str, tuple[Any, ...]] = {
@@ -60,8 +70,8 @@ class Reference:
             image_processor(size=size), self.tokenizer, chat_template=GLM_TEMPLATE
         )
         self.processor.video_processor = SimpleNamespace(merge_size=2)
-        self.typed = TypedTokens(self.tokenizer, CONTROL)
-        self.ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in CONTROL}
+        self.typed = TypedTokens(self.tokenizer, GLM_CONTROL)
+        self.ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in GLM_CONTROL}
 
     def arguments(self, sample: SourceSample) -> tuple[Any, Any]:
         return messages_and_tools(sample, as_objects=True)
@@ -171,7 +181,7 @@ def test_fuzzed_conversations(reference: Reference, tmp_path: Path) -> None:
     refused: Counter[str] = Counter()
     found: Counter[str] = Counter()
     for index in range(min(2 * SAMPLES, 4000)):
-        special = tuple(CONTROL) if index % 3 == 0 else ()
+        special = tuple(GLM_CONTROL) if index % 3 == 0 else ()
         sample = random_conversation(rng, index, special=special)
         for name in sample.images:
             (tmp_path / name).write_bytes(IMAGE)

@@ -22,13 +22,15 @@ from task_encoders.media.video_file import decode_frames, read_video_header
 from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.tokenizer import checkpoint_tokenizer
-from tests.helpers.conversations import TypedTokens, random_conversation
 from tests.helpers.datasets import image_bytes
-from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.media_references import by_both
-from tests.helpers.texts_and_images import random_image, random_side
+from tests.helpers.encoder_contract import by_both, needs_transformers, own_pairs, unequal
+from tests.helpers.texts_and_images import (
+    TypedTokens,
+    random_conversation,
+    random_image,
+    random_side,
+)
 from tests.helpers.tiny_families import INTERNVL
-from tests.helpers.transformers_sources import needs_transformers
 from tests.helpers.videos import make_video, odd_clips
 from tests.world import World
 

@@ -24,7 +24,7 @@ from tests.helpers.texts_and_images import (
     random_text,
     random_turns,
 )
-from tests.helpers.tiny_tokenizer import save_llama_tokenizer
+from tests.helpers.tiny_tokenizers import save_llama_tokenizer
 from tests.world import World
 
 SIZE, COUNT = 56, 70

@@ -17,11 +17,10 @@ from task_encoders.samples import IGNORE_INDEX, SampleError, SourceSample, Turn
 from task_encoders.text.pieces import to_chat
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import QWEN3_TEXT_TOKENS
-from tests.helpers.encoder_contract import own_pairs, unequal
-from tests.helpers.media_references import opened
+from tests.helpers.encoder_contract import opened, own_pairs, unequal
 from tests.helpers.texts_and_images import KINDS, random_sample
 from tests.helpers.tiny_checkpoints import packed_batch
-from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import save_with_template, tiny_tokenizer
 from tests.helpers.videos import make_video
 
 FAMILY = "llava_onevision_2"

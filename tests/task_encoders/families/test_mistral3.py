@@ -16,18 +16,18 @@ from task_encoders.samples import SourceSample
 from task_encoders.text.chat_templates import ChatTemplate, JinjaTemplate
 from task_encoders.text.template_proof import write
 from task_encoders.text.tokenizer import checkpoint_tokenizer
-from tests.helpers.conversations import (
+from tests.helpers.datasets import image_bytes
+from tests.helpers.encoder_contract import by_both, unequal
+from tests.helpers.texts_and_images import (
     TypedTokens,
     encoded_conversations,
     messages_and_tools,
     random_conversation,
+    random_image,
+    random_side,
 )
-from tests.helpers.datasets import image_bytes
-from tests.helpers.encoder_contract import unequal
-from tests.helpers.media_references import by_both
-from tests.helpers.mistral_tokenizer import SPECIAL, save_tekken
-from tests.helpers.texts_and_images import random_image, random_side
 from tests.helpers.tiny_families import needs_family
+from tests.helpers.tiny_tokenizers import TEKKEN_SPECIAL, save_tekken
 from tests.world import World
 
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "75"))
@@ -73,7 +73,7 @@ class Reference:
         save_tekken(folder, template)
         self.tokenizer = checkpoint_tokenizer(str(folder))
         self.template = template
-        self.typed = TypedTokens(self.tokenizer, SPECIAL)
+        self.typed = TypedTokens(self.tokenizer, TEKKEN_SPECIAL)
         self.encoder: Any = build_sample_encoder("mistral3", str(folder))
 
     def ids(self, sample: SourceSample) -> list[int] | None:
@@ -105,7 +105,7 @@ def one_per_image(encoded: Any) -> tuple[list[int], list[int]]:
 def test_conversations_equal_the_published_template(reference: Reference) -> None:
     counts: Counter[str] = Counter()
     for sample, expected, encoded, typed in encoded_conversations(
-        reference, SAMPLES, PIXEL, counts, seed=3, special=tuple(SPECIAL)
+        reference, SAMPLES, PIXEL, counts, seed=3, special=tuple(TEKKEN_SPECIAL)
     ):
         tokens, labels = one_per_image(encoded)
         assert tokens == expected

@@ -13,8 +13,9 @@ from task_encoders.families import FAMILIES, build_sample_encoder, model_options
 from task_encoders.families.qwen2_vl import QWEN2_VL, Qwen2VLEncoder, Qwen2VLOptions
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from tests.helpers.datasets import make_run, mixed_pairs, pack_all
-from tests.helpers.energon_batches import batches_of, encoder_of
-from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+from tests.helpers.energon_batches import batches_of
+from tests.helpers.tiny_tokenizers import save_with_template, tiny_tokenizer
+from tests.world import task_encoder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +120,7 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     manifest = pack_all(run)
     assert manifest.config["model"]["max_pixels"] == 28 * 28 * 16
     assert verify(run, deep=True).ok
-    batches = batches_of(tmp_path / "out", encoder_of(run))
+    batches = batches_of(tmp_path / "out", task_encoder(run))
     keys = [key for batch in batches for key in batch.sub_sample_keys]
     assert len(keys) == len(set(keys)) == manifest.counts.packed == 30
     for batch in batches:
@@ -129,4 +130,4 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert any(batch.imgs.max() > 0.5 for batch in batches)
     other = {"family": "qwen2_vl", "max_pixels": 28 * 28 * 16}
     with pytest.raises(ValueError, match="plain_vl"):
-        batches_of(tmp_path / "out", encoder_of(run, model=model_options(**other)))
+        batches_of(tmp_path / "out", task_encoder(run, model=model_options(**other)))

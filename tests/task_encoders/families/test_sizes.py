@@ -16,8 +16,8 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 from task_encoders.families import build_sample_encoder
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
+from tests.helpers.encoder_contract import needs_transformers, transformers_function
 from tests.helpers.tiny_families import needs_family
-from tests.helpers.transformers_sources import needs_transformers, transformers_function
 from tests.world import World
 
 #: FUZZED_SAMPLES=2000 takes some minutes.

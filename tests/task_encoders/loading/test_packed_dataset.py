@@ -42,9 +42,8 @@ from task_encoders.samples import SampleError
 from task_encoders.settings import BMR, PACKED, VQA, PackingSettings, PackingSettingsError
 from tests.helpers.datasets import captioning_pairs, image_bytes, make_run, pack_all, write_json
 from tests.helpers.energon_batches import batches_of, loading
-from tests.helpers.legacy_packs import text_folder
 from tests.helpers.object_store import ObjectStore
-from tests.helpers.unpacked_folders import blend_of
+from tests.helpers.prepared_folders import blend_of, text_folder
 from tests.world import World
 
 NUM_PACKS = 9

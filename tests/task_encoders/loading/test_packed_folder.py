@@ -30,10 +30,9 @@ from task_encoders.storage.energon_paths import energon_url
 from task_encoders.storage.paths import StorageError, path_of
 from task_encoders.storage.remote_requests import RemoteError
 from tests.helpers.energon_batches import assert_same, batches_of, loading
-from tests.helpers.legacy_packs import legacy_vqa_folder, text_folder
 from tests.helpers.object_store import ObjectStore
 from tests.helpers.packed_runs import SEQ_LENGTH
-from tests.helpers.unpacked_folders import blend_of
+from tests.helpers.prepared_folders import blend_of, legacy_vqa_folder, text_folder
 from tests.world import World, task_encoder
 
 

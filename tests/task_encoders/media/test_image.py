@@ -35,7 +35,7 @@ from task_encoders.media.patches import (
 )
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import MAX_IMAGE_EXTRA, MAX_PIXEL_BYTES
-from tests.helpers.transformers_sources import needs_transformers
+from tests.helpers.encoder_contract import needs_transformers
 
 SETTINGS = build_sample_encoder(max_pixels=28 * 28 * 256).vision
 

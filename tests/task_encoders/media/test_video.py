@@ -38,7 +38,7 @@ from task_encoders.media.video_file import (
     read_video_header,
 )
 from task_encoders.samples import SampleError
-from tests.helpers.transformers_sources import transformers_function
+from tests.helpers.encoder_contract import transformers_function
 from tests.helpers.videos import boxes, draw_frame, make_audio, make_video, patched
 
 LIMITS = {"video_min_pixels": 28 * 28, "video_max_pixels": 28 * 28 * 16}

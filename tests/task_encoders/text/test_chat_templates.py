@@ -24,15 +24,14 @@ from task_encoders.text.qwen_templates import (
 )
 from task_encoders.text.qwen_vocabulary import QWEN2_5_TEXT_TOKENS, QWEN3_TEXT_TOKENS
 from task_encoders.text.template_proof import load_template, prove
-from tests.helpers.chat_templates import marked
-from tests.helpers.conversations import (
+from tests.helpers.datasets import image_bytes
+from tests.helpers.texts_and_images import (
     TypedTokens,
     encoded_conversations,
+    marked,
     messages_and_tools,
 )
-from tests.helpers.datasets import image_bytes
-from tests.helpers.glm_tokenizer import save_glm_tokenizer
-from tests.helpers.tiny_tokenizer import save_with_template, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import save_glm_tokenizer, save_with_template, tiny_tokenizer
 
 #: FUZZED_SAMPLES=2000 takes a minute.
 SAMPLES = int(os.environ.get("FUZZED_SAMPLES", "60"))

@@ -35,10 +35,11 @@ from task_encoders.text.tokenizer import (
     load_tokenizer,
 )
 from tests.helpers.datasets import dialogue, make_run, pack_all
-from tests.helpers.energon_batches import batches_of, encoder_of
+from tests.helpers.energon_batches import batches_of
 from tests.helpers.formats import lines, write_file
 from tests.helpers.texts_and_images import random_text
 from tests.helpers.tiny_families import encoder_options
+from tests.world import task_encoder
 
 
 def texts(count: int) -> list[str]:
@@ -283,19 +284,19 @@ def test_trainers_need_no_setting(tmp_path: Path) -> None:
         pack_all(run)
         assert verify(run, deep=True).problems == []
     usual = plain.config.model
-    encoder = encoder_of(spelled, model=usual)
+    encoder = task_encoder(spelled, model=usual)
     (batch,) = batches_of(spelled.workspace.root, encoder)
-    (expected,) = batches_of(spelled.workspace.root, encoder_of(spelled))
+    (expected,) = batches_of(spelled.workspace.root, task_encoder(spelled))
     assert batch.tokens.tolist() == expected.tokens.tolist()
     assert 151_648 in batch.tokens.flatten().tolist()
-    (text,) = batches_of(plain.workspace.root, encoder_of(plain))
+    (text,) = batches_of(plain.workspace.root, task_encoder(plain))
     assert 151_648 not in text.tokens.flatten().tolist()
     with pytest.raises(PackingSettingsError, match="control_tokens the default"):
         encoder.check_manifest(plain.workspace.root)
-    other = encoder_of(plain)
+    other = task_encoder(plain)
     other.check_manifest(plain.workspace.root)
     with pytest.raises(PackingSettingsError, match="task encoder has the default"):
         other.check_manifest(spelled.workspace.root)
-    fewer = encoder_of(spelled, model=usual.model_copy(update={"control_tokens": BOX[:1]}))
+    fewer = task_encoder(spelled, model=usual.model_copy(update={"control_tokens": BOX[:1]}))
     with pytest.raises(PackingSettingsError, match="measured with control_tokens"):
         fewer.check_manifest(spelled.workspace.root)

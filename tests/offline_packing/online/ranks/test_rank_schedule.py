@@ -22,7 +22,7 @@ from task_encoders.families import FAMILIES
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.loading.schedule import RankSampler
 from task_encoders.packs.pack import parse_json
-from tests.helpers.unpacked_folders import blend_of
+from tests.helpers.prepared_folders import blend_of
 from tests.world import World, task_encoder
 from tools.benchmarks.length_distributions import draw_sft
 

@@ -37,7 +37,7 @@ from offline_packing.planner.strategies.peers.placing import (
     shuffle_and_pack,
     to_constant_volume,
 )
-from tests.helpers.markdown import blocks
+from tests.helpers.pages import blocks
 from tests.helpers.sizes import as_lists, contents, limited_sizes
 
 PAGE = (Path(__file__).parents[4] / "docs/configuration.md").read_text()

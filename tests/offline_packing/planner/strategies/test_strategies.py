@@ -47,8 +47,8 @@ from offline_packing.planner.strategies.pattern_lp import (
     prove_bound,
 )
 from offline_packing.runs.figures import plan_figures
+from tests.helpers.command import benchmark
 from tests.helpers.sizes import contents, length_counts, limited_sizes
-from tests.helpers.tools import benchmark
 from tools.benchmarks.length_distributions import draw_random, draw_sft
 
 ABLE = [name for name, strategy in STRATEGIES.items() if not strategy.lengths_only]
