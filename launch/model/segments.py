@@ -19,9 +19,9 @@ or, with the kernels of flash-linear-attention, in one call on all trunks and on
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
@@ -35,6 +35,7 @@ from launch.model.packed_attention import (
     tree_attention,
 )
 from launch.model.prefix_trees import RowTrees
+from task_encoders.families import FAMILIES
 
 #: Layers that see other tokens through the attention mask alone.
 _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -327,7 +328,7 @@ def _in_two_calls(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def ends(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        sizes = itertools.accumulate(part.shape[1] for part in parts)
+        sizes = accumulate(part.shape[1] for part in parts)
         return torch.tensor([0, *sizes], dtype=torch.int32, device=hidden_states.device)
 
     inputs = layer.in_proj_qkv(hidden_states).split(lengths, dim=1)
@@ -381,7 +382,8 @@ def check_layers(config: Any) -> None:
     from packaging.specifiers import SpecifierSet
 
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    known = _ATTENTION | ({_RECURRENT} if config.model_type.startswith("qwen3_5") else set())
+    recurrent = (one.model_types for one in FAMILIES.values() if one.is_recurrent)
+    known = _ATTENTION | ({_RECURRENT} if config.model_type in {*chain(*recurrent)} else set())
     others = (kind for kind in kinds - known if kind == _RECURRENT or "attention" not in kind)
     if unknown := sorted(others):
         raise ValueError(

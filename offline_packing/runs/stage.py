@@ -4,6 +4,7 @@ is dropped, and what is made again.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -170,11 +171,12 @@ def _make(run: Run, stage: Stage) -> Receipt:
     finished = done(at.root, tasks)
     unknown: list[str] = []  # nothing says with which inputs they were made
     if finished and Started.load(at.packing, stage.name) is None:
-        if len(finished) == len(tasks):
-            stage.finish(at.root)
-            files, facts = stage.record()
-            if stage.agrees(files):
-                return Receipt(inputs, files, facts).save(at.packing, stage.name)
+        with suppress(OSError, ValueError, StageError):  # what cannot be read is made again
+            if len(finished) == len(tasks):
+                stage.finish(at.root)
+                files, facts = stage.record()
+                if stage.agrees(files):
+                    return Receipt(inputs, files, facts).save(at.packing, stage.name)
         unknown = [name for task in finished for name in task.files]
         set_apart(at, unknown)
     Started({**inputs, **stage.cut()}, dict(stage.total())).save(at.packing, stage.name)

@@ -611,7 +611,7 @@ class Family:
     tiny: Preset = Preset({}, {}, {})
     #: whether `launch` builds its language model of megatron-core's layers
     megatron_core: bool = False
-    #: whether its language model has recurrent layers: no branches begin from one state
+    #: whether its language model has recurrent layers, which carry a state from token to token
     is_recurrent: bool = False
 
     @property
