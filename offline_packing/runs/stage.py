@@ -172,7 +172,8 @@ def _make(run: Run, stage: Stage) -> Receipt:
     unknown: list[str] = []  # nothing says with which inputs they were made
     if finished and Started.load(at.packing, stage.name) is None:
         with suppress(OSError, ValueError, StageError):  # what cannot be read is made again
-            if len(finished) == len(tasks):
+            is_used = stage.agrees({}) is not None  # by a later stage, which recorded the files
+            if is_used and len(finished) == len(tasks):
                 stage.finish(at.root)
                 files, facts = stage.record()
                 if stage.agrees(files):

@@ -306,13 +306,6 @@ class Source(ABC):
             return self._read_inline(locator)
         return read_locator(self.media_root(locator), locator, self.unpack_folder)
 
-    def open_located(self, locator: Locator) -> BinaryIO:
-        """A file of a medium's bytes. Raises StageError or SampleError if they no longer exist."""
-        if locator.kind in ("file", "bytes"):  # its header may be all that is read
-            root = self.media_root(locator)
-            return root.open_range(locator.container, locator.offset, locator.size)
-        return io.BytesIO(self.read_media(locator))
-
     def _read_inline(self, locator: Locator) -> bytes:
         """The bytes of a medium stored as text in its record. The record is cached: it may hold
         many."""

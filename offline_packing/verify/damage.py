@@ -103,8 +103,11 @@ def find_damage(run: Run, stages: Sequence[str] = STAGES, *, shards: bool = True
         for name, expected in recorded.items():
             if shards or not (name.endswith(_OF_SHARDS) or name.startswith("_packing/write/")):
                 checks.append(FileCheck(at.root, name, expected, at.name_of(path), len(checks)))
-    results = run.engine.run(check_file, run.engine.share(checks))
-    found += [one for one in results if one is not None]
+    own = list(run.engine.share(checks))
+    with run.bar("verify", len(own), "file") as bar:
+        for one in run.engine.run(check_file, own):
+            bar.update(1)
+            found += [] if one is None else [one]
     return sorted({one.name: one for one in found}.values(), key=lambda one: one.name)
 
 

@@ -57,7 +57,7 @@ from offline_packing.storage.files import (
     read_each,
     write_atomically,
 )
-from offline_packing.storage.receipts import Fingerprint, load_receipt
+from offline_packing.storage.receipts import Fingerprint, changed_fields, load_receipt
 from task_encoders.packs.manifest import Manifest
 from task_encoders.packs.stored_media import MEDIA_ROOTS
 
@@ -146,6 +146,8 @@ class Write(Stage):
         StageError if a source is not where the configuration says."""
         at, receipt = self.run.workspace, load_receipt(self.run.workspace.packing, self.name)
         if receipt is None or (recorded := receipt.files.get(MEDIA_ROOTS)) is None:
+            return
+        if changed_fields(receipt.inputs, self.inputs()):
             return
         path, manifest = at.root / MEDIA_ROOTS, read_manifest(at.root)
         # The source need not be there for a repair that does not need it.
