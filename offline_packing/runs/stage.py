@@ -151,7 +151,8 @@ def _keep(run: Run, stage: Stage, receipt: Receipt) -> Receipt:
         stage.make(tasks, at.again)
         accept(at, hashes)
         if hashes.keys() - {name for task in tasks for name in task.files}:
-            stage.finish(at.again)
+            with suppress(FileNotFoundError):  # of a task, which could not make it again
+                stage.finish(at.again)
             accept(at, hashes)
     except DiskFullError:
         raise
