@@ -71,5 +71,5 @@ class EvenRows:
         return replace(padded, is_padded=row.is_padded, image_layout=self._layout)
 
     def __getattr__(self, name: str) -> Any:
-        """The other calls of MicroBatches."""
+        """Return any other attribute of the MicroBatches."""
         return getattr(self._batches, name)

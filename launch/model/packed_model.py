@@ -1,5 +1,5 @@
-"""What `launch` needs of a model, and what both of its models use: token losses in chunks, and the
-files of a checkpoint."""
+"""The protocol of a model that `launch` trains, and code of both models: token losses in chunks,
+and the files of a checkpoint."""
 
 import contextlib
 import functools

@@ -274,8 +274,8 @@ def _by_segment(
 
 
 class _States:
-    """What a segment leaves in one recurrent layer, by the calls of transformers' cache: the last
-    inputs of its convolution, and the state of its delta rule. Gradients flow through both."""
+    """State of one recurrent layer after a segment, with the methods of transformers' cache: the
+    last inputs of its convolution, and the state of its delta rule. Gradients flow through both."""
 
     def __init__(self, conv: Any = None, recurrent: Any = None) -> None:
         self._conv, self._recurrent = conv, recurrent
@@ -307,7 +307,7 @@ class _States:
 
 
 def _has_fla(device: torch.device) -> bool:
-    """Whether the kernels of flash-linear-attention can compute on a device."""
+    """Tell whether the kernels of flash-linear-attention can compute on a device."""
     return device.type == "cuda" and is_importable("fla.ops.gated_delta_rule")
 
 
@@ -424,5 +424,5 @@ def use_tree_attention(model: Any) -> None:
 
 
 def has_tree_attention(config: Any) -> bool:
-    """Whether a model of transformers has got it."""
+    """Tell whether a model of transformers runs `tree_attention`."""
     return bool(config.get_text_config()._attn_implementation == TREE_ATTENTION)

@@ -50,7 +50,7 @@ def open_as_measured(
     pixel_transport: PixelTransport = "float32",
     trees: bool = False,
 ) -> tuple[PackedFolder, PackedTaskEncoder]:
-    """The packs at a path of a `PackedFolder`, with the task encoder that their manifest describes.
+    """Open the packs at a path, with the task encoder that their manifest describes.
 
     Args:
         trainer: the name of a trainer whose loss takes only weights 0 and 1.
@@ -60,7 +60,7 @@ def open_as_measured(
         trees: the trainer takes packs whose samples share prefixes, too (`TrainsPacks` does).
 
     Raises:
-        PackedFolderError: there is no such split, or it is empty.
+        PackedFolderError: the split does not exist or is empty.
         PackingSettingsError: the environment or the processor contradict the packs, or packs have
             other weights.
     """

@@ -9,7 +9,7 @@ attention is then computed in autocast's dtype, without the mask of S × S that 
   torch's DataParallel cut along the wrong dimension.
 - Order: rank r of W trains packs r, r + W, r + 2·W, ..., as written, where Trainer would shuffle;
   steps of `pack.order.uniform` are kept. Resuming skips packs that are done unread.
-- Boundaries: positions restart, and there is no cache (`token_kwargs`); recurrent layers
+- Boundaries: positions restart, and nothing is cached (`token_kwargs`); recurrent layers
   (`isolate_segments`); branches of prefix trees, with `PackedTaskEncoder(trees=True)`, by
   `tree_attention`, whatever attention the model was loaded with.
 - Loss: transformers shifts labels inside, and Trainer divides by those of a step.

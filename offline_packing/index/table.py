@@ -22,11 +22,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from offline_packing.errors import DamagedError, StageError
 from offline_packing.sources.lost_fields import SPELLED
 from offline_packing.storage.files import (
+    adapter,
     atomic_file,
     is_remote,
     kept_copy,
@@ -165,7 +166,7 @@ class IndexInfo:
                 "again with another output.path"
             )
         try:
-            found: IndexInfo = TypeAdapter(cls).validate_python(content)
+            found: IndexInfo = adapter(IndexInfo).validate_python(content)
         except ValidationError as error:
             raise DamagedError(f"{path} is damaged: {first_problem(error)}; {REMEDY}") from error
         return found

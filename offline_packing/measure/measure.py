@@ -98,8 +98,6 @@ def measure(run: Run) -> Index:
     receipt = bring(run, stage := Measure(run))
     info = IndexInfo.of(receipt, receipt_path(workspace.packing, stage.name))
     warn_of_versions(info.versions, "the index")
-    if not stage.is_new:
-        logger.info("measure: complete (%s samples), nothing to do", f"{info.num_samples:,}")
     return Index(workspace.index, info)
 
 
@@ -107,7 +105,6 @@ class Measure(Stage):
     """The index: one task per part of a source."""
 
     name = "measure"
-    is_new = False
 
     @cached_property
     def sources(self) -> list[Source]:
@@ -222,7 +219,7 @@ class Measure(Stage):
         return filter(None, self.run.engine.run(find_unreadable, works))
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
-        run, at, self.is_new = self.run, self.run.workspace, True
+        run, at = self.run, self.run.workspace
         if not tasks:
             return
         for own in ("index", "set_aside", "files"):

@@ -78,9 +78,7 @@ def plan(run: Run, samples: Index) -> StoredPlan:
     assert receipt is not None
     if stage.planned is not None:
         return StoredPlan(stage.planned.packs, receipt)
-    stored = load_plan(run.workspace, receipt)
-    logger.info("plan: complete (%s packs), nothing to do", f"{stored.packs.num_packs:,}")
-    return stored
+    return load_plan(run.workspace, receipt)
 
 
 class Plan(Stage):

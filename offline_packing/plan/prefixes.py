@@ -159,8 +159,8 @@ class Trees:
         return tokens, least_of
 
     def _uses_of(self, trees: npt.NDArray[np.integer]) -> tuple[Numbers, Numbers, npt.NDArray[Any]]:
-        """The uses of some trees, one tree after the other; where each begins, and the end; and 1
-        for all uses but the first of a tree, uint8."""
+        """Return the uses of some trees, tree after tree; the offset of each tree, and the end; and
+        uint8 1 for every use but the first of its tree."""
         starts, sizes = self.offsets[trees], np.diff(self.offsets)[trees]
         ends = np.concatenate([[0], np.cumsum(sizes)])
         places = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], sizes)
@@ -303,7 +303,7 @@ def _cut(
 
 @Kernel
 def _number_trees(chunks: np.ndarray, rounds: np.ndarray, num_chunks: int) -> np.ndarray:
-    """The tree of each use, int64 (num_uses,), numbered by their first uses: the uses of one chunk
+    """Number the tree of each use, int64 (num_uses,), by their first uses: the uses of one chunk
     in one round, which follow each other; of no chunk (-1): a tree each."""
     number_of = np.empty(num_chunks, np.int64)
     round_of = np.full(num_chunks, -1, np.int32)

@@ -19,7 +19,7 @@ from offline_packing.layouts import LAYOUTS
 from offline_packing.planner.pack_plan import PackPlan
 from offline_packing.runs.run import PlanReceipt, Run, Workspace, open_encoder
 from offline_packing.storage.files import hash_bytes, hash_file, to_json
-from offline_packing.storage.receipts import Fingerprint, check_inputs
+from offline_packing.storage.receipts import Fingerprint, check_inputs, hash_of, load_receipt
 from task_encoders.settings import explain_hash
 from task_encoders.storage.paths import REMEDY
 from task_encoders.versions import VERSION
@@ -134,14 +134,14 @@ def load_plan(workspace: Workspace, receipt: PlanReceipt) -> StoredPlan:
 
 def plan_fingerprint(run: Run) -> Fingerprint:
     """Settings that a plan depends on."""
-    config, info = run.config, IndexInfo.load(run.workspace.packing)
+    config, measured = run.config, load_receipt(run.workspace.packing, "measure")
     pack = config.pack.model_dump(mode="json", exclude={"max_set_aside"})
     fields = {
         name: value if isinstance(value, str | int) else to_json(value).decode()
         for name, value in pack.items()
     }
     return {
-        "index": info.hash if info is not None else "",
+        "index": "" if measured is None else hash_of(measured.files),
         "output.layout": config.output.layout,
         **{f"pack.{name}": value for name, value in fields.items()},
         **_uses_fingerprint(config),

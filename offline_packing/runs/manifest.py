@@ -21,7 +21,7 @@ from offline_packing.index.records import record_counts
 from offline_packing.index.rows import pack_table
 from offline_packing.index.table import Index
 from offline_packing.layouts import LAYOUTS
-from offline_packing.layouts.container import describe, media_roots
+from offline_packing.layouts.container import describe, files_of, media_roots
 from offline_packing.layouts.energon_metadata import hash_metadata
 from offline_packing.layouts.shards import ShardFragment
 from offline_packing.runs.artifacts import (
@@ -31,7 +31,14 @@ from offline_packing.runs.artifacts import (
     shards_fingerprint,
 )
 from offline_packing.runs.run import PlanReceipt, Run
-from offline_packing.storage.files import hash_bytes, read_each, seal, to_json, write_atomically
+from offline_packing.storage.files import (
+    hash_bytes,
+    hash_file,
+    read_each,
+    seal,
+    to_json,
+    write_atomically,
+)
 from task_encoders.families import model_cost
 from task_encoders.packs import manifest as stored
 from task_encoders.packs.manifest import Counts, Manifest, ManifestError, PackColumns, ShardLine
@@ -100,11 +107,17 @@ def make_manifest(
     fragments: Sequence[Path],
     folder: Path,
     config: Mapping[str, Any] | None = None,
-) -> Manifest:
+) -> dict[str, str]:
     """Write the layout's metadata, and then the manifest, which makes the dataset complete, below
-    a folder in place of the output. The fragments are in order; `config` is the recorded
-    configuration where files are made again: sources may have moved since."""
-    manifest = build_manifest(run, samples, plan, fragments, config)
+    a folder in place of the output; returns the hashes of all its files, by their names. The
+    fragments are in order; `config` is the recorded configuration where files are made again:
+    sources may have moved since."""
+    files: dict[str, str] = {}
+    lines = []
+    for fragment in read_each(run.workspace.root, ShardFragment.load, fragments):
+        files |= files_of(fragment)
+        lines.append(shard_line(fragment))
+    manifest = build_manifest(run, samples, plan, lines, config)
     table = pack_table(samples, plan.packs, model_cost(run.config.model))
     folder.mkdir(parents=True, exist_ok=True)
     describe(folder, manifest, fragments)
@@ -118,11 +131,12 @@ def make_manifest(
         names.append(MEDIA_ROOTS)
     hashes = {name: hash_metadata(folder / name) for name in names}
     manifest = with_columns(manifest.model_copy(update={"metadata": hashes}), table)
-    return save_manifest(folder, manifest)
+    save_manifest(folder, manifest)
+    return {**files, **hashes, stored.NAME: hash_file(folder / stored.NAME)}
 
 
 def with_columns(manifest: Manifest, table: PackColumns) -> Manifest:
-    """The manifest with the media and operations of a plan's packs."""
+    """Return the manifest with the media and operations of a plan's packs."""
     flops = np.stack([table.tower, table.language], axis=1).astype("<f4")
     shards, first = [], 0
     for shard in manifest.shards:
@@ -137,13 +151,11 @@ def build_manifest(
     run: Run,
     samples: Index,
     stored: StoredPlan,
-    fragments: Sequence[Path],
+    shards: Sequence[ShardLine],
     config: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Return the manifest without `metadata`, which `make_manifest` adds."""
     index, plan = samples.info, stored.receipt.facts
-    loaded = read_each(run.workspace.root, ShardFragment.load, fragments)
-    shards = tuple(map(shard_line, loaded))
     packs = {
         split: sum(shard.packs for shard in shards if shard.split == split)
         for split in run.config.output.split
@@ -165,7 +177,7 @@ def build_manifest(
         ),
         generation=generation_of(shards_fingerprint(run, plan.hash)),
         loss_weights="fractional" if index.num_weighted else None,
-        shards=shards,
+        shards=tuple(shards),
         fingerprint=index.fingerprint,
         config=dict(config or stored_config(run.config, key_prefix(run, plan.hash))),
         plan=hash_plan(stored.receipt),
@@ -177,7 +189,7 @@ def build_manifest(
 
 
 def hash_plan(receipt: PlanReceipt) -> str:
-    """Hash of a plan's receipt without times of the source's files and versions of libraries."""
+    """Hash a plan's receipt without times of the source's files and versions of libraries."""
     fingerprint = {name: value for name, value in receipt.inputs.items() if name != "index"}
     facts = receipt.facts
     named = {"fingerprint": fingerprint, "hash": facts.hash, "set_aside": facts.set_aside}

@@ -130,7 +130,7 @@ class Workspace:
         return found
 
     def written_with(self) -> Fingerprint:
-        """Return the inputs of the shards, complete or not; none if writing has not begun."""
+        """Return the inputs of the shards, complete or not; empty before the first write."""
         return made_with(self.packing, "write") or {}
 
     def name_of(self, path: Path) -> str:

@@ -50,7 +50,7 @@ def explain_listing(folder: Path, sources: Sequence[Source], name: str) -> str |
 
 
 def describe_change(run: Run) -> str:
-    """Name changes of the sources since they were measured, as far as their files show."""
+    """Describe what changed in the sources since they were measured, as far as files show it."""
     sources = open_sources(run.config)
     names = [f"source.{i}.listing" for i in range(len(sources))]
     changes = [explain_listing(run.workspace.files, sources, name) for name in names]

@@ -33,7 +33,7 @@ class Task(NamedTuple):
 
 
 class Stage:
-    """What is particular to a stage: its inputs, its tasks, and the files that complete it."""
+    """A stage: its inputs, its tasks, and the files that complete it."""
 
     name: ClassVar[str]
 
@@ -142,6 +142,7 @@ def _keep(run: Run, stage: Stage, receipt: Receipt) -> Receipt:
     hashes = {name: receipt.files[name] for name in missing(at.root, receipt.files)}
     stage.check(receipt.inputs, repairs=bool(hashes) or is_repairing(at), complete=True)
     if not hashes:
+        logger.info("%s: complete, nothing to do", stage.name)
         return receipt
     logger.info("%s: %d files are made again, such as %s", stage.name, len(hashes), min(hashes))
     why: object = None
@@ -172,13 +173,15 @@ def _make(run: Run, stage: Stage) -> Receipt:
     finished = done(at.root, tasks)
     unknown: list[str] = []  # nothing says with which inputs they were made
     if finished and Started.load(at.packing, stage.name) is None:
-        with suppress(OSError, ValueError, StageError):  # what cannot be read is made again
-            is_used = stage.agrees({}) is not None  # by a later stage, which recorded the files
+        is_used = stage.agrees({}) is not None  # by a later stage, which recorded the files
+        try:
             if is_used and len(finished) == len(tasks):
                 stage.finish(at.root)
                 files, facts = stage.record()
                 if stage.agrees(files):
                     return Receipt(inputs, files, facts).save(at.packing, stage.name)
+        except (OSError, ValueError, StageError) as error:
+            logger.warning("%s: %s; all of it is made again", stage.name, error)
         unknown = [name for task in finished for name in task.files]
         set_apart(at, unknown)
     Started({**inputs, **stage.cut()}, dict(stage.total())).save(at.packing, stage.name)

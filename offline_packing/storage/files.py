@@ -171,7 +171,8 @@ logger = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
 #: A JSON's hash of everything else in it.
 _SEAL: Final = "xxh3_128_of_this"
-_adapter: Final = functools.lru_cache(TypeAdapter)
+#: Makes a validator of a form once.
+adapter: Final = functools.lru_cache(TypeAdapter)
 #: Bytes that are read at a time.
 _HASHED_BLOCK: Final = 8 << 20
 #: no space, quota used up, file larger than allowed
@@ -264,7 +265,7 @@ def read_json(path: Path, remedy: str = REMEDY, *, form: Any = None) -> Any:
         sealed = content.pop(_SEAL, None)
         if (form or sealed is not None) and sealed != hash_bytes(to_json(content)):
             raise ValueError("it is not what was written")
-        return content if form is None else _adapter(form).validate_python(content)
+        return content if form is None else adapter(form).validate_python(content)
     except FileNotFoundError:
         return None
     except (IsADirectoryError, TypeError, ValueError) as error:  # TypeError: nested too deeply

@@ -92,8 +92,11 @@ def restore_receipt(packing: Path, stage: str, *, writes: bool = True) -> Receip
         raise DamagedError(f"{path} is damaged: it differs from its copy; {REMEDY}")
     restored: Receipt | None = found or other
     if restored and writes and not (found and other):
-        logger.info("%s: %s is written again", stage, copy if found else path)
-        restored.save(packing, stage)
+        source, target = (path, copy) if found else (copy, path)
+        logger.info("%s: %s is written again", stage, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        started_path(packing, stage).unlink(missing_ok=True)  # killed before the receipt
+        write_atomically(target, source.read_bytes())
     return restored
 
 
@@ -114,13 +117,13 @@ class Started:
 
     @classmethod
     def load(cls, packing: Path, stage: str) -> "Started | None":
-        """Return what a stage is being made with; None: it is complete, or not begun."""
+        """Return what a stage is being made with; None: it is complete, or was never started."""
         found: Started | None = read_json(started_path(packing, stage), form=cls)
         return found
 
 
 def made_with(packing: Path, stage: str) -> Fingerprint | None:
-    """Return the inputs of a stage, complete or not; None: it is not begun."""
+    """Return the inputs of a stage, complete or not; None: it was never started."""
     found = load_receipt(packing, stage) or Started.load(packing, stage)
     return None if found is None else found.inputs
 

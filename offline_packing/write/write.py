@@ -22,10 +22,9 @@ import pyarrow.compute as pc
 from offline_packing.errors import DiskFullError, ShareDoneError, StageError
 from offline_packing.index.table import Index
 from offline_packing.layouts import container
-from offline_packing.layouts.container import files_of, media_roots, shard_file
+from offline_packing.layouts.container import media_roots, shard_file
 from offline_packing.layouts.shards import (
     PlannedShard,
-    ShardFragment,
     ShardTask,
     fragment_file,
 )
@@ -54,7 +53,6 @@ from offline_packing.storage.files import (
     hash_bytes,
     hash_file,
     is_remote,
-    read_each,
     write_atomically,
 )
 from offline_packing.storage.receipts import Fingerprint, changed_fields, load_receipt
@@ -81,21 +79,18 @@ def write(run: Run, samples: Index, plan: StoredPlan) -> Manifest:
         put_back(run.workspace)
         raise
     end_repair(run.workspace)
-    manifest = require_manifest(run.workspace.root)
-    if not stage.is_new:
-        logger.info("write: complete (%d shards), nothing to do", len(manifest.shards))
-    return manifest
+    return require_manifest(run.workspace.root)
 
 
 class Write(Stage):
     """The shards, one task each, and what describes them all."""
 
     name = "write"
-    is_new = False
 
     def __init__(self, run: Run, samples: Index, plan: StoredPlan) -> None:
         super().__init__(run)
         self.samples, self.plan = samples, plan
+        self.files: dict[str, str] = {}
 
     def inputs(self) -> Fingerprint:
         return shards_fingerprint(self.run, self.plan.hash)
@@ -116,27 +111,19 @@ class Write(Stage):
         return tasks
 
     def make(self, tasks: Sequence[Task], folder: Path) -> None:
-        self.is_new = True
         if tasks:
             _run_tasks(self.run, self.samples, self.plan.packs, [one.work for one in tasks], folder)
-
-    def _fragments(self) -> list[Path]:
-        return [self.run.workspace.fragment(shard.name) for shard in self.shards]
 
     def finish(self, folder: Path) -> None:
         """Write the metadata and, last, the manifest."""
         _warn_of_small_shards(self.run, self.shards)
         recorded = load_receipt(self.run.workspace.packing, self.name)
         config = recorded and recorded.facts.get("config")
-        make_manifest(self.run, self.samples, self.plan, self._fragments(), folder, config)
+        fragments = [self.run.workspace.fragment(shard.name) for shard in self.shards]
+        self.files = make_manifest(self.run, self.samples, self.plan, fragments, folder, config)
 
     def record(self) -> tuple[dict[str, str], dict[str, Any]]:
-        root = self.run.workspace.root
-        fragments = read_each(root, ShardFragment.load, self._fragments())
-        files = {name: one for own in fragments for name, one in files_of(own).items()}
-        manifest = require_manifest(root)
-        at = self.run.workspace.manifest
-        return {**files, **manifest.metadata, at.name: hash_file(at)}, {"config": manifest.config}
+        return self.files, {"config": require_manifest(self.run.workspace.root).config}
 
     def describe_change(self) -> str:
         return describe_change(self.run)

@@ -97,12 +97,12 @@ def image_extension(name: str, image_format: str) -> str:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file name, or an extension alone, is an image's."""
+    """Tell whether a file name, or an extension alone, is an image's."""
     return name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
 
 
 def is_video_name(name: str) -> bool:
-    """Whether a file name, or an extension alone, is a video's."""
+    """Tell whether a file name, or an extension alone, is a video's."""
     return name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS
 
 

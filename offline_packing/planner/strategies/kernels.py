@@ -1,9 +1,9 @@
 """How the planner's kernels run, and small ones: a bit set with neighbours, random numbers.
 
 Compiling takes 5 to 20 s of CPU in a fresh environment; a thousand samples take a tenth of a second
-in Python. So small plans run the functions as they are written, until a process has planned so many
-samples that compiling pays. Both make the same packs if kernels follow three rules: only random
-numbers wrap; sums of floats are loops, since NumPy adds in pairs; sorts are stable.
+in Python. So small plans run the functions as they are written, until compiling pays for the number
+of samples that a process has planned. Both make the same packs if kernels follow three rules: only
+random numbers wrap; sums of floats are loops, since NumPy adds in pairs; sorts are stable.
 """
 
 import logging

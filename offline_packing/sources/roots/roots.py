@@ -359,9 +359,8 @@ def neighbors(ranges: Iterable[FileRange]) -> list[list[FileRange]]:
 
 
 def open_root(path: str) -> tuple[Root, str | None]:
-    """Open the root at a path or URL; of a file, its folder and name. Raises ConfigError if there
-    is no such storage or its package is missing, StageError if there is nothing there, and
-    RemoteError."""
+    """Open the root at a path or URL; of a file, its folder and name. Raises ConfigError if
+    its storage is unknown or lacks its package, StageError if it does not exist, or RemoteError."""
     root: type[Root] = RemoteRoot if is_url(path) else MediaRoot
     if not is_url(path):
         at: Any = Path(path)
