@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 import click
 
 from launch.config import LaunchConfig, load_config
-from offline_packing.errors import ConfigError, DiskFullError, MismatchError, StageError
+from offline_packing.errors import ConfigError, DiskFullError, StageError
 from task_encoders.versions import SUPPORTED, UnsupportedVersionError, require_supported
 
 #: The exception after the last frame of a traceback.
@@ -91,9 +91,7 @@ def failing_in_one_line(*, debug: bool) -> Iterator[None]:
         known = is_ours or isinstance(error, RuntimeError | OSError | ImportError)
         text = reason(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
         if os.environ.get("LOCAL_RANK", "0") == "0" or not is_alike:
-            is_list = isinstance(error, MismatchError)
-            lines = text.splitlines() if is_list else [" ".join(text.split())]
-            click.echo("\n".join([f"error: {lines[0]}", *lines[1:]]), err=True)
+            click.echo(f"error: {' '.join(text.split())}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:  # before the first step or in the export: a step is not interrupted
         click.echo("stopped by SIGINT; run again to continue", err=True)

@@ -30,10 +30,6 @@ class ConfigError(StageError):
     """The configuration, or the command line, cannot be used."""
 
 
-class MismatchError(StageError):
-    """Settings differ from those of an existing artifact; the text has a line for each."""
-
-
 class DamagedError(StageError):
     """One of an output's own files is not as it was written."""
 

@@ -44,7 +44,7 @@ from launch.data.packed_data import PackedData
 from launch.loop.optimizer import ShardedAdamW
 from launch.loop.parallel import on_all_ranks
 from launch.loop.plan import Progress, TrainPlan
-from offline_packing.errors import ConfigError, DamagedError, MismatchError
+from offline_packing.errors import ConfigError, DamagedError
 from offline_packing.runs.training_run import (
     STATE,
     VERSION,
@@ -61,6 +61,7 @@ from offline_packing.storage.files import (
     translate_disk_full,
     write_atomically,
 )
+from offline_packing.storage.receipts import changed_fields, check_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +144,8 @@ class CheckpointFolder:
         return final
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, the same one on all ranks; newer ones that are damaged are
-        named in the log. A collective.
+        """Find the newest whole checkpoint, the same one on all ranks, and log newer ones that are
+        damaged. A collective.
 
         Raises:
             DamagedError: there are checkpoints, and none is whole.
@@ -180,8 +181,8 @@ class CheckpointFolder:
         return self._whole
 
     def _find_damage(self, path: Path) -> list[str]:
-        """Damaged files of a checkpoint, each with its fault; each rank reads some of the files. A
-        collective. Raises StageError, see `read_state`."""
+        """Name each damaged file of a checkpoint with its fault; each rank reads some of the files.
+        A collective. Raises StageError, see `read_state`."""
         own = []
         try:
             files = read_state(path).files
@@ -227,7 +228,7 @@ class CheckpointFolder:
             number = self._rank if then == self._deal else self._tensor_rank
             state = load_state(path / _rank_file(number))
             data, generators = state["data"], state["generators"]
-            if _is_other(_PACKS, saved, self._record):
+            if _has_other_packs(saved, self._record):
                 begins = (iteration,)
             else:
                 stages[len(begins) - 1].restore(data)
@@ -241,9 +242,9 @@ class CheckpointFolder:
         return Progress(iteration, begins, trained)
 
     def _named(self, optimizer: ShardedAdamW) -> tuple[dict[str, Any], dict[str, int]]:
-        """The optimizer's tensors by names that tensor parallel ranks do not share; and the file
-        of each name, one for each kind of tensors, of which all are in memory while it is
-        written."""
+        """Return the optimizer's tensors by names that tensor parallel ranks do not share, and the
+        number of the file of each name. A file holds the tensors of one kind, which are all in
+        memory while it is written."""
         tensors: dict[str, Any] = {}
         files: dict[str, int] = {}
         for number, (kind, named) in enumerate(optimizer.state().items(), 1):
@@ -339,7 +340,7 @@ _STEP: Final = "packs_per_step"
 
 
 def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan) -> RunRecord:
-    """Settings that a checkpoint keeps of its run: plain values by dotted name."""
+    """Return the settings that a checkpoint keeps of its run: plain values by dotted name."""
     content = config.model_dump(mode="json")
     compared = {
         # A set's order differs between processes.
@@ -368,45 +369,48 @@ def check_same_run(
         A line for each accepted field that differs.
 
     Raises:
-        MismatchError: other fields differ; a line for each.
+        StageError: other fields differ.
         ConfigError: an accepted name is not a field, or one that must be the same.
     """
     was, is_now = (record.model_dump(by_alias=True) for record in (saved.run, now))
-    names = sorted({*was, *is_now})
-    differing = [name for name in names if _is_other(name, saved, now)]
-    fixed = _FIXED if _PACKS in differing else (*_FIXED, *_OF_LOADER)
-    valid = set(names).difference(fixed)
-    for name in sorted(set(accept) - valid):
-        why = "must be the same" if name in fixed else "no such field"
-        raise ConfigError(f"--accept-mismatch {name}: {why}; valid: {', '.join(sorted(valid))}")
-    if any(name == _PACKS or name.startswith("batch.") for name in differing):
-        differing = [name for name in differing if name != _STEP]  # it follows
+    if not _has_other_packs(saved, now):
+        is_now[_PACKS] = was[_PACKS]
+    last = slice(len(saved.begins) - 1, len(saved.begins))
+    differing = changed_fields(was, is_now)
+    follows = any(name == _PACKS or name.startswith("batch.") for name in differing)
+    if follows or was[_STEP][last] == is_now[_STEP][last]:
+        is_now[_STEP] = was[_STEP]
     lines = {
         name: f"{name} was {_shown(name, was.get(name))}, is {_shown(name, is_now.get(name))}"
-        for name in differing
+        for name in changed_fields(was, is_now)
     }
-    refused = [name for name in lines if name not in accept]
-    if not refused:
-        return list(lines.values())
-    elsewhere = "or start a new run in another output.path"
-    if unlike := [name for name in refused if name in fixed]:
-        remedy = f"{', '.join(unlike)} must be the same to resume: restore it, {elsewhere}"
+    fixed = _FIXED if _PACKS in lines else (*_FIXED, *_OF_LOADER)
+    for name in sorted({*accept}.intersection(fixed)):
+        valid = ", ".join(sorted({*was, *is_now}.difference(fixed)))
+        raise ConfigError(f"--accept-mismatch {name}: must be the same; valid: {valid}")
+    if unlike := [name for name in lines if name in fixed]:
+        remedy = f"{', '.join(unlike)} must be the same to resume: restore it"
     else:
-        options = " ".join(f"--accept-mismatch {name}" for name in refused)
-        remedy = f"restore them, add {options} if that is meant, {elsewhere}"
-    head = f"checkpoint {checkpoint} was written by a run with other settings; {remedy}:"
-    raise MismatchError("\n  ".join([head, *(lines[name] for name in refused)]))
+        options = " ".join(f"--accept-mismatch {name}" for name in lines if name not in accept)
+        remedy = f"restore them, add {options} if that is meant"
+    check_inputs(
+        was,
+        is_now,
+        artifact=f"checkpoint {checkpoint}",
+        remedy=f"{remedy}, or start a new run in another output.path",
+        accept=accept,
+        explain=lines.get,
+    )
+    return list(lines.values())
 
 
-def _is_other(name: str, saved: TrainingState, now: RunRecord) -> bool:
-    """Whether a field differs: packs of the stages that have begun, steps of the last of them."""
-    both: list[Any] = [record.model_dump(by_alias=True).get(name) for record in (saved.run, now)]
-    begun = len(saved.begins)
-    if name == _PACKS:
-        both = [[stage["content_hash"] for stage in each[:begun]] for each in both]
-    if name == _STEP:
-        both = [each[begun - 1 : begun] for each in both]
-    return bool(both[0] != both[1])
+def _has_other_packs(saved: TrainingState, now: RunRecord) -> bool:
+    """Tell whether the stages that have begun have other packs; later ones may change."""
+    was, is_now = (
+        [stage["content_hash"] for stage in run.packs[: len(saved.begins)]]
+        for run in (saved.run, now)
+    )
+    return was != is_now
 
 
 def _shown(name: str, value: Any) -> str:

@@ -21,7 +21,7 @@ from launch.loop.metrics import StepCounts, read_metrics
 from launch.loop.plan import TrainPlan, plan_stage
 from launch.loop.trainer import Trainer
 from offline_packing.cli.commands import cli
-from offline_packing.errors import ConfigError, MismatchError, StageError
+from offline_packing.errors import ConfigError, StageError
 from offline_packing.measure.measure import measure
 from offline_packing.online.ranks.pack_costs import schedule_of
 from offline_packing.plan.plan import make_plan
@@ -234,7 +234,7 @@ def test_a_list_is_extended(stages: list[str], done: Done, tmp_path: Path) -> No
     assert last._plan == whole._plan
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert state_of(tmp_path / "run")["trained"] == state_of(tmp_path / "whole")["trained"]
-    with pytest.raises(MismatchError, match=r"data\.packs was those of .*512.*, is those of"):
+    with pytest.raises(StageError, match=r"data\.packs was those of .*512.*, is those of"):
         make_trainer(config_of([a, b], tmp_path / "run", **constant))[0].resume()
 
 
@@ -251,12 +251,12 @@ def test_a_run_goes_on_with_other_packs(stages: list[str], tmp_path: Path) -> No
     moments = {n: t.full_tensor().clone() for n, t in trainer._optimizer.state()["exp_avg"].items()}
     data = {"order": "balanced", "micro_batch_size": 2}
     other = config_of([c, b], tmp_path, data=data, batch={"global_batch_packs": 4}, **once)
-    with pytest.raises(MismatchError) as refused:
+    with pytest.raises(StageError) as refused:
         make_trainer(other)[0].resume()
-    head, *lines = str(refused.value).splitlines()
+    text = str(refused.value)
     names = ["data.micro_batch_size", "data.order", "data.packs", "train.iterations"]
-    assert all(f"--accept-mismatch {name}" in head for name in names)
-    assert any(f"data.packs was those of {a} (" in line for line in lines)
+    assert all(f"--accept-mismatch {name}" in text for name in names)
+    assert f"data.packs was those of {a} (" in text
     accept = [*names, "batch.global_batch_packs"]
     gone, seen, _ = make_trainer(other, accept=accept)
     gone.resume()
@@ -291,7 +291,7 @@ def test_the_loader_is_fixed_while_its_packs_go_on(stages: list[str], tmp_path: 
     with pytest.raises(ValueError, match=r"train\.iterations=1 counts all steps, and 1 are done"):
         trainer.resume()
     other = config_of(stages[:1], tmp_path, data={"order": "balanced"}, **one)
-    with pytest.raises(MismatchError, match=r"data\.order must be the same to resume"):
+    with pytest.raises(StageError, match=r"data\.order must be the same to resume"):
         make_trainer(other)[0].resume()
     with pytest.raises(ConfigError, match=r"--accept-mismatch data\.order: must be the same"):
         make_trainer(other, accept=["data.order"])[0].resume()
