@@ -17,7 +17,7 @@ class MediumOptions:
     """What a sample says of one medium; None: what its family says."""
 
     fps: float | None = None
-    #: frames that are taken, an even number; not beside fps
+    #: frames that are taken, an even number; not together with fps
     nframes: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None
