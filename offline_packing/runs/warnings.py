@@ -1,4 +1,4 @@
-"""Warnings of a run: what may be wrong with its samples, sources and settings."""
+"""Warnings of probable mistakes in a run's samples, sources and settings."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -19,13 +19,11 @@ Flags = npt.NDArray[np.bool_]
 
 
 def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) -> list[str]:
-    """Return warnings, a line each: on the samples and their sources, and with a plan on media that
-    stand in several splits. Reads the index part by part."""
+    """Return warnings, a line each, on the samples and their sources, and with a plan on media that
+    are in several splits. Reads the index part by part."""
     lines, total = samples.info.warnings, samples.info.num_samples
-    several = 0
-    if config.task == "vqa":
-        several = int(np.count_nonzero(samples.array("num_turns") > 1))
-    if several:
+    is_vqa = config.task == "vqa"
+    if several := int(np.count_nonzero(samples.array("num_turns") > 1)) if is_vqa else 0:
         lines.append(
             f"{several:,} of {total:,} samples have several turns under task vqa, which is meant "
             "for one question; bmr is for conversations"
@@ -35,7 +33,9 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
     if config.pack.share_prefixes is not None:
         lines.extend(_prefix_warnings(samples))
     lines.extend(_split_warnings(config.output.split))
-    splits = splits_of_plan(packs, config.output.split) if packs is not None else {}
+    if packs is None:
+        return lines
+    splits = splits_of_plan(packs, config.output.split)
     for name in [name for name, own in splits.items() if not own]:
         lines.append(
             f"split {name} is empty: no sample, with all that it leads to by images and videos or "
@@ -43,26 +43,26 @@ def run_warnings(config: PackingConfig, samples: Index, packs: PackPlan | None) 
             "output.split_seed, a larger share in output.split, or source.fields.group, which "
             "counts instead of images and videos"
         )
-    if packs is not None and len(splits) > 1 and config.names_groups:
-        first, *others = splits
-        in_first = _packed(packs, splits[first], total)
-        for name in others:
-            own = _packed(packs, splits[name], total)
-            shared = [
-                count_shared(*(hashes_of(samples, column, chosen) for chosen in (own, in_first)))
-                for column in ("media_hash", "sample_hash")
-            ]
-            if any(count for count, _ in shared):
-                media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
-                lines.append(
-                    f"split {name}: {media} images and videos and {same} samples stand in split "
-                    f"{first}, too; without source.fields.group they are on one side"
-                )
+    first, *others = splits
+    for name in others if config.names_groups else ():
+        chosen = np.zeros((2, total), bool)
+        for flags, own in zip(chosen, (splits[name], splits[first]), strict=True):
+            flags[packs.sample_ids[slice(*packs.pack_offsets[[own.start, own.stop]])]] = True
+        shared = [
+            count_shared(*(hashes_of(samples, column, flags) for flags in chosen))
+            for column in ("media_hash", "sample_hash")
+        ]
+        if any(count for count, _ in shared):
+            media, same = (f"{count:,} of {whole:,}" for count, whole in shared)
+            lines.append(
+                f"split {name}: {media} images and videos and {same} samples stand in split "
+                f"{first}, too; without source.fields.group they are on one side"
+            )
     return lines
 
 
 def _source_warnings(names: Sequence[str], samples: Index) -> Iterator[str]:
-    """Warn of sources that hold samples of an earlier one: copies are trained on twice."""
+    """Warn of sources with samples of an earlier source, which are trained twice."""
     if len(names) == 1:
         return
     hashes, owners = samples.array("sample_hash"), samples.array("source_id")
@@ -100,13 +100,13 @@ def _prefix_warnings(samples: Index) -> Iterator[str]:
     if count := int(np.count_nonzero(is_alone & (media != 0))):
         yield (
             f"{count:,} of {len(media):,} samples show images or videos of other samples, but "
-            "share no prefix, as text of their own stands before these; put images and videos at "
-            "the beginning of the first prompt, below one system message for all"
+            "share no prefix, as other text is before these; put images and videos at the "
+            "beginning of the first prompt, below one system message for all"
         )
 
 
 def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
-    """Warn of shares that are probably a mistake: training reads train."""
+    """Warn of shares that are probably a mistake: training reads the split train."""
     name, share = max(split.items(), key=lambda item: item[1])
     train = split.get("train", 0)
     if not train:
@@ -121,17 +121,9 @@ def _split_warnings(split: Mapping[str, float]) -> Iterator[str]:
         )
 
 
-def _packed(packs: PackPlan, own: range, num_samples: int) -> Flags:
-    """(num_samples,) the samples of the index in some packs."""
-    flags = np.zeros(num_samples, bool)
-    start, stop = packs.pack_offsets[own.start], packs.pack_offsets[own.stop]
-    flags[packs.sample_ids[start:stop]] = True
-    return flags
-
-
 def count_shared(own: Iterable[Hashes], others: Iterable[Hashes]) -> tuple[int, int]:
-    """Return how many of some different hashes others have, too, and their number. Both come in
-    parts; only `own` are held."""
+    """Count the distinct hashes of `own` that are also among `others`; return the count and the
+    number of all. Both come in parts; only `own` is in memory."""
     held = np.unique(np.concatenate([np.empty(0, np.uint64), *own]))
     found = np.zeros(len(held), bool)
     for part in others:

@@ -6,9 +6,9 @@
         - path: /data/out/first
           weight: 1200        # its packs in this split, and in one epoch
 
-A weight is the share of packs that are drawn from an output. With the number of its packs as
-weight, each pack of any output comes once per epoch, on average; since packs are full, that
-is also in proportion to tokens.
+Packs are drawn from the outputs in proportion to their weights. With the number of its packs as
+each output's weight, each pack comes once per epoch, on average; since packs are full, the outputs
+are also drawn in proportion to their tokens.
 """
 
 import itertools
@@ -31,21 +31,20 @@ from task_encoders.storage.energon_paths import energon_url
 
 logger = logging.getLogger(__name__)
 
-#: Fields of a manifest that all outputs of a blend share: packs of one batch have one length.
+#: Fields of a manifest that must be equal in all outputs: packs of one batch have one length.
 _COMMON: Final = ("layout", "seq_length", "pad_multiple")
-#: Reads a column of hashes of some samples, part by part.
+#: Function that reads a column of hashes of some samples, part by part.
 _Hashes = Callable[[str], Iterator[Hashes]]
 
 
 def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
-    """The YAML of a metadataset of these outputs; its paths are absolute.
+    """Render the YAML of a metadataset of these outputs, with absolute paths.
 
     Args:
         each_once: each pack comes exactly once per epoch (blend_epochized), not on average (blend).
 
     Raises:
-        StageError: an output is not complete, or they were packed for another model or another
-            length of sequences.
+        StageError: an output is not complete, or their models or lengths of sequences differ.
     """
     roots = [folder.resolve() for folder in folders]
     repeated = next((root for root in roots if roots.count(root) > 1), None)
@@ -78,8 +77,8 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
 
 
 def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
-    """Warn of samples that two outputs hold, and of images and videos that one output is validated
-    on, and another trains. An output without the index and plan of its packs is not compared."""
+    """Warn of samples that are in two outputs, and of images and videos that one output trains and
+    another validates on. An output without its index and plan is not compared."""
     packed = {root: _packed_samples(root, manifest) for root, manifest in outputs.items()}
     for (other, others), (one, splits) in itertools.combinations(packed.items(), 2):
         parts = ((read("sample_hash") for read in own.values()) for own in (splits, others))
@@ -111,7 +110,7 @@ def _warn_of_shared_samples(outputs: Mapping[Path, Manifest]) -> None:
 
 
 def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
-    """Per split, a function that reads a column of hashes of its samples, part by part."""
+    """Return, by split, a function that reads a column of hashes of its samples, part by part."""
     try:
         samples, plan = artifacts_of(root, manifest)
     except DamagedError:

@@ -189,7 +189,7 @@ def test_key_prefixes() -> None:
             "tasks captioning and vqa in one output; .*blend",
         ),
         ({}, {"path": "b/a"}, "two sources are called 'a'; give each its own name"),
-        ({"weight": 1}, {"path": "b"}, "some sources have a weight and some have none"),
+        ({"weight": 1}, {"path": "b"}, "some sources have a weight and others none"),
         (
             {"weight": 1, "repeat": 2},
             {"path": "b", "weight": 1},

@@ -374,7 +374,7 @@ def test_what_is_no_pack(tmp_path: Path) -> None:
         link = tarfile.TarInfo("ps_0.img0.jpg")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         opened.addfile(link)
-    with pytest.raises(StageError, match=r"member 'ps_0\.img0\.jpg' is no file KEY\.PART"):
+    with pytest.raises(StageError, match=r"member 'ps_0\.img0\.jpg' is not a file KEY\.PART"):
         list(scan_tar(path))
     path.write_bytes(b"not a tar")
     with pytest.raises(StageError, match="cannot be read"):
