@@ -79,7 +79,9 @@ class _PlanVerb(Verb):
     help="Write the packs' samples in order to this Parquet file, and how often the runs of "
     "source.skip trained each so far.",
 )
-def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
+def plan_verb(
+    run: Run, dry_run: bool, output: Path | None = None, shows_known: bool = True
+) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside import group_set_aside
     from offline_packing.plan.assignment import write_assignment
@@ -91,7 +93,10 @@ def plan_verb(run: Run, dry_run: bool, output: Path | None = None) -> None:
     if dry_run:
         echo(preview_plan(run, samples), nl=False)
         return
+    known = None if shows_known else run.workspace.read_plan()
     made = plan(run, samples)
+    if made.receipt == known:
+        return
     if output is not None:
         columns = samples.table("key", "source_id", "num_tokens")
         if run.trained:
@@ -184,7 +189,7 @@ def verify_verb(
 
 
 @verb("report", needs_output=True)
-def report_verb(run: Run, dry_run: bool) -> None:
+def report_verb(run: Run, dry_run: bool, again: bool = True) -> None:
     """Write a page and a JSON file with the figures of the stages completed so far."""
     from offline_packing.report.report import report
 
@@ -192,7 +197,7 @@ def report_verb(run: Run, dry_run: bool) -> None:
     if dry_run:
         echo(f"would write {page}")
         return
-    echo(report(run))
+    echo(report(run, again=again))
     echo(f"report: {page}")
 
 
@@ -257,10 +262,10 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     manifest = run.workspace.manifest
     steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
         (measure_verb, None, {"warns": False}),  # the plan's summary has them
-        (plan_verb, receipt_path(run.workspace.packing, "measure"), {}),
+        (plan_verb, receipt_path(run.workspace.packing, "measure"), {"shows_known": False}),
         (write_verb, receipt_path(run.workspace.packing, "plan"), {}),
         (verify_verb, manifest, {"deep": deep, "reads_again": False}),
-        (report_verb, manifest, {}),
+        (report_verb, manifest, {"again": False}),
     )
     for step, needed, options in steps:
         if dry_run and needed is not None and not needed.exists():

@@ -309,7 +309,7 @@ def read_result(paths: tuple[Path, Path]) -> PartResult:
 
 
 def find_unreadable(task: MeasureTask) -> Path | None:
-    """Return the file that marks a part as measured, if one of its tables is lost, cut or damaged."""
+    """Return the file that marks a part as measured, if a table of it is lost, cut or damaged."""
     try:
         for path in (task.index_path, task.set_aside_path):
             with index.open_table(path) as table:
