@@ -4,21 +4,21 @@
         shard-00001-model-00001-of-00003.safetensors, …     per rank: its shards of weights, and of
                             both moments, by torch.distributed.checkpoint
         rank_00000.pt, …    per rank: state of loader and generators
-                            (tensor parallel ranks stand together, then context parallel ones)
+                            (tensor parallel ranks are next to each other, then context parallel)
         state.json          which run this is, and the hash of every other file; written last
     checkpoints/iter_00001000.tmp/      being written, or left by a kill: never read
 
-A folder takes its name when all ranks have written and synced their files. Frozen weights are not
-in it: a run reads them again where it read them before. The files hold tensors, numbers and text,
+A folder takes its name when all ranks have written and synced their files. It holds no frozen
+weights: a run reads them again where it read them before. The files hold tensors, numbers and text,
 and are read as safetensors and with torch's weights_only loader, which run no code. A checkpoint
-with a missing or changed file is not used, but the newest whole one.
+with a missing or changed file is not used: the newest whole one is.
 
-A resumed run must share its settings with the one that wrote the checkpoint: every field of the
-configuration is compared but those in `_FREE`, so that a new field is guarded until someone decides
-otherwise. Fields in `_FIXED` decide which weights there are, and those in `_OF_LOADER` where the
-loader stands, so no other value can continue; any other may differ if it is named. Stages of
+A resumed run must share its settings with the run that wrote the checkpoint. Every field of the
+configuration is compared except those in `_FREE`, so that a new field is guarded until someone
+decides otherwise. Fields in `_FIXED` decide which weights there are, and those in `_OF_LOADER` the
+loader's place, so no other value can continue; any other field may differ if it is named. Stages of
 data.path that have not begun may change. With other packs, if that is named, the present stage ends
-where it is, and the first of the new ones begins.
+where it is, and the first of the new stages begins.
 """
 
 import logging
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class Deal(NamedTuple):
-    """Among whom the packs are dealt."""
+    """The ranks among which packs are dealt."""
 
     data_parallel: int
     #: ranks that share each pack
@@ -75,11 +75,7 @@ class Deal(NamedTuple):
 
 class CheckpointFolder:
     """The checkpoints of one run, on a file system that all nodes share. All ranks make the same
-    calls.
-
-    Args:
-        accept: fields of the record that may differ, see `run_record`.
-    """
+    calls. `accept`: fields of the record that may differ, see `run_record`."""
 
     def __init__(
         self,
@@ -96,9 +92,9 @@ class CheckpointFolder:
         self._rank = distributed.get_rank()
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self._tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-        #: the newest whole one, once it is known: it is not read twice
+        #: the newest whole checkpoint, once it is known: it is not read twice
         self._whole: Path | None = None
-        #: others that were found damaged, newer ones; they go when the next one is saved
+        #: newer checkpoints that are damaged; they are removed when the next one is saved
         self._damaged: set[Path] = set()
 
     def save(self, progress: Progress, optimizer: ShardedAdamW, data: MicroBatches) -> Path:
@@ -143,8 +139,8 @@ class CheckpointFolder:
         return final
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, the same one on all ranks; newer ones that are damaged are
-        named in the log. A collective.
+        """Find the newest whole checkpoint, the same one on all ranks, and warn of newer ones that
+        are damaged. A collective.
 
         Raises:
             DamagedError: there are checkpoints, and none is whole.
@@ -152,36 +148,31 @@ class CheckpointFolder:
         """
         if self._whole is not None:
             return self._whole
-        found = [list_checkpoints(self.folder) if self._rank == 0 else []]
-        distributed.broadcast_object_list(found)
         reasons: dict[Path, str] = {}
-        for path in found[0]:
-            damage = self._find_damage(path)
-            if not damage:
+        for path in on_all_ranks(list_checkpoints(self.folder) if self._rank == 0 else [])[0]:
+            if not (damage := self._find_damage(path)):
                 self._whole, self._damaged = path, set(reasons)
                 break
             reasons[path] = "; ".join(damage)
-        else:
-            if reasons:
-                listed = ", ".join(f"{path.name} ({why})" for path, why in reasons.items())
-                raise DamagedError(
-                    f"{self.folder} holds no whole checkpoint: {listed}; restore these files, or "
-                    "remove the folder to train from the beginning"
-                )
-        if self._whole is not None and self._rank == 0:
-            for path, why in reasons.items():
-                logger.warning(
-                    "checkpoint %s is damaged: %s; training goes on from %s, and the damaged one "
-                    "is removed when the next one is saved",
-                    path,
-                    why,
-                    self._whole.name,
-                )
+        if self._whole is None and reasons:
+            listed = ", ".join(f"{path.name} ({why})" for path, why in reasons.items())
+            raise DamagedError(
+                f"{self.folder} holds no whole checkpoint: {listed}; restore these files, or "
+                "remove the folder to train from the beginning"
+            )
+        for path, why in reasons.items() if self._whole and self._rank == 0 else ():
+            logger.warning(
+                "checkpoint %s is damaged: %s; training goes on from %s, and the damaged one is "
+                "removed when the next one is saved",
+                path,
+                why,
+                self._whole.name,
+            )
         return self._whole
 
     def _find_damage(self, path: Path) -> list[str]:
-        """Damaged files of a checkpoint, each with its fault; each rank reads some of the files. A
-        collective. Raises StageError, see `read_state`."""
+        """List the damaged files of a checkpoint, each with its fault. Each rank reads some of the
+        files. A collective. Raises StageError, see `read_state`."""
         own = []
         try:
             files = read_state(path).files
@@ -205,16 +196,14 @@ class CheckpointFolder:
             StageError: it was written by another version, or by a run with other settings than rank
                 0's.
         """
-        saved = read_state(path)
-        shared = [self._record]  # paths may differ between nodes
-        distributed.broadcast_object_list(shared)
-        return check_same_run(saved, shared[0], self._accept, path)
+        saved, now = read_state(path), on_all_ranks(self._record)[0]  # nodes may differ in paths
+        return check_same_run(saved, now, self._accept, path)
 
     def load(self, path: Path, optimizer: ShardedAdamW, stages: Sequence[MicroBatches]) -> Progress:
-        """Restore a checkpoint, with the generators if packs are dealt as then, and the present
-        stage's place in its packs; if other packs begin, those of the first stage begin. A
-        collective. Raises StageError, see `check`; and DamagedError where its files are not those
-        of such a run."""
+        """Restore a checkpoint, and the present stage's place in its packs; if other packs begin,
+        those of the first stage begin. Generators are restored if packs are dealt as before. A
+        collective. Raises StageError, see `check`; and DamagedError if its files are not those of
+        such a run."""
         for line in self.check(path):
             logger.info("accepted: %s", line)
         saved = read_state(path)
@@ -241,9 +230,8 @@ class CheckpointFolder:
         return Progress(iteration, begins, trained)
 
     def _named(self, optimizer: ShardedAdamW) -> tuple[dict[str, Any], dict[str, int]]:
-        """The optimizer's tensors by names that tensor parallel ranks do not share; and the file
-        of each name, one for each kind of tensors, of which all are in memory while it is
-        written."""
+        """Name the optimizer's tensors, so that tensor parallel ranks share no name, and number the
+        file of each name: one file per kind of tensors, which is in memory while it is written."""
         tensors: dict[str, Any] = {}
         files: dict[str, int] = {}
         for number, (kind, named) in enumerate(optimizer.state().items(), 1):
@@ -273,8 +261,8 @@ def _save_tensors(path: Path, state: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """Raise DamagedError for content that this module did not write, in place of the library's
-    error: torch's recommends to run code from the file."""
+    """Raise DamagedError for content that this module did not write. The library's own error is
+    hidden: torch's recommends to run code from the file."""
     try:
         with _unwrapped():
             yield
@@ -339,7 +327,7 @@ _STEP: Final = "packs_per_step"
 
 
 def run_record(config: LaunchConfig, data: Sequence[PackedData], plan: TrainPlan) -> RunRecord:
-    """Settings that a checkpoint keeps of its run: plain values by dotted name."""
+    """Collect the settings that a checkpoint keeps of its run: plain values by dotted name."""
     content = config.model_dump(mode="json")
     compared = {
         # A set's order differs between processes.
@@ -399,7 +387,8 @@ def check_same_run(
 
 
 def _is_other(name: str, saved: TrainingState, now: RunRecord) -> bool:
-    """Whether a field differs: packs of the stages that have begun, steps of the last of them."""
+    """Tell whether a field differs. Packs are compared of the stages that have begun, and the packs
+    of a step of the last of these stages."""
     both: list[Any] = [record.model_dump(by_alias=True).get(name) for record in (saved.run, now)]
     begun = len(saved.begins)
     if name == _PACKS:

@@ -78,8 +78,7 @@ def test_steps_are_those_of_the_samples_without_trees(
     (other,), (own,) = (step_lines(tmp_path / folder.name) for folder in folders)
     for name in ("loss", "grad_norm"):
         assert own[name] == pytest.approx(other[name], rel=1e-4), name
-    for name in ("sub_samples", "loss_tokens", "samples_seen"):
-        assert own[name] == other[name], name
+    assert own["sub_samples"] == other["sub_samples"]
     assert own["tokens"] < 0.7 * other["tokens"]
     assert own["packs"] < other["packs"]
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):

@@ -12,8 +12,6 @@ from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.megatron.model import build_model, check_supported
 from launch.model.megatron.weights import (
-    INDEX_FILE,
-    SINGLE_FILE,
     gather_weights,
     weight_files,
     write_checkpoint,
@@ -24,6 +22,8 @@ from tests.helpers.tiny_checkpoints import (
     assert_same_tensors,
     transformers_model,
 )
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def round_trip(source: Path, family: str, target: Path, dtype: str) -> None:

@@ -142,9 +142,13 @@ def test_fused_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as they are, not compiled."""
     monkeypatch.setattr(torch._dynamo.config, "disable", True)
     batch, found = batch_of("mixed"), []
-    choose = megatron_model._fusions
+    config_of = megatron_model.transformer_config
     for fused in (False, True):
-        monkeypatch.setattr(megatron_model, "_fusions", lambda fused, own=fused: choose(fused=own))
+
+        def choose(*given: Any, fused: bool, own: bool = fused, **options: Any) -> Any:
+            return config_of(*given, fused=own, **options)
+
+        monkeypatch.setattr(megatron_model, "transformer_config", choose)
         model = build()
         losses = token_losses(model, batch)
         losses.sum().backward()

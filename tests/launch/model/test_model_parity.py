@@ -257,7 +257,7 @@ def test_activations_computed_again_give_the_same_gradients(checkpoints: Path) -
 def test_what_is_not_built_is_refused_by_name(checkpoints: Path) -> None:
     device = initialize_parallel()
     config = ModelConfig(family="internvl3", checkpoint=checkpoints / "internvl3-qwen2")
-    with pytest.raises(ValueError, match="rows of internvl3 cannot go over several ranks"):
+    with pytest.raises(ValueError, match="rows of internvl3 cannot be split over several ranks"):
         build_model(config, device=device, shares_rows=True)
     experts = {"num_experts": 4, "moe_intermediate_size": 32}
     sparse = write_checkpoint(checkpoints, "internvl3", "qwen3_moe", **experts)
