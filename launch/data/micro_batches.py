@@ -6,6 +6,7 @@ decoded twice. A schedule says which packs each rank reads (`task_encoders.loadi
 that are packed while training come through Energon's loader.
 """
 
+import itertools
 import logging
 import os
 import pkgutil
@@ -121,8 +122,9 @@ class MicroBatches:
         """Return the next row; at the end of the data None, and None again from then on."""
         batch = None
         if self._loader is not None and not self._ended:
-            if self._rows is None:
-                self._rows = self._read()
+            if self._rows is None:  # epoch after epoch
+                epochs = itertools.repeat(self._loader) if self._repeats else [self._loader]
+                self._rows = itertools.chain.from_iterable(epochs)
             batch = next(self._rows, None)
             self._ended = batch is None
         if batch is not None:
@@ -134,12 +136,6 @@ class MicroBatches:
                     f"{MOST_LEFT_OUT} consecutive rows have no usable sample: {batch.dropped[-1]}"
                 )
         return broadcast_batch(batch, self._device, self._group)
-
-    def _read(self) -> Iterator[PackedBatch]:
-        while True:
-            yield from self._loader
-            if not self._repeats:
-                return
 
     def restart(self) -> None:
         """Begin another pass."""

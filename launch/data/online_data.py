@@ -21,12 +21,8 @@ logger = logging.getLogger(__name__)
 
 def read_data(config: DataConfig) -> PackedData:
     """Describe the data of `config.path`, of one stage; unpacked data by the packs that 1,000
-    samples make.
-
-    Raises:
-        StageError: see `read_packed_data`; unpacked data are not prepared, or no sample can be
-            used.
-    """
+    samples make. Raises StageError, see `read_packed_data`, or if unpacked data are not prepared,
+    or no sample can be used."""
     (path,), online = config.paths, config.online
     if online is None:
         return read_packed_data(path)

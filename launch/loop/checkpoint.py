@@ -28,7 +28,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -65,14 +65,6 @@ from offline_packing.storage.files import (
 logger = logging.getLogger(__name__)
 
 
-class Deal(NamedTuple):
-    """The ranks among which packs are dealt."""
-
-    data_parallel: int
-    #: ranks that share each pack
-    context_parallel: int
-
-
 class CheckpointFolder:
     """The checkpoints of one run, on a file system that all nodes share. All ranks make the same
     calls. `accept`: fields of the record that may differ, see `run_record`."""
@@ -86,8 +78,8 @@ class CheckpointFolder:
     ) -> None:
         self.folder = config.output.path / "checkpoints"
         self._record = run_record(config, data, plan)
-        data_parallel = parallel_state.get_data_parallel_world_size()
-        self._deal = Deal(data_parallel, config.parallel.context)
+        #: data parallel ranks among which packs are dealt, and ranks that share each pack
+        self._deal = parallel_state.get_data_parallel_world_size(), config.parallel.context
         self._accept, self._keep = accept, config.checkpoint.keep
         self._rank = distributed.get_rank()
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -122,7 +114,8 @@ class CheckpointFolder:
         if self._rank == 0:
             files = {name: found for of_rank in hashes for name, found in of_rank.items()}
             content = {"version": VERSION, "run": self._record, **progress._asdict()}
-            content |= {"files": files, **self._deal._asdict()}
+            content |= {"files": files}
+            content |= zip(("data_parallel", "context_parallel"), self._deal, strict=True)
             state = TrainingState.model_validate(content).model_dump(mode="json", by_alias=True)
             write_atomically(temporary / STATE, to_json(seal(state)))
             if final.exists():  # it was damaged
@@ -187,15 +180,9 @@ class CheckpointFolder:
         return sorted({line for lines in on_all_ranks(own) for line in lines})
 
     def check(self, path: Path) -> list[str]:
-        """Check that this run can resume from a checkpoint. A collective.
-
-        Returns:
-            A line for each accepted field that differs.
-
-        Raises:
-            StageError: it was written by another version, or by a run with other settings than rank
-                0's.
-        """
+        """Check that this run can resume from a checkpoint. Returns a line for each accepted field
+        that differs. Raises StageError if another version wrote the checkpoint, or a run with other
+        settings than rank 0's. A collective."""
         saved, now = read_state(path), on_all_ranks(self._record)[0]  # nodes may differ in paths
         return check_same_run(saved, now, self._accept, path)
 
@@ -207,7 +194,7 @@ class CheckpointFolder:
         for line in self.check(path):
             logger.info("accepted: %s", line)
         saved = read_state(path)
-        then = Deal(saved.data_parallel, saved.context_parallel)
+        then = saved.data_parallel, saved.context_parallel
         iteration, begins, trained = saved.iteration, saved.begins, saved.trained
         tensors, _ = self._named(optimizer)
         with _loading(path):
@@ -226,7 +213,10 @@ class CheckpointFolder:
                 if generators["cuda"] is not None and torch.cuda.is_available():
                     torch.cuda.set_rng_state(generators["cuda"])
         if then != self._deal:
-            logger.info("packs were dealt among %s, and are dealt anew among %s", then, self._deal)
+            ranks = (
+                "packs were dealt among %d × %d data × context parallel ranks, now among %d × %d"
+            )
+            logger.info(ranks, *then, *self._deal)
         return Progress(iteration, begins, trained)
 
     def _named(self, optimizer: ShardedAdamW) -> tuple[dict[str, Any], dict[str, int]]:

@@ -196,11 +196,8 @@ class MetricsLog:
     """metrics.jsonl, and the trackers that are asked for. Only rank 0 has one."""
 
     def __init__(self, folder: Path, config: MetricsConfig, *, iteration: int) -> None:
-        """Open the log to continue after step `iteration` (0: a new run).
-
-        Raises:
-            ValueError: a tracker is asked for but not installed.
-        """
+        """Open the log to continue after step `iteration` (0: a new run). Raises ValueError if a
+        tracker is asked for but not installed."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         asked = {"tensorboard": config.tensorboard and "here", "wandb": config.wandb}

@@ -111,13 +111,10 @@ def plan_training(
 
 
 def plan_stage(config: LaunchConfig, data: PackedData, data_parallel: int) -> StagePlan:
-    """Plan the steps and the batch of a stage.
+    """Plan the steps and the batch of a stage. Raises ValueError if nothing would be trained.
 
     A batch size in samples becomes packs: divided by the samples in a pack, and rounded to what
     divides evenly among the ranks. A batch size in packs must already be such a multiple.
-
-    Raises:
-        ValueError: `global_batch_packs` does not divide evenly, or nothing would be trained.
     """
     if "language" in config.model.freeze and not data.has_media:
         raise ValueError(

@@ -46,16 +46,9 @@ _LEAST_LORA_RATE: Final = 5e-5
 
 def run(config: LaunchConfig, accept_mismatch: Collection[str] = ()) -> int:
     """Train as the configuration says, and write the trained model in Hugging Face's format.
-
-    Args:
-        accept_mismatch: fields that may differ from the checkpoint to resume from.
-
-    Returns:
-        The exit status: 0, or 128 and the number of the signal that stopped the run.
-
-    Raises:
-        StageError: the data cannot be used, or another run is at work or must not be resumed.
-    """
+    `accept_mismatch`: fields that may differ from the checkpoint to resume from. Returns the exit
+    status: 0, or 128 and the number of the signal that stopped the run. Raises StageError if the
+    data cannot be used, or another run is at work or must not be resumed."""
     checkpoints = config.output.path / "checkpoints"
     if not config.checkpoint.resume and any(checkpoints.glob("iter_*")):
         raise StageError(

@@ -145,13 +145,8 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step, the end of the data, SIGTERM or Ctrl-C, and save. Call it once.
-
-        Returns:
-            Whether the run is finished; False if a signal stopped it.
-
-        Raises:
-            StepError: a step failed.
-        """
+        Returns False if a signal stopped the run before its end. Raises StepError if a step
+        failed."""
         if self._is_main:
             output, metrics = self._config.output.path, self._config.metrics
             self._log = MetricsLog(output, metrics, iteration=self.iteration)

@@ -69,15 +69,8 @@ def part_of(name: str) -> str:
     """Return the part of a model that a weight belongs to, by its name: vision, projector (the
     tower's mergers) or language."""
     name = name.removeprefix("model.")
-    if name.startswith(
-        (
-            "visual.merger.",
-            "visual.deepstack_merger_list.",
-            "multi_modal_projector",
-            "visual.multi_modal_projector",
-            "embed_vision.",
-        )
-    ):
+    projectors = "merger.", "deepstack_merger_list.", "multi_modal_projector", "embed_vision."
+    if name.removeprefix("visual.").startswith(projectors):
         return "projector"
     return "vision" if name.startswith(("visual.", "vision_tower.")) else "language"
 

@@ -60,47 +60,28 @@ class RowTrees(PackedSeqParams):
 
         def pack(saved: torch.Tensor) -> Any:
             source = sources.get(saved.untyped_storage().data_ptr())
-            return saved if source is None else (source, _View.of(saved, source[0].numel()))
+            if source is None:
+                return saved
+            shape, stride, first = saved.shape, saved.stride(), int(saved.storage_offset())
+            last = first + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            width = source[0].numel()
+            rows = slice(first // width, last // width + 1)  # those that the view touches
+            return source, rows, (shape, stride, first - rows.start * width)
 
         def unpack(kept: Any) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):
                 return kept
-            source, view = kept
-            return view.of_rows(source[self.keys[view.begin : view.end]])
+            source, rows, view = kept
+            return source[self.keys[rows]].as_strided(*view)
 
         with saved_tensors_hooks(pack, unpack):
             yield gathered
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _View:
-    """A view of the rows [begin, end) of a contiguous tensor of rows."""
-
-    begin: int
-    end: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, width: int) -> "_View":
-        """Describe a tensor's place in rows of `width` elements."""
-        first, stride = int(tensor.storage_offset()), tensor.stride()
-        last = first + sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=True))
-        begin = first // width
-        return cls(begin, last // width + 1, tensor.shape, stride, first - begin * width)
-
-    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.as_strided(self.size, self.stride, self.offset)
-
-
 def segment_params(batch: "PackedBatch", cp_group: Any = None) -> PackedSeqParams:
-    """Describe the segments of a row; with prefix trees as `RowTrees`.
-
-    Raises:
-        ValueError: a row with trees is to be cut over ranks, or its trunks are not before their
-            branches, or are branches themselves.
-    """
+    """Describe the segments of a row; with prefix trees as `RowTrees`. Raises ValueError if a row
+    with trees is to be cut over ranks, or its trunks are not before their branches, or are branches
+    themselves."""
     params = to_packed_seq_params(batch, cp_group, trees=True)
     return row_trees(params, batch.parents, batch.attn_mask) if batch.parents.numel() else params
 
@@ -116,15 +97,8 @@ def as_trees(params: PackedSeqParams) -> RowTrees:
     if isinstance(params, RowTrees):
         return params
     layout = layout_of(params)
-    return RowTrees(
-        qkv_format=params.qkv_format,
-        cu_seqlens_q=layout,
-        cu_seqlens_kv=layout,
-        max_seqlen_q=params.max_seqlen_q,
-        max_seqlen_kv=params.max_seqlen_kv,
-        keys=torch.arange(int(layout[-1]), device=layout.device),
-        parents=[-1] * (len(layout) - 1),
-    )
+    no_parents = torch.full_like(layout[1:], -1)
+    return row_trees(params, no_parents, layout.new_zeros(int(layout[-1]), dtype=torch.bool))
 
 
 def row_trees(params: PackedSeqParams, parents: torch.Tensor, attn_mask: torch.Tensor) -> RowTrees:

@@ -5,8 +5,8 @@ Weights are kept in float32 and computed with in `model.dtype`, by autocast: bfl
 are kept in `model.dtype`.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,8 @@ def build_transformers_model(
     trees: bool = False,
     **packs: Any,
 ) -> PackedTransformersModel:
-    """Build the whole model, the same on all ranks.
+    """Build the whole model, the same on all ranks. Raises ValueError if the checkpoint or the
+    sizes cannot be used, or the model cannot be trained on packs (see `isolate_segments`).
 
     Args:
         config: the model to build.
@@ -165,28 +166,8 @@ def build_transformers_model(
         tokenizer: folder whose tokenizer the packs were measured with, for a random model.
         trees: rows have prefix trees.
         packs: see `ModelConfig.random_config`.
-
-    Raises:
-        ValueError: the checkpoint or the sizes cannot be used, or the model cannot be trained on
-            packs (see `isolate_segments`).
     """
-    dtype = config.resolve_dtype(device)
-    make = partial(make_model, config, device, dtype, seed, trees, packs)
-    model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer)
-    model.make = make
-    return model if config.fsdp else model.to(device)  # sharding moves it layer by layer
-
-
-def make_model(
-    config: TransformersModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    trees: bool,
-    packs: Mapping[str, Any],
-) -> Any:
-    """Build transformers' model on the CPU, or peft's around it."""
-    is_random = config.checkpoint is None
+    dtype, is_random = config.resolve_dtype(device), config.checkpoint is None
     sizes = config.random_config(**packs) if is_random else config.build_transformers_config()
     attention: str = config.attention
     if attention == "auto":  # the fastest kernel that can compute the model's attention
@@ -201,26 +182,34 @@ def make_model(
         "dtype": torch.float32 if config.lora is None or config.fsdp else dtype,
         "attn_implementation": "sdpa" if is_varlen else attention,
     }
-    torch.manual_seed(seed)
-    if is_random:
-        model = transformers_classes(config.family).model._from_config(sizes, **options)
-    else:
-        from transformers import AutoModelForImageTextToText
 
-        model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
-    isolate_segments(model)
-    if is_varlen:
-        use_varlen_attention(model)
-    if trees:
-        use_tree_attention(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part_of(name) not in config.freeze)
-    if config.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.lora is None:
-        return model
-    torch.manual_seed(seed)
-    return _with_lora(model, config.lora)
+    def make() -> Any:
+        """Build transformers' model on the CPU, or peft's around it."""
+        torch.manual_seed(seed)
+        if is_random:
+            own = copy.deepcopy(sizes)  # which transformers changes
+            model = transformers_classes(config.family).model._from_config(own, **options)
+        else:
+            from transformers import AutoModelForImageTextToText
+
+            model = AutoModelForImageTextToText.from_pretrained(config.checkpoint, **options)
+        isolate_segments(model)
+        if is_varlen:
+            use_varlen_attention(model)
+        if trees:
+            use_tree_attention(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(part_of(name) not in config.freeze)
+        if config.recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.lora is None:
+            return model
+        torch.manual_seed(seed)
+        return _with_lora(model, config.lora)
+
+    model = PackedTransformersModel(make(), dtype, config.checkpoint or tokenizer)
+    model.make = make
+    return model if config.fsdp else model.to(device)  # sharding moves it layer by layer
 
 
 def _with_lora(model: Any, options: LoraOptions) -> Any:

@@ -60,10 +60,7 @@ def cut_row(params: PackedSeqParams) -> RowPart | None:
 
 def part_of_rank(params: PackedSeqParams, size: int, rank: int) -> RowPart:
     """Return the part of a row that `rank` of `size` ranks holds, and the keys that it attends to.
-
-    Raises:
-        ValueError: a segment cannot be cut into equal chunks.
-    """
+    Raises ValueError if a segment cannot be cut into equal chunks."""
     boundaries = layout_of(params).long()
     lengths = boundaries.diff()
     if (lengths % (2 * size)).any():
