@@ -15,21 +15,14 @@ import torch
 from click.testing import CliRunner
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from transformers import (
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import Qwen3VLForConditionalGeneration
 
 from launch.config import load_config
 from launch.loop.metrics import read_metrics
 from launch.loop.setup import run
 from launch.start import lonely_nodes, main
 from launch.train import cli
-from tests.helpers.datasets import (
-    captioning_pairs,
-    make_run,
-    mixed_pairs,
-    pack_all,
-)
+from tests.helpers.datasets import captioning_pairs, make_run, mixed_pairs, pack_all
 from tests.helpers.formats import write_file
 from tests.helpers.packed_runs import BMR_ENVIRONMENT, losses
 from tests.helpers.rank_processes import free_port

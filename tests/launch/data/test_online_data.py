@@ -99,11 +99,7 @@ def test_variables_that_contradict_the_packs_are_refused_when_they_are_opened(
 
 
 NUM_SAMPLES = 40
-ONLINE: dict[str, Any] = {
-    "seq_length": 512,
-    "buffer": 16,
-    "model": {"max_pixels": 28 * 28 * 64},
-}
+ONLINE: dict[str, Any] = {"seq_length": 512, "buffer": 16, "model": {"max_pixels": 28 * 28 * 64}}
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +115,7 @@ def crude(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_steps_of_an_epoch_are_estimated(crude: Path, tmp_path: Path) -> None:
     config = make_config(
-        crude,
-        tmp_path,
-        data={"online": ONLINE, "repeat": False},
-        train={"iterations": None},
+        crude, tmp_path, data={"online": ONLINE, "repeat": False}, train={"iterations": None}
     )
     data = read_data(config.data)
     batches = MicroBatches(

@@ -166,10 +166,7 @@ def test_verify_compares_weights(packed: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("normalization", ["token", "sample", "sqrt"])
 def test_loss_and_gradient_are_those_by_hand(
-    packed: Run,
-    normalization: Normalization,
-    tmp_path: Path,
-    bmr_environment: None,
+    packed: Run, normalization: Normalization, tmp_path: Path, bmr_environment: None
 ) -> None:
     config = make_config(
         packed.workspace.root,

@@ -31,11 +31,7 @@ from task_encoders.loading.packed_dataset import get_packed_loader, get_packed_t
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettingsError
-from tests.helpers.packed_runs import (
-    make_config,
-    make_trainer,
-    step_lines,
-)
+from tests.helpers.packed_runs import make_config, make_trainer, step_lines
 from tests.helpers.rank_processes import run_ranks
 from tests.helpers.shared_media import tree_folders
 from tests.helpers.tiny_families import encoder_options, tiny_model
@@ -147,9 +143,7 @@ def task_encoder(folder: Path, kind: Any = PackedTaskEncoder, **options: Any) ->
         lambda folder: PackedFolder(folder, task_encoder(folder)),
         lambda folder: get_packed_train_dataset(folder, task_encoder(folder), worker_config=ALONE),
         lambda folder: get_online_train_dataset(
-            folder,
-            task_encoder(folder, OnlineTaskEncoder),
-            worker_config=ALONE,
+            folder, task_encoder(folder, OnlineTaskEncoder), worker_config=ALONE
         ),
     ],
     ids=["trainers", "by number", "energon", "online"],

@@ -108,11 +108,7 @@ def validation_losses(output: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(2),
-        Layout(tensor=2, data=2),
-        pytest.param(Layout(2, 2), marks=pytest.mark.exhaustive),
-    ],
+    [Layout(2), Layout(tensor=2, data=2), pytest.param(Layout(2, 2), marks=pytest.mark.exhaustive)],
 )
 def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
     layout: Layout, folder: Path, alone: Any, tmp_path: Path

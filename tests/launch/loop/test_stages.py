@@ -43,9 +43,7 @@ from tests.helpers.packed_runs import (
 )
 from tests.helpers.prepared_folders import blend_of
 from tests.helpers.rank_processes import run_ranks
-from tests.helpers.transformers_runs import (
-    Interrupted,
-)
+from tests.helpers.transformers_runs import Interrupted
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
 

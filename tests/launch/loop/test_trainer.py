@@ -29,13 +29,7 @@ from launch.train import failing_in_one_line
 from offline_packing.errors import StageError
 from task_encoders.families import FAMILIES
 from task_encoders.samples import IGNORE_INDEX
-from tests.helpers.packed_runs import (
-    SEQ_LENGTH,
-    losses,
-    make_config,
-    make_trainer,
-    step_lines,
-)
+from tests.helpers.packed_runs import SEQ_LENGTH, losses, make_config, make_trainer, step_lines
 from tests.helpers.prepared_folders import blend_of
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")

@@ -18,9 +18,7 @@ from torch import distributed
 from torch import distributed as dist
 
 from launch.loop.loss import shift_labels
-from launch.loop.parallel import (
-    initialize_parallel,
-)
+from launch.loop.parallel import initialize_parallel
 from launch.model.config import ModelConfig, transformers_classes
 from launch.model.megatron.context_parallel import part_of_rank
 from launch.model.megatron.model import PackedMegatronModel, build_model, check_supported
@@ -183,10 +181,7 @@ def examine_rank(source: Path, target: Path) -> dict[str, Any]:
         if not getattr(parameter, "tensor_model_parallel", False)
     ]
     same = [equal_on_all_ranks(gradients[name]) for name in replicated]
-    return {
-        "weights": weights,
-        "same": same,
-    }
+    return {"weights": weights, "same": same}
 
 
 def test_two_ranks_hold_one_model(tmp_path: Path) -> None:

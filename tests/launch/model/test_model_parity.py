@@ -33,12 +33,7 @@ from tests.helpers.tiny_checkpoints import (
     unpacked_inputs,
 )
 from tests.helpers.tiny_checkpoints import write_checkpoint as write_qwen
-from tests.helpers.tiny_families import (
-    encoded_samples,
-    encoder_options,
-    save_tokenizer,
-    tiny_model,
-)
+from tests.helpers.tiny_families import encoded_samples, encoder_options, save_tokenizer, tiny_model
 
 #: Families, and whether their embeddings are tied.
 CASES = [("qwen2_vl", False), ("qwen2_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", True)]

@@ -161,9 +161,7 @@ def test_the_vision_tower_gets_the_whole_row_with_its_boundaries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
-        Qwen2VisionTransformerPretrainedModel,
-    )
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     config = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=16, num_heads=2)
     tower = Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa")
