@@ -97,14 +97,6 @@ def test_a_changed_branch_changes_no_other(case: Case, tmp_path: Path) -> None:
         assert not differs.any()
 
 
-def dropped(parents: list[int]) -> list[int]:
-    return []
-
-
-def shifted(parents: list[int]) -> list[int]:
-    return [-1, *parents[:-1]]
-
-
 def of_neighbours(parents: list[int]) -> list[int]:
     """Branches of every tree but the first at the trunk before theirs."""
     trunks = sorted({*parents} - {-1})
@@ -112,18 +104,23 @@ def of_neighbours(parents: list[int]) -> list[int]:
     return [before.get(parent, parent) for parent in parents]
 
 
-@pytest.mark.parametrize("mistake", [dropped, shifted, of_neighbours])
+MISTAKES: dict[str, Callable[[list[int]], list[int]]] = {
+    "dropped": lambda parents: [],
+    "shifted": lambda parents: [-1, *parents[:-1]],
+    "of neighbours": of_neighbours,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 @torch.no_grad()
-def test_other_parents_are_noticed(
-    mistake: Callable[[list[int]], list[int]], case: Case, tmp_path: Path
-) -> None:
+def test_other_parents_are_noticed(mistake: str, case: Case, tmp_path: Path) -> None:
     packs = case.packs()
     run, collated = packed_trainer(tmp_path, case.model().eval(), packs), row_of_trees(packs)
     batch: PackedBatch = collated["batch"]
     right = losses_of(run.model, run._prepare_inputs(collated))
-    parents = mistake(batch.parents[0].tolist())
+    parents = MISTAKES[mistake](batch.parents[0].tolist())
     collated["batch"] = replace(batch, parents=torch.tensor([parents], dtype=torch.int32))
-    if mistake is shifted:
+    if mistake == "shifted":
         with pytest.raises(ValueError, match="are not trunks that stand before branches"):
             run._prepare_inputs(collated)
         return
