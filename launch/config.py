@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from launch.model.config import ModelConfig
+from launch.model.config import ModelConfig, Section
 from offline_packing.storage.yaml_file import read_config
 from task_encoders.families import AnyModelOptions, model_options
 from task_encoders.field_types import (
@@ -26,11 +26,7 @@ from task_encoders.field_types import (
 MAX_RATE: Final = 0.1
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class OnlineConfig(_Config):
+class OnlineConfig(Section):
     """Packing of unpacked data while training, by the loader's processes."""
 
     #: tokens of a pack
@@ -40,12 +36,12 @@ class OnlineConfig(_Config):
     #: as pack.strategy
     strategy: str = "auto"
     #: as pack.budgets
-    budgets: dict[BudgetName, Count] = {}
+    budgets: dict[BudgetName, Count] = Field({})
     #: as the model section of a packing run
     model: AnyModelOptions = model_options()
 
 
-class DataConfig(_Config):
+class DataConfig(Section):
     """The packs, and how they are read."""
 
     #: a folder of packs, here or s3://…, or a metadataset YAML that blends several; a list of
@@ -82,7 +78,7 @@ class DataConfig(_Config):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-class BatchConfig(_Config):
+class BatchConfig(Section):
     """Amount of data per step. Set one of the two."""
 
     #: samples per step, as without packing (GBS); divided by the samples per pack
@@ -103,7 +99,7 @@ class BatchConfig(_Config):
         return self
 
 
-class TrainConfig(_Config):
+class TrainConfig(Section):
     """Length of the run, and its loss."""
 
     #: passes over the packs of each stage
@@ -117,7 +113,7 @@ class TrainConfig(_Config):
     seed: NonNegative = 0
 
 
-class OptimizerConfig(_Config):
+class OptimizerConfig(Section):
     """AdamW."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -130,7 +126,7 @@ class OptimizerConfig(_Config):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
 
 
-class ScheduleConfig(_Config):
+class ScheduleConfig(Section):
     """The learning rate."""
 
     #: greatest rate: AdamW moves every weight by about this much in a step
@@ -155,7 +151,7 @@ class ScheduleConfig(_Config):
         return self
 
 
-class ParallelConfig(_Config):
+class ParallelConfig(Section):
     """Parallelism of the ranks. The remaining factor of the ranks is data parallel."""
 
     #: ranks that share a layer (TP)
@@ -164,7 +160,7 @@ class ParallelConfig(_Config):
     context: Count = 1
 
 
-class CheckpointConfig(_Config):
+class CheckpointConfig(Section):
     """Times of checkpoints, and the number that are kept."""
 
     #: steps between checkpoints; 0: only at the end, and on SIGTERM
@@ -177,7 +173,7 @@ class CheckpointConfig(_Config):
     export: bool = True
 
 
-class ValidationConfig(_Config):
+class ValidationConfig(Section):
     """Loss on the val split."""
 
     #: steps between validations on the val split, and one at the end; 0: never
@@ -186,7 +182,7 @@ class ValidationConfig(_Config):
     limit: Count | None = None
 
 
-class MetricsConfig(_Config):
+class MetricsConfig(Section):
     """Metrics and their trackers."""
 
     #: steps between lines; the first and the last are always logged
@@ -199,14 +195,14 @@ class MetricsConfig(_Config):
     swanlab: str | None = None
 
 
-class OutputConfig(_Config):
+class OutputConfig(Section):
     """Folder of the results: metrics.jsonl, checkpoints/, hf/, and files of trackers."""
 
     #: the folder for checkpoints, metrics and exports
     path: Path
 
 
-class LaunchConfig(_Config):
+class LaunchConfig(Section):
     """Everything one training run is made from."""
 
     model: ModelConfig = ModelConfig()

@@ -239,7 +239,7 @@ class OnlineLoader:
             watchdog_timeout_seconds=ROW_TIMEOUT,
             watchdog_initial_timeout_seconds=FIRST_ROW_TIMEOUT,
         )
-        self._loader.worker_init_fn = partial(_init_worker, self._loader.worker_init_fn)
+        self._loader.worker_init_fn = partial(leave_group, begin=self._loader.worker_init_fn)
         self._loader.generator = torch.Generator()  # as in ScheduledLoader
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -262,12 +262,10 @@ class OnlineLoader:
         self._loader.close()
 
 
-def leave_group(worker_id: int) -> None:
-    """Leave the trainer's process group: torchrun sends SIGTERM to the whole group, and a trainer
-    that has to save must not find its loader dead. A worker always ends with its trainer."""
+def leave_group(worker_id: int, begin: Callable[[int], None] | None = None) -> None:
+    """Leave the trainer's process group, then begin as the loader asks. Torchrun sends SIGTERM to
+    the whole group, and a trainer that has to save must not find its loader dead. A worker always
+    ends with its trainer."""
     os.setpgid(0, 0)
-
-
-def _init_worker(energon_init: Callable[[int], None], worker_id: int) -> None:
-    leave_group(worker_id)
-    energon_init(worker_id)
+    if begin is not None:
+        begin(worker_id)

@@ -64,6 +64,9 @@ from offline_packing.storage.files import (
 
 logger = logging.getLogger(__name__)
 
+#: File with the state of a rank's loader and generators.
+_OF_RANK: Final = "rank_{:05d}.pt"
+
 
 class CheckpointFolder:
     """The checkpoints of one run, on a file system that all nodes share. All ranks make the same
@@ -106,7 +109,7 @@ class CheckpointFolder:
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         generators = {"system": SystemRng.save_state(), "cuda": cuda}
         state = {"data": data.state(), "generators": generators}
-        written = [_save_tensors(temporary / _rank_file(self._rank), state)]
+        written = [_save_tensors(temporary / _OF_RANK.format(self._rank), state)]
         written += temporary.glob(f"shard-{self._rank + 1:05d}-*")
         # Each rank hashes its own files: their content is still in memory, and on a network file
         # system other ranks may see them late.
@@ -153,14 +156,15 @@ class CheckpointFolder:
                 f"{self.folder} holds no whole checkpoint: {listed}; restore these files, or "
                 "remove the folder to train from the beginning"
             )
-        for path, why in reasons.items() if self._whole and self._rank == 0 else ():
-            logger.warning(
-                "checkpoint %s is damaged: %s; training goes on from %s, and the damaged one is "
-                "removed when the next one is saved",
-                path,
-                why,
-                self._whole.name,
-            )
+        if self._whole is not None and self._rank == 0:
+            for path, why in reasons.items():
+                logger.warning(
+                    "checkpoint %s is damaged: %s; training goes on from %s, and the damaged one "
+                    "is removed when the next one is saved",
+                    path,
+                    why,
+                    self._whole.name,
+                )
         return self._whole
 
     def _find_damage(self, path: Path) -> list[str]:
@@ -201,7 +205,7 @@ class CheckpointFolder:
             sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(path)))
             optimizer.publish(iteration)
             number = self._rank if then == self._deal else self._tensor_rank
-            state = load_state(path / _rank_file(number))
+            state = load_state(path / _OF_RANK.format(number))
             data, generators = state["data"], state["generators"]
             if _is_other(_PACKS, saved, self._record):
                 begins = (iteration,)
@@ -231,10 +235,6 @@ class CheckpointFolder:
                 if rank == self._tensor_rank:
                     tensors |= {prefix + name: tensor for name, tensor in named.items()}
         return tensors, files
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
 
 
 def _save_tensors(path: Path, state: Mapping[str, Any]) -> Path:

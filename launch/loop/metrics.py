@@ -82,10 +82,12 @@ class StepCounts:
         distributed.all_reduce(worst, op=distributed.ReduceOp.MAX)
         loss, denominator, flops, *counted = sums.tolist()
         data_seconds, stopped = worst.tolist()
+        tokens, samples, packs = map(round, counted)
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = denominator or 1.0
+        mean = loss / denominator
         return StepTotals(
-            loss / denominator, denominator, flops, *map(round, counted), data_seconds, int(stopped)
+            mean, denominator, flops, tokens, samples, packs, data_seconds, int(stopped)
         )
 
 

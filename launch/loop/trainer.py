@@ -57,8 +57,8 @@ def record_signals() -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for one, handler in previous.items():
+            signal.signal(one, handler)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,14 @@ def part_of(name: str) -> str:
     return "vision" if name.startswith(("visual.", "vision_tower.")) else "language"
 
 
-class ModelConfig(BaseModel):
-    """Model section of a training config."""
+class Section(BaseModel):
+    """Section of a training configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Model section of a training configuration."""
 
     #: a family that is built from megatron-core's layers here
     family: Annotated[str, one_of(FAMILIES)] = TRAINED[0]
@@ -160,10 +164,8 @@ class ModelConfig(BaseModel):
         return tiny_config(self.family, self.text, vision, **whole, **(token_ids or {}))
 
 
-class LoraOptions(BaseModel):
+class LoraOptions(Section):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685), through peft."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Count = 16
     #: adapters are scaled by alpha / rank

@@ -23,9 +23,6 @@ from launch.model.packed_attention import register_attention
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.model_inputs import IMAGE_LAYOUTS
 
-#: Patches of each frame, in all, along its height, and along its width.
-_Frames = npt.NDArray[np.int64]
-
 
 class Medium(NamedTuple):
     """One kind of media in a row."""
@@ -108,7 +105,8 @@ def media_features(
     if part is None:
         return _run(tower, patches, grids)
     size, rank = distributed.get_world_size(part.cp_group), distributed.get_rank(part.cp_group)
-    frames = frames_of(grids)
+    t, h, w = grids.cpu().numpy().T
+    frames = np.repeat(np.stack([h * w, h, w], axis=1), t, axis=0)  # (F, 3): patches, height, width
     bounds = share_frames(cost.tower_flops(frames[:, 0]), size)
     starts = np.concatenate([[0], frames[:, 0].cumsum()])[bounds].tolist()
     own = frames[bounds[rank] : bounds[rank + 1], 1:]
@@ -141,12 +139,6 @@ def _run(tower: Any, patches: torch.Tensor, grids: torch.Tensor) -> list[torch.T
         return [patches.new_zeros(0, width, requires_grad=trained) for _ in range(count)]
     found = tower(patches, grid_thw=grids)
     return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-
-
-def frames_of(grids: torch.Tensor) -> _Frames:
-    """Split grids (N, 3) into frames (F, 3): patches, height, width."""
-    t, h, w = grids.cpu().numpy().T
-    return np.repeat(np.stack([h * w, h, w], axis=1), t, axis=0)
 
 
 def share_frames(flops: npt.NDArray[np.float64], size: int) -> list[int]:

@@ -18,6 +18,7 @@ from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.hf_trainers import QUIET, check_branches, losses_of, packed_trainer, row_of_trees
 from tests.helpers.peers import open_packs, samples_alone
 from tests.helpers.shared_media import few_trees
+from tests.helpers.tiny_checkpoints import gradients_of
 from tests.world import World
 
 pytestmark = pytest.mark.usefixtures("bmr_environment")
@@ -42,13 +43,6 @@ def case(request: pytest.FixtureRequest, world: World) -> Case:
     return Case(*few_trees(world, getattr(request, "param", "qwen2_vl")))
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    assert len(found) > 10
-    return found
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,6 +60,7 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(case: Case, tmp_pat
     alone = torch.cat([losses_of(model, sample) for sample in samples])
     alone.mean().backward()
     gradients = gradients_of(model)
+    assert len(gradients) > 10
     assert len(samples) == 17
     # Where samples begin elsewhere in a recurrence's chunks, sums have another order.
     is_recurrent = model.config.model_type == "qwen3_5"
