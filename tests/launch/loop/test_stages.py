@@ -76,7 +76,6 @@ def config_of(paths: Sequence[str], output: Path, /, **sections: Any) -> LaunchC
 
 
 def state_of(output: Path) -> Any:
-    """The newest checkpoint's."""
     return read_json(max((output / "checkpoints").glob("iter_*")) / "state.json")
 
 
@@ -171,16 +170,12 @@ def test_a_run_killed_in_a_stage_goes_on(
 ) -> None:
     """As if nothing had happened, to the last bit; in the second, or between the last step of the
     first and the next."""
-    config = done.config.model_copy(
-        update={"output": done.config.output.model_copy(update={"path": tmp_path})}
-    )
     bounds, (first, second, _) = done.plan.bounds, done.plan.stages
+    every = {"every": bounds[1]} if between else {"every": 2}
+    sections: dict[str, Any] = {"validation": {"every": 3}, "checkpoint": every}
+    config = config_of(done.config.data.paths, tmp_path, **sections)
     fail_at = first.iterations * first.packs_per_step + 1
-    if between:
-        every = config.checkpoint.model_copy(update={"every": bounds[1]})
-        config = config.model_copy(update={"checkpoint": every})
-    else:
-        fail_at += 2 * second.packs_per_step
+    fail_at += 0 if between else 2 * second.packs_per_step
     killed, _, _ = make_trainer(config, fail_at=fail_at)
     with pytest.raises(KilledError):
         killed.run()
@@ -363,19 +358,18 @@ NAMES = ("short", "long")
 
 def index_of(root: Path) -> Path:
     """An index of two sources."""
+    own = {"format": "pairs", "task": "bmr"}
     sources = [
-        {"format": "pairs", "path": str(mixed_pairs(root / name, 90, seed)), "task": "bmr"}
+        own | {"name": name, "path": str(mixed_pairs(root / name, 90, seed))}
         for seed, name in enumerate(NAMES)
     ]
-    named = [{**one, "name": name} for one, name in zip(sources, NAMES, strict=True)]
-    measure(make_run(named, root / "all"))
+    measure(make_run(sources, root / "all"))
     return root / "all"
 
 
 def stage_of(index: Path, output: Path, seq_length: int, *, skip: Any = (), **pack: Any) -> Run:
-    sources = [
-        {"format": "index", "path": str(index), "name": name, "skip": skip} for name in NAMES
-    ]
+    own = {"format": "index", "path": str(index), "skip": skip}
+    sources = [own | {"name": name} for name in NAMES]
     return make_run(sources, output, pack={"seq_length": seq_length, **pack})
 
 
@@ -386,9 +380,7 @@ def mixture(short: float, later: float) -> dict[str, Any]:
 
 def run_of(packs: Path, output: Path) -> LaunchConfig:
     batch = {"global_batch_packs": 4, "global_batch_size": None}
-    return make_config(
-        packs, output, batch=batch, train={"iterations": None}, checkpoint={"every": 2}
-    )
+    return config_of([str(packs)], output, batch=batch)
 
 
 def leg(packs: Path, output: Path, stop_at: int, accept: tuple[str, ...] = ()) -> list[str]:
@@ -442,7 +434,7 @@ def test_a_run_goes_on_with_another_mixture_and_length(tmp_path: Path) -> None:
     packs, accept = tmp_path / "b", ("data.packs",)
     ranks = run_ranks(2, tmp_path / "two", leg, packs, output, 13, accept)
     b_keys = [key for own in ranks for key in own]
-    # Killed at the second pack of step 15: step 14 was saved, and is not trained again.
+    # Killed at the second pack of step 15; step 14 was saved.
     trainer, seen, _ = make_trainer(run_of(packs, output), fail_at=5)
     trainer.resume()
     with pytest.raises(KilledError):
