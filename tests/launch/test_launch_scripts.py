@@ -52,7 +52,9 @@ def environment(**own: str) -> dict[str, str]:
 
 
 OTHERS = {"CONFIG": "my.yaml", "MODULE": "launch.train_transformers", "NPROC_PER_NODE": "2"}
+OTHERS_WORDS = ["--nproc-per-node 2 ", "-m launch.train_transformers my.yaml a.b=c"]
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n0", "SHUTDOWN_TIMEOUT": "300"}
+NODES_WORDS = ["--nnodes 2 --node-rank 1 ", "--master-addr n0 ", "--shutdown-timeout 300 "]
 
 
 @pytest.mark.parametrize(
@@ -65,18 +67,8 @@ NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n0", "SHUTDOWN_TIMEOUT
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5"}, "110", ["pretrain_stage1_5.yaml", "/vqa a.b"]),
         ("pretrain_qwen2_vl.sh", {VQA: "1"}, "110", []),
         ("pretrain_qwen2_vl.sh", {"STAGE": "1.5", BMR: "1"}, "101", []),
-        (
-            "sft_qwen2_vl.sh",
-            OTHERS,
-            "101",
-            ["--nproc-per-node 2 ", "-m launch.train_transformers m"],
-        ),
-        (
-            "sft_qwen2_vl.sh",
-            NODES,
-            "101",
-            ["--nnodes 2 --node-rank 1 ", "-addr n0 ", "timeout 300 "],
-        ),
+        ("sft_qwen2_vl.sh", OTHERS, "101", OTHERS_WORDS),
+        ("sft_qwen2_vl.sh", NODES, "101", NODES_WORDS),
         ("pack.sh", {"CONFIG": "my.yaml"}, None, ["offline-packing run my.yaml a.b=c"]),
         ("pack.sh", {}, None, ["offline-packing run demo_output/bmr.yaml a.b=c"]),
     ],
@@ -216,12 +208,7 @@ WRONG_TASK = {VQA: "1", BMR: "0"}
     [
         ({}, [*TRAIN, "data.pth=out/packed"], 2, "data.pth"),
         ({}, [*TRAIN, "data.path=nowhere"], 1, "nowhere is neither a packed"),
-        (
-            WRONG_TASK,
-            [*TRAIN, "data.path={folder}"],
-            1,
-            "OFFLINE_PACKED_DATA=1 OFFLINE_PACKING_BMR=1",
-        ),
+        (WRONG_TASK, [*TRAIN, "data.path={folder}"], 1, f"{PACKED}=1 {BMR}=1"),
         ({}, [], 2, GIVE),
         ({}, ["-m"], 2, GIVE),
         ({}, ["--nproc-per-node", "2", "-m", "launch.data"], 2, GIVE),

@@ -73,7 +73,7 @@ def test_loss_of_a_step_is_the_mean_over_all_tokens_of_the_samples_alone(
     expected = float(torch.cat(alone).mean())
     assert run.state.log_history[0]["loss"] == pytest.approx(expected, abs=2e-4)
     weighted_by_pack = sum(float(part.mean()) for part in alone) / count
-    assert abs(weighted_by_pack - expected) > 5e-4  # the loss if packs counted the same
+    assert abs(weighted_by_pack - expected) > (1e-3 if family == "gemma4" else 5e-4)
 
 
 def test_logits_are_made_where_there_are_labels(
