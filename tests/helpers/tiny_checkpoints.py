@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 
 from launch.model.config import transformers_classes
@@ -200,6 +202,20 @@ def forward(
     group shares the row."""
     result: torch.Tensor = model(batch, to_packed_seq_params(batch, group), labels)
     return result
+
+
+def params_of(lengths: Sequence[int], **fields: Any) -> PackedSeqParams:
+    """Return the segments of a row without padding."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(lengths))
+    return PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends, **(longest | fields))
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Take the gradients of a model, which has none afterwards."""
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
 
 
 def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
