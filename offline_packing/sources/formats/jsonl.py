@@ -115,7 +115,7 @@ class JsonlSource(Source):
         return _LineCutter()
 
     def _problem_of(self, head: bytes) -> str:
-        """Say why a file with this beginning is of another form; "": it is not."""
+        """Tell why a file with this beginning is of another form; "": it is not."""
         odd, even = head[1::2].strip(b"\0"), head[::2].strip(b"\0")
         if head.startswith(_UTF16) or (len(head) > 3 and bool(odd) != bool(even)):
             return "it is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
@@ -388,14 +388,15 @@ class _ArrayCutter(_LineCutter):
     BLANK = _LineCutter.BLANK + b","
 
     def __init__(self, before: bytes = b"") -> None:
-        """`before`: what opened the array, for a file that is read from the end of an element."""
+        """Begin at the end of an element, after what opened the array (`before`), or at the file's
+        beginning."""
         self._before, self._depth = before, int(before != b"")
         self._in_string = self._escaped = False
         #: whether the bracket that closes the array was seen, and the first bytes after it
         self.is_closed, self._after = False, b""
 
     def problem_after(self) -> str:
-        """Say why the bytes after the array must not follow it; "": they may."""
+        """Tell why the bytes after the array must not follow it; "": they may."""
         if not self._before.removeprefix(_BOM).strip().startswith(b"{"):
             return "text follows its array; remove it" if self._after.strip() else ""
         try:
