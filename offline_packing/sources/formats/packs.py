@@ -104,7 +104,8 @@ class PacksSource(WebDatasetSource):
         embedded: Mapping[str, Embedded] = MappingProxyType({}),
         members: Sequence[str] = (),
     ) -> Iterator[SourceRecord]:
-        """The records of a pack whose JSON lies at a locator. `members` are its images in a tar."""
+        """Yield the records of a pack whose JSON is at a locator. `members` are its images in a
+        tar."""
         kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
         try:
             content = parse_json(data, key)

@@ -118,7 +118,8 @@ class PairsSource(Source):
         return SourceRecord(key, Locator("file", container, 0, len(data)), content, paired)
 
     def _drop_known(self, known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
-        """The keys of a folder's files except known records, and the number of known records."""
+        """Return the keys of a folder's files except those of known records, and the number of
+        these."""
         records = [_stem(key) for key in keys if key.lower().endswith(DOT + self.RECORD)]
         found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
         dropped = set(itertools.compress(records, found))
@@ -143,7 +144,7 @@ class CaptionsSource(PairsSource):
 
 
 def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart]:
-    """Parts of bounded size; no stem is cut."""
+    """Cut stems into parts of bounded size; no stem is cut."""
     folders: list[tuple[bytes, list[bytes]]] = []
     held = 0
     for folder, keys, num_records in stems:
@@ -159,7 +160,7 @@ def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart
 
 
 def _by_stem(keys: Sequence[bytes], record: bytes) -> Iterator[tuple[list[bytes], int]]:
-    """Keys in order -> the records and media of each stem, and the number of records."""
+    """Group keys in order by their stem: yield its records and media, and the number of records."""
     parted = (key.partition(DOT) for key in keys)
     for _, group in itertools.groupby(parted, itemgetter(0)):
         found = {key: suffix for key in group if (suffix := key[2].lower()) in {record, *_MEDIA}}
