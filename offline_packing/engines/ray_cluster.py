@@ -37,7 +37,7 @@ NODE_DIED: Final = "the node of this process died (its raylet, or one of Ray's a
 
 
 def lost(why: str) -> StageError:
-    """The error of a cluster that can run no more tasks."""
+    """Return the error of a cluster that can run no more tasks."""
     return StageError(
         f"the Ray cluster is lost: {why}; start it, and run again: completed work is kept"
     )
@@ -106,7 +106,7 @@ class _Counter:
         self._counts[number] = count
 
     def take(self) -> dict[int, int]:
-        """Counts that tasks told since the last call, by task."""
+        """Return, by task, the counts that tasks told since the last call."""
         counts, self._counts = self._counts, {}
         return counts
 
@@ -177,7 +177,7 @@ class RayEngine(Engine):
     """Ray tasks. `workers`: CPUs of a cluster started here, and only of one."""
 
     def __init__(self, workers: int, ray_remote_args: Mapping[str, Any] | None = None) -> None:
-        """`ray_remote_args`: options of `ray.remote` for each task, named as in Ray Data."""
+        """Take `ray_remote_args`, options of `ray.remote` for each task, named as in Ray Data."""
         super().__init__(workers)
         self._given = dict(ray_remote_args or {})
         self._options = _TASK_OPTIONS | self._given
@@ -226,7 +226,7 @@ class RayEngine(Engine):
             self._ray = self._watch = None
 
     def _remote(self, name: str) -> Any:
-        """`_run_task` with the options of a task; the name is what Ray's dashboard shows."""
+        """Return `_run_task` with the options of a task; the name is what Ray's dashboard shows."""
         try:
             return _import_ray().remote(_run_task).options(**{"name": name} | self._options)
         except (TypeError, ValueError) as error:
@@ -252,8 +252,8 @@ class RayEngine(Engine):
             raise StageError(f"Ray could not run a task: {text}; run again") from error
 
     def _connected(self) -> tuple[Any, ClusterWatch]:
-        """The module, connected to a cluster, and the cluster's watcher. Raises StageError if there
-        is no cluster."""
+        """Connect to a cluster. Return Ray's module, and the cluster's watcher. Raises StageError
+        if there is no cluster."""
         if self._watch is not None:
             return self._ray, self._watch
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}

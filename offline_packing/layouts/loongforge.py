@@ -149,16 +149,16 @@ def _growth_of_images(model: Model) -> Growth | None:
 
 
 def _room_of_images(grids: npt.NDArray[np.integer], smallest: float) -> npt.NDArray[np.integer]:
-    """(num_images,) tokens that images may gain if they are resized to multiples of 28 pixels
-    before multiples of 32: one row and column; half if they must grow to the `smallest` number of
-    tokens. `grids` (num_images, 3) are in patches, two by two a token."""
+    """Return (num_images,) tokens that images may gain if they are resized to multiples of 28
+    pixels before multiples of 32: one row and column; half if they must grow to the `smallest`
+    number of tokens. `grids` (num_images, 3) are in patches, two by two per token."""
     sides = grids[:, 1:].astype(np.int64) // 2
     tokens = sides.prod(1)
     return sides.sum(1) + 1 + np.where(tokens <= 1.25 * smallest, tokens // 2, 0)
 
 
 def _conversation(sample: SourceSample) -> dict[str, Any]:
-    """A sample as messages, with placeholders in the texts, and its tools."""
+    """Return a sample as messages, with placeholders in the texts, and its tools."""
     placed = replace(sample, turns=place_media(sample))
     tools = {"tools": json.loads(sample.tools)} if sample.tools else {}
     return {"messages": to_messages(placed), **tools}

@@ -37,7 +37,8 @@ class Strategy(Protocol):
         """Further amounts that a pack holds."""
 
     def is_due(self, num_added: int, num_waiting: int, num_tokens: int) -> bool:
-        """Whether to pack now, given the items read so far, the waiting ones, and their tokens."""
+        """Tell whether to pack now, given the items read so far, the waiting ones, and their
+        tokens."""
 
     def pack(self, sizes: Sizes, num_added: int, *, last: bool) -> Packed:
         """Pack the waiting items, all of them if the stream has ended."""
@@ -223,6 +224,6 @@ class FixedCount:
 
 
 def _lists(packs: Packs, numbers: np.ndarray) -> list[list[int]]:
-    """The numbers of the samples of each pack."""
+    """Return the numbers of the samples of each pack."""
     ids, offsets = numbers[packs.sample_ids].tolist(), packs.pack_offsets.tolist()
     return [ids[start:end] for start, end in pairwise(offsets)]

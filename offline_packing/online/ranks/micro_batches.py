@@ -18,8 +18,8 @@ def fill_micro_batches(
     num_ranks: int,
     seed: Sequence[int],
 ) -> Packs:
-    """The samples `ids` in as few micro batches as `budget` tokens allow, if possible a multiple of
-    num_ranks of them. `lengths` and `cost` are of all samples."""
+    """Put the samples `ids` into as few micro batches as `budget` tokens allow, if possible a
+    multiple of num_ranks of them. `lengths` and `cost` are of all samples."""
     planning_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     plan = plan_packs(lengths[ids], budget, seed=planning_seed)
     packs = Packs(ids[plan.sample_ids], plan.pack_offsets)
@@ -39,8 +39,8 @@ def fill_micro_batches(
 def _divide(
     ids: np.ndarray, lengths: np.ndarray, cost: np.ndarray, budget: int, count: int
 ) -> list[list[int]] | None:
-    """Samples as `count` micro batches of similar cost: the costliest first, each to that with the
-    lowest cost that has room. None if that fails."""
+    """Divide samples into `count` micro batches of similar cost: the costliest first, each to that
+    with the lowest cost that has room. None if that fails."""
     parts: list[list[int]] = [[] for _ in range(count)]
     spent, room = np.zeros(count), np.full(count, budget)
     for item in ids[np.argsort(-cost[ids], kind="stable")].tolist():
@@ -55,7 +55,7 @@ def _divide(
 
 
 def _split(packs: Packs, lengths: np.ndarray, cost: np.ndarray, budget: int, count: int) -> Packs:
-    """Micro batches of the same samples, up to `count` more: the costliest of several samples
+    """Make up to `count` more micro batches of the same samples: the costliest of several samples
     becomes two of similar cost, again and again."""
     offsets = packs.pack_offsets
     several = np.flatnonzero(np.diff(offsets) > 1)

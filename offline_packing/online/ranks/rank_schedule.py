@@ -57,16 +57,16 @@ class EpochSchedule:
     begun: tuple[Stretch, ...] = ()
 
     def __len__(self) -> int:
-        """Steps."""
+        """Count the steps."""
         return len(self.table)
 
     def items(self, step: int, rank: int) -> np.ndarray:
-        """The items of a micro batch, int64 (n,): indices into the schedule's lengths."""
+        """Return the items of a micro batch, int64 (n,): indices into the schedule's lengths."""
         start, end = self.micro_batches.pack_offsets[self.table[step, rank] :][:2]
         return self.micro_batches.sample_ids[start:end]
 
     def trained(self, steps: int) -> np.ndarray:
-        """Items of all ranks' micro batches in the first steps, int64 (n,)."""
+        """Return the items of all ranks' micro batches in the first steps, int64 (n,)."""
         return reorder_packs(self.micro_batches, self.table[:steps].ravel()).sample_ids
 
     @property
@@ -168,7 +168,7 @@ class RankSchedule:
         return found.hexdigest()[:16]
 
     def epoch(self, number: int, earlier: Sequence[Stretch] = ()) -> EpochSchedule:
-        """The steps of an epoch: O(n log n) for n items, with a budget plus the time of planning.
+        """Schedule an epoch: O(n log n) for n items, with a budget plus the time of planning.
 
         Args:
             earlier: stretches of this epoch that other numbers of ranks trained; the rest is
@@ -181,7 +181,7 @@ class RankSchedule:
         return self._schedule(left, self.num_ranks, (self.seed, number, len(earlier)))
 
     def _schedule(self, ids: np.ndarray, num_ranks: int, seed: Sequence[int]) -> EpochSchedule:
-        """Micro batches, each of one kind, and their steps."""
+        """Make micro batches, each of one kind, and deal them to steps."""
         kinds = np.zeros(len(ids), np.int64) if self.kinds is None else self.kinds[ids]
         packs = Packs(ids, np.arange(len(ids) + 1))
         if self.budget is not None and len(ids):
@@ -201,7 +201,7 @@ class RankSchedule:
 
     @staticmethod
     def _sums(values: np.ndarray, packs: Packs) -> np.ndarray:
-        """Sums over each micro batch, float64 (num_packs, …)."""
+        """Sum values over each micro batch, float64 (num_packs, …)."""
         if not packs.num_packs:
             return np.empty((0, *values.shape[1:]))
         return np.add.reduceat(values[packs.sample_ids], packs.pack_offsets[:-1], dtype=np.float64)
