@@ -25,7 +25,6 @@ class ShardExport:
     #: without its shards, which would travel with each task
     manifest: Manifest
     line: ShardLine
-    number: int
 
     @property
     def name(self) -> str:

@@ -221,7 +221,7 @@ def test_a_processor_that_changed_is_refused(world: World, tmp_path: Path) -> No
     manifest = require_manifest(run.workspace.root)
     config = {**manifest.config, "model": {**manifest.config["model"], "max_pixels": 3136}}
     changed = manifest.model_copy(update={"config": config})
-    task = ShardExport(run.workspace.root, tmp_path, changed, changed.shards[0], 0)
+    task = ShardExport(run.workspace.root, tmp_path, changed, changed.shards[0])
     (tmp_path / PIECES).mkdir(parents=True)
     with pytest.raises(StageError, match=r"tokens, was measured with \d+: the model's processor"):
         nemo.write(task)
