@@ -234,6 +234,10 @@ class JsonlSource(Source):
                 raise DamagedStreamError(problem)
             left = None if end is None else end - begin - len(head)
             for block in _blocks(head, file.read1, _BUFFER, left):
+                if self.BY_LINE and start == position and block[-1:] == b"\n" and block.isspace():
+                    number, position = number + block.count(b"\n"), position + len(block)
+                    start = position
+                    continue
                 ends = cutter(block)
                 if cutter.skipped:
                     held, start, is_blank = [], position + cutter.skipped, False

@@ -153,14 +153,10 @@ def test_entries_that_are_refused_by_name(tmp_path: Path, entry: Any, message: s
     config = write_entry(tmp_path, entry)
     with pytest.raises(StageError, match=message):
         open_one(config, tmp_path)
-
-
-@pytest.mark.parametrize("content", ["[]", '"a"', "null", "7"])
-def test_info_that_is_no_object(tmp_path: Path, content: str) -> None:
-    write_file(tmp_path / "dataset_info.json", content.encode())
-    config = {"format": "llama_factory", "path": str(tmp_path), "dataset": "a"}
-    with pytest.raises(StageError, match=r"dataset_info\.json cannot be read: .*not an object"):
-        open_one(config, tmp_path)
+    for content in (b"[]", b'"a"', b"null", b"7"):
+        write_file(tmp_path / "dataset_info.json", content)
+        with pytest.raises(StageError, match=r"dataset_info\.json cannot be read: .*not an object"):
+            open_one(config, tmp_path)
 
 
 def test_ids_of_a_table(tmp_path: Path) -> None:
