@@ -68,7 +68,7 @@ class ClusterWatch:
             raise lost(NODE_DIED)
 
     def num_slots(self, needs: Mapping[str, float]) -> int:
-        """Number of tasks that fit on the nodes at the same time, given the resources of each
+        """Count the tasks that fit on the nodes at the same time, given the resources of each
         (`CPU`, `memory` in bytes, ...)."""
         num_slots = sum(
             int(min(one["Resources"].get(name, 0) / need for name, need in needs.items()))
@@ -114,7 +114,7 @@ class _Counter:
 def _run_task(
     function: Callable[[Task], Result], task: Task, number: int, counter: Any
 ) -> tuple[int, Result]:
-    """Run a task in a worker of Ray; returns how far it advanced, and its result. Meanwhile the
+    """Run a task in a worker of Ray. Return how far it advanced, and its result. Meanwhile the
     counter, if there is one, is told about twice a second."""
     count, told = 0, -math.inf
 
@@ -201,7 +201,7 @@ class RayEngine(Engine):
         try:
             while True:
                 watch.check()
-                # Few: they lie in memory with their tables, or their results.
+                # Few: they are in memory with their tables, or their results.
                 room = TASKS_PER_WORKER * max(1, watch.num_slots(self._needs)) - len(pending)
                 for number, task in islice(remaining, max(0, room)):
                     progress.begin(number)
@@ -269,7 +269,7 @@ class RayEngine(Engine):
         try:
             ray.init(**settings)
         except Exception as error:
-            # Ray raises Exception itself, too.
+            # Ray raises Exception itself.
             text = " ".join(str(error).split())[:300]
             address = os.environ.get("RAY_ADDRESS", "none")
             raise StageError(

@@ -10,7 +10,7 @@ from offline_packing.errors import DamagedError
 from offline_packing.storage.files import hash_file, local_copy
 from task_encoders.packs.manifest import Manifest, ShardLine
 
-#: Folder of the export's own files: converters of others take every `*.json` beside packs for one.
+#: Folder of the export's own files: other converters take every `*.json` next to packs for a pack.
 OWN: Final = "_export"
 #: Files that the last step joins.
 PIECES: Final = f"{OWN}/pieces"

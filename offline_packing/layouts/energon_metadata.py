@@ -147,16 +147,9 @@ def write_energon_metadata(
     counts = _write_sqlite(meta / "index.sqlite", packs)
     info = {"energon_version": ENERGON_VERSION, "shard_counts": counts}
     write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
-    write_atomically(meta / "dataset.yaml", yaml_bytes(_dataset(task, generation)))
-    write_atomically(meta / "split.yaml", yaml_bytes(split))
-    write_atomically(meta / "index.uuid", identity.encode())
-    write_atomically(meta / ".info.json", to_json(info))
-
-
-def _dataset(task: str, generation: str) -> dict[str, Any]:
-    """Return the content of dataset.yaml. Energon gives the subflavors to every sample, and readers
-    compare them with each pack."""
-    return {
+    # Energon gives these to every sample, and readers compare them with each pack.
+    subflavors = {"offline_packing": task, "generation": generation}
+    dataset = {
         "sample_type": {
             "__module__": "task_encoders.energon_samples",
             "__class__": _SAMPLE_CLASS[task],
@@ -166,6 +159,10 @@ def _dataset(task: str, generation: str) -> dict[str, Any]:
         "subflavors": {"offline_packing": task}
         | ({"generation": generation} if generation else {}),
     }
+    write_atomically(meta / "dataset.yaml", yaml_bytes(dataset))
+    write_atomically(meta / "split.yaml", yaml_bytes(split))
+    write_atomically(meta / "index.uuid", identity.encode())
+    write_atomically(meta / ".info.json", to_json(info))
 
 
 def describe_anew(folder: Path, dataset: Mapping[str, Any], manifest: Manifest) -> None:

@@ -90,7 +90,7 @@ def lay_out_shards(
     shards_per_folder: int | None = None,
 ) -> list[PlannedShard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
-    max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,): bytes of each pack
+    max_shard_bytes by itself gets its own shard. `pack_bytes` (num_packs,): bytes of each pack
     in a tar, at least."""
     shards: list[PlannedShard] = []
     for split, packs in splits.items():

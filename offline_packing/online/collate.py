@@ -20,7 +20,7 @@ from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from task_encoders.settings import FRACTIONS
 
-#: Fields with one value per token beside input_ids and position_ids, and their value in padding.
+#: Fields with one value per token, without input_ids and position_ids, and their value in padding.
 _PER_TOKEN: Final = {
     "labels": IGNORE_INDEX,
     "mm_token_type_ids": 0,

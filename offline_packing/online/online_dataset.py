@@ -163,7 +163,7 @@ class OnlineDataset(IterableDataset[Any]):
         self.set_epoch(max(int(self._epoch), state["epoch"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a spawned worker, which is in no process group."""
+        """Return the state for a spawned worker, which is in no process group."""
         return self.__dict__ | {"_ranks": rank_and_size(self._ranks), "_pass": None}
 
 

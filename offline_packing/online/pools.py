@@ -98,13 +98,13 @@ class PackingPool(Generic[Item]):
         return self._take(last=True) if self._items else []
 
     def state(self) -> dict[str, Any]:
-        """State besides the waiting items: plain values and arrays."""
+        """Return the state without the waiting items: plain values and arrays."""
         numbers = np.fromiter(self._items, np.int64, len(self._items))
         sizes = np.array(list(self._sizes.values()), np.int64)
         return {"num_added": self._num_added, "numbers": numbers, "sizes": sizes}
 
     def restore(self, state: Mapping[str, Any], items: Iterable[Item]) -> None:
-        """Continue exactly where `state` was taken, while ``items`` waited."""
+        """Continue exactly where `state` was taken, while `items` waited."""
         numbers, sizes = state["numbers"].tolist(), state["sizes"].tolist()
         self._num_added = int(state["num_added"])
         self._items = dict(zip(numbers, items, strict=True))

@@ -1,4 +1,4 @@
-"""Source formats: how samples are found on disk, and read again from where they lie.
+"""Source formats: how samples are found on disk, and read again from where they are.
 
 Takes the options of a source, gives records and the places of their media. May import storage.
 A new format is a file in formats/ and a line in SOURCES.

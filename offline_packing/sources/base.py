@@ -1,7 +1,7 @@
 """A source: a format lists parts and reads their records, and all else follows from these.
 
 scan()                    -> parts of bounded size, and a hash of everything that was listed
-records(part)             -> each record as found: key, where its JSON lies, the JSON
+records(part)             -> each record as found: key, where its JSON is, the JSON
 open_media(record, name)  -> the place of a medium that a record names, open to read its header
 read_sample, read_media   -> a sample, and the bytes of its media, again from nothing but locators
 """
@@ -83,7 +83,7 @@ class Embedded:
 
 @dataclass(slots=True)
 class SourceRecord:
-    """A record as found. `content` is its JSON object, or the error instead of one.
+    """A record as found. `content` is its JSON object, or the error in place of one.
 
     `paired_media` are the images and videos that belong to it by their name, where the format pairs
     by name (None where it does not); they count only if the content names none itself. `embedded`

@@ -39,7 +39,7 @@ _LABEL_NAME: Final = re.compile(
     r"(.*_)?(id|uuid|key|md5|url|source|dataset|subset|split|license|language|category|type)s?",
     re.IGNORECASE,
 )
-#: Fields next to a prompt that the model should have seen, too.
+#: Fields next to a prompt that the model should have seen as well.
 _BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPTS)
 #: Marks of an image in other projects.
 _OTHER_MARKS: Final = re.compile(

@@ -72,7 +72,7 @@ class FieldMap:
         self._steps = {name: _steps(f"source.fields.{name}", at) for name, at in fields.items()}
         self._least = min_rating
         places = {KEPT: keep, RATED: min_rating}
-        #: places that are read beside these of a sample's fields, by the name of their values
+        #: places that are read besides those of a sample's fields, by the name of their values
         self.beside = {
             name: {place: _steps(name, place) for place in own}
             for name, own in places.items()

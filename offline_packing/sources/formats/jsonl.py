@@ -464,7 +464,7 @@ class TextSource(JsonlSource):
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        # A text beside other files describes them.
+        # A text among other files describes them.
         is_all = all(name.lower().split(".")[1:2] == ["txt"] for name in file_names(path))
         return super().recognise(path) if is_all else None
 

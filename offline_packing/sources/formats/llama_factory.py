@@ -6,7 +6,7 @@
                             "user_tag": "user", "assistant_tag": "assistant"}}}
 
 The path is that file or its folder, `dataset` the name of the entry. The data are read from files
-beside it (.json, .jsonl, .parquet, .txt); data on a hub, and preference data, are refused. So are
+next to it (.json, .jsonl, .parquet, .txt); data on a hub, and preference data, are refused. So are
 options that change the set of samples: a `split` other than train, and `num_samples`, which
 LLaMA-Factory draws afresh in every run. Records with audio are set aside.
 """
@@ -42,7 +42,7 @@ _COLUMN_FIELDS: Final = frozenset(
     "prompt query response history messages system images videos "
     "tools audios chosen rejected kto_tag".split()
 )
-#: Names in tags, and the role of ours that each stands for.
+#: Names in tags, and the role of ours that each means.
 _TAG_ROLES: Final = {
     "user_tag": "user",
     "assistant_tag": "assistant",

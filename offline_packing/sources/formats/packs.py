@@ -137,7 +137,7 @@ class PacksSource(WebDatasetSource):
             yield SourceRecord(sub_key, place, found, None, embedded)
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        # Packs that are files: 'img000.jpg' of a/ps_0.json is ps_0.img000.jpg beside it.
+        # Packs that are files: 'img000.jpg' of a/ps_0.json is ps_0.img000.jpg next to it.
         stem, _, suffix = record.locator.container.rpartition("/")[2].rpartition(".")
         if suffix == "json" and "/" not in name and not name.startswith(f"{stem}."):
             name = f"{stem}.{name}"

@@ -42,7 +42,7 @@ _Stem = tuple[bytes, list[bytes], int]
 
 
 class PairsSource(Source):
-    """One JSON file per sample, media beside it. A part is PackedKeys of both, stem by stem."""
+    """One JSON file per sample, media next to it. A part is PackedKeys of both, stem by stem."""
 
     #: suffix of a record, in lower case; media have MEDIA_EXTENSIONS, other files are not read
     RECORD: ClassVar[bytes] = b"json"
@@ -98,15 +98,15 @@ class PairsSource(Source):
             for _, stem_keys in itertools.groupby(keys, key=_stem):
                 names = list(map(listing.to_name, stem_keys))
                 ending = f".{self.RECORD.decode()}"
-                beside = tuple(name for name in names if not name.lower().endswith(ending))
+                media = tuple(name for name in names if not name.lower().endswith(ending))
                 for name in names:
-                    if name not in beside:
-                        yield self._record(where + name, beside)
+                    if name not in media:
+                        yield self._record(where + name, media)
 
-    def _record(self, container: str, beside: tuple[str, ...]) -> SourceRecord:
+    def _record(self, container: str, media: tuple[str, ...]) -> SourceRecord:
         stem = container.rpartition(".")[0]
-        text_only = not beside and _TEXT_ONLY_NAME.fullmatch(stem.rpartition("/")[2])
-        paired = None if text_only else beside
+        text_only = not media and _TEXT_ONLY_NAME.fullmatch(stem.rpartition("/")[2])
+        paired = None if text_only else media
         key = _record_key(stem)
         try:
             if key != stem:
@@ -127,7 +127,7 @@ class PairsSource(Source):
 
 
 class CaptionsSource(PairsSource):
-    """One text file per sample, the caption of the image or video beside it."""
+    """One text file per sample, the caption of the image or video next to it."""
 
     Options = SourceOptions
     RECORD = b"txt"

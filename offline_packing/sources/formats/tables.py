@@ -4,7 +4,7 @@
     id: string    images: list of the same                  messages: list of {role, content}
 
 Columns have the names that the fields of a JSON record have, or are named by `source.fields`. An
-image or video that is a path, and no bytes, is a file below `image_root` or beside the table.
+image or video that is a path, and no bytes, is a file below `image_root` or next to the table.
 A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 """
 

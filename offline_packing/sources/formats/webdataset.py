@@ -185,9 +185,9 @@ class WebDatasetSource(Source):
             chosen = self._record_parts(sample)
             at = sample.locator(chosen)
             content = self.parse_parts({part: sample.read(part) for part in chosen})
-            beside = self._json_part(sample) if self.fields.beside else None
-            if beside and beside not in chosen:  # it describes the image of a caption
-                described = self.parse_parts({beside: sample.read(beside)})
+            part = self._json_part(sample) if self.fields.beside else None
+            if part and part not in chosen:  # it describes the image of a caption
+                described = self.parse_parts({part: sample.read(part)})
                 content = {**content, **{name: described[name] for name in self.fields.beside}}
         except Exception as error:  # noqa: BLE001 - of this record
             yield SourceRecord(key, at, as_sample_error(error))
@@ -312,7 +312,7 @@ def divide_parts(
     belongs to the longest stem that its name begins with. The parts are several samples if no stem
     is '' and two stems own media, or there are two stems and no media, or the only stem owns some
     media, but not all; or if `is_split`. A medium without a stem is then refused. Otherwise they
-    are one sample; records beside its own are refused if they own media, or if no stem does.
+    are one sample; records other than its own are refused if they own media, or if no stem does.
     """
     stem_of = {part: _stem(part) for part in parts if _is_record(part)}
     stems, media = set(stem_of.values()), {part for part in parts if _is_medium(part)}

@@ -115,8 +115,8 @@ def to_json(sample: SourceSample) -> bytes:
     return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
 
 
-#: Bytes and places of the items that are taken at a time, besides the last item. The larger, the
-#: closer to each other they lie.
+#: Bytes and places of the items that are taken at a time, without the last item. The larger they
+#: are, the closer together the places are.
 _MAX_BYTES: Final = 32 << 20
 _MAX_PLACES: Final = 1 << 13
 
