@@ -156,8 +156,7 @@ def write_energon_metadata(
         },
         "part_filter": "sample_loader.py:part_filter",
         "sample_loader": "sample_loader.py:sample_loader",
-        "subflavors": {"offline_packing": task}
-        | ({"generation": generation} if generation else {}),
+        "subflavors": {name: one for name, one in subflavors.items() if one},
     }
     write_atomically(meta / "dataset.yaml", yaml_bytes(dataset))
     write_atomically(meta / "split.yaml", yaml_bytes(split))
