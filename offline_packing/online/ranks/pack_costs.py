@@ -45,6 +45,13 @@ def pack_costs(
     return tokens.astype(np.int64), tower + language
 
 
+def pack_columns(folder: PackedFolder) -> PackColumns:
+    """Return media, and operations of tower and language model, of each pack, in the folder's
+    order: from its manifests, or, if they lack them, from index and plan. Raises StageError as
+    `pack_costs`."""
+    return folder.columns() or PackColumns(*_planned(folder, None)[1:])
+
+
 def schedule_of(
     folder: PackedFolder,
     *,
@@ -63,7 +70,7 @@ def schedule_of(
     """
     if order == "written":
         return InTurn.of(folder, num_ranks, packs_per_row, repeat=repeat)
-    columns = folder.columns() or PackColumns(*_planned(folder, None)[1:])
+    columns = pack_columns(folder)
     # Kinds of media and outputs of a blend, of which optimizer steps should hold equal numbers.
     both = columns.media, _outputs(folder)
     traits = [trait == one for trait in both for one in np.unique(trait)[1:]]
