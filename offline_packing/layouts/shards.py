@@ -7,7 +7,7 @@ With output.shards_per_folder the name of a shard, and so of its files, is train
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -324,13 +324,26 @@ class ShardTask:
             if with_media:
                 yield from ((source.media_root(at), at) for at in sample.media)
 
-    @contextmanager
-    def rows_at_hand(self) -> Iterator[None]:
+    def rows_at_hand(self) -> AbstractContextManager[None]:
         """Let samples in rows of tables be read in any order, while the block runs, at the cost of
         reading in order. Raises StageError where such a file cannot be read."""
-        wanted = wanted_table_rows(self.samples, self.sources)
-        with rows_at_hand(wanted, self.fragment_path.parent, self.unpack_folder):
-            yield
+        # A part's json has the size of its own turns, but the place of its record.
+        places = self.samples["json"].combine_chunks()
+        columns = [self.samples["source_id"], *map(places.field, _ROW_PLACE)]
+        table = pa.table(columns, ["source_id", *_ROW_PLACE])
+        table = table.filter(pc.is_in(table["kind"], _ROW_KINDS))
+        files = table.group_by(["source_id", *_ROW_PLACE[:-1]]).aggregate([("offset", "list")])
+        wanted = [
+            WantedRows(
+                self.sources[file["source_id"]].root,
+                file["kind"],
+                file["container"],
+                np.unique(np.array(file["offset_list"])),
+                tuple(record_columns(file["column"])[0]),
+            )
+            for file in files.to_pylist()
+        ]
+        return rows_at_hand(wanted, self.fragment_path.parent, self.unpack_folder)
 
     def read_sample(self, sample: PlannedSample) -> SourceSample:
         """Read and parse a sample's record again. Raises StageError if it has changed since it was
@@ -382,24 +395,3 @@ def read_planned(table: pa.Table) -> Iterator[PlannedSample]:
             json, media = Locator(**part.pop("json")), tuple(part.pop("media"))
             row["part"] = ConversationPart(json=json, media=media, **part)
         yield PlannedSample(**row, extensions=extensions)
-
-
-def wanted_table_rows(samples: pa.Table, sources: Sequence[Source]) -> list[WantedRows]:
-    """List the rows of tables that samples with COLUMNS are made of."""
-    # A part's json has the size of its own turns, but the place of its record.
-    places = samples["json"].combine_chunks()
-    table = pa.table(
-        [samples["source_id"], *map(places.field, _ROW_PLACE)], ["source_id", *_ROW_PLACE]
-    )
-    table = table.filter(pc.is_in(table["kind"], _ROW_KINDS))
-    files = table.group_by(["source_id", *_ROW_PLACE[:-1]]).aggregate([("offset", "list")])
-    return [
-        WantedRows(
-            sources[file["source_id"]].root,
-            file["kind"],
-            file["container"],
-            np.unique(np.array(file["offset_list"])),
-            tuple(record_columns(file["column"])[0]),
-        )
-        for file in files.to_pylist()
-    ]

@@ -17,11 +17,7 @@ from offline_packing.online.datasets import (
 )
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from tests.helpers.online_samples import Indexed, lettered
-from tests.helpers.tiny_checkpoints import (
-    row_samples,
-    transformers_model,
-    unpacked_inputs,
-)
+from tests.helpers.tiny_checkpoints import row_samples, transformers_model, unpacked_inputs
 
 
 def test_the_documented_row() -> None:

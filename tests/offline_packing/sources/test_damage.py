@@ -137,15 +137,11 @@ ODD: dict[str, dict[str, list[Any]]] = {
             ("k.json", ASK.replace(b"{", b'{"image": "c.jpg", ', 1)),
         ],
     },
-    "image_count_mismatch": {
-        "no_image": [("k.json", ASK)],
-    },
+    "image_count_mismatch": {"no_image": [("k.json", ASK)]},
     "ambiguous_image": {
-        "two_images_none_named": [("k.a.jpg", JPEG), ("k.b.jpg", JPEG), ("k.json", ASK)],
+        "two_images_none_named": [("k.a.jpg", JPEG), ("k.b.jpg", JPEG), ("k.json", ASK)]
     },
-    "bad_image": {
-        "image_empty": [("k.jpg", b""), ("k.json", ASK)],
-    },
+    "bad_image": {"image_empty": [("k.jpg", b""), ("k.json", ASK)]},
 }
 
 
