@@ -63,7 +63,6 @@ _AFTER: Final = 1 << 20
 #: A JSON object with one of these is a record.
 _FIELDS: Final = frozenset(name.encode() for name in RECORD_FIELDS if name != "id")
 _EMPTY: Final = "it is empty; restore it"
-_NO_END: Final = "its array has no end, as of a file that was cut; restore it"
 #: Beginning of a list of records.
 _LIST: Final = re.compile(rb"\s*\[(?=\s*\{)")
 
@@ -449,10 +448,10 @@ class _ArrayCutter(_LineCutter):
     def damage(self, left: bytes | None) -> tuple[str, bool]:
         if self.is_closed:
             return self.problem_after(), False
+        is_record = False
         with suppress(SampleError):
             is_record = left is not None and load_json(left) is not None
-            return _NO_END, is_record
-        return _NO_END, False
+        return "its array has no end, as of a file that was cut; restore it", is_record
 
 
 class TextSource(JsonlSource):

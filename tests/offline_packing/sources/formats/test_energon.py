@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offline_packing.errors import StageError
-from tests.helpers.accounting import PlannedSample, account, open_one
+from tests.helpers.accounting import PlannedSample, account, open_one, turns_in
 from tests.helpers.datasets import image_bytes
 from tests.helpers.formats import tar_bytes, write_file
 
@@ -31,12 +31,8 @@ def rows(root: Path, task: str, **options: Any) -> list[tuple[str, str, PlannedS
 
 def turns(root: Path, task: str) -> tuple[str, str]:
     """Prompt and answer of the only sample, read from its locator."""
-    source = open_one({"format": "energon", "path": str(root), "task": task}, root)
-    ((key, outcome, row),) = account(source)
-    assert (key, outcome) == ("a/k", "ok")
-    assert row is not None
-    (turn,) = source.read_sample(key, row.json, len(row.media)).turns
-    return turn.prompt, turn.answer
+    (turn,) = turns_in({"format": "energon", "path": str(root), "task": task}, root)["a/k"]
+    return turn
 
 
 def sample_type(name: str, **field_map: str) -> str:

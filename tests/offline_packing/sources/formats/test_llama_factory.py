@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
-from tests.helpers.accounting import account, open_one, outcomes
+from tests.helpers.accounting import open_one, outcomes, turns_in
 from tests.helpers.datasets import make_run, pack_all
 from tests.helpers.formats import write_file
 
@@ -25,11 +25,8 @@ def write_entry(root: Path, entry: Any, records: Any = ()) -> dict[str, Any]:
 
 def turns_of(config: dict[str, Any], root: Path) -> list[tuple[str, str]]:
     """Turns of the only record."""
-    source = open_one(config, root)
-    ((key, outcome, row),) = account(source)
-    assert outcome == "ok"
-    assert row is not None
-    return [(turn.prompt, turn.answer) for turn in source.read_sample(key, row.json, 0).turns]
+    (turns,) = turns_in(config, root).values()
+    return turns
 
 
 BAD_DIALOGUES: dict[str, tuple[Any, str]] = {
