@@ -75,7 +75,7 @@ class OnlineTaskEncoder(PackedTaskEncoder):
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
     ) -> SavableDataset[PackedRowSample]:
-        """Pack the samples of a dataset, as Energon calls it."""
+        """Pack the samples of a dataset; Energon calls this to encode them."""
         if isinstance(dataset, RepeatDataset) and dataset.repeats is None:
             # Packs repeat, not samples: so samples left over come out at the end of each epoch.
             packs = OnlinePacks(dataset.dataset, self, worker_config=worker_config)
@@ -96,7 +96,7 @@ def get_online_train_dataset(
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[PackedBatch]:
-    """Open Energon's `get_train_dataset`, packed while training; give it to `get_packed_loader`.
+    """Return Energon's train dataset, packed while training; give it to `get_packed_loader`.
 
     Energon shuffles runs of 100 samples; here each window's packs are shuffled. In an epoch every
     sample comes once; samples left over at its end make packs less full. A blend by weights has no
@@ -135,13 +135,13 @@ class MeasuringTaskEncoder(OnlineTaskEncoder):
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
-        """Measure the samples of a dataset, as Energon calls it."""
+        """Measure the samples of a dataset; Energon calls this to encode them."""
         measured = MapDataset(dataset, self.measure, worker_config=worker_config)
         SetAside(worker_config.global_error_handler).watch(measured)
         return measured
 
     def build_batch(self, *args: Any, **kwargs: Any) -> SavableDataset[Any]:
-        """Leave samples out of batches, as Energon calls it."""
+        """Return the samples without batches; Energon calls this to make them."""
         return args[0]
 
 
