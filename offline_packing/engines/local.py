@@ -92,7 +92,8 @@ class Engine(AbstractContextManager["Engine"]):
         """
 
     def share(self, tasks: Iterable[Task]) -> list[Task]:
-        """The tasks that this engine runs, by their `number`; all of them unless IS_SHARED."""
+        """Return the tasks that this engine runs, by their `number`: all of them unless
+        IS_SHARED."""
         return list(tasks)
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ class LocalEngine(Engine):
         return self._pool
 
     def _newly_advanced(self) -> int:
-        """Progress of the workers since the last call."""
+        """Count the workers' progress since the last call."""
         if self._advanced is None:
             return 0
         # Without the lock, which a killed worker may hold.

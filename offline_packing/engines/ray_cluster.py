@@ -37,7 +37,7 @@ NODE_DIED: Final = "the node of this process died (its raylet, or one of Ray's a
 
 
 def lost(why: str) -> StageError:
-    """The error of a cluster that can run no more tasks."""
+    """Return the error of a cluster that can run no more tasks."""
     return StageError(
         f"the Ray cluster is lost: {why}; start it, and run again: completed work is kept"
     )
@@ -68,7 +68,7 @@ class ClusterWatch:
             raise lost(NODE_DIED)
 
     def num_slots(self, needs: Mapping[str, float]) -> int:
-        """Number of tasks that fit on the nodes at the same time, given the resources of each
+        """Count the tasks that fit on the nodes at the same time, given the resources of each
         (`CPU`, `memory` in bytes, ...)."""
         num_slots = sum(
             int(min(one["Resources"].get(name, 0) / need for name, need in needs.items()))
@@ -106,7 +106,7 @@ class _Counter:
         self._counts[number] = count
 
     def take(self) -> dict[int, int]:
-        """Counts that tasks told since the last call, by task."""
+        """Return, by task, the counts that tasks told since the last call."""
         counts, self._counts = self._counts, {}
         return counts
 
@@ -114,7 +114,7 @@ class _Counter:
 def _run_task(
     function: Callable[[Task], Result], task: Task, number: int, counter: Any
 ) -> tuple[int, Result]:
-    """Run a task in a worker of Ray; returns how far it advanced, and its result. Meanwhile the
+    """Run a task in a worker of Ray. Return how far it advanced, and its result. Meanwhile the
     counter, if there is one, is told about twice a second."""
     count, told = 0, -math.inf
 
@@ -177,7 +177,7 @@ class RayEngine(Engine):
     """Ray tasks. `workers`: CPUs of a cluster started here, and only of one."""
 
     def __init__(self, workers: int, ray_remote_args: Mapping[str, Any] | None = None) -> None:
-        """`ray_remote_args`: options of `ray.remote` for each task, named as in Ray Data."""
+        """Take `ray_remote_args`, options of `ray.remote` for each task, named as in Ray Data."""
         super().__init__(workers)
         self._given = dict(ray_remote_args or {})
         self._options = _TASK_OPTIONS | self._given
@@ -201,7 +201,7 @@ class RayEngine(Engine):
         try:
             while True:
                 watch.check()
-                # Few: they lie in memory with their tables, or their results.
+                # Few: they are in memory with their tables, or their results.
                 room = TASKS_PER_WORKER * max(1, watch.num_slots(self._needs)) - len(pending)
                 for number, task in islice(remaining, max(0, room)):
                     progress.begin(number)
@@ -226,7 +226,7 @@ class RayEngine(Engine):
             self._ray = self._watch = None
 
     def _remote(self, name: str) -> Any:
-        """`_run_task` with the options of a task; the name is what Ray's dashboard shows."""
+        """Return `_run_task` with the options of a task; the name is what Ray's dashboard shows."""
         try:
             return _import_ray().remote(_run_task).options(**{"name": name} | self._options)
         except (TypeError, ValueError) as error:
@@ -252,8 +252,8 @@ class RayEngine(Engine):
             raise StageError(f"Ray could not run a task: {text}; run again") from error
 
     def _connected(self) -> tuple[Any, ClusterWatch]:
-        """The module, connected to a cluster, and the cluster's watcher. Raises StageError if there
-        is no cluster."""
+        """Connect to a cluster. Return Ray's module, and the cluster's watcher. Raises StageError
+        if there is no cluster."""
         if self._watch is not None:
             return self._ray, self._watch
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
@@ -269,7 +269,7 @@ class RayEngine(Engine):
         try:
             ray.init(**settings)
         except Exception as error:
-            # Ray raises Exception itself, too.
+            # Ray raises Exception itself.
             text = " ".join(str(error).split())[:300]
             address = os.environ.get("RAY_ADDRESS", "none")
             raise StageError(

@@ -38,8 +38,8 @@ class SlurmEngine(LocalEngine):
 
 
 def find_rank(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(rank, number of ranks) of this process: what PACKING_RANK and PACKING_WORLD_SIZE say, else
-    its place in a slurm array, among the processes of srun, or in an array of sruns.
+    """Find (rank, number of ranks) of this process: what PACKING_RANK and PACKING_WORLD_SIZE say,
+    else its place in a slurm array, among the processes of srun, or in an array of sruns.
 
     The indices of an array may begin anywhere and have a step: 8, 10, 12 are ranks 0, 1, 2 of 3.
     Raises ConfigError if none of these is set, or they are not a rank and a size.
@@ -59,7 +59,7 @@ def find_rank(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _array_rank(environment: Mapping[str, str]) -> tuple[int, int]:
-    """The place of an array task among the tasks that were submitted with it."""
+    """Find the place of an array task among the tasks that were submitted with it."""
     first, step = (
         environment.get(f"SLURM_ARRAY_TASK_{name}", default)
         for name, default in (("MIN", "0"), ("STEP", "1"))

@@ -96,11 +96,7 @@ def export(
             raise DamagedError(f"{folder / _MANIFEST} is damaged; {_AGAIN}")
         files = made["files"]
         with progress_bar("check", len(files), "file", shown=progress) as bar:
-            checks = (
-                _FileCheck(folder, name, expected, number)
-                for number, (name, expected) in enumerate(files.items())
-            )
-            num_files = sum(engine.run(_check_file, checks, bar.update))
+            num_files = sum(engine.run(partial(_check_file, folder), files.items(), bar.update))
         _remove_pieces(folder, files)
         return Exported(num_packs, num_files, was_complete=True)
     place, tasks = _partial(folder), _tasks(output, _partial(folder), manifest)
@@ -171,7 +167,7 @@ def _source(manifest: Manifest, to: str) -> dict[str, Any]:
 
 def _tasks(output: Path, folder: Path, manifest: Manifest) -> list[ShardExport]:
     own = output.absolute(), folder, manifest.model_copy(update={"shards": ()})
-    return [ShardExport(*own, line, number) for number, line in enumerate(manifest.shards)]
+    return [ShardExport(*own, line) for line in manifest.shards]
 
 
 def _export_shard(to: str, task: ShardExport) -> int:
@@ -204,20 +200,14 @@ def _is_whole(path: Path, expected: str) -> bool:
     return path.is_file() and hash_file(path) == expected
 
 
-class _FileCheck(NamedTuple):
-    folder: Path
-    name: str
-    expected: str
-    number: int
-
-
-def _check_file(task: _FileCheck) -> int:
+def _check_file(folder: Path, file: tuple[str, str]) -> int:
     """Compare a file of a complete export with its hash, and the files that it names as a shard's;
-    returns their number. Raises DamagedError."""
-    path, count = task.folder / task.name, 1
-    if not _is_whole(path, task.expected):
+    return their number. Raises DamagedError."""
+    (name, expected), count = file, 1
+    path = folder / name
+    if not _is_whole(path, expected):
         raise DamagedError(f"{path} is missing or damaged; {_AGAIN}")
-    if path.parent == task.folder / OWN:
-        count = len(_read_done(task.folder, path))
+    if path.parent == folder / OWN:
+        count = len(_read_done(folder, path))
     advance(1)
     return count

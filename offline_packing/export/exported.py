@@ -10,7 +10,7 @@ from offline_packing.errors import DamagedError
 from offline_packing.storage.files import hash_file, local_copy
 from task_encoders.packs.manifest import Manifest, ShardLine
 
-#: Folder of the export's own files: converters of others take every `*.json` beside packs for one.
+#: Folder of the export's own files: other converters take every `*.json` next to packs for a pack.
 OWN: Final = "_export"
 #: Files that the last step joins.
 PIECES: Final = f"{OWN}/pieces"
@@ -25,7 +25,6 @@ class ShardExport:
     #: without its shards, which would travel with each task
     manifest: Manifest
     line: ShardLine
-    number: int
 
     @property
     def name(self) -> str:

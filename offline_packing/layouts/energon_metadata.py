@@ -147,28 +147,21 @@ def write_energon_metadata(
     counts = _write_sqlite(meta / "index.sqlite", packs)
     info = {"energon_version": ENERGON_VERSION, "shard_counts": counts}
     write_atomically(meta / "sample_loader.py", _SAMPLE_LOADER.encode())
-    write_atomically(meta / "dataset.yaml", yaml_bytes(_dataset(task, generation)))
-    write_atomically(meta / "split.yaml", yaml_bytes(split))
-    write_atomically(meta / "index.uuid", identity.encode())
-    write_atomically(meta / ".info.json", to_json(info))
-
-
-def subflavors_of(task: str, generation: str) -> dict[str, str]:
-    """Return subflavors, which Energon gives to every sample and readers compare with each pack."""
-    return {"offline_packing": task, **({"generation": generation} if generation else {})}
-
-
-def _dataset(task: str, generation: str) -> dict[str, Any]:
-    """Content of dataset.yaml."""
-    return {
+    # Energon gives these to every sample, and readers compare them with each pack.
+    subflavors = {"offline_packing": task, "generation": generation}
+    dataset = {
         "sample_type": {
             "__module__": "task_encoders.energon_samples",
             "__class__": _SAMPLE_CLASS[task],
         },
         "part_filter": "sample_loader.py:part_filter",
         "sample_loader": "sample_loader.py:sample_loader",
-        "subflavors": subflavors_of(task, generation),
+        "subflavors": {name: one for name, one in subflavors.items() if one},
     }
+    write_atomically(meta / "dataset.yaml", yaml_bytes(dataset))
+    write_atomically(meta / "split.yaml", yaml_bytes(split))
+    write_atomically(meta / "index.uuid", identity.encode())
+    write_atomically(meta / ".info.json", to_json(info))
 
 
 def describe_anew(folder: Path, dataset: Mapping[str, Any], manifest: Manifest) -> None:
@@ -180,12 +173,12 @@ def describe_anew(folder: Path, dataset: Mapping[str, Any], manifest: Manifest) 
 
 
 def yaml_bytes(content: Mapping[str, Any]) -> bytes:
-    """YAML in the order of the content."""
+    """Write YAML in the order of the content."""
     return yaml.safe_dump(content, sort_keys=False).encode()
 
 
 def hash_metadata(path: Path) -> str:
-    """xxh3_128 of a file; for a database, of its tables and rows, since SQLite decides the bytes.
+    """Hash a file by xxh3_128; of a database its tables and rows, since SQLite decides the bytes.
     Raises StageError if the database is damaged."""
     if path.suffix != ".sqlite":
         return hash_file(path)
@@ -216,7 +209,7 @@ def _hash_rows(database: sqlite3.Connection) -> str:
 
 
 def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) -> dict[str, int]:
-    """The tables of `energon prepare`; returns the packs of each shard."""
+    """Write the tables of `energon prepare`; return the number of packs in each shard."""
     counts: dict[str, int] = {}
     with _new_database(path) as database:
         # Whoever kills this leaves a temporary file; there is nothing to roll back.
@@ -239,7 +232,7 @@ def _write_sqlite(path: Path, packs: Iterable[tuple[str, Sequence[PackEntry]]]) 
 
 @contextmanager
 def _new_database(path: Path) -> Iterator[sqlite3.Connection]:
-    """A database that gets its name only if the block succeeds, as `atomic_file`."""
+    """Open a new database, which gets its name only if the block succeeds, as `atomic_file`."""
     with atomic_file(path) as file, tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / path.name if is_remote(path) else Path(file.name)
         try:
@@ -293,8 +286,8 @@ def index_pack_folder(path: Path, task: str | None = None) -> int:
 def _checked_task(
     tar: Path, entries: Sequence[PackEntry], task: str | None, lost: Counter[str]
 ) -> str | None:
-    """Check that every pack can be restored; the task they name, which must be the given one. Adds
-    sub-samples without prompts to `lost`, and `all`."""
+    """Check that every pack can be restored. Return the task that they name, which must be the
+    given one. Add sub-samples without prompts to `lost`, and `all`."""
     with tar.open("rb") as file:
         for entry in entries:
             part = next((part for part in entry.parts if part.name == JSON_PART), None)

@@ -184,7 +184,7 @@ class LlavaOneVision2Layout(LlavaOneVisionLayout):
 
 
 def _meta(task: ShardTask, samples: Sequence[PlannedSample]) -> dict[str, Any]:
-    """Our own field of a pack's JSON."""
+    """Return our own field of a pack's JSON."""
     return {
         "task": task.task,
         "keys": [sample.key for sample in samples],

@@ -13,9 +13,8 @@ Captions are `packed_captioning`, in its phase pretrain: the llava_onevision lay
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -71,8 +70,6 @@ _READ_AS: Final = {"m4v": "mp4", "3gp": "mp4", "mkv": "webm"}
 #: Pixels to whose multiples it resizes every image. Where a token of the family has another side,
 #: it resizes images a second time, to multiples of that, and takes frames of videos twice.
 _SIDE: Final = 28
-#: (num_images, 3) grids -> (num_images,) tokens
-Growth = Callable[[npt.NDArray[np.integer]], npt.NDArray[np.integer]]
 
 
 class LoongForgeLayout(Layout):
@@ -92,16 +89,17 @@ class LoongForgeLayout(Layout):
         if sample.task == "captioning":
             return _CAPTIONS.unfit(sample, sizes, model)
         rules, family = list(_RULES), model.get("family")
-        if _growth_of_images(model):
+        if _token_side(model) != _SIDE:
             rules.insert(1, (f"video for {family}", lambda sample, _: bool(sample.videos)))
         return first_broken(rules, sample, sizes)
 
     def added_tokens(self, sample: SourceSample, grids: Grids, model: Model) -> int:
         if sample.task == "captioning":
             return 0
-        growth = _growth_of_images(model)
-        # Its templates *-hf keep the last answer's newline.
-        return 1 + (int(growth(np.array(grids)).sum()) if growth and grids else 0)
+        added, side = 1, _token_side(model)  # its templates *-hf keep the last answer's newline
+        if grids and side != _SIDE:
+            added += int(_room_of_images(np.array(grids), model["min_pixels"] / side**2).sum())
+        return added
 
     def members(self, task: ShardTask, samples: Sequence[PlannedSample]) -> list[Member]:
         if task.task == "captioning":
@@ -138,27 +136,23 @@ class LoongForgeLayout(Layout):
         describe_anew(folder, dataset, manifest)
 
 
-def _growth_of_images(model: Model) -> Growth | None:
-    """Return `_room_of_images` for a model; None where one token's side has `_SIDE` pixels, or
-    where lengths were given by the user."""
-    if "family" not in model:
-        return None
-    side = 2 * getattr(FAMILIES[model["family"]].build, "PATCH_SIZE", 14)
-    smallest = model["min_pixels"] / side**2
-    return None if side == _SIDE else partial(_room_of_images, smallest=smallest)
+def _token_side(model: Model) -> int:
+    """Return the pixels of a token's side; `_SIDE` where lengths were given by the user."""
+    build = FAMILIES[model["family"]].build if "family" in model else None
+    return 2 * int(getattr(build, "PATCH_SIZE", _SIDE // 2))
 
 
 def _room_of_images(grids: npt.NDArray[np.integer], smallest: float) -> npt.NDArray[np.integer]:
-    """(num_images,) tokens that images may gain if they are resized to multiples of 28 pixels
-    before multiples of 32: one row and column; half if they must grow to the `smallest` number of
-    tokens. `grids` (num_images, 3) are in patches, two by two a token."""
+    """Return (num_images,) tokens that images may gain if they are resized to multiples of 28
+    pixels before multiples of 32: one row and column; half if they must grow to the `smallest`
+    number of tokens. `grids` (num_images, 3) are in patches, two by two per token."""
     sides = grids[:, 1:].astype(np.int64) // 2
     tokens = sides.prod(1)
     return sides.sum(1) + 1 + np.where(tokens <= 1.25 * smallest, tokens // 2, 0)
 
 
 def _conversation(sample: SourceSample) -> dict[str, Any]:
-    """A sample as messages, with placeholders in the texts, and its tools."""
+    """Return a sample as messages, with placeholders in the texts, and its tools."""
     placed = replace(sample, turns=place_media(sample))
     tools = {"tools": json.loads(sample.tools)} if sample.tools else {}
     return {"messages": to_messages(placed), **tools}

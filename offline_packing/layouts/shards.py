@@ -7,7 +7,7 @@ With output.shards_per_folder the name of a shard, and so of its files, is train
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -64,7 +64,7 @@ def fragment_file(shard_name: str) -> str:
 
 
 def splits_of_plan(plan: PackPlan, shares: Mapping[str, float]) -> dict[str, range]:
-    """Packs of each split, in the order of the shares."""
+    """Return the packs of each split, in the order of the shares."""
     counts = [plan.num_packs]  # of the only one
     if len(shares) > 1:
         counts = [plan.info.splits[name] for name in shares]  # plan.json sorts the names
@@ -76,7 +76,7 @@ def splits_of_plan(plan: PackPlan, shares: Mapping[str, float]) -> dict[str, ran
 def samples_of_splits(
     plan: PackPlan, shares: Mapping[str, float]
 ) -> Iterator[tuple[str, range, int]]:
-    """Name and packs of each split, and the number of different samples in them."""
+    """Yield the name and packs of each split, and the number of different samples in them."""
     for name, own in splits_of_plan(plan, shares).items():
         ids = plan.sample_ids[plan.pack_offsets[own.start] : plan.pack_offsets[own.stop]]
         yield name, own, len(np.unique(ids))
@@ -90,13 +90,17 @@ def lay_out_shards(
     shards_per_folder: int | None = None,
 ) -> list[PlannedShard]:
     """Cut the packs into shards; no shard holds packs of two splits. A pack that is larger than
-    max_shard_bytes by itself gets a shard of its own. `pack_bytes` (num_packs,): bytes of each pack
+    max_shard_bytes by itself gets its own shard. `pack_bytes` (num_packs,): bytes of each pack
     in a tar, at least."""
     shards: list[PlannedShard] = []
     for split, packs in splits.items():
-        cuts = list(packs[::packs_per_shard]) or [packs.start]
-        if max_shard_bytes is not None:
-            cuts = _cut_by_bytes(pack_bytes, packs, packs_per_shard, max_shard_bytes)
+        cuts, held = [packs.start], 0
+        for pack, size in zip(packs, pack_bytes[packs.start : packs.stop].tolist(), strict=True):
+            is_full = max_shard_bytes is not None and tar_size(held + size) > max_shard_bytes
+            if pack > cuts[-1] and (is_full or pack - cuts[-1] == packs_per_shard):
+                cuts.append(pack)
+                held = 0
+            held += size
         for i, (start, end) in enumerate(zip(cuts, [*cuts[1:], packs.stop], strict=True)):
             if end > start:
                 name = f"{split}-{i:06d}"
@@ -105,20 +109,6 @@ def lay_out_shards(
                 before = start - packs.start
                 shards.append(PlannedShard(name, split, len(shards), start, end - start, before))
     return shards
-
-
-def _cut_by_bytes(
-    pack_bytes: npt.NDArray[np.int64], packs: range, packs_per_shard: int, max_shard_bytes: int
-) -> list[int]:
-    """First packs of the shards of a split."""
-    cuts, held = [packs.start], 0
-    for pack, size in zip(packs, pack_bytes[packs.start : packs.stop].tolist(), strict=True):
-        full = tar_size(held + size) > max_shard_bytes
-        if pack > cuts[-1] and (full or pack - cuts[-1] == packs_per_shard):
-            cuts.append(pack)
-            held = 0
-        held += size
-    return cuts
 
 
 def estimate_pack_bytes(
@@ -251,7 +241,7 @@ class PlannedSample:
 
 
 def trees_of(samples: Sequence[PlannedSample]) -> list[Tree]:
-    """The trees of a pack, and each other sample as a tree of one."""
+    """Return the trees of a pack, and each other sample as a tree of one."""
     firsts = [number for number, sample in enumerate(samples) if not sample.branches]
     ends = [*firsts[1:], len(samples)]
     return [
@@ -307,8 +297,8 @@ class ShardTask:
         return [pack_key(first + i, self.key_prefix) for i in range(len(self.pack_sizes))]
 
     def packs(self, *, with_media: bool = True) -> Iterator[PlannedPack]:
-        """Key and samples of each pack; the task advances by one when it asks for the next. Remote
-        records are read ahead, and media if `with_media`."""
+        """Yield the key and samples of each pack. The task advances by one when it asks for the
+        next. Remote records are read ahead, and media if `with_media`."""
         packs = self._planned()
         if any(source.beside_remote for source in self.sources):
             packs = read_ahead(packs, partial(self._places, with_media))
@@ -327,20 +317,33 @@ class ShardTask:
                 yield key, list(islice(samples, size))
 
     def _places(self, with_media: bool, pack: PlannedPack) -> Iterator[tuple[Root, Locator]]:
-        """Places of the records of a pack, and perhaps of its media."""
+        """Yield the places of the records of a pack, and perhaps of its media."""
         for sample in pack[1]:
             source = self.sources[sample.source_id]
             yield source.root, sample.record
             if with_media:
                 yield from ((source.media_root(at), at) for at in sample.media)
 
-    @contextmanager
-    def rows_at_hand(self) -> Iterator[None]:
-        """While the block runs, samples in rows of tables can be read in any order at the cost of
+    def rows_at_hand(self) -> AbstractContextManager[None]:
+        """Let samples in rows of tables be read in any order, while the block runs, at the cost of
         reading in order. Raises StageError where such a file cannot be read."""
-        wanted = wanted_table_rows(self.samples, self.sources)
-        with rows_at_hand(wanted, self.fragment_path.parent, self.unpack_folder):
-            yield
+        # A part's json has the size of its own turns, but the place of its record.
+        places = self.samples["json"].combine_chunks()
+        columns = [self.samples["source_id"], *map(places.field, _ROW_PLACE)]
+        table = pa.table(columns, ["source_id", *_ROW_PLACE])
+        table = table.filter(pc.is_in(table["kind"], _ROW_KINDS))
+        files = table.group_by(["source_id", *_ROW_PLACE[:-1]]).aggregate([("offset", "list")])
+        wanted = [
+            WantedRows(
+                self.sources[file["source_id"]].root,
+                file["kind"],
+                file["container"],
+                np.unique(np.array(file["offset_list"])),
+                tuple(record_columns(file["column"])[0]),
+            )
+            for file in files.to_pylist()
+        ]
+        return rows_at_hand(wanted, self.fragment_path.parent, self.unpack_folder)
 
     def read_sample(self, sample: PlannedSample) -> SourceSample:
         """Read and parse a sample's record again. Raises StageError if it has changed since it was
@@ -352,8 +355,8 @@ class ShardTask:
         return source.read_sample(sample.key, sample.json, num_images, sample.num_videos)
 
     def read_media(self, sample: PlannedSample, media: Iterable[Locator]) -> list[bytes]:
-        """The bytes of a sample's media, or of some, as they are now. Raises StageError if one
-        changed, by its size and its first bytes (`hash_medium`)."""
+        """Read a sample's media, or some. Raises StageError if one changed since it was measured,
+        by its size and its first bytes (`hash_medium`)."""
         source, found = self.sources[sample.source_id], []
         hashes = dict(zip(sample.media, sample.media_hash, strict=True))
         for at in media:
@@ -364,7 +367,8 @@ class ShardTask:
         return found
 
     def changed_files(self, sample: PlannedSample) -> list[str]:
-        """The files of a sample, if any has another modification time than when it was measured."""
+        """List the files of a sample, if any has another modification time than when it was
+        measured."""
         source = self.sources[sample.source_id]
         if sample_stamp(source, sample.record, sample.media) == sample.stamp:
             return []
@@ -382,7 +386,7 @@ class ShardTask:
 
 
 def read_planned(table: pa.Table) -> Iterator[PlannedSample]:
-    """The samples of a table with COLUMNS."""
+    """Yield the samples of a table with COLUMNS."""
     for row in table.to_pylist():
         extensions = tuple(medium.pop("extension") for medium in row["media"])
         row["media"] = tuple(Locator(**medium) for medium in row["media"])
@@ -391,24 +395,3 @@ def read_planned(table: pa.Table) -> Iterator[PlannedSample]:
             json, media = Locator(**part.pop("json")), tuple(part.pop("media"))
             row["part"] = ConversationPart(json=json, media=media, **part)
         yield PlannedSample(**row, extensions=extensions)
-
-
-def wanted_table_rows(samples: pa.Table, sources: Sequence[Source]) -> list[WantedRows]:
-    """The rows of tables that samples with COLUMNS are made of."""
-    # A part's json has the size of its own turns, but the place of its record.
-    places = samples["json"].combine_chunks()
-    table = pa.table(
-        [samples["source_id"], *map(places.field, _ROW_PLACE)], ["source_id", *_ROW_PLACE]
-    )
-    table = table.filter(pc.is_in(table["kind"], _ROW_KINDS))
-    files = table.group_by(["source_id", *_ROW_PLACE[:-1]]).aggregate([("offset", "list")])
-    return [
-        WantedRows(
-            sources[file["source_id"]].root,
-            file["kind"],
-            file["container"],
-            np.unique(np.array(file["offset_list"])),
-            tuple(record_columns(file["column"])[0]),
-        )
-        for file in files.to_pylist()
-    ]

@@ -59,7 +59,7 @@ def has_control_text(sample: SourceSample, sizes: Sizes) -> bool:
 
 def has_control_elsewhere(sample: SourceSample, sizes: Sizes) -> bool:
     """Tell whether a conversation has such text in its system message, tools, calls, thoughts or
-    messages before a prompt; or <video> that stands for no video."""
+    messages before a prompt; or <video> that means no video."""
     if sample.task == "captioning":
         return False
     before = [text for turn in sample.turns for _, text in turn.before]

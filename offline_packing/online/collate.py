@@ -20,7 +20,7 @@ from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from task_encoders.settings import FRACTIONS
 
-#: Fields with one value per token beside input_ids and position_ids, and their value in padding.
+#: Fields with one value per token, without input_ids and position_ids, and their value in padding.
 _PER_TOKEN: Final = {
     "labels": IGNORE_INDEX,
     "mm_token_type_ids": 0,
@@ -37,8 +37,8 @@ _LEFT_OUT: Final = ("attention_mask", "length", "lengths")
 
 
 def count_tokens(sample: Any) -> int:
-    """Tokens of a sample: its `length`, or of its `input_ids` or `tokens`. Raises SampleError if it
-    has none of them, or they contradict each other."""
+    """Count the tokens of a sample: its `length`, or those of its `input_ids` or `tokens`. Raises
+    SampleError if it has none of them, or they contradict each other."""
     if isinstance(sample, Mapping):
         ids, length = sample.get("input_ids"), sample.get("length")
     else:
@@ -58,7 +58,7 @@ def count_tokens(sample: Any) -> int:
 def padding_free_collator(
     samples: Sequence[Any], *, pad_to_length: int | None = None, pad_token_id: int = 0
 ) -> dict[str, Any]:
-    """One row of S tokens of all samples, as the arguments of transformers' models.
+    """Join all samples into one row of S tokens, as the arguments of transformers' models.
 
     Args:
         samples: mappings with `input_ids` (n,), and other arguments of the model: `labels` (not
@@ -100,7 +100,7 @@ def padding_free_collator(
 
 
 def _fields(sample: Any) -> dict[str, Any]:
-    """A sample's arrays, and its images if a list; fields with a value per token as (n,)."""
+    """Return a sample's arrays, and its images if a list; fields with a value per token as (n,)."""
     if isinstance(sample, EncodedSample):
         sample = _encoded_fields(sample)
     given = sample.get("input_ids")
@@ -130,7 +130,7 @@ def _fields(sample: Any) -> dict[str, Any]:
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
-    """An array, or a value that can be one; rows are joined along its first dimension."""
+    """Convert an array, or a value that can be one; rows are joined along its first dimension."""
     if isinstance(value, torch.Tensor):
         return torch.atleast_1d(value)
     try:
@@ -167,8 +167,8 @@ def _encoded_fields(sample: EncodedSample) -> dict[str, Any]:
 def _positions(
     given: Sequence[torch.Tensor | None], lengths: Sequence[int], padding: int
 ) -> torch.Tensor:
-    """(3, 1, S) if any sample has M-RoPE's rows, (3, n) or with a row before them (4, n); without
-    any of them (1, 1, S), which is ignored."""
+    """Join positions to (3, 1, S) if any sample has M-RoPE's rows, (3, n) or with a row before them
+    (4, n); without any of them to (1, 1, S), which is ignored."""
     rows = []
     for positions, length in zip(given, lengths, strict=True):
         shape = () if positions is None else tuple(positions.shape)
@@ -189,8 +189,8 @@ def _positions(
 
 
 def _join(name: str, rows: Sequence[Mapping[str, Any]], padding: int, fill: int | None) -> Any:
-    """A field of all rows: (1, S), `padding` of it `fill`; or, if `fill` is None and it is not per
-    token, along its first dimension."""
+    """Join a field of all rows: to (1, S), with `fill` in `padding` places at the end; or, if
+    `fill` is None and it is not per token, along its first dimension."""
     if name in _ZERO_BY_DEFAULT:
         rows = [{name: torch.zeros_like(row["input_ids"]), **row} for row in rows]
     parts = [row[name] for row in rows if name in row]

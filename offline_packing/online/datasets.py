@@ -134,8 +134,8 @@ class PackingBlock(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> "PackingBlock":
-        """The block of a file, which may hold other blocks. Raises ConfigError if there is none, or
-        a field of it is unknown or has a bad value."""
+        """Read the block of a file, which may hold other blocks. Raises ConfigError if there is
+        none, or a field of it is unknown or has a bad value."""
         content = parse_yaml(Path(path).read_text("utf-8"), f"config {str(path)!r}")
         if not isinstance(content, Mapping) or not isinstance(content.get("packing"), Mapping):
             raise ConfigError(
@@ -145,7 +145,7 @@ class PackingBlock(BaseModel):
         return validate(cls, content["packing"], "packing")
 
     def wrap(self, dataset: Any, template: Any = None, **options: Any) -> Any:
-        """The dataset, packed if `enabled`."""
+        """Return the dataset, packed if `enabled`."""
         if self.max_length is None or not self.enabled:
             return dataset
         return PackedDatasetWrapper(
@@ -239,7 +239,7 @@ class ConstantLengthDataset(Prefetched):
 def _measure(
     sample: Any, num_tokens: int, *, alone: tuple[int, int], separator_tokens: int
 ) -> tuple[int, Mapping[str, int]]:
-    """Tokens and images of a sample in a pack; `alone`: its limits by itself."""
+    """Return the tokens and images of a sample in a pack; `alone` are its limits by itself."""
     fields = sample if isinstance(sample, Mapping) else {"image_grid_thw": sample.image_grid_thw}
     found = (fields.get(name) for name in ("image_grid_thw", "images"))
     num_images = next((len(images) for images in found if images is not None), 0)

@@ -47,12 +47,12 @@ class OnlineTaskEncoder(PackedTaskEncoder):
     """
 
     def __init__(self, **options: Any) -> None:
-        """Takes the arguments of `PackedTaskEncoder`."""
+        """Take the arguments of `PackedTaskEncoder`."""
         super().__init__(**options)
         self.windows = WindowOptions(seq_length=self.seq_length)
 
     def measure(self, sample: Sample) -> Mapping[str, int]:
-        """Size of a sample in a pack: tokens, with padding, vision_patches, images and videos.
+        """Measure a sample in a pack: tokens, with padding, vision_patches, images and videos.
 
         Raises:
             SampleError: it cannot be used.
@@ -75,7 +75,7 @@ class OnlineTaskEncoder(PackedTaskEncoder):
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
     ) -> SavableDataset[PackedRowSample]:
-        """Energon's hook."""
+        """Pack the samples of a dataset; Energon calls this to encode them."""
         if isinstance(dataset, RepeatDataset) and dataset.repeats is None:
             # Packs repeat, not samples: so samples left over come out at the end of each epoch.
             packs = OnlinePacks(dataset.dataset, self, worker_config=worker_config)
@@ -96,7 +96,7 @@ def get_online_train_dataset(
     worker_config: WorkerConfig | None = None,
     **kwargs: Any,
 ) -> SavableDataset[PackedBatch]:
-    """Energon's `get_train_dataset`, packed while training; give it to `get_packed_loader`.
+    """Return Energon's train dataset, packed while training; give it to `get_packed_loader`.
 
     Energon shuffles runs of 100 samples; here each window's packs are shuffled. In an epoch every
     sample comes once; samples left over at its end make packs less full. A blend by weights has no
@@ -135,21 +135,21 @@ class MeasuringTaskEncoder(OnlineTaskEncoder):
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
-        """Energon's hook."""
+        """Measure the samples of a dataset; Energon calls this to encode them."""
         measured = MapDataset(dataset, self.measure, worker_config=worker_config)
         SetAside(worker_config.global_error_handler).watch(measured)
         return measured
 
     def build_batch(self, *args: Any, **kwargs: Any) -> SavableDataset[Any]:
-        """Energon's hook."""
+        """Return the samples without batches; Energon calls this to make them."""
         return args[0]
 
 
 def measure_some(
     path: str | Path, task_encoder: MeasuringTaskEncoder, count: int = 1000
 ) -> tuple[list[Mapping[str, int]], int]:
-    """Sizes of the first samples in a pack, in the shuffled order of `get_online_train_dataset`;
-    and how many samples there are, good or bad."""
+    """Measure the first samples, in the shuffled order of `get_online_train_dataset`. Return their
+    sizes in a pack, and how many samples there are, good or bad."""
     here = WorkerConfig(rank=0, world_size=1, num_workers=0)
     dataset = get_online_train_dataset(path, task_encoder, worker_config=here, repeat=False)
     return list(islice(get_loader(dataset), count)), len(dataset)
@@ -167,7 +167,7 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
         *,
         worker_config: WorkerConfig,
     ) -> None:
-        """Raises ValueError if the samples cannot be read a second time."""
+        """Pack a dataset. Raises ValueError if the samples cannot be read a second time."""
         super().__init__(dataset, worker_config=worker_config)
         if not dataset.can_restore_sample():
             raise ValueError(
@@ -237,7 +237,7 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
         self._source_ended, self._num_rows = False, 0
 
     def _row(self, keys: list[RestoreKey]) -> PackedRowSample | None:
-        """The row of a pack; None if none of its samples can be decoded."""
+        """Encode the row of a pack; None if none of its samples can be decoded."""
         samples = [self.dataset.restore_sample(key) for key in keys]
         with self._failures.handle_errors(samples[0]):
             sub_samples = [one for sample in samples for one in self._encoder.sub_samples(sample)]
@@ -247,7 +247,7 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
         return None
 
     def restore_sample(self, restore_key: RestoreKey) -> PackedRowSample:
-        """A row by its key, for debugging as Energon does it."""
+        """Restore a row by its key, for debugging as Energon does it."""
         name, *keys = restore_key
         assert name == type(self).__name__
         row = self._row(keys)
@@ -255,7 +255,7 @@ class OnlinePacks(BaseWrapperDataset[Sample, PackedRowSample]):
         return row
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """Samples: how many packs they make is known at the end."""
+        """Count samples: how many packs they make is known at the end."""
         return self.dataset.len_worker(worker_idx)
 
     def config(self) -> dict[str, Any]:

@@ -140,8 +140,8 @@ class OnlineDataset(IterableDataset[Any]):
         return +Counter(dict(zip(_REASON_NAMES, totals, strict=True)))
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the passes that begin from now on: another order if samples are shuffled;
-        the dataset's own `set_epoch` is called when they begin."""
+        """Set the epoch of the passes that begin from now on: another order if samples are
+        shuffled; the dataset's own `set_epoch` is called when they begin."""
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,20 +150,20 @@ class OnlineDataset(IterableDataset[Any]):
         return self._pass
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this reader: plain values and arrays, no samples."""
+        """Return the state of this reader: plain values and arrays, no samples."""
         if self._pass is None or self._saved is not None:
             return dict(self._saved or {"epoch": int(self._epoch)})
         return self._pass.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the next pass where `state` was taken. Raises StageError, when the pass
+        """Continue with the next pass where `state` was taken. Raises StageError, when the pass
         begins, if the settings or the readers differ."""
         self._saved = state
         # Loaders load when they begin; an epoch set before that is the trainer's word.
         self.set_epoch(max(int(self._epoch), state["epoch"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a spawned worker, which is in no process group."""
+        """Return the state for a spawned worker, which is in no process group."""
         return self.__dict__ | {"_ranks": rank_and_size(self._ranks), "_pass": None}
 
 
@@ -241,7 +241,7 @@ class _Pass:
             raise StageError(f"{place} has no sample to repeat; take fewer workers")
 
     def _contents(self, pack: list[Sample]) -> list[Any]:
-        """The samples of a pack, without those that prove unusable when they are read."""
+        """Return the samples of a pack, without those that prove unusable when they are read."""
         if self._owner.lengths is None:
             return [sample.content for sample in pack]
         contents = []
@@ -254,8 +254,8 @@ class _Pass:
         return contents
 
     def state(self) -> dict[str, Any]:
-        """O(waiting samples) for the first of several packs made at once; O(ready packs) for the
-        others, which differ only in these."""
+        """Return the state: O(waiting samples) for the first of several packs made at once; O(ready
+        packs) for the others, which differ only in these."""
         if self._kept_state is None:
             ready = [[s[:2] for s in pack] for pack in self._ready]
             waiting = [s[:2] for s in self._pool.waiting]
@@ -295,7 +295,7 @@ class _Pass:
         self._pool.restore(saved["pool"], waiting)
 
     def _read_again(self, number: int, num_tokens: int, loads: Mapping[int, Load]) -> Sample:
-        """Raises StageError if the sample has changed."""
+        """Read a sample that waited. Raises StageError if it has changed."""
         if self._owner.lengths is not None:
             return Sample(number, num_tokens, loads[number])
         try:

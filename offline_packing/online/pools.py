@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,12 +32,9 @@ class Strategy(Protocol):
     def seq_length(self) -> int:
         """Tokens that a pack holds."""
 
-    @property
-    def budgets(self) -> Mapping[str, int]:
-        """Further amounts that a pack holds."""
-
     def is_due(self, num_added: int, num_waiting: int, num_tokens: int) -> bool:
-        """Whether to pack now, given the items read so far, the waiting ones, and their tokens."""
+        """Tell whether to pack now, given the items read so far, the waiting ones, and their
+        tokens."""
 
     def pack(self, sizes: Sizes, num_added: int, *, last: bool) -> Packed:
         """Pack the waiting items, all of them if the stream has ended."""
@@ -57,10 +54,10 @@ class PackingPool(Generic[Item]):
     """
 
     def __init__(self, strategy: WindowOptions | Strategy) -> None:
+        self._seq_length, self._limits = strategy.seq_length, NO_AMOUNTS
         if isinstance(strategy, WindowOptions):
-            strategy = PlannedWindows(strategy)
-        self._strategy = strategy
-        self._limits = strategy.budgets
+            self._limits, strategy = strategy.budgets, PlannedWindows(strategy)
+        self._strategy: Strategy | PlannedWindows = strategy
         self._items: dict[int, Item] = {}  # by number of arrival; the order decides the packs
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._num_added = self._num_tokens = 0
@@ -85,8 +82,8 @@ class PackingPool(Generic[Item]):
                 raise ValueError(f"sizes of an item are {sizes}; they must be integers")
         if num_tokens < 1:
             raise SampleError("bad_record", "a sample without tokens")
-        if num_tokens > (most := self._strategy.seq_length):
-            raise SampleError("overlong", f"{num_tokens} tokens, a pack holds {most}")
+        if num_tokens > self._seq_length:
+            raise SampleError("overlong", f"{num_tokens} tokens, a pack holds {self._seq_length}")
         for size, (name, limit) in zip(sizes[1:], self._limits.items(), strict=True):
             if size > limit:
                 raise SampleError("over_budget", f"{size} {name}, a pack holds {limit}")
@@ -101,13 +98,13 @@ class PackingPool(Generic[Item]):
         return self._take(last=True) if self._items else []
 
     def state(self) -> dict[str, Any]:
-        """State besides the waiting items: plain values and arrays."""
+        """Return the state without the waiting items: plain values and arrays."""
         numbers = np.fromiter(self._items, np.int64, len(self._items))
         sizes = np.array(list(self._sizes.values()), np.int64)
         return {"num_added": self._num_added, "numbers": numbers, "sizes": sizes}
 
     def restore(self, state: Mapping[str, Any], items: Iterable[Item]) -> None:
-        """Continue exactly where `state` was taken, while ``items`` waited."""
+        """Continue exactly where `state` was taken, while `items` waited."""
         numbers, sizes = state["numbers"].tolist(), state["sizes"].tolist()
         self._num_added = int(state["num_added"])
         self._items = dict(zip(numbers, items, strict=True))
@@ -130,14 +127,6 @@ class PlannedWindows:
     """The planner's packs of windows; samples that fill none wait, as `WindowOptions` say."""
 
     options: WindowOptions
-
-    @property
-    def seq_length(self) -> int:
-        return self.options.seq_length
-
-    @property
-    def budgets(self) -> Mapping[str, int]:
-        return self.options.budgets
 
     def is_due(self, num_added: int, num_waiting: int, num_tokens: int) -> bool:
         return num_added % self.options.window == 0
@@ -165,7 +154,6 @@ class MatchedWindows:
     window: int
     seed: int
     holds_last: bool
-    budgets: ClassVar[Mapping[str, int]] = NO_AMOUNTS
 
     def is_due(self, num_added: int, num_waiting: int, num_tokens: int) -> bool:
         return num_added % self.window == 0
@@ -185,7 +173,6 @@ class TokenBudget:
 
     seq_length: int
     buffer_size: int
-    budgets: ClassVar[Mapping[str, int]] = NO_AMOUNTS
 
     def is_due(self, num_added: int, num_waiting: int, num_tokens: int) -> bool:
         return num_waiting >= self.buffer_size and num_tokens >= self.seq_length
@@ -213,7 +200,6 @@ class FixedCount:
 
     seq_length: int
     count: int
-    budgets: ClassVar[Mapping[str, int]] = NO_AMOUNTS
 
     def is_due(self, num_added: int, num_waiting: int, num_tokens: int) -> bool:
         return num_waiting == self.count
@@ -223,6 +209,6 @@ class FixedCount:
 
 
 def _lists(packs: Packs, numbers: np.ndarray) -> list[list[int]]:
-    """The numbers of the samples of each pack."""
+    """Return the numbers of the samples of each pack."""
     ids, offsets = numbers[packs.sample_ids].tolist(), packs.pack_offsets.tolist()
     return [ids[start:end] for start, end in pairwise(offsets)]

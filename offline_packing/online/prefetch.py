@@ -45,11 +45,11 @@ class Prefetched(IterableDataset[Any]):
         return self._consume(source, skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The dataset's state after the last item taken."""
+        """Return the dataset's state after the last item taken."""
         return dict(self._state_after(0) if self._state is None else self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after that item with the next pass."""
+        """Continue after that item with the next pass."""
         if hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(state)
         else:
@@ -84,7 +84,7 @@ class Prefetched(IterableDataset[Any]):
     def _produce(
         self, source: Iterator[Any], skipped: int, queue: Queue[_Produced], stop: threading.Event
     ) -> None:
-        """Runs in the producer thread."""
+        """Run in the producer thread."""
 
         def put(*produced: Any) -> bool:
             """Put it as soon as there is room; False if the consumer is gone."""
@@ -105,6 +105,6 @@ class Prefetched(IterableDataset[Any]):
             put(None, None, error)
 
     def _state_after(self, taken: int) -> Mapping[str, Any]:
-        """The dataset's present state; or how many items of the pass came so far."""
+        """Return the dataset's present state; or how many items of the pass came so far."""
         has_state = hasattr(self.dataset, "state_dict")
         return self.dataset.state_dict() if has_state else {"taken": taken}

@@ -43,7 +43,7 @@ class Reader:
 
 
 def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    """Both, or None if neither is given. Raises ValueError if they do not go together."""
+    """Return both, or None if neither is given. Raises ValueError if they do not go together."""
     if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
@@ -54,14 +54,15 @@ def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | N
 
 
 def rank_and_size(given: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Rank and world size as given, or of torch.distributed; None if there is no process group."""
+    """Return rank and world size as given, or of torch.distributed; None without a process
+    group."""
     if given is None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return given
 
 
 def this_reader(given: tuple[int, int] | None) -> Reader:
-    """The present process; rank and number of ranks as `rank_and_size` says."""
+    """Return the present process; rank and number of ranks as `rank_and_size` says."""
     info = get_worker_info()
     worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
     rank, world_size = rank_and_size(given) or (0, 1)
@@ -80,7 +81,8 @@ class IndexedSamples:
         self._position = 0
 
     def next(self) -> tuple[int, Load] | None:
-        """The next sample; None at the end. Raises StageError if the dataset fails or is empty."""
+        """Return the next sample; None at the end. Raises StageError if the dataset fails or is
+        empty."""
         if self._position == len(self._order):
             return None
         number = int(self._order[self._position])
@@ -88,11 +90,12 @@ class IndexedSamples:
         return number, partial(self._dataset.__getitem__, number)
 
     def state(self, oldest: int | None) -> dict[str, Any]:
-        """State that `restore` needs to return samples again, the first of them `oldest`; plain."""
+        """Return the plain state that `restore` needs to return samples again, the first of them
+        `oldest`."""
         return {"position": self._position}
 
     def restore(self, state: Mapping[str, Any], numbers: Collection[int]) -> dict[int, Load]:
-        """Go on where `state` was taken; the samples of these numbers again."""
+        """Continue where `state` was taken; return the samples of these numbers again."""
         self._position = state["position"]
         if self._position > len(self._order) or max(numbers, default=0) >= len(self._dataset):
             raise StageError(
@@ -186,8 +189,9 @@ class StreamedSamples:
 
 @contextmanager
 def _as_only_worker() -> Iterator[None]:
-    """A dataset that divides itself among a loader's workers (Hugging Face's streams do so unasked)
-    gives all samples here: a reader that keeps only its share of a part would lose the rest."""
+    """Let a dataset that divides itself among a loader's workers (Hugging Face's streams do so
+    unasked) give all samples here: a reader that keeps only its share of a part would lose the
+    rest."""
     info = torch_worker._worker_info  # torch has no public way to set it
     torch_worker._worker_info = None
     try:
@@ -197,7 +201,8 @@ def _as_only_worker() -> Iterator[None]:
 
 
 def has_indices(dataset: Any) -> bool:
-    """Whether it is map-style. torch's iterable datasets inherit a __getitem__ that only raises."""
+    """Tell whether it is map-style. torch's iterable datasets inherit a __getitem__ that only
+    raises."""
     is_sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return is_sized and not isinstance(dataset, IterableDataset)
 

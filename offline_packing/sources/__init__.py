@@ -1,4 +1,4 @@
-"""Source formats: how samples are found on disk, and read again from where they lie.
+"""Source formats: how samples are found on disk, and read again from where they are.
 
 Takes the options of a source, gives records and the places of their media. May import storage.
 A new format is a file in formats/ and a line in SOURCES.
@@ -60,7 +60,8 @@ SOURCES: dict[str, type[Source]] = {
 
 
 def source_class(name: str) -> type[Source]:
-    """The class of a name in SOURCES, or of "module:Class". Raises ConfigError: there is none."""
+    """Return the class of a name in SOURCES, or of "module:Class". Raises ConfigError if there is
+    none."""
     if name in SOURCES:
         return SOURCES[name]
     module, separator, class_name = name.partition(":")
@@ -78,7 +79,7 @@ def source_class(name: str) -> type[Source]:
 
 
 def parse_options(content: Any) -> Any:
-    """A source's section of the configuration, as the options of its format. Raises
+    """Turn a source's section of the configuration into the options of its format. Raises
     ValidationError (pydantic's) if a field is unknown or has a bad value."""
     if not isinstance(content, Mapping) or not isinstance(content.get("format"), str):
         return content  # the configuration reports the error
@@ -103,8 +104,8 @@ def open_source(
     key_prefix: str = "",
     unpack_folder: Path | None = None,
 ) -> Source:
-    """The source that options, or a mapping of them, describe. Raises StageError if it cannot be
-    opened, ValidationError (pydantic's) if a mapping has a wrong value."""
+    """Open the source that options, or a mapping of them, describe. Raises StageError if it cannot
+    be opened, ValidationError (pydantic's) if a mapping has a wrong value."""
     options = SourceOptions.model_validate(parse_options(content))
     source = source_class(options.format)
     return source(options, key_prefix=key_prefix, unpack_folder=unpack_folder)

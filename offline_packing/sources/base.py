@@ -1,8 +1,8 @@
 """A source: a format lists parts and reads their records, and all else follows from these.
 
 scan()                    -> parts of bounded size, and a hash of everything that was listed
-records(part)             -> each record as found: key, where its JSON lies, the JSON
-open_media(record, name)  -> where a medium that a record names lies, open for reading its header
+records(part)             -> each record as found: key, where its JSON is, the JSON
+open_media(record, name)  -> the place of a medium that a record names, open to read its header
 read_sample, read_media   -> a sample, and the bytes of its media, again from nothing but locators
 """
 
@@ -60,7 +60,7 @@ class Scan:
     """A source's listing.
 
     `fingerprint` changes with the names and sizes of its files. `unpaired_media` are the
-    `container_hash`es of image and video files that stand beside no record of their name, as uint64
+    `container_hash`es of image and video files without a record of their name, as uint64
     (num_files,); a record may still name them.
     """
 
@@ -69,13 +69,13 @@ class Scan:
     unpaired_media: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     #: a table of listing.FILES_SCHEMA, packed, if it was made while listing
     files: bytes | None = None
-    #: a line for each thing about the whole that is probably a mistake
+    #: one line per thing about the whole that is probably a mistake
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A medium inside the record's own container; `data` if it was read with the record."""
+    """A medium in the record's own container; `data` if it was read with the record."""
 
     locator: Locator
     data: bytes | None = None
@@ -83,7 +83,7 @@ class Embedded:
 
 @dataclass(slots=True)
 class SourceRecord:
-    """A record as found. `content` is its JSON object, or the error instead of one.
+    """A record as found. `content` is its JSON object, or the error in place of one.
 
     `paired_media` are the images and videos that belong to it by their name, where the format pairs
     by name (None where it does not); they count only if the content names none itself. `embedded`
@@ -117,8 +117,9 @@ class Source(ABC):
     def __init__(
         self, options: SourceOptions, *, key_prefix: str = "", unpack_folder: Path | None = None
     ) -> None:
-        """`options` are of the class's own Options; `unpack_folder` is where a compressed container
-        may be unpacked to be read out of order. Raises StageError if the path does not exist."""
+        """Open the source that `options`, of the class's own Options, describe. Compressed files
+        that are read out of order are unpacked to `unpack_folder`. Raises StageError if the path
+        does not exist."""
         self.options = options
         self.path = options.path
         self.task = options.task
@@ -148,32 +149,33 @@ class Source(ABC):
 
     @abstractmethod
     def records(self, part: SourcePart) -> Iterator[SourceRecord]:
-        """The records of a part, in order. A record that cannot be read is yielded as its error."""
+        """Yield the records of a part, in order; in place of one that cannot be read, its error."""
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        """The options besides the path to read a source with; None: it has another format."""
+        """Return the options, besides the path, to read a path with; None: it has another
+        format."""
         is_here = any(name.lower().endswith(cls.ENDINGS) for name in file_names(path))
         return {} if is_here else None
 
     def is_known(self, key: str) -> bool:
-        """Whether the record of a key is left out; a format that knows the key before it reads the
-        record yields it with `known`, unread."""
+        """Tell whether the record of a key is left out. A format that knows the key before it reads
+        the record does not read it, and yields it with `known`."""
         return self.known is not None and key in self.known
 
     def is_read(self, container: str) -> bool:
-        """Whether `scan` reads a file of this name, where the path is a folder."""
+        """Tell whether `scan` reads a file of this name, where the path is a folder."""
         return not self.ENDINGS or container.lower().endswith((*self.ENDINGS, *self.UNREAD))
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
-        """(container, size, modification time in ns) of every file that `scan` reads, in order."""
+        """Yield (container, size, modification time in ns) of every file that `scan` reads."""
         if self.file_name is not None:
             return iter([self.root.entry(self.file_name)])
         return (entry for entry in walk(self.root) if self.is_read(entry[0]))
 
     def files(self) -> list[tuple[str, int]]:
-        """(container, size) of every file that `scan` reads, by name. Raises StageError if there is
-        none, or one whose compression is not read."""
+        """Return (container, size) of every file that `scan` reads, by name. Raises StageError if
+        there is none, or one whose compression is not read."""
         found = sorted((name, size) for name, size, _ in self.entries())
         if not found:
             raise nothing_found(self.path, f"*{self.ENDINGS[0]}")
@@ -188,10 +190,9 @@ class Source(ABC):
     def cut_files(
         self, cut: Callable[[str], tuple[Sequence[SourcePart], str]]
     ) -> tuple[SourcePart, ...]:
-        """The parts of all files, in order. `cut` gives the parts of one file and, if none of its
-        records can be used, the reason (or ""); `records` then yields each record, or else the
-        file, as `damaged`. Other files are not affected; raises StageError if every file is
-        damaged."""
+        """Return the parts of all files, in order. `cut` returns the parts of one file, and why no
+        record of it can be used ("": they can); `records` then yields each record, or else the
+        file, as `damaged`. Raises StageError if that is so of every file."""
         parts, problems, names = list[SourcePart](), list[str](), [name for name, _ in self.files()]
         for container in names:
             own, problem = cut(container)
@@ -204,12 +205,12 @@ class Source(ABC):
         return tuple(parts)
 
     def damaged(self, key: str, at: Locator, why: object) -> SourceRecord:
-        """A record, or with its container as the key the rest of a file, that is damaged."""
+        """Return a damaged record; its key is the container if the rest of the file is damaged."""
         detail = " ".join(f"{at.container}: {why}".split())
         return SourceRecord(key, at, SampleError("damaged_source", detail[:_MAX_DETAIL]))
 
     def unread_parts(self) -> Sequence[SourcePart]:
-        """The parts that can be known without reading whole files, for a dry run. A part
+        """Return the parts that are known without reading whole files, for a dry run. A part
         without `num_records` is one file, from its beginning."""
         return self.scan(samples_per_part=4096).parts
 
@@ -224,12 +225,13 @@ class Source(ABC):
             ) from error
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        """Record for `to_sample`, from bytes at a locator with a `column`. Raises SampleError."""
+        """Parse bytes at a locator with a `column` into a record for `to_sample`. Raises
+        SampleError."""
         return self.fields.apply(load_json(data))
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        """Address of an image or a video of a record, and a file of its bytes. Raises SampleError:
-        missing_image or path_outside_root."""
+        """Locate an image or a video of a record, and open it. Raises SampleError: missing_image or
+        path_outside_root."""
         found = record.embedded.get(name)
         if found is None and is_inline(name):
             data = decode_inline(name)
@@ -260,7 +262,7 @@ class Source(ABC):
         return is_file
 
     def read(self, locator: Locator) -> Mapping[str, Any]:
-        """The JSON object at a locator. Raises StageError if it is no longer there."""
+        """Read the JSON object at a locator. Raises StageError if it is no longer there."""
         try:
             data = read_locator(self.root, locator, self.unpack_folder)
             return self.parse(data, locator.column)
@@ -268,7 +270,7 @@ class Source(ABC):
             raise ChangedError(self.root.path(locator.container), error) from error
 
     def sample(self, record: "SourceRecord", key: str) -> SourceSample:
-        """The sample of a record. Raises SampleError if it must be set aside."""
+        """Return the sample of a record. Raises SampleError if it must be set aside."""
         if isinstance(record.content, SampleError):
             raise record.content
         paired, is_file = record.paired_media, self.files_at(record.locator)
@@ -287,8 +289,8 @@ class Source(ABC):
     def read_sample(
         self, key: str, locator: Locator, num_images: int, num_videos: int = 0
     ) -> SourceSample:
-        """The sample whose record lies at a locator and had this many images and videos. Raises
-        StageError if it is gone, or changed after it was measured."""
+        """Read a sample again, whose record is at a locator and had this many images and videos.
+        Raises StageError if it is gone, or changed after it was measured."""
         # A record that names no media was paired with one; its name no longer matters.
         paired = ("paired.mp4",) if num_videos else ("paired",) if num_images else None
         try:
@@ -301,13 +303,13 @@ class Source(ABC):
         return sample
 
     def read_media(self, locator: Locator) -> bytes:
-        """The bytes of a medium. Raises StageError if they no longer exist."""
+        """Read the bytes of a medium. Raises StageError if they no longer exist."""
         if locator.kind == "record":
             return self._read_inline(locator)
         return read_locator(self.media_root(locator), locator, self.unpack_folder)
 
     def _read_inline(self, locator: Locator) -> bytes:
-        """The bytes of a medium stored as text in its record. The record is cached: it may hold
+        """Read the bytes of a medium that is text in its record. The record is cached: it may hold
         many."""
         at, text_hash = record_around(locator)
         try:
@@ -323,8 +325,8 @@ class Source(ABC):
         return data
 
     def media_root(self, locator: Locator) -> Root:
-        """Root of a medium's container: one that is a file of its own may be under image_root, all
-        others are in the source."""
+        """Return the root of a medium's container: a medium that is a file may be under image_root,
+        all others are in the source."""
         return self.media if locator.kind == "file" else self.root
 
 
@@ -344,13 +346,13 @@ class ConversationPart:
     end: int
 
     def read(self, source: Source, key: str) -> SourceSample:
-        """The sample of this part. Raises StageError if its record changed after it was
+        """Read the sample of this part. Raises StageError if its record changed after it was
         measured."""
         num_images = len(self.media) - self.num_videos
         return self.take(source.read_sample(key, self.json, num_images, self.num_videos))
 
     def take(self, sample: SourceSample) -> SourceSample:
-        """The part of a whole sample, with its system message and tools."""
+        """Take this part of a whole sample, with its system message and tools."""
         turns = list(sections(sample)[self.begin : self.end])
         for i in range(self.first - self.begin):
             turns[i] = replace(turns[i], weight=0.0)

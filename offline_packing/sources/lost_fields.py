@@ -39,7 +39,7 @@ _LABEL_NAME: Final = re.compile(
     r"(.*_)?(id|uuid|key|md5|url|source|dataset|subset|split|license|language|category|type)s?",
     re.IGNORECASE,
 )
-#: Fields next to a prompt that the model should have seen, too.
+#: Fields next to a prompt that the model should have seen as well.
 _BESIDE_PROMPT: Final = ("choices", "options", "hint", "passage", *PROMPTS)
 #: Marks of an image in other projects.
 _OTHER_MARKS: Final = re.compile(
@@ -60,7 +60,7 @@ Lost = tuple[str, str]
 
 
 def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) -> Iterator[Lost]:
-    """Content of a record that its sample lacks."""
+    """Yield the content of a record that its sample lacks."""
     content = record.content
     assert not isinstance(content, SampleError)
     form, task = form_of(content), sample.task
@@ -97,7 +97,8 @@ def lost_fields(record: SourceRecord, sample: SourceSample, fields: FieldMap) ->
 
 
 def _odd_answers(content: Content, names: Names, sample: SourceSample) -> Iterator[Lost]:
-    """Answers that are not trained as they stand in the record, or hardly should be."""
+    """Yield the answers that are trained otherwise than the record has them, or hardly should
+    be."""
     if name := names.get("messages"):
         messages = [one for one in content[name] if isinstance(one, Mapping)]
         values = [one.get("value", one.get("content")) for one in messages]
@@ -139,8 +140,8 @@ def _other_marks(sample: SourceSample) -> Iterator[Lost]:
 def control_text(
     sample: SourceSample, control: re.Pattern[str], written: Collection[str]
 ) -> Iterator[Lost]:
-    """Control tokens that a sample's texts spell: such as are `written` around texts, as where a
-    template was applied before, and others, under SPELLED and the token."""
+    """Yield the control tokens that a sample's texts spell: those that are `written` around texts,
+    as where a template was applied before; and others, under SPELLED and the token."""
     texts = [turn.answer for turn in sample.turns]
     if sample.task != "captioning":
         texts += [sample.system or "", sample.tools]
@@ -160,8 +161,8 @@ def control_text(
 
 
 def clipped_images(images: Mapping[str, str]) -> Iterator[Lost]:
-    """Images, by name, whose mode has more than 8 bits for a value: most of what they show is
-    lost. Values are not looked at, which would mean decoding."""
+    """Yield the images, by name, whose mode has more than 8 bits for a value: most of what they
+    show is lost. Values are not looked at, which would mean decoding."""
     for letter, line in _CLIPPED.items():
         names = [name for name, mode in images.items() if mode.startswith(letter)]
         if names:
@@ -169,7 +170,7 @@ def clipped_images(images: Mapping[str, str]) -> Iterator[Lost]:
 
 
 def _holds_media(name: str, value: Any, used: set[str]) -> bool:
-    """Whether a field names media, or holds them, that are not used."""
+    """Tell whether a field names media, or holds them, that are not used."""
     if not value or isinstance(value, bool | int | float):
         return False
     texts = list(_texts(value))
@@ -184,7 +185,8 @@ def _holds_media(name: str, value: Any, used: set[str]) -> bool:
 
 
 def _lost_text(name: str, value: Any, used: set[str]) -> str | None:
-    """The first text in a field that is not a name of used media, nor a label of the record."""
+    """Find the first text in a field that is neither a name of used media nor a label of the
+    record."""
     is_label = _LABEL_NAME.fullmatch(name) is not None
     for text in _texts(value):
         words = text.split()
@@ -194,7 +196,7 @@ def _lost_text(name: str, value: Any, used: set[str]) -> str | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a field, also in a list, in its objects, or in an object."""
+    """Yield the texts in a field, also in a list, in its objects, or in an object."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -217,6 +219,6 @@ def _base_name(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of the first text in a value, on one line; empty without a text."""
+    """Return the beginning of the first text in a value, on one line; "" without a text."""
     text = next(_texts(value), "")
     return repr(text[:_EXAMPLE_LENGTH]) if text else ""

@@ -63,7 +63,7 @@ class FieldMap:
         keep: Collection[str] = (),
         min_rating: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Raises ValueError for an unknown field or a place that is not a path."""
+        """Check the fields. Raises ValueError for an unknown one, or a place that is not a path."""
         for name in fields:
             if name not in RENAMED:
                 raise ValueError(
@@ -72,7 +72,7 @@ class FieldMap:
         self._steps = {name: _steps(f"source.fields.{name}", at) for name, at in fields.items()}
         self._least = min_rating
         places = {KEPT: keep, RATED: min_rating}
-        #: places that are read beside these of a sample's fields, by the name of their values
+        #: places that are read besides those of a sample's fields, by the name of their values
         self.beside = {
             name: {place: _steps(name, place) for place in own}
             for name, own in places.items()
@@ -95,7 +95,7 @@ class FieldMap:
         return bool(self._steps)
 
     def columns(self) -> set[str]:
-        """All of the record's own fields that may go into a sample."""
+        """Return all of the record's own fields that may go into a sample."""
         return {*self.named.values(), *self._defaults}
 
     def choose(
@@ -118,13 +118,13 @@ class FieldMap:
         return chosen
 
     def media_columns(self) -> set[str]:
-        """The record's own fields that images and videos are taken from."""
+        """Return the record's own fields that images and videos are taken from."""
         named = {self.named[name] for name in ("images", "videos") if name in self.named}
         return named | (self._defaults & MEDIA_FIELDS)
 
     def apply(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The record with the named fields, if it has them, under their canonical names, and with
-        KEPT and RATED if these are asked for."""
+        """Return the record with the named fields, if it has them, under their canonical names, and
+        with KEPT and RATED if these are asked for."""
         if not (self._steps or self.beside):
             return content
         kept = {name: value for name, value in content.items() if name not in self._dropped}
@@ -147,7 +147,7 @@ class FieldMap:
         return kept | {name: value for name, value in found.items() if value is not None}
 
     def missing(self, content: Mapping[str, Any]) -> list[str]:
-        """'source.fields.images=picture' for each place that gave `apply` no value."""
+        """List each place that gave `apply` no value, as 'source.fields.images=picture'."""
         found = content.keys() | content.get(ASKED, {}).keys() if self._steps else ()
         absent = self._steps.keys() - found
         places = [f"source.fields.{name}={'.'.join(self._steps[name])}" for name in sorted(absent)]
@@ -165,8 +165,9 @@ def _steps(option: str, place: str) -> tuple[str, ...]:
 
 
 def kept_value(value: Any) -> dict[str, float | str | None] | None:
-    """{number, text} of a number, true or false (1 or 0), or a text of at most 256 characters; None
-    of anything else. A text that spells a number has both, an integer above 2⁵³ its digits."""
+    """Return {number, text} of a number, true or false (1 or 0), or a text of at most 256
+    characters; None of anything else. A text that spells a number has both, an integer above 2⁵³
+    its digits."""
     if isinstance(value, int) and abs(value) > _MAX_EXACT:
         return {"number": None, "text": str(value)}
     if isinstance(value, int | float):
@@ -178,7 +179,8 @@ def kept_value(value: Any) -> dict[str, float | str | None] | None:
 
 
 def follow(value: Any, steps: tuple[str, ...]) -> Any:
-    """('captions', '0', 'content') -> value['captions'][0]['content'], or None."""
+    """Follow steps into a value: ('captions', '0', 'content') -> value['captions'][0]['content'],
+    or None."""
     for step in steps:
         if isinstance(value, Mapping):
             value = value.get(step)
@@ -190,7 +192,7 @@ def follow(value: Any, steps: tuple[str, ...]) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """One text or mapping as a list with one item."""
+    """Put one text or mapping into a list."""
     return [value] if isinstance(value, str | Mapping) else value
 
 
@@ -237,7 +239,8 @@ class SourceOptions(BaseModel):
     max_media: Count = MAX_MEDIA
 
     def format_options(self) -> dict[str, Any]:
-        """Options that samples depend on besides format, path and task, without defaults."""
+        """Return the options that samples depend on, besides format, path and task, without
+        defaults."""
         fields = type(self).model_fields
         own = {k: v for k, v in self if k not in APART and v != fields[k].default}
         return own | ({"skip": self.outputs_skipped} if self.outputs_skipped else {})
@@ -253,7 +256,7 @@ class SourceOptions(BaseModel):
         return tuple(one["trained"] for one in self.skip if not isinstance(one, str))
 
     def reads_within(self, other: "SourceOptions") -> bool:
-        """Whether another source reads all that this one reads, in the same way."""
+        """Tell whether another source reads all that this one reads, in the same way."""
         path, around = Path(self.path).resolve(), Path(other.path).resolve()
         same = (self.format, self.format_options()) == (other.format, other.format_options())
         # What two outputs measured of one folder may be apart, by source.skip.
@@ -297,7 +300,8 @@ class FileOptions(FieldOptions, MediaOptions):
 
 
 def place_of(source: Mapping[str, Any]) -> tuple[object, ...]:
-    """Where the samples of a source lie, from its options: sources of one place have the same."""
+    """Return where the samples of a source are, from its options: equal for sources of one
+    place."""
     path = str(source["path"])
     path = path if "://" in path else str(Path(path).resolve())
     split = source.get("split") or "train"

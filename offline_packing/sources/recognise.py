@@ -132,7 +132,8 @@ def _all_records(source: Source) -> Iterator[SourceRecord]:
 
 
 def _common_root(source: Source) -> str | None:
-    """The folder that holds all files that records name by absolute paths; None: there is none."""
+    """Find the folder that holds all files that records name by absolute paths; None: there is
+    none."""
     root = None
     for record in tqdm(_all_records(source), "reading paths of images", unit="record", delay=2):
         try:

@@ -63,3 +63,14 @@ def outcomes(config: dict[str, Any], scratch: Path) -> dict[str, str]:
     found = account(open_one(config, scratch))
     assert len({key for key, _, _ in found}) == len(found)
     return {key: outcome for key, outcome, _ in found}
+
+
+def turns_in(config: dict[str, Any], scratch: Path) -> dict[str, list[tuple[str, str]]]:
+    """Prompts and answers of the samples by their keys, read again from their locators."""
+    source = open_one(config, scratch)
+    rows = [(row, row.num_videos) for *_, row in account(source) if row is not None]
+    samples = (
+        source.read_sample(row.key, row.json, len(row.media) - videos, videos)
+        for row, videos in rows
+    )
+    return {sample.key: [(turn.prompt, turn.answer) for turn in sample.turns] for sample in samples}

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def pack_costs(
     folder: PackedFolder, model: ModelCost | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Tokens and cost of each pack, (num_packs,) each, in the folder's order.
+    """Return tokens and cost of each pack, (num_packs,) each, in the folder's order.
 
     They come from index and plan of the output (`_packing/`), or of each output of a blend; no
     shard is read.
@@ -45,12 +45,11 @@ def pack_costs(
     return tokens.astype(np.int64), tower + language
 
 
-def pack_columns(folder: PackedFolder, model: ModelCost | None = None) -> PackColumns:
-    """Media, and operations of tower and language model, of each pack, in the folder's order: from
-    its manifests, or, if they lack them or for another model, from index and plan. Raises
-    StageError as `pack_costs`."""
-    recorded = folder.columns() if model is None else None
-    return recorded or PackColumns(*_planned(folder, model)[1:])
+def pack_columns(folder: PackedFolder) -> PackColumns:
+    """Return media, and operations of tower and language model, of each pack, in the folder's
+    order: from its manifests, or, if they lack them, from index and plan. Raises StageError as
+    `pack_costs`."""
+    return folder.columns() or PackColumns(*_planned(folder, None)[1:])
 
 
 def schedule_of(
@@ -62,7 +61,8 @@ def schedule_of(
     seed: int,
     repeat: bool,
 ) -> Schedule:
-    """The schedule by which `launch` trains a folder's packs. Its items are numbers of packs.
+    """Return the schedule by which `launch` trains a folder's packs. Its items are numbers of
+    packs.
 
     `balanced`: at each step all ranks train rows of similar cost, in a new order in every epoch.
     Packed with `pack.order.uniform`, all rows of a step have images, or videos, or none has. Raises
@@ -87,7 +87,7 @@ def schedule_of(
 
 
 def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray[Any], ...]:
-    """Tokens, media, tower and language operations of each pack, in the folder's order."""
+    """Return tokens, media, tower and language operations of each pack, in the folder's order."""
     columns: list[npt.NDArray[Any]] = []
     for root, numbers, planned in numbers_in_plans(folder):
         samples, plan = artifacts_of(root, manifest := read_manifest(root))
@@ -106,8 +106,8 @@ def _planned(folder: PackedFolder, model: ModelCost | None) -> tuple[npt.NDArray
 def numbers_in_plans(
     folder: PackedFolder,
 ) -> Iterator[tuple[Path, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield the outputs in a folder, or a blend, and of each the numbers of its packs in the folder
-    and in its plan, (num_packs,)."""
+    """Yield the outputs in a folder, or a blend, and for each the numbers of its packs in the
+    folder and in its plan, (num_packs,)."""
     planned, roots = [], list(dict.fromkeys(shard.root for shard in folder.shards))
     places: dict[Path, int] = {}  # the number of each shard's first pack in its plan
     found = {root: one for root in roots if (one := read_manifest(root)) is not None}
@@ -127,22 +127,22 @@ def numbers_in_plans(
 
 
 def _outputs(folder: PackedFolder) -> npt.NDArray[np.int64]:
-    """Number of each pack's output, (num_packs,), as they come first among the shards."""
+    """Number each pack's output, (num_packs,), as they come first among the shards."""
     roots = list(dict.fromkeys(shard.root for shard in folder.shards))
     numbers = [roots.index(shard.root) for shard in folder.shards]
     return np.repeat(numbers, [shard.num_packs for shard in folder.shards])[folder.order]
 
 
 def longest_pack(root: Path, multiple: int) -> int:
-    """Tokens of the longest pack of an output if every sample is padded to a multiple. Raises
-    StageError as `pack_costs`."""
+    """Count the tokens of the longest pack of an output if every sample is padded to a multiple.
+    Raises StageError as `pack_costs`."""
     samples, plan = artifacts_of(root, read_manifest(root))
     padded = -(-samples.array("num_tokens")[plan.sample_ids] // multiple) * multiple
     return int(np.add.reduceat(padded, plan.pack_offsets[:-1], dtype=np.int64).max())
 
 
 def artifacts_of(root: Path, manifest: Manifest | None) -> tuple[Index, PackPlan]:
-    """The index and the plan that an output's packs were written from."""
+    """Open the index and the plan that an output's packs were written from."""
     workspace = Workspace(path_of(root))
     receipt, info = workspace.read_plan(), IndexInfo.load(workspace.packing)
     if manifest is None or receipt is None or info is None:

@@ -18,6 +18,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -131,17 +132,12 @@ class EnergonSource(WebDatasetSource):
         tars = [name for name in file_names(path) if name.lower().endswith(".tar")]
         if tars and holds_packs(path, tars[0]):
             return None
-        splits = cls._read_splits(path / ".nv-meta" / "split.yaml")
-        return {"split": "train" if "train" in splits or not splits else splits[0]}
-
-    @staticmethod
-    def _read_splits(path: Path) -> list[str]:
-        """Return the splits that have tars; none if the file cannot be read, as opening it says."""
-        try:
-            parts = parse_yaml(path.read_text("utf-8"), "it").get("split_parts")
-        except (OSError, UnicodeDecodeError, ConfigError):
-            return []
-        return [name for name, tars in parts.items() if tars] if isinstance(parts, dict) else []
+        parts: Any = {}
+        with suppress(OSError, UnicodeDecodeError, ConfigError):  # opening it tells
+            text = (path / ".nv-meta" / "split.yaml").read_text("utf-8")
+            parts = parse_yaml(text, "it").get("split_parts")
+        filled = [name for name, own in parts.items() if own] if isinstance(parts, dict) else []
+        return {"split": "train" if "train" in filled or not filled else filled[0]}
 
     def entries(self) -> Iterator[tuple[str, int, int]]:
         names = set(self._names)
@@ -158,7 +154,7 @@ class EnergonSource(WebDatasetSource):
             ) from error
 
     def _split_names(self, splits: Any) -> list[str]:
-        """The tars of the split, in order."""
+        """Return the tars of the split, in order."""
         splits, split = splits if isinstance(splits, dict) else {}, self._split
         if not splits.get(split):
             filled = ", ".join(name for name, names in splits.items() if names)
@@ -171,7 +167,8 @@ class EnergonSource(WebDatasetSource):
         return [name for name in names if name not in self._excluded]
 
     def _expand(self, field: str, patterns: Any) -> list[str]:
-        """Names that a field of split.yaml lists, with braces expanded as Energon does."""
+        """Return the names that a field of split.yaml lists, with braces expanded as Energon
+        does."""
         try:
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
                 raise ValueError(f"{patterns!r:.100} is no list of names")
@@ -240,7 +237,7 @@ class EnergonSource(WebDatasetSource):
 
 
 def _count_names(pattern: str) -> int:
-    """Number of names that a pattern expands to, or a few more; inner braces are counted first."""
+    """Count the names that a pattern expands to, or a few more; inner braces are counted first."""
     while inner := _INNERMOST.search(pattern):
         found = _RANGE.fullmatch(inner[1])
         count = abs(int(found[1]) - int(found[2])) + 1 if found else 0
@@ -254,7 +251,7 @@ def _multiply(text: str) -> int:
 
 
 def _parse_places(text: str) -> _Places:
-    """'json[a][b],txt' -> [['json', 'a', 'b'], ['txt']]."""
+    """Parse the places of a field: 'json[a][b],txt' -> [['json', 'a', 'b'], ['txt']]."""
     return [_STEP.findall(option) for option in text.split(",")]
 
 

@@ -23,10 +23,11 @@ import os
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -65,13 +66,34 @@ _EMPTY: Final = "it is empty; restore it"
 #: Beginning of a list of records.
 _LIST: Final = re.compile(rb"\s*\[(?=\s*\{)")
 
-#: Takes a file block by block; returns the end offset of each record in the block.
-_Cutter = Callable[[bytes], npt.NDArray[np.intp]]
-
 
 def endings(suffix: str, codecs: Iterable[str] = _CODECS) -> tuple[str, ...]:
-    """Endings of plain and compressed files."""
+    """Return the endings of plain and compressed files."""
     return tuple(suffix + codec for codec in codecs)
+
+
+class _LineCutter:
+    """Finds where the records of a file end, block by block: at line breaks."""
+
+    #: number of bytes at the end of a record that are not its own
+    SEPARATOR: ClassVar[int] = 0
+    #: bytes of blank records
+    BLANK: ClassVar[bytes] = string.whitespace.encode()
+    #: number of bytes at the beginning of the last block that are in front of all records
+    skipped = 0
+
+    def __call__(self, block: bytes) -> npt.NDArray[np.intp]:
+        """Return the end offset of each record in the next block, its separator included."""
+        return np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+
+    def is_record(self, rest: bytes) -> bool:
+        """Tell whether the bytes after the last end of a block are the beginning of a record."""
+        return bool(rest.strip())
+
+    def damage(self, left: bytes | None) -> tuple[str, bool]:
+        """Return why the file is not whole ("": it is), and whether the bytes `left` after the last
+        record's end are a record. None: they are too long to hold."""
+        return "", True
 
 
 class JsonlSource(Source):
@@ -82,35 +104,28 @@ class JsonlSource(Source):
     Options = FileOptions
     ENDINGS = endings(".jsonl")
     UNREAD = endings(".jsonl", UNREAD_SUFFIXES)
-    #: bytes at the end of a record that are not its own
-    SEPARATOR: ClassVar[int] = 0
     #: whether a line break ends a record
     BY_LINE: ClassVar[bool] = True
     #: whether a record may be a list of records
     NESTED: ClassVar[bool] = True
-    #: bytes of blank records
-    BLANK: ClassVar[bytes] = string.whitespace.encode()
 
-    def _cutter(self, container: str, begin: int) -> _Cutter:
-        """Cutter of a file from its beginning, or from the end of a record."""
-        return lambda block: np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+    def _cutter(self, container: str, begin: int) -> _LineCutter:
+        """Return the cutter of a file from its beginning, or from the end of a record."""
+        return _LineCutter()
 
-    def _check_beginning(self, head: bytes) -> None:
-        """Raise DamagedStreamError if a file with this beginning is of another form."""
+    def _problem_of(self, head: bytes) -> str:
+        """Tell why a file with this beginning is of another form; "": it is not."""
         odd, even = head[1::2].strip(b"\0"), head[::2].strip(b"\0")
         if head.startswith(_UTF16) or (len(head) > 3 and bool(odd) != bool(even)):
-            raise DamagedStreamError("it is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
+            return "it is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
         if self.BY_LINE and b"\r" in head and b"\n" not in head:
-            raise DamagedStreamError(r"its lines end in CR; convert it: tr '\r' '\n'")
+            return r"its lines end in CR; convert it: tr '\r' '\n'"
+        return ""
 
-    def _damage(self, cutter: Any, start: int, left: bytes | None) -> tuple[str, bool]:
-        """Why a cut file is not whole ("": it is), and whether the bytes `left` from `start` on,
-        after the last record's end, are a record. None: too long to hold."""
-        return "", True
-
-    def _is_record(self, cutter: Any, rest: bytes) -> bool:
-        """Whether the bytes after the last end of a block are the beginning of a record."""
-        return bool(rest.strip())
+    def _heading(self, container: str) -> tuple[str, str]:
+        """Return the names of a file's columns as JSON, and why they cannot be used; "", "": it
+        has no heading."""
+        return "", ""
 
     def scan(self, samples_per_part: int) -> Scan:
         digest = xxhash.xxh3_128()
@@ -119,6 +134,10 @@ class JsonlSource(Source):
             content = xxhash.xxh3_128()
             parts, problem = self._cut(container, samples_per_part, content)
             digest.update(os.fsencode(container) + b"\0" + b"0\n" + content.digest())
+            if not problem:
+                columns, problem = self._heading(container)
+                if columns and (counted := parts[0].num_records) is not None:
+                    parts[0] = replace(parts[0], num_records=counted - 1)
             return parts, problem
 
         return Scan(self.cut_files(cut), digest.hexdigest())
@@ -126,68 +145,44 @@ class JsonlSource(Source):
     def _cut(
         self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
     ) -> tuple[list[SourcePart], str]:
-        """The parts of a file, see `cut_files`. Bytes that are read (of a compressed file only
-        these) are handed to `content`."""
+        """Cut a file into parts, see `cut_files`. Bytes that are read are handed to `content`; of a
+        damaged file these are its first ones."""
         whole = SourcePart((container, 0, None, 1), None)
-        #: (offset, lines or elements before it) at which parts begin
-        cuts, num_records, num_lines, offset, is_open = [(0, 0)], 0, 0, 0, False
-        cutter = self._cutter(container, 0)
+        #: offset and number of the first line or element of each part
+        cuts, num_records, num_lines, offset, is_open = [(0, 1)], 0, 0, 0, False
+        cutter, is_packed = self._cutter(container, 0), codec_of(container) is not None
         with self.open_container(container, sequential=True) as file:
             head = file.read(_HEAD)
-            try:
-                if not head:
-                    raise DamagedStreamError(_EMPTY)
-                if not codec_of(container):
-                    self._check_beginning(head)
-            except DamagedStreamError as error:
-                content.update(head)
-                return [replace(whole, num_records=1)], str(error)
-            if codec_of(container):
-                for block in _blocks(head, file.read, _BLOCK):
-                    content.update(block)
-                return [whole], ""
-            for block in _blocks(head, file.read, _BLOCK):
+            problem = _EMPTY if not head else "" if is_packed else self._problem_of(head)
+            for block in _blocks(head, file.read, _BLOCK, 0 if problem else None):
                 content.update(block)
+                if is_packed or problem:
+                    continue
                 ends = cutter(block)
-                records = np.flatnonzero(self._have_text(block, ends, is_open))
+                records = np.flatnonzero(_have_text(cutter, block, ends, is_open))
                 # Record `num_records + j` is line records[j]; every records_per_part-th ends a part
                 chosen = records[(-num_records - 1) % records_per_part :: records_per_part]
-                places = zip((ends[chosen] + offset).tolist(), (chosen + 1).tolist(), strict=True)
+                places = zip((ends[chosen] + offset).tolist(), (chosen + 2).tolist(), strict=True)
                 cuts += [(end, num_lines + line) for end, line in places]
                 num_records, num_lines = num_records + len(records), num_lines + len(ends)
                 rest = block[ends[-1] :] if len(ends) else block
-                is_open = self._is_record(cutter, rest) or (is_open and not len(ends))
+                is_open = cutter.is_record(rest) or (is_open and not len(ends))
                 offset += len(block)
+        if is_packed and not problem:
+            return [whole], ""
         if not num_records and not is_open:
-            return [replace(whole, num_records=1)], _EMPTY
+            return [replace(whole, num_records=1)], problem or _EMPTY
         # A last line without its end is a record, and an array that was cut is one more.
-        num_left = is_open + bool(self._damage(cutter, offset, b"")[0])
+        num_left = is_open + bool(cutter.damage(b"")[0])
         if num_records % records_per_part == 0 and not num_left:
             cuts.pop()  # only blank ones are left
         ends_at = [*(end for end, _ in cuts[1:]), None]
         counts = [records_per_part] * len(cuts)
         counts[-1] = num_records + num_left - sum(counts[:-1])
         return [
-            SourcePart((container, start, end, first + 1), count)
+            SourcePart((container, start, end, first), count)
             for (start, first), end, count in zip(cuts, ends_at, counts, strict=True)
         ], ""
-
-    def _have_text(
-        self, block: bytes, ends: npt.NDArray[np.intp], is_open: bool
-    ) -> npt.NDArray[np.bool_]:
-        """Whether each line or element that ends in a block is a record: all but blank ones, of
-        which a file may hold millions. `is_open`: the first has text before the block."""
-        if not len(ends):
-            return np.empty(0, np.bool_)
-        is_text = np.ones(256, np.bool_)
-        is_text[list(self.BLANK)] = False
-        data = np.frombuffer(block, np.uint8, int(ends[-1]))  # what follows is open
-        begins = np.concatenate([np.zeros(1, np.intp), ends[:-1]])
-        found = is_text[data[begins]]
-        if not found.all():  # some begin with white space
-            found = np.logical_or.reduceat(is_text[data], begins)
-        found[0] |= is_open
-        return found
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -201,12 +196,21 @@ class JsonlSource(Source):
         container, begin, end, first = part.items
         stem = container[: container.lower().rfind(self.ENDINGS[0])] or container
         kind, known = "stream" if codec_of(container) else "bytes", first - 1
+        columns, problem = self._heading(container)
+        has_heading = not begin and bool(columns or problem)
         try:
             for number, offset, data, size in self._split(container, begin, end):
+                if has_heading and not number:
+                    continue
                 if data is None or data.strip():
-                    at = Locator(kind, container, offset, size)
+                    at = Locator(kind, container, offset, size, columns)
                     known = first + number
-                    yield from self._records(f"{stem}:{known}", at, data)
+                    if problem:
+                        yield self.damaged(f"{stem}:{known}", at, problem)
+                    else:
+                        yield from self._records(f"{stem}:{known}", at, data)
+            if problem and not known:
+                raise DamagedStreamError(problem)
         except DamagedStreamError as error:
             why = f"{error} (after {stem}:{known})" if known else error
             yield self.damaged(container, Locator(kind, container, 0, 0), why)
@@ -214,49 +218,47 @@ class JsonlSource(Source):
     def _split(
         self, container: str, begin: int, end: int | None
     ) -> Iterator[tuple[int, int, bytes | None, int]]:
-        """Number from 0 and offset of each record between two offsets of a file (no end: that of
-        the file), its bytes (None if there are too many), their number. The rest at the end counts
-        as a record; blank ones may be left out, since a small file may unpack to millions. Raises
-        DamagedStreamError after the last one if the file is not whole."""
+        """Yield the records between two offsets of a file (no end: that of the file): the number
+        from 0, the offset, the bytes (None if there are too many) and their count. The rest at the
+        end counts as a record; blank ones may be left out, since a small file may unpack to
+        millions. Raises DamagedStreamError after the last one if the file is not whole."""
         cutter = self._cutter(container, begin)
         held, start, position, number, is_blank = list[bytes](), begin, begin, 0, True
         packed = self.open_container(container, sequential=True)
-        with _buffered(open_unpacked(packed, container)) as file:
-            head = b""
+        with cast(io.BufferedReader, open_unpacked(packed, container)) as file:
             if begin:
                 file.seek(begin)
-            elif head := file.read(_HEAD if end is None else min(_HEAD, end)):
-                self._check_beginning(head)
+            head = b"" if begin else file.read(_HEAD if end is None else min(_HEAD, end))
+            if problem := self._problem_of(head):
+                raise DamagedStreamError(problem)
             left = None if end is None else end - begin - len(head)
             for block in _blocks(head, file.read1, _BUFFER, left):
                 if self.BY_LINE and start == position and block[-1:] == b"\n" and block.isspace():
-                    number, start = number + block.count(b"\n"), position + len(block)
-                    position = start
+                    number, position = number + block.count(b"\n"), position + len(block)
+                    start = position
                     continue
                 ends = cutter(block)
-                begins = np.concatenate([np.zeros(1, np.intp), ends])  # the last one stays open
-                has_text = self._have_text(block, ends, start < position or not position)
-                lines = np.flatnonzero(has_text)
-                bounds = zip(
-                    lines.tolist(), begins[lines].tolist(), ends[lines].tolist(), strict=True
-                )
-                for i, first, last in bounds:
-                    last -= self.SEPARATOR
-                    held.append(block[first:last])
-                    offset = position + first if i else start
+                if cutter.skipped:
+                    held, start, is_blank = [], position + cutter.skipped, False
+                has_text = _have_text(cutter, block, ends, start < position or not position)
+                begins = [cutter.skipped, *ends.tolist()]  # the last one stays open
+                for i in np.flatnonzero(has_text).tolist():
+                    last = begins[i + 1] - cutter.SEPARATOR
+                    held.append(block[begins[i] : last])
+                    offset = position + begins[i] if i else start
                     size = position + last - offset
                     data = b"".join(held) if size <= MAX_JSON_BYTES else None
                     yield number + i, offset, data, size
                     held, is_blank = [], is_blank and data is not None and not data.strip()
                 if len(ends):
-                    held, number, start = [], number + len(ends), position + int(begins[-1])
-                held.append(block[int(begins[-1]) :])
+                    held, number, start = [], number + len(ends), position + begins[-1]
+                held.append(block[begins[-1] :])
                 position += len(block)
-                if position - start > MAX_JSON_BYTES + self.SEPARATOR:
+                if position - start > MAX_JSON_BYTES + cutter.SEPARATOR:
                     held.clear()
         size = position - start
         data = b"".join(held) if size <= MAX_JSON_BYTES else None
-        damage, is_record = self._damage(cutter, start, data) if end is None else ("", True)
+        damage, is_record = cutter.damage(data) if end is None else ("", True)
         if size and is_record:
             yield number, start, data, size
         if not begin and end is None and is_blank and data is not None and not data.strip():
@@ -287,16 +289,10 @@ class JsonlSource(Source):
         return SourceRecord(own or key, locator, content, own_id=own != "")
 
 
-def _buffered(content: BinaryIO) -> io.BufferedIOBase:
-    if isinstance(content, io.BufferedIOBase):
-        return content
-    return io.BufferedReader(content, _BUFFER)  # type: ignore[type-var]  # of fsspec
-
-
 def _blocks(
     head: bytes, read: Callable[[int], bytes], size: int, left: int | None = None
 ) -> Iterator[bytes]:
-    """The head of a file and at most `left` bytes after it, in blocks of at most `size`."""
+    """Yield the head of a file and at most `left` bytes after it, in blocks of at most `size`."""
     for start in range(0, len(head), size):
         yield head[start : start + size]
     while block := read(size if left is None else min(size, left)):
@@ -304,14 +300,30 @@ def _blocks(
         left = None if left is None else left - len(block)
 
 
+def _have_text(
+    cutter: _LineCutter, block: bytes, ends: npt.NDArray[np.intp], is_open: bool
+) -> npt.NDArray[np.bool_]:
+    """Tell which lines or elements that end in a block are records: all but blank ones, of which a
+    file may hold millions. `is_open`: the first has text before the block."""
+    if not len(ends):
+        return np.empty(0, np.bool_)
+    is_text = np.ones(256, np.bool_)
+    is_text[list(cutter.BLANK)] = False
+    data = np.frombuffer(block, np.uint8, int(ends[-1]))  # what follows is open
+    begins = np.append(0, ends[:-1])
+    found = is_text[data[begins]]
+    if not found.all():  # some begin with white space
+        found = np.logical_or.reduceat(is_text[data], begins)
+    found[0] |= is_open
+    return found
+
+
 class JsonSource(JsonlSource):
     """Each file is one JSON array of records, or an object with such an array."""
 
     ENDINGS = endings(".json")
     UNREAD = endings(".json", UNREAD_SUFFIXES)
-    SEPARATOR = 1
     BY_LINE = False
-    BLANK = JsonlSource.BLANK + b","
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -321,42 +333,18 @@ class JsonSource(JsonlSource):
             return None
         return super().recognise(path)
 
-    def _check_beginning(self, head: bytes) -> None:
-        super()._check_beginning(head)
-        if head.removeprefix(_BOM).strip() and _opening(head) is None:
-            raise DamagedStreamError(
-                "it holds no JSON array; use format pairs for one record per file, jsonl for one "
-                "per line"
-            )
+    def _problem_of(self, head: bytes) -> str:
+        problem = super()._problem_of(head)
+        if not problem and head.removeprefix(_BOM).strip() and _opening(head) is None:
+            problem = "it holds no JSON array; use format pairs for one record per file, jsonl for "
+            problem += "one per line"
+        return problem
 
-    def _is_record(self, cutter: "_ArrayCutter", rest: bytes) -> bool:
-        return not cutter.is_closed and super()._is_record(cutter, rest)
-
-    def _damage(self, cutter: "_ArrayCutter", start: int, left: bytes | None) -> tuple[str, bool]:
-        if cutter.is_closed:
-            return cutter.problem_after(), False
-        if left is not None and not start:
-            left = left[len(_before_records(left)) :]
-        try:
-            is_record = left is not None and load_json(left) is not None
-        except SampleError:
-            is_record = False
-        return "its array has no end, as of a file that was cut; restore it", is_record
-
-    def _cutter(self, container: str, begin: int) -> _Cutter:
+    def _cutter(self, container: str, begin: int) -> _LineCutter:
         if not begin:
             return _ArrayCutter()
         with self.open_container(container) as file:
             return _ArrayCutter(_before_records(file.read(_HEAD)))
-
-    def _split(
-        self, container: str, begin: int, end: int | None
-    ) -> Iterator[tuple[int, int, bytes | None, int]]:
-        for number, start, data, size in super()._split(container, begin, end):
-            if start == 0 and data is not None:  # what opens the array is not its own
-                data = data[len(_before_records(data)) :]
-                start, size = size - len(data), len(data)
-            yield number, start, data, size
 
 
 #: Strings, and the brackets between them.
@@ -364,8 +352,8 @@ _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 def _opening(head: bytes) -> int | None:
-    """Offset of the bracket that opens the array of records in a file with this beginning: the
-    file's own array, or the first list of objects in an object that is not itself a record."""
+    """Find the offset of the bracket that opens the array of records in a file with this beginning:
+    the file's own array, or the first list of objects in an object that is no record itself."""
     head, depth = head[:_HEAD], 0
     if head.removeprefix(_BOM).lstrip()[:1] not in (b"[", b"{"):
         return None
@@ -381,7 +369,7 @@ def _opening(head: bytes) -> int | None:
 
 
 def _before_records(head: bytes) -> bytes:
-    """The bytes up to the bracket that opens the array, itself included."""
+    """Return the bytes up to the bracket that opens the array, itself included."""
     opening = _opening(head)
     return b"" if opening is None else head[: opening + 1]
 
@@ -393,21 +381,25 @@ _CLASS[[ord(character) for character in "]}"]] = -1
 _CLASS[ord(",")] = 2
 
 
-class _ArrayCutter:
+class _ArrayCutter(_LineCutter):
     """Finds where the elements of a JSON array end, without parsing them: at the bytes outside
     strings that are a comma at depth 1, or the bracket that closes the array. A byte with an odd
     number of quotes before it is in a string. All of it is array arithmetic on blocks, as the first
     pass of simdjson (https://arxiv.org/abs/1902.08318)."""
 
+    SEPARATOR = 1
+    BLANK = _LineCutter.BLANK + b","
+
     def __init__(self, before: bytes = b"") -> None:
-        """`before`: what opened the array, for a file that is read from the end of an element."""
+        """Begin at the end of an element, after what opened the array (`before`), or at the file's
+        beginning."""
         self._before, self._depth = before, int(before != b"")
         self._in_string = self._escaped = False
         #: whether the bracket that closes the array was seen, and the first bytes after it
         self.is_closed, self._after = False, b""
 
     def problem_after(self) -> str:
-        """Why the bytes after the array are not what may stand there; "": they are."""
+        """Tell why the bytes after the array must not follow it; "": they may."""
         if not self._before.removeprefix(_BOM).strip().startswith(b"{"):
             return "text follows its array; remove it" if self._after.strip() else ""
         try:
@@ -421,11 +413,11 @@ class _ArrayCutter:
         return ""
 
     def __call__(self, block: bytes) -> npt.NDArray[np.intp]:
-        """End offset of each element in the block, its separator included."""
-        whole = block
+        whole, self.skipped = block, 0
         if not self._before:
             self._before = _before_records(block)
-            block = b" " * (len(self._before) - 1) + block[max(len(self._before) - 1, 0) :]
+            self.skipped = len(self._before)
+            block = b" " * (self.skipped - 1) + block[max(self.skipped - 1, 0) :]
         if self._escaped:  # by the last byte of the last block
             block = b" " + block[1:]
         block = block.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
@@ -450,6 +442,17 @@ class _ArrayCutter:
             self._after += after
         return places[ends] + 1
 
+    def is_record(self, rest: bytes) -> bool:
+        return not self.is_closed and super().is_record(rest)
+
+    def damage(self, left: bytes | None) -> tuple[str, bool]:
+        if self.is_closed:
+            return self.problem_after(), False
+        is_record = False
+        with suppress(SampleError):
+            is_record = left is not None and load_json(left) is not None
+        return "its array has no end, as of a file that was cut; restore it", is_record
+
 
 class TextSource(JsonlSource):
     """Each line of a `.txt` is a sample without media, with task captioning trained as a whole."""
@@ -460,7 +463,7 @@ class TextSource(JsonlSource):
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
-        # A text beside other files describes them.
+        # A text among other files describes them.
         is_all = all(name.lower().split(".")[1:2] == ["txt"] for name in file_names(path))
         return super().recognise(path) if is_all else None
 
@@ -482,52 +485,16 @@ class TsvSource(JsonlSource):
     NESTED = False
     DIALECT: ClassVar[Mapping[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
-    def _cut(
-        self, container: str, records_per_part: int, content: "xxhash.xxh3_128"
-    ) -> tuple[list[SourcePart], str]:
-        parts, problem = super()._cut(container, records_per_part, content)
+    def _heading(self, container: str) -> tuple[str, str]:
         try:
-            if not problem:
-                _, _, line, _ = next(super()._split(container, 0, None))
-                self._columns(line or b"")
-                if (counted := parts[0].num_records) is not None:
-                    parts[0] = replace(parts[0], num_records=counted - 1)
-        except DamagedStreamError as error:
-            problem = str(error)
-        return parts, problem
-
-    def _split(
-        self, container: str, begin: int, end: int | None
-    ) -> Iterator[tuple[int, int, bytes | None, int]]:
-        rows = super()._split(container, begin, end)
-        first = next(rows, None) if begin == 0 else None
-        _, _, line, _ = first or next(super()._split(container, 0, None))
-        self._heading, self._problem, num_rows = "", "", 0
-        try:
-            self._heading = orjson.dumps(self._columns(line or b"")).decode()
-        except DamagedStreamError as error:
-            self._problem = str(error)
-        for row in rows:
-            num_rows += 1
-            yield row
-        if self._problem and not begin and not num_rows:
-            raise DamagedStreamError(self._problem)
-
-    def _columns(self, line: bytes) -> list[str]:
-        """The names in a heading. Raises DamagedStreamError if it cannot be one."""
-        try:
-            columns = self._cells(line.removeprefix(_BOM))
+            _, _, line, _ = next(self._split(container, 0, None))
+            columns = self._cells((line or b"").removeprefix(_BOM))
+            self.fields.choose(columns, hint="its first row is to name them; ")
         except SampleError as error:
-            raise DamagedStreamError(
-                f"its heading cannot be read: {error.detail}; mend it"
-            ) from error
-        self.fields.choose(columns, hint="its first row is to name them; ")
-        return columns
-
-    def _record(self, key: str, locator: Locator, data: bytes | None) -> SourceRecord:
-        if self._problem:
-            return self.damaged(key, locator, self._problem)
-        return super()._record(key, locator._replace(column=self._heading), data)
+            return "", f"its heading cannot be read: {error.detail}; mend it"
+        except DamagedStreamError as error:
+            return "", str(error)
+        return orjson.dumps(columns).decode(), ""
 
     def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
         cells, names = self._cells(data), orjson.loads(column)
@@ -552,28 +519,26 @@ class CsvSource(TsvSource):
     UNREAD = endings(".csv", UNREAD_SUFFIXES)
     DIALECT: ClassVar[Mapping[str, Any]] = {}
 
-    def _cutter(self, container: str, begin: int) -> "_RowCutter":
+    def _cutter(self, container: str, begin: int) -> _LineCutter:
         return _RowCutter()
 
-    def _damage(self, cutter: "_RowCutter", start: int, left: bytes | None) -> tuple[str, bool]:
-        if not cutter.in_quotes:
-            return "", True
-        lines = "" if left is None else f"{len(left.splitlines()):,} "
-        return f"a quote in its last {lines}lines has no second one; mend it", False
 
-
-class _RowCutter:
+class _RowCutter(_LineCutter):
     """Finds line breaks outside quotes, with an even number of quotes before them, since a quote in
     a quoted cell is doubled."""
 
     def __init__(self) -> None:
-        #: whether the last block ends in a quoted cell
-        self.in_quotes = False
+        self._in_quotes = False
 
     def __call__(self, block: bytes) -> npt.NDArray[np.intp]:
-        """End offset of each row that ends in the next block."""
         data = np.frombuffer(block, np.uint8)
         quotes, ends = (np.flatnonzero(data == ord(one)) for one in '"\n')
-        outside = (np.searchsorted(quotes, ends) + self.in_quotes) % 2 == 0
-        self.in_quotes ^= bool(len(quotes) % 2)
+        outside = (np.searchsorted(quotes, ends) + self._in_quotes) % 2 == 0
+        self._in_quotes ^= bool(len(quotes) % 2)
         return ends[outside] + 1
+
+    def damage(self, left: bytes | None) -> tuple[str, bool]:
+        if not self._in_quotes:
+            return "", True
+        lines = "" if left is None else f"{len(left.splitlines()):,} "
+        return f"a quote in its last {lines}lines has no second one; mend it", False

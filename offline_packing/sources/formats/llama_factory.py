@@ -6,22 +6,23 @@
                             "user_tag": "user", "assistant_tag": "assistant"}}}
 
 The path is that file or its folder, `dataset` the name of the entry. The data are read from files
-beside it (.json, .jsonl, .parquet, .txt); data on a hub, and preference data, are refused. So are
+next to it (.json, .jsonl, .parquet, .txt); data on a hub, and preference data, are refused. So are
 options that change the set of samples: a `split` other than train, and `num_samples`, which
 LLaMA-Factory draws afresh in every run. Records with audio are set aside.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
 from offline_packing.errors import StageError
-from offline_packing.sources.base import Scan, Source, SourcePart, SourceRecord
+from offline_packing.sources.base import Source
 from offline_packing.sources.formats.jsonl import JsonlSource, JsonSource, TextSource
 from offline_packing.sources.formats.tables import ParquetSource
 from offline_packing.sources.options import FieldMap, MediaOptions
+from offline_packing.sources.roots.roots import Root, open_root
 from task_encoders.records.forms import read_history, with_input
 from task_encoders.records.record import load_json
 from task_encoders.samples import SampleError
@@ -41,7 +42,7 @@ _COLUMN_FIELDS: Final = frozenset(
     "prompt query response history messages system images videos "
     "tools audios chosen rejected kto_tag".split()
 )
-#: Names in tags, and the role of ours that each stands for.
+#: Names in tags, and the role of ours that each means.
 _TAG_ROLES: Final = {
     "user_tag": "user",
     "assistant_tag": "assistant",
@@ -71,38 +72,27 @@ class LlamaFactoryOptions(MediaOptions):
     dataset: str | None = None
 
 
-class LlamaFactorySource(Source):
-    """One entry of dataset_info.json. The source of its file does the work."""
+class LlamaFactorySource(JsonSource):
+    """One entry of dataset_info.json. To open it is to open the source of its file."""
 
     Options = LlamaFactoryOptions
-    options: LlamaFactoryOptions
 
-    def __init__(self, options: LlamaFactoryOptions, **places: Any) -> None:
-        super().__init__(options, **places)
-        self.dataset = options.dataset
-        entry = self._entry()
+    def __new__(cls, options: LlamaFactoryOptions, **places: Any) -> Source:  # type: ignore[misc]
+        root, file_name = open_root(options.path)
+        entry = _read_entry(root, file_name or _INFO_NAME, options.dataset)
         name = entry.get("file_name")
-        suffix = Path(str(name)).suffix.lower()
-        if not isinstance(name, str) or suffix not in _FORMATS:
+        reader = _FORMATS.get(Path(str(name)).suffix.lower())
+        if not isinstance(name, str) or reader is None:
             raise StageError(
-                f"dataset {self.dataset!r} has file_name {name!r}; only files beside "
+                f"dataset {options.dataset!r} has file_name {name!r}; only files beside "
                 f"{_INFO_NAME} that end in {', '.join(_FORMATS)} are read: download it first"
             )
-        folder = self.root.path("").rstrip("/")
-        root = self.image_root or folder
-        reader = _FORMATS[suffix]
-        of_file = reader.Options.model_validate(
-            {
-                "format": options.format,
-                "path": f"{folder}/{name}",
-                "task": options.task,
-                "image_root": root,
-            }
-        )
-        self._file = reader(of_file, **places)
-        self._file.fields = self.fields = _EntryFields(entry)
-        self.root, self.media = self._file.root, self._file.media
-        self.image_root = self._file.image_root
+        folder = root.path("").rstrip("/")
+        own = {"path": f"{folder}/{name}", "image_root": options.image_root or folder}
+        of_file = {"format": options.format, "task": options.task, **own}
+        source = reader(reader.Options.model_validate(of_file), **places)
+        source.options, source.path, source.fields = options, options.path, _EntryFields(entry)
+        return source
 
     @classmethod
     def recognise(cls, path: Path) -> Mapping[str, Any] | None:
@@ -118,42 +108,28 @@ class LlamaFactorySource(Source):
                 return {"dataset": name}
         return None
 
-    def scan(self, samples_per_part: int) -> Scan:
-        return self._file.scan(samples_per_part)
 
-    def entries(self) -> Iterator[tuple[str, int, int]]:
-        return self._file.entries()
-
-    def unread_parts(self) -> Sequence[SourcePart]:
-        return self._file.unread_parts()
-
-    def records(self, part: SourcePart) -> Iterator[SourceRecord]:
-        return self._file.records(part)
-
-    def parse(self, data: bytes, column: str = "") -> Mapping[str, Any]:
-        return self._file.parse(data, column)
-
-    def _entry(self) -> Mapping[str, Any]:
-        container = self.file_name or _INFO_NAME
-        path = self.root.path(container)
-        try:
-            info = load_json(self.root.read(container, MAX_JSON_BYTES))
-        except SampleError as error:
-            raise StageError(f"{path} cannot be read: {error}; restore it") from error
-        if self.dataset is None or self.dataset not in info:
-            raise StageError(
-                f"{path} has no dataset {self.dataset!r}; set source.dataset to one of: "
-                f"{', '.join(info)}"[:1000]
-            )
-        entry: Mapping[str, Any] = info[self.dataset]
-        problem = _find_problem(entry)
-        if problem is not None:
-            raise StageError(f"dataset {self.dataset!r} in {path} {problem}")
-        return entry
+def _read_entry(root: Root, container: str, dataset: str | None) -> Mapping[str, Any]:
+    """Read the entry of a dataset. Raises StageError if it cannot be read as LLaMA-Factory does."""
+    path = root.path(container)
+    try:
+        info = load_json(root.read(container, MAX_JSON_BYTES))
+    except SampleError as error:
+        raise StageError(f"{path} cannot be read: {error}; restore it") from error
+    if dataset is None or dataset not in info:
+        raise StageError(
+            f"{path} has no dataset {dataset!r}; set source.dataset to one of: {', '.join(info)}"[
+                :1000
+            ]
+        )
+    entry: Mapping[str, Any] = info[dataset]
+    if problem := _find_problem(entry):
+        raise StageError(f"dataset {dataset!r} in {path} {problem}")
+    return entry
 
 
 def _find_problem(entry: Any) -> str | None:
-    """Error for an entry that cannot be read as LLaMA-Factory reads it, with the remedy."""
+    """Tell why an entry cannot be read as LLaMA-Factory reads it, with the remedy."""
     if not isinstance(entry, dict):
         return f"is {entry!r:.100}, not an object"
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
@@ -221,7 +197,14 @@ class _EntryFields(FieldMap):
             return {**kept, "messages": said}
         if "response" not in self._names:  # plain text, of which LLaMA-Factory pretrains
             return {**kept, "text": named["prompt"]}
-        return {**kept, "messages": _alpaca(named)}
+        question, query = named["prompt"], named.get("query")
+        if query:
+            if not isinstance(query, str):
+                raise SampleError("bad_record", f"the query is {query!r:.50}, not text")
+            question = with_input(question, query)
+        turns = [*read_history(named.get("history")), (question, named["response"])]
+        messages = [{"user": user, "assistant": assistant} for user, assistant in turns]
+        return {**kept, "messages": messages}
 
     def _said(self, message: Any) -> Any:
         """Return a message with our names of fields and roles."""
@@ -230,14 +213,3 @@ class _EntryFields(FieldMap):
         role, content = (message.get(self._tags[name]) for name in ("role_tag", "content_tag"))
         role = self._roles.get(role, f"unknown ({role})") if isinstance(role, str) else role
         return {"role": role, "content": content, "tool_calls": message.get("tool_calls")}
-
-
-def _alpaca(named: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """History, then the instruction with its input, then the answer."""
-    question, query = named["prompt"], named.get("query")
-    if query:
-        if not isinstance(query, str):
-            raise SampleError("bad_record", f"the query is {query!r:.50}, not text")
-        question = with_input(question, query)
-    turns = [*read_history(named.get("history")), (question, named["response"])]
-    return [{"user": user, "assistant": assistant} for user, assistant in turns]

@@ -104,7 +104,8 @@ class PacksSource(WebDatasetSource):
         embedded: Mapping[str, Embedded] = MappingProxyType({}),
         members: Sequence[str] = (),
     ) -> Iterator[SourceRecord]:
-        """The records of a pack whose JSON lies at a locator. `members` are its images in a tar."""
+        """Yield the records of a pack whose JSON is at a locator. `members` are its images in a
+        tar."""
         kind = "stream_sub_sample" if at.kind == "stream" else "sub_sample"
         try:
             content = parse_json(data, key)
@@ -136,7 +137,7 @@ class PacksSource(WebDatasetSource):
             yield SourceRecord(sub_key, place, found, None, embedded)
 
     def open_media(self, record: SourceRecord, name: str) -> tuple[Locator, BinaryIO]:
-        # Packs that are files: 'img000.jpg' of a/ps_0.json is ps_0.img000.jpg beside it.
+        # Packs that are files: 'img000.jpg' of a/ps_0.json is ps_0.img000.jpg next to it.
         stem, _, suffix = record.locator.container.rpartition("/")[2].rpartition(".")
         if suffix == "json" and "/" not in name and not name.startswith(f"{stem}."):
             name = f"{stem}.{name}"

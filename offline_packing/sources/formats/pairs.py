@@ -42,7 +42,7 @@ _Stem = tuple[bytes, list[bytes], int]
 
 
 class PairsSource(Source):
-    """One JSON file per sample, media beside it. A part is PackedKeys of both, stem by stem."""
+    """One JSON file per sample, media next to it. A part is PackedKeys of both, stem by stem."""
 
     #: suffix of a record, in lower case; media have MEDIA_EXTENSIONS, other files are not read
     RECORD: ClassVar[bytes] = b"json"
@@ -98,15 +98,15 @@ class PairsSource(Source):
             for _, stem_keys in itertools.groupby(keys, key=_stem):
                 names = list(map(listing.to_name, stem_keys))
                 ending = f".{self.RECORD.decode()}"
-                beside = tuple(name for name in names if not name.lower().endswith(ending))
+                media = tuple(name for name in names if not name.lower().endswith(ending))
                 for name in names:
-                    if name not in beside:
-                        yield self._record(where + name, beside)
+                    if name not in media:
+                        yield self._record(where + name, media)
 
-    def _record(self, container: str, beside: tuple[str, ...]) -> SourceRecord:
+    def _record(self, container: str, media: tuple[str, ...]) -> SourceRecord:
         stem = container.rpartition(".")[0]
-        text_only = not beside and _TEXT_ONLY_NAME.fullmatch(stem.rpartition("/")[2])
-        paired = None if text_only else beside
+        text_only = not media and _TEXT_ONLY_NAME.fullmatch(stem.rpartition("/")[2])
+        paired = None if text_only else media
         key = _record_key(stem)
         try:
             if key != stem:
@@ -118,7 +118,8 @@ class PairsSource(Source):
         return SourceRecord(key, Locator("file", container, 0, len(data)), content, paired)
 
     def _drop_known(self, known: KeySet, where: str, keys: list[bytes]) -> tuple[list[bytes], int]:
-        """The keys of a folder's files except known records, and the number of known records."""
+        """Return the keys of a folder's files except those of known records, and the number of
+        these."""
         records = [_stem(key) for key in keys if key.lower().endswith(DOT + self.RECORD)]
         found = known.find([_record_key(where + os.fsdecode(stem)) for stem in records])
         dropped = set(itertools.compress(records, found))
@@ -126,7 +127,7 @@ class PairsSource(Source):
 
 
 class CaptionsSource(PairsSource):
-    """One text file per sample, the caption of the image or video beside it."""
+    """One text file per sample, the caption of the image or video next to it."""
 
     Options = SourceOptions
     RECORD = b"txt"
@@ -143,7 +144,7 @@ class CaptionsSource(PairsSource):
 
 
 def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart]:
-    """Parts of bounded size; no stem is cut."""
+    """Cut stems into parts of bounded size; no stem is cut."""
     folders: list[tuple[bytes, list[bytes]]] = []
     held = 0
     for folder, keys, num_records in stems:
@@ -159,7 +160,7 @@ def _parts(stems: Iterable[_Stem], samples_per_part: int) -> Iterator[SourcePart
 
 
 def _by_stem(keys: Sequence[bytes], record: bytes) -> Iterator[tuple[list[bytes], int]]:
-    """Keys in order -> the records and media of each stem, and the number of records."""
+    """Group keys in order by their stem: yield its records and media, and the number of records."""
     parted = (key.partition(DOT) for key in keys)
     for _, group in itertools.groupby(parted, itemgetter(0)):
         found = {key: suffix for key in group if (suffix := key[2].lower()) in {record, *_MEDIA}}

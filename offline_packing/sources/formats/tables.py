@@ -4,7 +4,7 @@
     id: string    images: list of the same                  messages: list of {role, content}
 
 Columns have the names that the fields of a JSON record have, or are named by `source.fields`. An
-image or video that is a path, and no bytes, is a file below `image_root` or beside the table.
+image or video that is a path, and no bytes, is a file below `image_root` or next to the table.
 A record's key is its id, or else `FILE:ROW`, rows counted from 0.
 """
 
@@ -101,8 +101,9 @@ class TableSource(Source):
     def _values(
         self, rows: RowFile, groups: range, columns: Sequence[str], media: Sequence[str]
     ) -> Iterator[Mapping[str, Any] | SampleError]:
-        """Each row of some groups; for groups above the machine's memory, the error. Smaller groups
-        are read a page at a time; a page that is larger than a task's share ends the file."""
+        """Yield each row of some groups; for groups above the machine's memory, the error. Smaller
+        groups are read a page at a time; a page that is larger than a task's share ends the
+        file."""
         limit = machine_memory()
         for group in groups:
             if (size := rows.group_bytes[group]) > limit:
@@ -150,7 +151,8 @@ class TableSource(Source):
         return read_cells(super().parse(data, column))
 
     def _columns(self, schema: pa.Schema) -> list[str]:
-        """The columns that records are made of. Raises DamagedStreamError where there are none."""
+        """Choose the columns that records are made of. Raises DamagedStreamError where there are
+        none."""
         # Pictures are not text, whatever the name of their column ("input", "output") means.
         media = {*self.fields.named.values(), *self.fields.media_columns()}
         pictures = {one.name for one in schema if holds_pictures(one.type)} - media
@@ -165,7 +167,7 @@ class TableSource(Source):
 def _to_rows(
     batch: pa.RecordBatch, media: Sequence[str]
 ) -> Sequence[Mapping[str, Any] | SampleError]:
-    """Rows of a batch; one that is too large, or whose text is not UTF-8, as its error."""
+    """Convert a batch to rows; one that is too large, or whose text is not UTF-8, to its error."""
     num_bytes = value_bytes(batch)
     if num_bytes > MAX_JSON_BYTES and len(batch) == 1:  # as large rows are handed on
         text_bytes = value_bytes(batch.drop_columns(media))
@@ -197,8 +199,8 @@ def _float_type(schema: Any, steps: Sequence[str]) -> Callable[[float], Any]:
 
 
 def _damage_of(error: Exception) -> str:
-    """Why a table cannot be read: damaged ones raise errors of any kind. Raises the error itself
-    where it is not the file's."""
+    """Tell why a table cannot be read: damaged ones raise errors of any kind. Raises the error
+    itself where it is not the file's."""
     if isinstance(error, DamagedStreamError):
         return str(error)
     if isinstance(error, ImportError | StageError | RemoteError):
@@ -290,7 +292,7 @@ class HuggingFaceSource(TableSource):
         return f"{split}/"
 
     def _read_names(self, container: str, field: str) -> list[str] | None:
-        """A list in a file that describes the dataset; None if there is no such file."""
+        """Read a list in a file that describes the dataset; None if there is no such file."""
         content = self._read_json(container)
         if content is None:
             return None
@@ -302,7 +304,7 @@ class HuggingFaceSource(TableSource):
             raise StageError(f"{path} names no {field}; save the dataset again") from error
 
     def _read_json(self, container: str) -> Any:
-        """Content of a file that describes the dataset; None if there is no such file."""
+        """Read a file that describes the dataset; None if there is no such file."""
         try:
             self.root.entry(container)
         except FileNotFoundError:

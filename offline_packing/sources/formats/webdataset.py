@@ -78,12 +78,12 @@ class TarSample:
     is_split: bool = False
 
     def at(self, offset: int = 0, size: int = 0, column: str = "") -> Locator:
-        """A place in the tar."""
+        """Return the locator of a place in the tar."""
         kind = "stream" if codec_of(self.container) else "bytes"
         return Locator(kind, self.container, offset, size, column)
 
     def locator(self, parts: list[str]) -> Locator:
-        """Address of a record made of some parts."""
+        """Return the locator of a record made of some parts."""
         members = [self.members[part] for part in parts]
         if len(parts) == 1:
             return self.at(members[0].offset, members[0].size, parts[0])
@@ -91,7 +91,7 @@ class TarSample:
         return self.at(begin, max(one.offset + one.size for one in members) - begin, _SPAN)
 
     def read(self, part: str) -> bytes:
-        """Content of a text member. Raises SampleError where it is a link or too large."""
+        """Read a text member. Raises SampleError where it is a link or too large."""
         member = self.members[part]
         if not member.is_file:
             raise SampleError("bad_json", f"{member.name!r} is a link or no file")
@@ -171,7 +171,7 @@ class WebDatasetSource(Source):
                     yield from self._records(key, sample)
 
     def _records(self, key: str, sample: TarSample) -> Iterator[SourceRecord]:
-        """The records in a sample of the tar: one, except in a tar of packs."""
+        """Yield the records in a sample of the tar: one, except in a tar of packs."""
         at = sample.at()
         if self.is_known(key):
             yield SourceRecord(key, at, {}, known=1)
@@ -185,9 +185,9 @@ class WebDatasetSource(Source):
             chosen = self._record_parts(sample)
             at = sample.locator(chosen)
             content = self.parse_parts({part: sample.read(part) for part in chosen})
-            beside = self._json_part(sample) if self.fields.beside else None
-            if beside and beside not in chosen:  # it describes the image of a caption
-                described = self.parse_parts({beside: sample.read(beside)})
+            part = self._json_part(sample) if self.fields.beside else None
+            if part and part not in chosen:  # it describes the image of a caption
+                described = self.parse_parts({part: sample.read(part)})
                 content = {**content, **{name: described[name] for name in self.fields.beside}}
         except Exception as error:  # noqa: BLE001 - of this record
             yield SourceRecord(key, at, as_sample_error(error))
@@ -204,11 +204,12 @@ class WebDatasetSource(Source):
         yield SourceRecord(key, at, content, paired, embedded, unread=((), unread))
 
     def _media_parts(self, sample: TarSample) -> list[str]:
-        """Parts that are the sample's images and videos."""
+        """List the parts that are the sample's images and videos."""
         return [part for part in sample.members if _is_medium(part)]
 
     def _media(self, sample: TarSample) -> list[str]:
-        """The parts with media. Raises SampleError where one is a link or too large to be held."""
+        """List the parts with media. Raises SampleError where one is a link or too large to be
+        held."""
         media = self._media_parts(sample)
         for part in media:
             member = sample.members[part]
@@ -224,7 +225,8 @@ class WebDatasetSource(Source):
         return find_part(sample.members, "json") or next(found, None)
 
     def _record_parts(self, sample: TarSample) -> list[str]:
-        """The parts of the record: the JSON; the text without one, or if it describes the image."""
+        """List the parts of the record: the JSON; the text without one, or if it describes the
+        image."""
         record = self._json_part(sample)
         texts = [part for name in _TEXT_PARTS if (part := find_part(sample.members, name))]
         if record is None and not texts:
@@ -247,7 +249,7 @@ class WebDatasetSource(Source):
         return self.parse_parts(next((one.data for one in found if not one.refused), {}))
 
     def parse_parts(self, parts: Mapping[str, bytes]) -> Mapping[str, Any]:
-        """The record made of some members. Raises SampleError."""
+        """Parse the record made of some members. Raises SampleError."""
         ((part, data),) = parts.items()
         if _extension(part) == "json":
             return super().parse(data)
@@ -310,7 +312,7 @@ def divide_parts(
     belongs to the longest stem that its name begins with. The parts are several samples if no stem
     is '' and two stems own media, or there are two stems and no media, or the only stem owns some
     media, but not all; or if `is_split`. A medium without a stem is then refused. Otherwise they
-    are one sample; records beside its own are refused if they own media, or if no stem does.
+    are one sample; records other than its own are refused if they own media, or if no stem does.
     """
     stem_of = {part: _stem(part) for part in parts if _is_record(part)}
     stems, media = set(stem_of.values()), {part for part in parts if _is_medium(part)}
@@ -357,7 +359,7 @@ def _is_medium(part: str) -> bool:
 
 
 def find_part(parts: Iterable[str], name: str) -> str | None:
-    """The part of this name: 'txt', or else 'TXT'; None if there is neither."""
+    """Find the part of this name: 'txt', or else 'TXT'; None if there is neither."""
     same = [part for part in parts if part.lower() == name.lower()]
     return name if name in same else next(iter(same), None)
 
@@ -367,7 +369,7 @@ def _extension(part: str) -> str:
 
 
 def embedded_media(sample: TarSample, media: list[str]) -> dict[str, Embedded]:
-    """The media by every name that a record may use."""
+    """Return the media by every name that a record may use."""
     embedded: dict[str, Embedded] = {}
     for part in media:
         member = sample.members[part]

@@ -38,7 +38,8 @@ _MAX_NAMES: Final = 10_000
 
 
 def hint_for(reason: str, detail: str, source: SourceOptions) -> str | None:
-    """Hint for samples set aside like this one: a change of the source's options, if known."""
+    """Return a hint for samples set aside like this one: a change of the source's options, if
+    known."""
     if reason == "missing_image":
         return _missing_image(detail, source)
     if reason == "path_outside_root":
@@ -93,15 +94,16 @@ def _outside_root(detail: str) -> str:
 
 
 def nothing_found(path: str, wanted: str) -> StageError:
-    """The error if a source holds nothing of its format: names what it holds instead."""
+    """Return the error of a source that holds nothing of its format; it names what it holds
+    instead."""
     others = describe_others(path, wanted)
     hint = f", or {others}" if others else ""
     return StageError(f"source path {path!r} holds no {wanted}; set source.path{hint}")
 
 
 def describe_others(path: str, wanted: str) -> str:
-    """Hint at files at a path and below that another format than the wanted one reads: '2 *.tar
-    here: source.format=webdataset'. Empty: none, or the path is remote."""
+    """Describe files at a path and below that another format than the wanted one reads: '2 *.tar
+    here: source.format=webdataset'; "" if there are none, or the path is remote."""
     if is_url(path):
         return ""
     longest = (
@@ -117,9 +119,9 @@ def describe_others(path: str, wanted: str) -> str:
 
 
 def find_image_root(path: str, name: str) -> str | None:
-    """A folder at, below or above a source from which a missing image can be reached by its name in
-    the record: the value of source.image_root; or None. Where a link leads out of such a folder, it
-    is the one that the name is relative to after the link."""
+    """Find a folder at, below or above a source from which a missing image can be reached by its
+    name in the record: the value of source.image_root; or None. Where a link leads out of such a
+    folder, it is the one that the name is relative to after the link."""
     if is_url(path) or name.startswith("/"):
         return None
     start = Path(path) if Path(path).is_dir() else Path(path).parent
@@ -164,7 +166,7 @@ def _walk(folder: Path, inside: str = "") -> Iterator[str]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Some of a folder's content, by name; nothing for a folder that cannot be read."""
+    """List some of a folder's content, by name; nothing of a folder that cannot be read."""
     try:
         with os.scandir(folder) as found:
             some = list(itertools.islice(found, _MAX_NAMES))
@@ -175,14 +177,14 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def file_head(path: Path, name: str) -> bytes:
-    """The first bytes of a text file at a path (which may be that file), from its first one that is
-    not white space."""
+    """Read the first bytes of a text file at a path (which may be that file), without leading white
+    space."""
     with open(path if path.is_file() else path / name, "rb") as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
 def holds_packs(path: Path, tar: str) -> bool:
-    """Whether a tar at a path (which may be that tar) begins with a pack."""
+    """Tell whether a tar at a path (which may be that tar) begins with a pack."""
     file = path if path.is_file() else path / tar
     with open(file, "rb") as packed, contextlib.suppress(DamagedStreamError):
         for member in TarReader(open_unpacked(packed, tar)):
@@ -191,5 +193,5 @@ def holds_packs(path: Path, tar: str) -> bool:
 
 
 def is_pack_name(name: str) -> bool:
-    """Whether a file is named like a pack's: 'ps_00000000.img000.jpg'."""
+    """Tell whether a file is named like a pack's: 'ps_00000000.img000.jpg'."""
     return _PACK_NAME.match(name.rpartition("/")[2]) is not None

@@ -46,25 +46,25 @@ class Locator(NamedTuple):
 
 
 def in_record(record: Locator, text: str, size: int) -> Locator:
-    """Locator of a medium of `size` bytes that stands as text in the record at a locator."""
+    """Return the locator of a medium of `size` bytes that is text in the record at a locator."""
     column = f"{hash_text(text)}.{record.size}.{record.kind}.{record.column}"
     return Locator("record", record.container, record.offset, size, column)
 
 
 def record_around(at: Locator) -> tuple[Locator, str]:
-    """The record that a medium in a `record` stands in, and the hash of its text."""
+    """Return the record that a medium in a `record` is text of, and the hash of that text."""
     text_hash, size, kind, column = at.column.split(".", 3)
     return Locator(kind, at.container, at.offset, int(size), column), text_hash
 
 
 def hash_text(text: str) -> str:
-    """Hash of the text of a medium."""
+    """Hash the text of a medium."""
     return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
 
 
 def read_locator(root: Root, at: Locator, unpack_folder: Path | None = None) -> bytes:
-    """The bytes at a locator. A compressed container is unpacked to `unpack_folder`, once, to be
-    read at any place. Raises StageError if the bytes no longer exist, or not all of them."""
+    """Read the bytes at a locator. A compressed container is unpacked to `unpack_folder`, once, to
+    be read at any place. Raises StageError if the bytes no longer exist, or not all of them."""
     if at.kind in ("file", "bytes"):
         return root.read_range(at.container, at.offset, at.size, whole=at.kind == "file")
     if at.kind == "stream":
@@ -95,7 +95,8 @@ def _read_stream(root: Root, at: Locator, unpack_folder: Path | None) -> bytes:
 
 
 def _sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:
-    """The record of a sub-sample, from its pack's JSON. Raises StageError if it is another one."""
+    """Write the record of a sub-sample, from its pack's JSON. Raises StageError if it is another
+    one."""
     try:
         sub = restore_pack(pack, "pack", task).sub_samples[number]
         record = to_json(sub) if isinstance(sub, SourceSample) else b""
@@ -107,15 +108,15 @@ def _sub_sample_json(pack: bytes, task: str, number: int, size: int) -> bytes:
 
 
 def to_json(sample: SourceSample) -> bytes:
-    """A restored sub-sample as a record."""
+    """Write a restored sub-sample as a record."""
     record: dict[str, Any] = {"messages": to_messages(sample), "images": sample.images}
     record |= {"tools": sample.tools} if sample.tools else {}
     record |= {ASKED: options_json(sample.options)} if sample.options else {}
     return orjson.dumps(record | {"videos": sample.videos} if sample.videos else record)
 
 
-#: Bytes and places of the items that are taken at a time, besides the last item. The larger, the
-#: closer to each other they lie.
+#: Bytes and places of the items that are taken at a time, without the last item. The larger they
+#: are, the closer together the places are.
 _MAX_BYTES: Final = 32 << 20
 _MAX_PLACES: Final = 1 << 13
 
@@ -125,7 +126,7 @@ Item = TypeVar("Item")
 def read_ahead(
     items: Iterable[Item], places: Callable[[Item], Iterable[tuple[Root, Locator]]]
 ) -> Iterator[Item]:
-    """The same items. While one is used, remote roots hold the bytes at its `places`."""
+    """Yield the same items. While one is used, remote roots hold the bytes at its `places`."""
     window: list[Item] = []
     wanted: dict[RemoteRoot, list[FileRange]] = {}
     num_bytes = num_places = 0
@@ -146,7 +147,7 @@ def read_ahead(
 def _held(
     items: Sequence[Item], wanted: Mapping[RemoteRoot, Sequence[FileRange]]
 ) -> Iterator[Item]:
-    """The same items, for which roots hold ranges until all of them were used."""
+    """Yield the same items, for which roots hold ranges until all of them were used."""
     try:
         for root, ranges in wanted.items():
             root.read_ahead(ranges)
@@ -157,7 +158,7 @@ def _held(
 
 
 def _file_range(at: Locator) -> FileRange | None:
-    """The bytes of a file that `read_locator` reads; None: it reads no such range."""
+    """Return the bytes of a file that `read_locator` reads; None: it reads no such range."""
     if at.kind in ("file", "bytes"):
         return FileRange(at.container, at.offset, at.size, at.kind == "file")
     if at.kind == "sub_sample":

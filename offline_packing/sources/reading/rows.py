@@ -57,7 +57,8 @@ class RowFile:
     def __init__(
         self, source: "BinaryIO | pa.NativeFile", kind: str, mapped: mmap.mmap | None = None
     ) -> None:
-        """Raises pa.ArrowException or OSError if the file is damaged."""
+        """Read what a table says of itself. Raises pa.ArrowException or OSError if the file is
+        damaged."""
         self._mapped = mapped
         self._parquet: pq.ParquetFile | None = None
         if kind == "parquet_row":
@@ -82,8 +83,8 @@ class RowFile:
 
     @classmethod
     def open(cls, file: BinaryIO, kind: str) -> "RowFile":
-        """A table in a file. A local Arrow file is mapped: nothing is read before it is used. Of a
-        mapped Parquet file, packed and unpacked pages would both be in memory."""
+        """Open the table in a file. A local Arrow file is mapped: nothing is read before it is
+        used. Of a mapped Parquet file, packed and unpacked pages would both be in memory."""
         if not isinstance(getattr(file, "raw", None), io.FileIO):
             return cls(file, kind)
         with file:
@@ -93,11 +94,8 @@ class RowFile:
         return cls(pa.BufferReader(pa.py_buffer(mapped)), kind, mapped)
 
     def batches(self, groups: range, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows of some groups in order, a few megabytes at a time.
-
-        Memory depends on the size of pages, not of row groups: a page of each column is decoded at
-        a time.
-        """
+        """Yield the rows of some groups in order, a few megabytes at a time. Memory depends on the
+        size of pages, not of row groups: a page of each column is decoded at a time."""
         if self._parquet is not None:
             for group in groups:  # of several at once, Arrow refuses lists of dictionaries
                 num_rows, num_bytes = self.group_rows[group], self.group_bytes[group]
@@ -122,12 +120,18 @@ class RowFile:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def group(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """All rows of one group."""
+        """Read all rows of one group."""
         return pa.Table.from_batches(self.batches(range(number, number + 1), columns))
+
+    def row(self, number: int, columns: Sequence[str]) -> pa.Table:
+        """Return one row of an Arrow file that we wrote, and that is therefore not checked."""
+        group = bisect.bisect_right(self.group_starts, number) - 1
+        batch = self._arrow.read(group).slice(number - self.group_starts[group], 1)
+        return pa.Table.from_batches([batch]).select(list(columns))
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch cut until its parts have at most _MAX_PART_BYTES, or one row."""
+    """Halve a batch until its parts have at most _MAX_PART_BYTES, or one row."""
     if len(batch) < 2 or value_bytes(batch) <= _MAX_PART_BYTES:
         yield batch
     else:
@@ -137,12 +141,13 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def value_bytes(batch: pa.RecordBatch) -> int:
-    """Bytes of a batch's values; values that share memory, as in a dictionary, count each."""
+    """Count the bytes of a batch's values; of values that share memory, as in a dictionary, each
+    one's."""
     return int(as_plain(batch).nbytes)
 
 
 def unread_type(kind: pa.DataType) -> bool:
-    """Whether values of a type may share memory in ways that are not counted: views of lists,
+    """Tell whether values of a type may share memory in ways that are not counted: views of lists,
     run-end encoded values and unions."""
     types = pa.types
     views = (types.is_list_view, types.is_large_list_view, types.is_run_end_encoded, types.is_union)
@@ -153,34 +158,37 @@ def unread_type(kind: pa.DataType) -> bool:
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Whether a column can hold images: binary of any kind, {bytes, path}, or lists of these."""
-    types = pa.types
-    if types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0
-    value_type = getattr(kind, "value_type", None)  # of dictionaries and of lists of any kind
-    if value_type is not None:
-        return holds_bytes(value_type)
+    """Tell whether a column can hold images: binary of any kind, {bytes, path}, or lists of
+    these."""
+    kind, types = _innermost(kind), pa.types
     is_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
-    return any(one(kind) for one in (*is_bytes, types.is_fixed_size_binary))
+    return holds_pictures(kind) or any(
+        is_one(kind) for is_one in (*is_bytes, types.is_fixed_size_binary)
+    )
 
 
 def holds_pictures(kind: pa.DataType) -> bool:
-    """Whether a column holds {bytes, path}, or lists of it, which cannot be text."""
-    value_type = getattr(kind, "value_type", None)
-    if value_type is not None:
-        return holds_pictures(value_type)
-    return pa.types.is_struct(kind) and holds_bytes(kind)
+    """Tell whether a column holds {bytes, path}, or lists of it, which cannot be text."""
+    kind = _innermost(kind)
+    return pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+
+
+def _innermost(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values in dictionaries, and in lists of any kind."""
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return kind
 
 
 def as_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same values without dictionaries (an Arrow file has one for all batches) and without
-    views (Arrow cannot take single rows of them)."""
+    """Convert a batch to the same values without dictionaries (an Arrow file has one for all
+    batches) and without views (Arrow cannot take single rows of them)."""
     schema = pa.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
     return batch if schema == batch.schema else batch.cast(schema)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """A type of the same values, without dictionaries and views in it."""
+    """Return the type of the same values without dictionaries and views."""
     types = pa.types
     if types.is_dictionary(kind):
         return _plain_type(kind.value_type)
@@ -199,10 +207,8 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def name_media(value: Any, column: str) -> tuple[Any, dict[str, bytes]]:
-    """Split a row's column of images: names for the record, and bytes by name.
-
-    Bytes are named by their column; an image that is only a path keeps the path as its name.
-    """
+    """Split a row's column of images: names for the record, and bytes by name. Bytes are named by
+    their column; an image that is only a path keeps the path as its name."""
     if value is None:
         return None, {}
     values = value if isinstance(value, list) else [value]
@@ -218,17 +224,18 @@ def _name_one(value: Any, column: str) -> tuple[str, bytes | None]:
 
 
 def record_column(columns: Sequence[str], media_columns: Collection[str]) -> str:
-    """The `column` of a record made of these columns, some of which hold images or videos."""
+    """Write the `column` of a record made of these columns, some of which hold media."""
     return orjson.dumps([[c] if c in media_columns else c for c in columns]).decode()
 
 
 def is_record(column: str) -> bool:
-    """Whether a locator with this `column` means a record; a medium's ends with a number."""
+    """Tell whether a `column` is that of a record; a medium's ends with a number."""
     return column.endswith("]")
 
 
 def record_columns(column: str) -> tuple[list[str], list[str]]:
-    """The columns of a record or a medium with this `column`; and the columns with media."""
+    """Return the columns that a record or a medium is made of, from its `column`; and which of them
+    hold media."""
     if not is_record(column):
         return [column.rpartition(".")[0]], []
     named = [(c, False) if isinstance(c, str) else (c[0], True) for c in orjson.loads(column)]
@@ -238,8 +245,8 @@ def record_columns(column: str) -> tuple[list[str], list[str]]:
 def record_json(
     row: Mapping[str, Any], media_columns: Sequence[str]
 ) -> tuple[bytes, dict[str, bytes]]:
-    """A row as JSON with names in the place of images, and the bytes by name. Raises SampleError:
-    bad_json, where a text is not UTF-8 or JSON has no form for a value."""
+    """Return a row as JSON with names in place of images, and the bytes by name. Raises
+    SampleError: bad_json, where a text is not UTF-8 or JSON has no form for a value."""
     content, media = dict(row), {}
     for column in media_columns:
         content[column], found = name_media(row[column], column)
@@ -279,7 +286,7 @@ class ArrowBatches:
     """The record batches of a file in either of Arrow's formats."""
 
     def __init__(self, source: "BinaryIO | pa.NativeFile") -> None:
-        """Raises pa.ArrowException or OSError if the file is damaged."""
+        """Find the batches. Raises pa.ArrowException or OSError if the file is damaged."""
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         open_reader = pa.ipc.open_file if is_file else pa.ipc.open_stream
         source.seek(0)
@@ -319,7 +326,7 @@ class ArrowBatches:
             pa.ipc.read_record_batch(message, self.schema)  # copies nothing
 
     def read(self, number: int) -> pa.RecordBatch:
-        """One batch; uncompressed buffers stay in the mapped file."""
+        """Read one batch; uncompressed buffers stay in the mapped file."""
         found = self._batches[number]
         if isinstance(found, pa.RecordBatch):
             return found
@@ -338,7 +345,8 @@ def _check_end(source: "BinaryIO | pa.NativeFile", num_rows: int) -> None:
 
 
 def _rows_and_bytes(message: pa.Message) -> tuple[int, int]:
-    """Rows of a batch or a dictionary, and the unpacked bytes of its compressed buffers."""
+    """Read the number of rows of a batch or a dictionary, and the unpacked bytes of its compressed
+    buffers, from its FlatBuffers header: pyarrow gives them only by unpacking it."""
     data = memoryview(message.metadata)
     header = _field(data, _at(data, 0), 2)
     batch = _at(data, header)
@@ -360,7 +368,7 @@ def _rows_and_bytes(message: pa.Message) -> tuple[int, int]:
 
 
 def _field(data: memoryview, table: int, number: int) -> int:
-    """Position of a table's field; 0: it has its default."""
+    """Find the position of a table's field; 0: it has its default."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     slot = 4 + 2 * number
     if slot >= struct.unpack_from("<H", data, vtable)[0]:
@@ -370,7 +378,7 @@ def _field(data: memoryview, table: int, number: int) -> int:
 
 
 def _at(data: memoryview, position: int) -> int:
-    """Position that an offset there leads to."""
+    """Follow the offset at a position."""
     return int(position + struct.unpack_from("<I", data, position)[0])
 
 
@@ -401,28 +409,6 @@ class WantedRows:
     columns: tuple[str, ...]
 
 
-class _Copy:
-    """Rows in an Arrow file that we wrote, mapped."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        """`file` may be closed afterwards."""
-        self._mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        self._batches = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._mapped)))
-        numbers = range(self._batches.num_record_batches)
-        sizes = (self._batches.get_batch(i).num_rows for i in numbers)
-        self._starts = list(itertools.accumulate(sizes, initial=0))
-
-    def row(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """One row."""
-        place = bisect.bisect_right(self._starts, number) - 1
-        batch = self._batches.get_batch(place).slice(number - self._starts[place], 1)
-        return pa.Table.from_batches([batch]).select(list(columns))
-
-    def release(self) -> None:
-        """Release the memory of rows that were read."""
-        self._mapped.madvise(mmap.MADV_DONTNEED)
-
-
 @dataclass
 class _AtHand:
     """Prepared part of one file: some rows, ascending, and a folder for copies of groups."""
@@ -430,10 +416,10 @@ class _AtHand:
     columns: tuple[str, ...]
     folder: Path
     rows: Rows
-    copy: _Copy | None
+    copy: RowFile | None
 
     def row(self, number: int, columns: Sequence[str]) -> pa.Table | None:
-        """A row; None if it is not kept."""
+        """Read a row; None: it is not kept."""
         place = int(np.searchsorted(self.rows, number))
         if self.copy is None or place == len(self.rows) or self.rows[place] != number:
             return None
@@ -448,14 +434,14 @@ class _RowReader:
         self._groups: dict[tuple[str, str, int, str], pa.Table] = {}
         self._bytes_read = 0
         #: open copies, by their originals
-        self.copies: dict[str, _Copy] = {}
+        self.copies: dict[str, RowFile] = {}
         #: by path; a file may belong to several sources
         self.at_hand: dict[str, list[_AtHand]] = {}
 
     def row(
         self, root: Root, kind: str, container: str, row: int, columns: Sequence[str]
     ) -> pa.Table:
-        """Some columns of one row. Raises IndexError if there is none."""
+        """Read some columns of one row. Raises IndexError if there is none."""
         path = root.path(container)
         prepared = (one for one in self.at_hand.get(path, ()) if set(columns) <= set(one.columns))
         at_hand = next(prepared, None)
@@ -475,7 +461,7 @@ class _RowReader:
         return group.slice(place, 1)
 
     def file(self, root: Root, kind: str, container: str) -> tuple[RowFile, str]:
-        """A file and its stamp; a replaced file counts as a different one."""
+        """Open a file, and return its stamp; a replaced file counts as a different one."""
         key = (root.path(container), root.stamp(container))
         return _cached(self._files, key, lambda: RowFile.open(root.open(container), kind)), key[1]
 
@@ -486,29 +472,27 @@ class _RowReader:
             return
         self._bytes_read = 0
         kept = [one.copy for found in self.at_hand.values() for one in found if one.copy]
-        for copy in (*self.copies.values(), *kept):
-            copy.release()
-        for file in self._files.values():
+        for file in (*self.copies.values(), *kept, *self._files.values()):
             file.release()
 
-    def _copy(self, file: RowFile, group: tuple[str, str, int], at_hand: _AtHand) -> _Copy:
-        """A whole group, as a file in the folder of unpacked files."""
+    def _copy(self, file: RowFile, group: tuple[str, str, int], at_hand: _AtHand) -> RowFile:
+        """Copy a whole group to a file in the folder of unpacked files, unless it is there."""
         path, stamp, number = group
         name = "\0".join((path, stamp, str(number), *at_hand.columns))
 
         def write(target: BinaryIO) -> None:
             write_arrow(target, file.batches(range(number, number + 1), at_hand.columns))
 
-        def make() -> _Copy:
+        def make() -> RowFile:
             what = f"row group {number} of {path}"
-            with open(unpacked_copy(name, what, at_hand.folder, write), "rb") as opened:
-                return _Copy(opened)
+            copy = unpacked_copy(name, what, at_hand.folder, write)
+            return RowFile.open(copy.open("rb"), "arrow_row")
 
         return _cached(self.copies, name, make)
 
 
 def _cached(cache: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
-    """A cached value, made if it is missing; the least recently used one is dropped."""
+    """Return a cached value, made if it is missing; the least recently used one is dropped."""
     cache[key] = cache.pop(key) if key in cache else make()
     if len(cache) > _OPEN_FILES:
         cache.pop(next(iter(cache)))
@@ -525,13 +509,11 @@ def rows_at_hand(wanted: Sequence[WantedRows], folder: Path, unpack_folder: Path
     `unpack_folder`. Raises StageError if a file cannot be read, or the disk is full."""
     scratch = scratch_folder(folder)
     scratch.mkdir(parents=True, exist_ok=True)
-    at_hand: dict[str, list[_AtHand]] = {}
-    before, _reader.at_hand = _reader.at_hand, at_hand
+    before, _reader.at_hand = _reader.at_hand, {}
     try:
         for one in wanted:
-            path = one.root.path(one.container)
             prepared = _prepare(one, scratch, unpack_folder)
-            at_hand.setdefault(path, []).extend(prepared)
+            _reader.at_hand.setdefault(one.root.path(one.container), []).extend(prepared)
         yield
     finally:
         _reader.at_hand = before
@@ -539,35 +521,27 @@ def rows_at_hand(wanted: Sequence[WantedRows], folder: Path, unpack_folder: Path
 
 
 def _prepare(wanted: WantedRows, scratch: Path, unpack_folder: Path) -> list[_AtHand]:
-    """Rows of a file; None if its rows are read in place."""
+    """Prepare rows of a file; return nothing if its rows are read in place."""
     try:
         file, _ = _reader.file(wanted.root, wanted.kind, wanted.container)
         if not any(file.group_bytes):
             return []
-        chosen = decoded_at_once(file.group_starts, file.group_bytes, wanted.rows)
+        counts = np.diff(np.searchsorted(wanted.rows, file.group_starts))
+        much = counts >= WANTED_SHARE * np.diff(file.group_starts)
+        at_once = (counts > 0) & (much | (np.asarray(file.group_bytes) <= SMALL_GROUP))
         with translate_disk_full(scratch), tempfile.TemporaryFile(dir=scratch) as kept:
-            rows = _write_rows(kept, file, np.flatnonzero(chosen), wanted)
-            copy = _Copy(kept) if len(rows) else None
+            rows = _write_rows(kept, file, np.flatnonzero(at_once), wanted)
+            copy = RowFile.open(kept, "arrow_row") if len(rows) else None
             return [_AtHand(wanted.columns, unpack_folder, rows, copy)]
     except (*_DAMAGE, SampleError) as error:
         path = wanted.root.path(wanted.container)
         raise StageError(f"{path} cannot be read: {error}") from error
 
 
-def decoded_at_once(
-    group_starts: Sequence[int], group_bytes: Sequence[int], rows: Rows
-) -> npt.NDArray[np.bool_]:
-    """(num_groups,): whether a reader of these rows, ascending, decodes a group for itself.
-    `group_starts`, (num_groups + 1,), are as in RowFile; `group_bytes`, (num_groups,), decoded."""
-    wanted = np.diff(np.searchsorted(rows, np.asarray(group_starts)))
-    much = wanted >= WANTED_SHARE * np.diff(group_starts)
-    return (wanted > 0) & (much | (np.asarray(group_bytes) <= SMALL_GROUP))
-
-
 def _write_rows(
     target: BinaryIO, file: RowFile, groups: npt.NDArray[np.intp], wanted: WantedRows
 ) -> Rows:
-    """Write the wanted rows of some groups; returns their numbers."""
+    """Write the wanted rows of some groups; return their numbers."""
     written: list[Rows] = []
 
     def chosen() -> Iterator[pa.RecordBatch]:
@@ -585,7 +559,7 @@ def _write_rows(
 
 
 def read_value(root: Root, kind: str, container: str, row: int, column: str, size: int) -> bytes:
-    """A record's JSON or a medium's bytes. Raises StageError if gone, or of another size."""
+    """Read a record's JSON or a medium's bytes. Raises StageError if gone, or of another size."""
     try:
         columns, media = record_columns(column)
         values = _reader.row(root, kind, container, row, columns).to_pylist()[0]

@@ -22,8 +22,8 @@ from offline_packing.sources.roots.roots import Root
 
 _CHUNK: Final = 1 << 16
 
-#: Stands in a key for the last dot of a file's name. It sorts before all that can be in a name, so
-#: that keys in order are files in the order of stem and suffix.
+#: Takes the place of the last dot of a file's name in its key. It sorts before all that can be in a
+#: name, so that keys in order are files in the order of stem and suffix.
 DOT: Final = b"\0"
 
 #: One row per file, in the order of a listing.
@@ -64,7 +64,7 @@ class _Names:
             numbers += np.fromiter(column, np.int64, len(keys)).tobytes()
 
     def in_order(self) -> Iterator[tuple[list[bytes], Numbers, Numbers]]:
-        """Keys, sizes and times, some at a time; a stem is never cut."""
+        """Yield keys, sizes and times in order, some at a time; a stem is never cut."""
         lengths, sizes, times = (np.frombuffer(numbers, np.int64) for numbers in self._numbers)
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -111,24 +111,24 @@ def walk(root: Root) -> Iterator[tuple[str, int, int]]:
 
 
 def to_key(name: bytes) -> bytes:
-    """b'a.b.json' -> b'a.b\\0json'."""
+    r"""Turn a file's name into its key: b'a.b.json' -> b'a.b\0json'."""
     stem, _, suffix = name.rpartition(b".")
     return stem + DOT + suffix if stem else name
 
 
 def to_name(key: bytes) -> str:
-    """b'a.b\\0json' -> 'a.b.json'."""
+    r"""Turn a key into the file's name: b'a.b\0json' -> 'a.b.json'."""
     return os.fsdecode(key.replace(DOT, b"."))
 
 
 def hash_files(files: Iterable[tuple[str, int]]) -> str:
-    """Hash of some containers and their sizes."""
+    """Hash some containers and their sizes."""
     lines = (os.fsencode(container) + b"\0%d\n" % size for container, size in files)
     return xxhash.xxh3_128_hexdigest(b"".join(lines))
 
 
 def container_hash(container: bytes) -> int:
-    """Identity of a file in 8 bytes."""
+    """Hash a file's name to its identity in 8 bytes."""
     return xxhash.xxh3_64_intdigest(container)
 
 
@@ -136,7 +136,7 @@ class FileTable:
     """Files of a listing, collected as a packed table of FILES_SCHEMA."""
 
     def __init__(self, is_read: Callable[[bytes], bool]) -> None:
-        """`is_read`: whether files of a suffix belong to it."""
+        """Start a table. `is_read` tells whether files of a suffix belong to it."""
         self._is_read = is_read
         self._sink = pa.BufferOutputStream()
         options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -153,7 +153,7 @@ class FileTable:
         self._writer.write_batch(pa.record_batch(columns, FILES_SCHEMA))
 
     def finish(self) -> bytes:
-        """The table, as an Arrow stream."""
+        """Return the table, as an Arrow stream."""
         self._writer.close()
         return bytes(self._sink.getvalue())
 
@@ -173,7 +173,7 @@ class PackedKeys:
         return cls(len(data), pa.Codec("zstd").compress(data, asbytes=True))
 
     def unpack(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """(folder, keys), in order."""
+        """Yield (folder, keys), in order."""
         data = pa.Codec("zstd").decompress(self.data, self.size, asbytes=True)
         for block in data.split(DOT + DOT):
             folder, _, keys = block.partition(DOT)

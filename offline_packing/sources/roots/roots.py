@@ -50,12 +50,13 @@ class MediaRoot:
         self._given = os.path.abspath(folder).rstrip("/") + "/"
 
     def path(self, container: str) -> str:
-        """Path of a file for opening it and for messages."""
+        """Return the path of a file, to open it and for messages."""
         return self._inside + container
 
     def locate(self, folder: str, name: str) -> str:
-        """Container (path relative to the root) of the file that `name` means in `folder`. Raises
-        SampleError: path_outside_root, or missing_image if it cannot be a file name."""
+        """Return the container (path relative to the root) of the file that `name` means in
+        `folder`. Raises SampleError: path_outside_root, or missing_image if it cannot be a file
+        name."""
         check_name(name)
         if _PLAIN_NAME.fullmatch(name):  # as for most; the rest takes 5 µs
             return f"{folder}/{name}" if folder else name
@@ -81,29 +82,29 @@ class MediaRoot:
         return io.BufferedReader(io.FileIO(self._open(container)), _BUFFER_BYTES)
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
-        """A file of `size` bytes at `offset` of a file. Raises SampleError as `open`."""
+        """Open `size` bytes at `offset` of a file. Raises SampleError as `open`."""
         return open_range(self.open(container), offset, size)
 
     def stamp(self, container: str) -> str:
-        """Changes when a file is replaced or written to."""
+        """Return what changes when a file is replaced or written to."""
         found = os.stat(self.path(container))
         return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def read(self, container: str, limit: int) -> bytes:
-        """A whole file with a record. Raises SampleError as `open`, but bad_json for missing_image;
-        bad_record if it is larger than `limit` bytes."""
+        """Read a whole file with a record. Raises SampleError as `open`, but bad_json for
+        missing_image; bad_record if it is larger than `limit` bytes."""
         with io.FileIO(self._open(container, "bad_json")) as file:
             if os.fstat(file.fileno()).st_size > limit:
                 raise SampleError("bad_record", f"the JSON is larger than {limit} bytes")
             return file.readall()
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
-        """`size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
+        """Read `size` bytes at `offset`; with `whole`, the file must have exactly that size. Raises
         StageError if the file is gone, shorter, or has another size than when it was measured."""
         return read_range(self.path(container), offset, size, whole=whole)
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
-        """(name, size, modification time in ns) of the entries of a folder (b"" or b"a/b/");
+        """Yield (name, size, modification time in ns) of the entries of a folder (b"" or b"a/b/");
         folders have size None, and links count as files. Names that begin with a dot are left out;
         the order is the file system's."""
         with os.scandir(os.fsencode(self._inside) + folder) as found:
@@ -117,12 +118,13 @@ class MediaRoot:
                     yield entry.name, status.st_size, status.st_mtime_ns
 
     def entry(self, container: str) -> tuple[str, int, int]:
-        """(container, size, modification time in ns) of a file."""
+        """Return (container, size, modification time in ns) of a file."""
         found = os.stat(self.path(container))
         return container, found.st_size, found.st_mtime_ns
 
     def _open(self, container: str, missing: str = "missing_image") -> int:
-        """A descriptor of a regular file under the root. Raises SampleError as `open`."""
+        """Open a regular file under the root, and return its descriptor. Raises SampleError as
+        `open`."""
         path = self.path(container)
         with _missing(container, missing):
             if not self._holds(_real_folder(path.rpartition("/")[0])):
@@ -161,7 +163,7 @@ def check_name(name: str) -> None:
 
 
 def _stat(entry: os.DirEntry[bytes]) -> os.stat_result:
-    """Status of the file that a link leads to; of the link itself if it is broken."""
+    """Return the status of the file that a link leads to; of the link itself if it is broken."""
     try:
         return entry.stat()
     except OSError:
@@ -226,15 +228,16 @@ class RemoteRoot:
         self._held: dict[FileRange, bytes] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens its own connections."""
+        """Leave connections out: another process opens its own."""
         return {**self.__dict__, "_stamps": {}, "_sizes": {}, "_open_file": None, "_held": {}}
 
     def path(self, container: str) -> str:
-        """URL of a file."""
+        """Return the URL of a file."""
         return str(self._at.fs.unstrip_protocol(self._path(container)))
 
     def locate(self, folder: str, name: str) -> str:
-        """Container that `name` means in `folder`. Raises SampleError as MediaRoot.locate does."""
+        """Return the container that `name` means in `folder`. Raises SampleError as
+        MediaRoot.locate does."""
         check_name(name)
         if name.startswith(self.path("")):
             return name.removeprefix(self.path(""))
@@ -256,20 +259,20 @@ class RemoteRoot:
         return self.open_range(container, 0, size_of(file))
 
     def open_range(self, container: str, offset: int, size: int) -> BinaryIO:
-        """A file of `size` bytes at `offset` of a file, which is opened once for its ranges in
+        """Open `size` bytes at `offset` of a file, which is opened once for its ranges in
         succession. Raises SampleError as `open`."""
         if self._open_file is None or self._open_file[0] != container:
             self._open_file = (container, self.open(container))
         return open_range(self._open_file[1], offset, size, keep_open=True)
 
     def stamp(self, container: str) -> str:
-        """Changes when a file is replaced or written to; asked for once per task."""
+        """Return what changes when a file is replaced or written to; asked for once per task."""
         if container not in self._stamps:
             self._stamps[container] = str(self._at.fs.ukey(self._path(container)))
         return self._stamps[container]
 
     def read(self, container: str, limit: int) -> bytes:
-        """A whole file. Raises SampleError as MediaRoot.read does."""
+        """Read a whole file. Raises SampleError as MediaRoot.read does."""
         with _missing(container, "bad_json"):
             data: bytes = self._at.fs.cat_file(self._path(container), start=0, end=limit + 1)
         if len(data) > limit:
@@ -277,8 +280,8 @@ class RemoteRoot:
         return data
 
     def read_range(self, container: str, offset: int, size: int, *, whole: bool) -> bytes:
-        """`size` bytes at `offset`. Raises StageError as MediaRoot.read_range does, RemoteError as
-        `make_request` does."""
+        """Read `size` bytes at `offset`. Raises StageError as MediaRoot.read_range does,
+        RemoteError as `make_request` does."""
         wanted = FileRange(container, offset, size, whole)
         if (held := self._held.get(wanted)) is not None:
             return held
@@ -314,20 +317,21 @@ class RemoteRoot:
         return bytes(make_request(self.path(container), "read", request))
 
     def list_folder(self, folder: bytes) -> Iterator[tuple[bytes, int | None, int]]:
-        """(name, size, 0) of the entries of a folder (b"" or b"a/b/"); folders have size None, and
-        storages do not agree on a modification time. Names that begin with a dot are left out.
-        Raises StageError if the storage does not report the size of a file."""
+        """Yield (name, size, 0) of the entries of a folder (b"" or b"a/b/"); folders have size
+        None, and storages do not agree on a modification time. Names that begin with a dot are left
+        out. Raises StageError if the storage does not report the size of a file."""
         for name, info in self._at.listing(folder.decode()):
             if not name.startswith("."):
                 is_file = info["type"] != "directory"
                 yield name.encode(), self._size(info["name"], info["size"]) if is_file else None, 0
 
     def entry(self, container: str) -> tuple[str, int, int]:
-        """(container, size, 0) of a file. Raises StageError as `list_folder`."""
+        """Return (container, size, 0) of a file. Raises StageError as `list_folder`."""
         return container, self._size(self._path(container)), 0
 
     def _size(self, path: str, listed: int | None = None) -> int:
-        """Size of a file; a plain web server lists names only, and is asked once for each."""
+        """Return the size of a file; a plain web server lists names only, and is asked once per
+        file."""
         if listed is not None:
             return int(listed)
         if path not in self._sizes:
@@ -347,7 +351,7 @@ Root = MediaRoot | RemoteRoot
 
 
 def neighbors(ranges: Iterable[FileRange]) -> list[list[FileRange]]:
-    """Ranges in groups for one request each: of a file, with small gaps, and not too many bytes."""
+    """Group ranges for one request each: of one file, with small gaps, and not too many bytes."""
     from fsspec.utils import merge_offset_ranges
 
     wanted = sorted(set(ranges))

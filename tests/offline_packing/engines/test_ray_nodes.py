@@ -1,18 +1,25 @@
-"""Nodes of a Ray cluster come and die while tasks run on them; a lost cluster is said."""
+"""Nodes of a Ray cluster come and die while tasks run on them, also where sources and output are in
+object storage; a lost cluster is named."""
 
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offline_packing.engines.local import advance
+from offline_packing.engines import Engine
+from offline_packing.engines.local import LocalEngine, advance
 from offline_packing.engines.ray_cluster import RayEngine
-from tests.helpers.ray_clusters import kill_processes, nodes_apart
+from offline_packing.runs.run import Run
+from offline_packing.verify.verify import verify
+from tests.helpers.datasets import make_config, pack_all, vqa_pairs
+from tests.helpers.object_store import ObjectStore
+from tests.helpers.ray_clusters import kill_node_when, kill_processes, nodes_apart
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.55'")
 
@@ -79,3 +86,47 @@ def test_a_cluster_that_is_lost(name: str, cluster: Any, tmp_path: Path) -> None
     assert len(said) == 1, errors
     assert re.match(r"StageError: the Ray cluster is lost: .*run again", said[0])
     assert driver.returncode == 1
+
+
+#: Folders of what the tasks of a stage write.
+STAGES = ("_packing/index", "_packing/write")
+NODES = 3
+
+
+@pytest.fixture
+def nodes(object_store: ObjectStore, tmp_path: Path) -> Iterator[Any]:
+    """Three nodes that share no folder, whose tasks know the object storage."""
+    with nodes_apart(tmp_path / "nodes", NODES) as cluster:
+        yield cluster
+
+
+def has_begun(store: ObjectStore, stage: str) -> bool:
+    """Whether a stage has written anything."""
+    return any(not key.startswith("_") for key in store.keys(stage))
+
+
+@pytest.mark.exhaustive
+def test_nodes_without_a_common_folder(
+    nodes: Any, object_store: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    vqa_pairs(tmp_path / "data", 240)
+    object_store.put_folder(tmp_path / "data", f"{bucket}/data")
+    source = {"format": "pairs", "path": f"{bucket}/data", "task": "vqa"}
+    sections: dict[str, Any] = {"engine": {"workers": 0, "samples_per_part": 20}}
+
+    def run_to(name: str, engine: Engine) -> Run:
+        output = {"path": f"{bucket}/{name}", "packs_per_shard": 4}
+        return Run(make_config(source, Path(), output=output, **sections), engine)
+
+    pack_all(run_to("local", LocalEngine(0)))
+    begun = (partial(has_begun, object_store, f"{bucket}/ray/{stage}") for stage in STAGES)
+    killer = kill_node_when(nodes, *begun)
+    with RayEngine(1) as engine:
+        pack_all(run_to("ray", engine))
+        assert verify(run_to("ray", engine)).ok
+    killer.join(timeout=300)
+    assert not killer.is_alive(), "no node was killed"
+    assert len(nodes.worker_nodes) == NODES - len(STAGES)
+    local, ray = (object_store.objects(f"{bucket}/{name}") for name in ("local", "ray"))
+    assert len(local) > 20
+    assert ray == local

@@ -204,13 +204,6 @@ def test_token_ids_are_completed_and_checked(packed: Run, tmp_path: Path) -> Non
     assert export(root, stored, "nemo").was_complete
     name = "packed_seq_dataset.bin"
     assert (stored / name).read_bytes() == (expected / name).read_bytes()
-    for after in itertools.count(0, 5):
-        folder = tmp_path / f"nemo{after}"
-        if not export_and_die(root, folder, after, "nemo"):
-            break
-        export(root, folder, "nemo")
-        assert files_of(folder) == files_of(expected)
-    assert after > 20
     flip_byte(expected / name, 40)
     with pytest.raises(DamagedError, match=rf"{name} is missing or damaged; remove the folder"):
         export(root, expected, "nemo")
@@ -221,13 +214,13 @@ def test_a_processor_that_changed_is_refused(world: World, tmp_path: Path) -> No
     manifest = require_manifest(run.workspace.root)
     config = {**manifest.config, "model": {**manifest.config["model"], "max_pixels": 3136}}
     changed = manifest.model_copy(update={"config": config})
-    task = ShardExport(run.workspace.root, tmp_path, changed, changed.shards[0], 0)
+    task = ShardExport(run.workspace.root, tmp_path, changed, changed.shards[0])
     (tmp_path / PIECES).mkdir(parents=True)
     with pytest.raises(StageError, match=r"tokens, was measured with \d+: the model's processor"):
         nemo.write(task)
 
 
-def export_and_die(output: Path, folder: Path, after: int, to: str = "raw") -> bool:
+def export_and_die(output: Path, folder: Path, after: int, to: str) -> bool:
     """Export in a fork that is killed before it opens or renames a file again, after some times;
     returns whether it was."""
     pid = os.fork()
@@ -245,20 +238,23 @@ def export_and_die(output: Path, folder: Path, after: int, to: str = "raw") -> b
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def test_killed_at_any_moment_and_run_again(packed: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("to", "every"), [("raw", 3), ("nemo", 5)])
+def test_killed_at_any_moment_and_run_again(
+    packed: Run, tmp_path: Path, to: str, every: int
+) -> None:
     """The bytes are those of an export that nobody killed; half of one never has its name."""
     root = packed.workspace.root
-    export(root, tmp_path / "whole")
+    export(root, tmp_path / "whole", to)
     expected = files_of(tmp_path / "whole")
-    for after in itertools.count(0, 3):
-        folder = tmp_path / f"raw{after}"
-        if not export_and_die(root, folder, after):
+    for after in itertools.count(0, every):
+        folder = tmp_path / f"{to}{after}"
+        if not export_and_die(root, folder, after, to):
             break
         assert not folder.exists()
-        assert not export(root, folder).was_complete
+        assert not export(root, folder, to).was_complete
         assert files_of(folder) == expected
         assert not folder.with_name(f"{folder.name}.partial").exists()
-    assert after > len(expected)
+    assert after > max(20, len(expected))
 
 
 def make_folder(path: Path) -> None:

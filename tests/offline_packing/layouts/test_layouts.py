@@ -24,12 +24,11 @@ from offline_packing.online.ranks.pack_costs import pack_costs
 from offline_packing.report.preview import preview
 from offline_packing.runs.manifest import require_manifest
 from offline_packing.storage.tars import TarShardWriter, tar_size
-from offline_packing.upkeep.status import status
 from offline_packing.verify.verify import verify
 from task_encoders.loading.packed_folder import PackedFolder
 from task_encoders.versions import SUPPORTED
-from tests.helpers.datasets import image_bytes, pack_all, packed_run
-from tests.helpers.outputs import copy_tars, reopen, sqlite_rows
+from tests.helpers.datasets import image_bytes, packed_run
+from tests.helpers.outputs import copy_tars, sqlite_rows
 from tests.world import World, copy_of
 
 
@@ -100,25 +99,6 @@ def test_the_bytes_are_the_same(world: World, layout: str) -> None:
     assert [pack.key for pack in packs[1]] == [pack.key for pack in packs[0]]
     assert all(map(np.array_equal, *map(pack_costs, packs)))
     assert all(map(np.array_equal, *(one.columns() for one in packs)))
-
-
-def test_a_shard_that_was_not_finished_is_written(world: World, tmp_path: Path) -> None:
-    run = world.run("captioning", pack={"seq_length": 256}, output=FOLDERS)
-    run = copy_of(run, tmp_path / "out")
-    root, workspace, before = run.workspace.root, run.workspace, files(run.workspace.root)
-    shard = "train-0000/train-000001"
-    reopen(run, "write")
-    for path in (workspace.manifest, workspace.fragment(shard), root / f"{shard}.tar"):
-        path.unlink()
-    left = root / f"{shard}.tar.0123456789ab.tmp"
-    left.write_bytes(b"half")
-    number = len(list(workspace.write.rglob("*-??????.json")))
-    assert f"in {number} shards" in status(run)
-    pack_all(run)
-    assert not left.exists()
-    assert files(root) == before
-    run.drop("write")
-    assert not list(root.glob("train*"))
 
 
 @pytest.fixture

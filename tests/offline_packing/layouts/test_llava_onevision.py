@@ -209,10 +209,7 @@ UNFIT_TWO: dict[str, tuple[dict[str, Any], str]] = {
         of_one("<image>Tag?", "Write <image>."),
         "text that spells control tokens, nor <image> in an answer",
     ),
-    "video_tag": (
-        of_one("<image>What is <video>?", "A tag."),
-        "such text elsewhere, nor <video>",
-    ),
+    "video_tag": (of_one("<image>What is <video>?", "A tag."), "such text elsewhere, nor <video>"),
     "break": ({"messages": dialogue("Why?", "\nSo.")}, "answer that begins with a line break"),
     "small": (
         of_one("A line?", "Yes.", images=["small.png"]),

@@ -17,11 +17,7 @@ from offline_packing.online.datasets import (
 )
 from task_encoders.samples import IGNORE_INDEX, SampleError
 from tests.helpers.online_samples import Indexed, lettered
-from tests.helpers.tiny_checkpoints import (
-    row_samples,
-    transformers_model,
-    unpacked_inputs,
-)
+from tests.helpers.tiny_checkpoints import row_samples, transformers_model, unpacked_inputs
 
 
 def test_the_documented_row() -> None:
@@ -133,27 +129,38 @@ def test_images_in_lists_stay_one_list() -> None:
     assert padding_free_collator(samples[1:2])["images"] == []
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ({"key": "a"}, r"field 'key' of a sample, str 'a', is carried nowhere"),
-        (
-            {"pixel_values": [[1.0], [1.0, 2.0]]},
-            "field .pixel_values. of a sample, list .*",
-        ),
-        ({"meta": {"a": 1}}, "field 'meta' of a sample, dict {'a': 1}, is carried nowhere"),
-        ({"pixel_values": [torch.ones(1), torch.ones(2)]}, "field 'pixel_values' .* nowhere"),
-        ({"pixel_values": torch.ones(2, 3)}, r"'pixel_values' .* has \[\(1, 2\), \(2, 3\)\]"),
-        ({"images": torch.ones(1, 2)}, r"field 'images' .* has \['a list', \(1, 2\)\]"),
-        ({"input_ids": torch.ones(2, 5)}, r"input_ids of a sample of 5 tokens has shape \(2, 5\)"),
-        ({"labels": [1, 2, 3]}, r"labels of a sample of 2 tokens has shape \(3,\); give one value"),
-        ({"position_ids": [[0, 1], [0, 1]]}, r"position_ids of a sample of 2 .* shape \(2, 2\)"),
-    ],
-)
-def test_fields_that_cannot_be_in_a_row_are_named(field, message) -> None:
-    first = {"input_ids": [1], "pixel_values": torch.ones(1, 2), "images": [torch.ones(1, 2)]}
+FIRST = {"input_ids": [1], "pixel_values": torch.ones(1, 2), "images": [torch.ones(1, 2)]}
+LACKS_IDS = r"input_ids of a sample with .* is (missing|empty)"
+#: Fields of a sample after FIRST, and what is said of them.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"key": "a"}, r"field 'key' of a sample, str 'a', is carried nowhere"),
+    ({"pixel_values": [[1.0], [1.0, 2.0]]}, "field .pixel_values. of a sample, list .*"),
+    ({"meta": {"a": 1}}, "field 'meta' of a sample, dict {'a': 1}, is carried nowhere"),
+    ({"pixel_values": [torch.ones(1), torch.ones(2)]}, "field 'pixel_values' .* nowhere"),
+    ({"pixel_values": torch.ones(2, 3)}, r"'pixel_values' .* has \[\(1, 2\), \(2, 3\)\]"),
+    ({"images": torch.ones(1, 2)}, r"field 'images' .* has \['a list', \(1, 2\)\]"),
+    ({"input_ids": torch.ones(2, 5)}, r"input_ids of a sample of 5 tokens has shape \(2, 5\)"),
+    ({"labels": [1, 2, 3]}, r"labels of a sample of 2 tokens has shape \(3,\); give one value"),
+    ({"position_ids": [[0, 1], [0, 1]]}, r"position_ids of a sample of 2 .* shape \(2, 2\)"),
+    ({"labels": [1, 2]}, "1 of 2 samples of a row have no labels; give labels to"),
+    ({"loss_scale": torch.ones(2)}, "loss_scale has not one value per token"),
+    *(({"input_ids": ids}, LACKS_IDS) for ids in (None, [])),
+]
+
+
+@pytest.mark.parametrize(("field", "message"), REFUSED)
+def test_what_cannot_be_in_a_row_is_named(field: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        padding_free_collator([first, {"input_ids": [1, 2], **field}])
+        padding_free_collator([FIRST, {"input_ids": [1, 2], **field}])
+
+
+def test_rows_that_are_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        padding_free_collator([])
+    with pytest.raises(ValueError, match="a row of 5 tokens does not fit pad_to_length 4"):
+        padding_free_collator(lettered(3, 2), pad_to_length=4)
+    with pytest.raises(ValueError, match=LACKS_IDS):
+        padding_free_collator([*lettered(3), {"labels": [1]}])
 
 
 def test_lengths_of_samples_that_are_not_one_row_are_refused() -> None:
@@ -169,28 +176,9 @@ def test_lengths_of_samples_that_are_not_one_row_are_refused() -> None:
             count_tokens(sample)
 
 
-def test_what_makes_no_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one sample"):
-        padding_free_collator([])
-    with pytest.raises(ValueError, match="a row of 5 tokens does not fit pad_to_length 4"):
-        padding_free_collator(lettered(3, 2), pad_to_length=4)
-    for sample in ({"labels": [1]}, {"input_ids": None}, {"input_ids": [], "labels": []}):
-        with pytest.raises(ValueError, match=r"input_ids of a sample with .* is (missing|empty)"):
-            padding_free_collator([*lettered(3), sample])
-    first, second = lettered(3, 2)
-    first["loss_scale"] = torch.ones(3)
-    with pytest.raises(ValueError, match="loss_scale has not one value per token"):
-        padding_free_collator([first, second])
-
-
-def test_a_sample_without_labels_beside_others_is_refused() -> None:
-    """All of its tokens would be trained."""
-    first, second = lettered(3, 2)
-    second["labels"] = None
-    with pytest.raises(ValueError, match="1 of 2 samples of a row have no labels; give labels to"):
-        padding_free_collator([first, second])
-    first.pop("labels")
-    labels = padding_free_collator([first, second])["labels"]
+def test_samples_without_labels_train_all_but_their_first_token() -> None:
+    samples = [{**one, "labels": None} for one in lettered(3, 2)]
+    labels = padding_free_collator(samples)["labels"]
     assert labels.tolist() == [[IGNORE_INDEX, 2, 3, IGNORE_INDEX, 5]]
 
 

@@ -22,8 +22,7 @@ import pytest
 
 from offline_packing.errors import StageError
 from offline_packing.sources import open_source
-from offline_packing.sources.formats import webdataset
-from offline_packing.sources.formats.jsonl import CsvSource
+from offline_packing.sources.formats import jsonl, webdataset
 from offline_packing.sources.reading.rows import ArrowBatches
 from offline_packing.storage import streams
 from task_encoders.samples import SampleError
@@ -138,15 +137,11 @@ ODD: dict[str, dict[str, list[Any]]] = {
             ("k.json", ASK.replace(b"{", b'{"image": "c.jpg", ', 1)),
         ],
     },
-    "image_count_mismatch": {
-        "no_image": [("k.json", ASK)],
-    },
+    "image_count_mismatch": {"no_image": [("k.json", ASK)]},
     "ambiguous_image": {
-        "two_images_none_named": [("k.a.jpg", JPEG), ("k.b.jpg", JPEG), ("k.json", ASK)],
+        "two_images_none_named": [("k.a.jpg", JPEG), ("k.b.jpg", JPEG), ("k.json", ASK)]
     },
-    "bad_image": {
-        "image_empty": [("k.jpg", b""), ("k.json", ASK)],
-    },
+    "bad_image": {"image_empty": [("k.jpg", b""), ("k.json", ASK)]},
 }
 
 
@@ -213,10 +208,8 @@ def test_gzip_bomb_ends_its_file(
 
 def test_blank_rows_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes of them unpack from megabytes; a row after them keeps its number."""
-    blocks, have_text = [], CsvSource._have_text
-    monkeypatch.setattr(
-        CsvSource, "_have_text", lambda *own: (blocks.append(own), have_text(*own))[1]
-    )
+    blocks, have_text = [], jsonl._have_text
+    monkeypatch.setattr(jsonl, "_have_text", lambda *own: blocks.append(own) or have_text(*own))
     rows = b"caption\n" + b"\n" * (8 << 20) + b"one\n" + b"\n" * (8 << 20) + b"two\n"
     write_file(tmp_path / "a.csv.gz", gzip.compress(rows, 1))
     source = open_source({"format": "csv", "path": str(tmp_path), "task": "captioning"})

@@ -91,10 +91,7 @@ def test_both_phases_cost_the_same(
 )
 @settings(max_examples=60, deadline=None)
 def test_every_item_comes_once_in_the_fewest_steps_of_one_kind(
-    items: list[tuple[int, float, float, int]],
-    given_costs: str,
-    num_ranks: int,
-    budget: int | None,
+    items: list[tuple[int, float, float, int]], given_costs: str, num_ranks: int, budget: int | None
 ) -> None:
     """The promises hold for each kind: every item once, repeated only what fills the last step, if
     samples are too few for a micro batch on each rank; the same epoch again; and with other ranks,

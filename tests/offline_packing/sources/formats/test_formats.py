@@ -14,7 +14,7 @@ from offline_packing.sources.recognise import recognise
 from offline_packing.verify.verify import verify
 from task_encoders.samples import SourceSample
 from tests.helpers import formats
-from tests.helpers.accounting import account, open_one, outcomes
+from tests.helpers.accounting import open_one, outcomes, turns_in
 from tests.helpers.datasets import image_bytes, make_run, pack_all
 from tests.helpers.formats import Sample, write_file
 from tests.helpers.videos import make_video
@@ -129,14 +129,8 @@ def test_each_caption_is_a_sample_or_has_a_reason(
         **dict.fromkeys(("a", "b/c", "v"), "ok"), "none": "missing_image",
         "twice": "ambiguous_image", "latin": "bad_json", "empty": "empty_answer",
     }  # fmt: skip
-    opened = open_one(source, tmp_path)
-    rows = {row.key: row for *_, row in account(opened) if row is not None}
-    texts = {
-        key: opened.read_sample(key, row.json, len(row.media) - row.num_videos, row.num_videos)
-        for key, row in rows.items()
-    }
-    answers = {key: sample.turns[0].answer for key, sample in texts.items()}
+    answers = {key: turns[0][1] for key, turns in turns_in(source, tmp_path).items()}
     assert answers == {"a": "A cat.", "b/c": "A dog.", "v": "Läuft."}
-    assert len(opened.scan(9).unpaired_media) == 1
+    assert len(open_one(source, tmp_path).scan(9).unpaired_media) == 1
     (captions_of_all_kinds / "a.json").unlink()
     assert recognise(str(captions_of_all_kinds)).options == source

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from offline_packing.errors import StageError
-from tests.helpers.accounting import account, open_one, outcomes
+from tests.helpers.accounting import open_one, outcomes, turns_in
 from tests.helpers.datasets import make_run, pack_all
 from tests.helpers.formats import write_file
 
@@ -25,11 +25,8 @@ def write_entry(root: Path, entry: Any, records: Any = ()) -> dict[str, Any]:
 
 def turns_of(config: dict[str, Any], root: Path) -> list[tuple[str, str]]:
     """Turns of the only record."""
-    source = open_one(config, root)
-    ((key, outcome, row),) = account(source)
-    assert outcome == "ok"
-    assert row is not None
-    return [(turn.prompt, turn.answer) for turn in source.read_sample(key, row.json, 0).turns]
+    (turns,) = turns_in(config, root).values()
+    return turns
 
 
 BAD_DIALOGUES: dict[str, tuple[Any, str]] = {
@@ -153,14 +150,10 @@ def test_entries_that_are_refused_by_name(tmp_path: Path, entry: Any, message: s
     config = write_entry(tmp_path, entry)
     with pytest.raises(StageError, match=message):
         open_one(config, tmp_path)
-
-
-@pytest.mark.parametrize("content", ["[]", '"a"', "null", "7"])
-def test_info_that_is_no_object(tmp_path: Path, content: str) -> None:
-    write_file(tmp_path / "dataset_info.json", content.encode())
-    config = {"format": "llama_factory", "path": str(tmp_path), "dataset": "a"}
-    with pytest.raises(StageError, match=r"dataset_info\.json cannot be read: .*not an object"):
-        open_one(config, tmp_path)
+    for content in (b"[]", b'"a"', b"null", b"7"):
+        write_file(tmp_path / "dataset_info.json", content)
+        with pytest.raises(StageError, match=r"dataset_info\.json cannot be read: .*not an object"):
+            open_one(config, tmp_path)
 
 
 def test_ids_of_a_table(tmp_path: Path) -> None:

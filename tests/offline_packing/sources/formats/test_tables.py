@@ -19,7 +19,7 @@ from offline_packing.sources.reading import rows as row_files
 from offline_packing.sources.reading.rows import ArrowBatches, RowFile
 from offline_packing.verify.verify import verify
 from tests.helpers import formats
-from tests.helpers.accounting import account, open_one, outcomes
+from tests.helpers.accounting import account, open_one, outcomes, turns_in
 from tests.helpers.datasets import image_bytes, make_run, pack_all, write_json
 
 JPEG = image_bytes()
@@ -35,10 +35,7 @@ def write_parquet(folder: Path, table: pa.Table, **options: Any) -> dict[str, An
 
 def texts_of(source: dict[str, Any], tmp_path: Path) -> list[str]:
     """The answers of all samples, read again from their locators."""
-    opened = open_one(source, tmp_path)
-    rows = [row for *_, row in account(opened) if row is not None]
-    samples = [opened.read_sample(row.key, row.json, len(row.media)) for row in rows]
-    return [turn.answer for sample in samples for turn in sample.turns]
+    return [answer for turns in turns_in(source, tmp_path).values() for _, answer in turns]
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()], ids=str)
@@ -364,13 +361,16 @@ def test_compressed_arrow_batches(
     if form != "dictionary":
         assert all(expected < size < expected + 8000 for size in batches.unpacked)
     reads, read = [], ArrowBatches.read
-    monkeypatch.setattr(
-        ArrowBatches, "read", lambda self, number: reads.append(number) or read(self, number)
-    )
+
+    def unpack(self: ArrowBatches, number: int) -> pa.RecordBatch:
+        reads.extend([number] * (self.unpacked[number] > 0))
+        return read(self, number)
+
+    monkeypatch.setattr(ArrowBatches, "read", unpack)
     run = make_run(source, tmp_path / "out")
     assert pack_all(run).counts.packed == 24
     if form != "dictionary":
-        assert sorted(reads) == [0, 0, 1, 1, 2, 2]  # measured and written
+        assert sorted(reads) == [0, 0, 1, 1, 2, 2]  # unpacked to be measured and to be written
     assert verify(run, deep=True).ok
 
 

@@ -20,74 +20,54 @@ ASIDE = "bad_record"
 WHOLE = "ambiguous_image"  # a sample with several media, of which its record names none
 
 #: Members -> the media of each sample, or why a key is set aside. `a.json:x.jpg,y.jpg` names media.
-FORMS: dict[str, dict[str, str]] = {
-    # split: several records that own media
-    "v1.0.jpg v1.0.json v1.1.jpg v1.1.json": {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg"},
-    "v1.0.json v1.0.jpg v1.1.json v1.1.jpg": {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg"},
-    "v1.0.json v1.1.json v1.0.jpg v1.1.jpg": {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg"},
-    "v1.0.jpg v1.1.jpg v1.1.json v1.0.json": {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg"},
-    "d/v1.0.jpg d/v1.0.json d/v1.1.jpg d/v1.1.json": {
-        "d/v1.0": "d/v1.0.jpg",
-        "d/v1.1": "d/v1.1.jpg",
-    },
-    "./v1.0.jpg ./v1.0.json ./v1.1.jpg ./v1.1.json": {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg"},
-    "2024.05.01.a.jpg 2024.05.01.a.json 2024.05.02.b.JPG 2024.05.02.b.JSON": {
-        "2024.05.01.a": "2024.05.01.a.jpg",
-        "2024.05.02.b": "2024.05.02.b.JPG",
-    },
-    "v1.0.jpg v1.0.json:v1.0.jpg v1.1.png v1.1.json:v1.1.png": {
-        "v1.0": "v1.0.jpg",
-        "v1.1": "v1.1.png",
-    },
-    "v1.0.a.jpg v1.0.b.jpg v1.0.json:a.jpg,b.jpg v1.1.jpg v1.1.json:jpg": {
-        "v1.0": "v1.0.a.jpg v1.0.b.jpg",
-        "v1.1": "v1.1.jpg",
-    },
-    "v1.0.a.jpg v1.0.b.jpg v1.0.json v1.1.jpg v1.1.json": {"v1.0": WHOLE, "v1.1": "v1.1.jpg"},
-    "v1.0.jpg v1.0.json v1.0.5.jpg v1.0.5.json": {"v1.0": "v1.0.jpg", "v1.0.5": "v1.0.5.jpg"},
-    "v1.0.jpg v1.0.json v1.00.jpg v1.00.json": {"v1.0": "v1.0.jpg", "v1.00": "v1.00.jpg"},
-    "v1.0.jpg v1.0.txt v1.0.json v1.1.jpg v1.1.json": {"v1.0": "v1.0.jpg", "v1.1": "v1.1.jpg"},
-    "v1.0.jpg v1.0.json v1.0.npy v1.1.npy v1.1.jpg v1.1.json": {
-        "v1.0": "v1.0.jpg",
-        "v1.1": "v1.1.jpg",
-    },
-    # a record without a medium, and media without a record
-    "v1.0.jpg v1.0.json v1.1.jpg v1.1.json v1.2.json": {
-        "v1.0": "v1.0.jpg",
-        "v1.1": "v1.1.jpg",
-        "v1.2": "",
-    },
-    "v1.0.jpg v1.0.json v1.1.jpg v1.1.json v1.2.jpg v1.3.jpg": {
-        "v1.0": "v1.0.jpg",
-        "v1.1": "v1.1.jpg",
-        "v1.2.jpg": ASIDE,
-        "v1.3.jpg": ASIDE,
-    },
-    "v1.0.jpg v1.0.json v1.1.jpg": {"v1.0": "v1.0.jpg", "v1.1.jpg": ASIDE},
-    "v1.jpg v1.0.jpg v1.0.json": {"v1.jpg": ASIDE, "v1.0": "v1.0.jpg"},
-    # split: no media at all
-    "v1.0.json v1.1.json v1.2.json": {"v1.0": "", "v1.1": "", "v1.2": ""},
-    # WebDataset's groups
-    "k.a.jpg k.b.jpg k.json:a.jpg,b.jpg": {"k": "k.a.jpg k.b.jpg"},
-    "k.jpg k.json k.txt": {"k": "k.jpg"},
-    "k.jpg k.json k.seg.png": {"k": WHOLE},
-    "k.seg.png k.cls.txt": {"k": ASIDE},
-    "k.jpg k.meta.json": {"k": "k.jpg"},
-    "k.x.jpg k.x.json": {"k": "k.x.jpg"},
-    "k.jpg k.json k.meta.json": {"k": "k.jpg"},  # warned of
-    "k.x.jpg k.x.json k.y.json": {"k": "k.x.jpg"},  # warned of
-    "k.jpg j.jpg j.json": {"k": ASIDE, "j": "j.jpg"},
-    # groups that stay whole, with records that no sample has
-    "k.json k.x.json": {"k": "", "k.x": ASIDE},
-    "k.jpg k.json:jpg k.x.jpg k.x.json k.y.jpg k.y.json": {
-        "k": "k.jpg",
-        "k.x": ASIDE,
-        "k.y": ASIDE,
-    },
-    "k.x.json k.y.json k.z.jpg": {"k": "k.z.jpg", "k.y": ASIDE},
-    "k.y.json k.x.json k.x.jpg": {"k": "k.x.jpg", "k.x": ASIDE},
-    "k.x.jpg.json k.y.jpg.json k.x.jpg k.y.jpg": {"k": WHOLE, "k.y.jpg": ASIDE},
-    "k.x.txt k.y.txt k.z.jpg": {"k": ASIDE, "k.y": ASIDE},
+TABLE = """
+# split: several records that own media
+v1.0.jpg v1.0.json v1.1.jpg v1.1.json -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg
+v1.0.json v1.0.jpg v1.1.json v1.1.jpg -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg
+v1.0.json v1.1.json v1.0.jpg v1.1.jpg -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg
+v1.0.jpg v1.1.jpg v1.1.json v1.0.json -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg
+d/v1.0.jpg d/v1.0.json d/v1.1.jpg d/v1.1.json -> d/v1.0 = d/v1.0.jpg; d/v1.1 = d/v1.1.jpg
+./v1.0.jpg ./v1.0.json ./v1.1.jpg ./v1.1.json -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg
+2024.05.01.a.jpg 2024.05.01.a.json 2024.05.02.b.JPG 2024.05.02.b.JSON \
+-> 2024.05.01.a = 2024.05.01.a.jpg; 2024.05.02.b = 2024.05.02.b.JPG
+v1.0.jpg v1.0.json:v1.0.jpg v1.1.png v1.1.json:v1.1.png -> v1.0 = v1.0.jpg; v1.1 = v1.1.png
+v1.0.a.jpg v1.0.b.jpg v1.0.json:a.jpg,b.jpg v1.1.jpg v1.1.json:jpg \
+-> v1.0 = v1.0.a.jpg v1.0.b.jpg; v1.1 = v1.1.jpg
+v1.0.a.jpg v1.0.b.jpg v1.0.json v1.1.jpg v1.1.json -> v1.0 = ambiguous_image; v1.1 = v1.1.jpg
+v1.0.jpg v1.0.json v1.0.5.jpg v1.0.5.json -> v1.0 = v1.0.jpg; v1.0.5 = v1.0.5.jpg
+v1.0.jpg v1.0.json v1.00.jpg v1.00.json -> v1.0 = v1.0.jpg; v1.00 = v1.00.jpg
+v1.0.jpg v1.0.txt v1.0.json v1.1.jpg v1.1.json -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg
+v1.0.jpg v1.0.json v1.0.npy v1.1.npy v1.1.jpg v1.1.json -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg
+# a record without a medium, and media without a record
+v1.0.jpg v1.0.json v1.1.jpg v1.1.json v1.2.json -> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg; v1.2 =
+v1.0.jpg v1.0.json v1.1.jpg v1.1.json v1.2.jpg v1.3.jpg \
+-> v1.0 = v1.0.jpg; v1.1 = v1.1.jpg; v1.2.jpg = bad_record; v1.3.jpg = bad_record
+v1.0.jpg v1.0.json v1.1.jpg -> v1.0 = v1.0.jpg; v1.1.jpg = bad_record
+v1.jpg v1.0.jpg v1.0.json -> v1.jpg = bad_record; v1.0 = v1.0.jpg
+# split: no media at all
+v1.0.json v1.1.json v1.2.json -> v1.0 =; v1.1 =; v1.2 =
+# WebDataset's groups
+k.a.jpg k.b.jpg k.json:a.jpg,b.jpg -> k = k.a.jpg k.b.jpg
+k.jpg k.json k.txt -> k = k.jpg
+k.jpg k.json k.seg.png -> k = ambiguous_image
+k.seg.png k.cls.txt -> k = bad_record
+k.jpg k.meta.json -> k = k.jpg
+k.x.jpg k.x.json -> k = k.x.jpg
+k.jpg k.json k.meta.json -> k = k.jpg
+k.x.jpg k.x.json k.y.json -> k = k.x.jpg
+k.jpg j.jpg j.json -> k = bad_record; j = j.jpg
+# groups that stay whole, with records that no sample has
+k.json k.x.json -> k =; k.x = bad_record
+k.jpg k.json:jpg k.x.jpg k.x.json k.y.jpg k.y.json -> k = k.jpg; k.x = bad_record; k.y = bad_record
+k.x.json k.y.json k.z.jpg -> k = k.z.jpg; k.y = bad_record
+k.y.json k.x.json k.x.jpg -> k = k.x.jpg; k.x = bad_record
+k.x.jpg.json k.y.jpg.json k.x.jpg k.y.jpg -> k = ambiguous_image; k.y.jpg = bad_record
+k.x.txt k.y.txt k.z.jpg -> k = bad_record; k.y = bad_record
+"""
+FORMS = {
+    form: {key: media.strip() for key, _, media in (one.partition(" =") for one in own.split("; "))}
+    for form, _, own in (line.partition(" -> ") for line in TABLE.splitlines())
+    if own
 }
 
 
