@@ -49,7 +49,7 @@ _QUESTION: Final = SourceSample("question", "vqa", (Turn("<image>\nWhat?", "A ca
 
 
 def model_options(**options: Any) -> ModelOptions:
-    """The options of a model, as its family declares them.
+    """Make the options of a model, as its family declares them.
 
     Args:
         options: `family`, a name in FAMILIES, and fields of its Options; None is the default.
@@ -106,7 +106,7 @@ def model_cost(model: ModelOptions) -> ModelCost:
 def build_sample_encoder(
     model: ModelOptions | str | None = None, processor: str | None = None, **options: Any
 ) -> SampleEncoder:
-    """The sample encoder of a model.
+    """Build the sample encoder of a model.
 
     Args:
         model: its settings whole; or a name in FAMILIES, with the others.
@@ -147,8 +147,8 @@ def build_sample_encoder(
 
 
 def family_of_processor(processor: str) -> str | None:
-    """The family that a checkpoint's config.json names, where it has one of a family here; of
-    several with that model type, the one whose processor the checkpoint has."""
+    """Return the family that a checkpoint's config.json names, None if there is none here. Of
+    several families with that model type, return the one whose processor the checkpoint has."""
     model_type = _model_type(processor)
     found = [one for one in FAMILIES.values() if model_type in one.model_types]
     if len(found) < 2:
@@ -186,7 +186,7 @@ def _checkpoint_json(processor: str, name: str) -> Mapping[str, Any]:
 
 
 def require_family(processor: str) -> str:
-    """The same. Raises ValueError where there is none."""
+    """Return the family of a checkpoint. Raises ValueError if there is none."""
     require_hub(processor)
     family = family_of_processor(processor)
     if family is None:
@@ -197,15 +197,15 @@ def require_family(processor: str) -> str:
 
 
 def _remedy(model_type: str | None) -> str:
-    """The remedy for a checkpoint whose model type no family has."""
+    """Name the remedy for a checkpoint whose model type no family has."""
     if model_type == "internvl_chat":
         return "take the checkpoint in transformers' form, whose name ends in -hf"
     return f"the families are {', '.join(FAMILIES)}"
 
 
 def _model_type(processor: str) -> str | None:
-    """`model_type` of a checkpoint's config.json, without the suffix of mixtures of experts; None
-    where it has none."""
+    """Return `model_type` of a checkpoint's config.json, without the suffix of mixtures of experts;
+    None if there is none."""
     if processor == BUILTIN:
         return None
     require_supported("transformers")

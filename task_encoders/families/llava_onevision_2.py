@@ -33,7 +33,6 @@ class LlavaOneVision2Encoder(LlavaOneVision15Encoder):
     """Frames of a video are images to this model: it takes no video files, and no codec input."""
 
     LENGTHS_OF = "llava_onevision_2"
-    LENGTHS_FOLLOW = ()
     sample_video = FamilyEncoder.sample_video
 
     def __init__(self, options: LlavaOneVision2Options) -> None:

@@ -8,7 +8,7 @@
 
     DataLoader(folder, batch_sampler=…, collate_fn=folder.collate)      encodes in its workers
 
-Opening reads only the `.idx` beside each shard: where each pack begins, and the end. No file stays
+Opening reads only the `.idx` of each shard: where each pack begins, and the end. No file stays
 open, so that a folder can be pickled and forked.
 """
 
@@ -67,8 +67,8 @@ class RawPack(NamedTuple):
 
 
 class PackedFolder:
-    """The packs of one split, in written order; under `pack.order`, those of each step side by
-    side. Implements torch's protocol of map-style datasets.
+    """The packs of one split, in written order, under `pack.order` step by step. Implements torch's
+    protocol of map-style datasets.
 
     A blend is one epoch over which the datasets' packs are spread evenly. A pack comes as often as
     `blend_epochized` repeats its dataset, or by the weights of a `blend`, at least once; a warning
@@ -112,7 +112,7 @@ class PackedFolder:
         return len(self.order)
 
     def __getitem__(self, number: SupportsIndex) -> RawPack:
-        """Raises IndexError, and PackedFolderError where a shard is cut, damaged or written
+        """Read a pack. Raises IndexError, and PackedFolderError if a shard is damaged or written
         again."""
         wanted = index(number)
         if not -len(self) <= wanted < len(self):
@@ -131,7 +131,7 @@ class PackedFolder:
             raise PackedFolderError(line) from error
 
     def __getitems__(self, numbers: Sequence[int]) -> list[RawPack]:
-        """Packs for torch's DataLoader, whose default collation is refused."""
+        """Read packs for torch's DataLoader, and have it refuse its default collation."""
         from torch.utils.data._utils.collate import default_collate_fn_map
 
         default_collate_fn_map[RawPack] = _refuse_collation  # torch's documented extension
@@ -148,7 +148,7 @@ class PackedFolder:
         return map(self.__getitem__, range(len(self)))
 
     def columns(self) -> PackColumns | None:
-        """Media and operations of each pack; None where a manifest does not record them."""
+        """Return media and operations of each pack; None if a manifest does not record them."""
         return read_columns(self.shards, self.order)
 
     def row(self, number: int) -> "PackedRowSample":
@@ -158,12 +158,12 @@ class PackedFolder:
         return self._encode(self[number])
 
     def batch(self, numbers: Sequence[int]) -> "PackedBatch":
-        """Packs in one row with merged cu_lengths, as a micro batch of the Energon loader."""
+        """Encode packs to one row with merged cu_lengths, as the Energon loader's micro batch."""
         return self.collate([self[number] for number in numbers])
 
     def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
-        """The same for packs already read: a DataLoader's `collate_fn`. `dropped` names packs
-        without a usable sub-sample.
+        """Encode packs already read to such a row: a DataLoader's `collate_fn`. `dropped` names
+        packs without a usable sub-sample.
 
         Raises:
             SampleError: no pack has a usable sub-sample.
@@ -215,15 +215,15 @@ def _check(shards: Sequence[ShardRange], task_encoder: "PackedTaskEncoder") -> N
 
 
 def _generation(shard: ShardRange) -> str:
-    """Generation of a shard's packs, as its folder said when it was opened; "": it did not say."""
+    """Return the generation of a shard's packs when its folder was opened; "" if unknown."""
     return str(shard.subflavors.get("generation", ""))
 
 
 def _open_again(
     cls: type[PackedFolder], opened: Mapping[str, str], *args: Any, split: str
 ) -> PackedFolder:
-    """The same folder in another process. Raises PackedFolderError if it was written again since
-    it was first opened: its packs have other numbers."""
+    """Open the same folder in another process. Raises PackedFolderError if it was written again
+    since it was first opened: its packs have other numbers."""
     folder = cls(*args, split=split)
     for shard in folder.shards:
         before, now = opened.get(str(shard.root), ""), _generation(shard)
@@ -233,7 +233,7 @@ def _open_again(
 
 
 def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
-    """The pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
+    """Read the pack in these bytes of a shard. Raises PackedFolderError if it is cut or damaged."""
     where = f"{shard.path}, bytes {start} to {end}"
     try:
         data = read_range(shard.path, start, end)
@@ -251,7 +251,7 @@ def _read_pack(shard: ShardRange, start: int, end: int) -> Pack:
 
 
 def _pack_of_tar(data: bytes, where: str) -> Pack:
-    """A pack from its part of a tar."""
+    """Read a pack from its part of a tar."""
     found: dict[str, dict[str, bytes]] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:

@@ -78,18 +78,18 @@ class PackedSubSample:
 
 
 def pack_key(index: int, prefix: str = "") -> str:
-    """`ps_00000042`. `prefix` keeps the keys of blended datasets apart."""
+    """Return a pack's key, `ps_00000042`; `prefix` keeps the keys of blended datasets apart."""
     return f"{prefix}ps_{index:08d}"
 
 
 def index_of_key(key: str) -> int:
-    """The `index` of a `pack_key`."""
+    """Return the `index` of a `pack_key`."""
     return int(key.rpartition("_")[2])
 
 
 def image_extension(name: str, image_format: str) -> str:
-    """Extension for a pack member: the source's own if it is a known image extension, else the
-    one of the format found in the header ('JPEG' -> 'jpg')."""
+    """Return the extension of a pack member: the source's own if it is a known image extension,
+    else that of the format found in the header ('JPEG' -> 'jpg')."""
     extension = name.rpartition(".")[2].lower()
     if extension in IMAGE_EXTENSIONS:
         return extension
@@ -107,13 +107,13 @@ def is_video_name(name: str) -> bool:
 
 
 def video_extension(name: str, container: str) -> str:
-    """Extension of the container found in the header; see `image_extension`."""
+    """Return the extension of the container found in the header; see `image_extension`."""
     return name.rpartition(".")[2].lower() if is_video_name(name) else container
 
 
 def media_part_names(extensions: Sequence[str]) -> list[str]:
-    """Member names of all media of a pack, in order: ['jpg', 'mp4', 'png'] ->
-    ['img000.jpg', 'vid000.mp4', 'img001.png']."""
+    """Name the members of all media of a pack, in order: ['jpg', 'mp4', 'png'] -> ['img000.jpg',
+    'vid000.mp4', 'img001.png']."""
     images, videos = itertools.count(), itertools.count()
     return [
         f"vid{next(videos):03d}.{extension}"
@@ -136,7 +136,8 @@ def pack_json(
     media: Sequence[bytes] = (),
     places: Sequence[Sequence[Any]] = (),
 ) -> bytes:
-    """The JSON of a pack. Media are named in the order of `media_part_names` over all sub-samples.
+    """Write the JSON of a pack. Media are named in the order of `media_part_names` over all
+    sub-samples.
 
     Deterministic: same sub-samples, same bytes.
 

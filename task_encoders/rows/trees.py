@@ -4,7 +4,7 @@
     shared   5
     segments [s s v v v] [a a] [b b b]                 parents  [-1, 0, 0]
 
-Each branch goes on at the positions of its own sample. Its first token must not be trained, as the
+Each branch continues the positions of its own sample. Its first token must not be trained, as the
 trunk's last token, which would predict it, has many successors; where the token after the media is
 trained (captions), the trunk ends a token earlier.
 """
@@ -80,7 +80,7 @@ def as_tree(
 
 
 def _part(sample: EncodedSample, tokens: slice, images: slice, videos: slice) -> EncodedSample:
-    """Some of a sample's tokens and media."""
+    """Take some of a sample's tokens and media."""
 
     def pixels(all_pixels: np.ndarray, grids: np.ndarray, media: slice) -> np.ndarray:
         ends = np.cumsum([0, *pixel_rows(len(all_pixels), grids)])

@@ -43,7 +43,7 @@ def cook(sample: CrudeSample) -> CrudeRecord:
 
 
 def is_pack(record: Any, *, packed: bool) -> bool:
-    """Whether a crude sample's JSON is a pack's: a list of captions, and one equally long.
+    """Tell whether a crude sample's JSON is a pack's: a list of captions, and one equally long.
 
     Args:
         packed: the answer for a single caption in a list, which may be either, and for JSON that
@@ -65,7 +65,7 @@ def is_pack(record: Any, *, packed: bool) -> bool:
 
 
 def unpacked_sub_sample(sample: Sample) -> SubSample:
-    """The only sub-sample of an unpacked sample.
+    """Return the only sub-sample of an unpacked sample.
 
     Raises:
         FatalSampleError: its media are decoded already.
@@ -86,7 +86,7 @@ def unpacked_sub_sample(sample: Sample) -> SubSample:
 
 
 def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
-    """Record and media of a typed sample: its fields."""
+    """Take record and media from the fields of a typed sample."""
     record: dict[str, Any] = {"images": [], "videos": []}
     media: _Media = {}
     for field in dataclasses.fields(sample):
@@ -94,10 +94,16 @@ def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
         if field.name in MEDIA_FIELDS:
             kind, extension = ("images", "jpg") if "image" in field.name else ("videos", "mp4")
             for data in value if isinstance(value, list | tuple) else [value]:
-                if data is not None:
-                    name = f"{len(media)}.{extension}"  # it has none of its own
-                    record[kind].append(name)
-                    media[name] = _bytes(data, sample, field.name)
+                if data is None:
+                    continue
+                if not isinstance(data, bytes):
+                    raise FatalSampleError(
+                        f"{field.name!r} of sample {sample.__key__!r} is a {type(data).__name__}; "
+                        "the task encoder takes the bytes of the file: leave its `decoder` as it is"
+                    )
+                name = f"{len(media)}.{extension}"  # the field does not name it
+                record[kind].append(name)
+                media[name] = data
         elif not field.name.startswith("__"):
             record[field.name] = decode_text(value) if isinstance(value, bytes) else value
     if "answers" in record:
@@ -106,7 +112,7 @@ def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
 
 
 def _of_parts(parts: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Media]:
-    """Record and media of a crude sample: its members."""
+    """Take record and media from the members of a crude sample."""
     media = {part: data for part, data in parts.items() if _extension(part) in MEDIA_EXTENSIONS}
     content = next((parts[part] for part in sorted(parts) if _extension(part) == "json"), None)
     record = load_json(content) if isinstance(content, bytes) else content
@@ -119,7 +125,7 @@ def _of_parts(parts: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Media]:
 
 
 def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
-    """The media with these names, all images or all videos."""
+    """Return the media with these names, all images or all videos."""
     if not names:
         return ()
     of_kind = [part for part in media if is_video_name(part) == is_video_name(names[0])]
@@ -131,15 +137,6 @@ def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
     if missing is not None:
         raise SampleError("missing_image", f"no member {missing!r}")
     return tuple(by_name[name] for name in names)
-
-
-def _bytes(data: Any, sample: Sample, field: str) -> bytes:
-    if not isinstance(data, bytes):
-        raise FatalSampleError(
-            f"{field!r} of sample {sample.__key__!r} is a {type(data).__name__}; the task encoder "
-            "takes the bytes of the file: leave its `decoder` as it is"
-        )
-    return data
 
 
 def _extension(part: str) -> str:

@@ -25,6 +25,7 @@ from tests.helpers.texts_and_images import (
     random_turns,
 )
 from tests.helpers.tiny_tokenizers import save_llama_tokenizer
+from tests.helpers.videos import make_video
 from tests.world import World
 
 SIZE, COUNT = 56, 70
@@ -206,7 +207,9 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
     build_sample_encoder("llava_1_5", str(tmp_path))  # no space in front of any text: consistent
     encoder = build_sample_encoder("llava_1_5", str(folder))
     with pytest.raises(SampleError, match="takes no videos"):
-        encoder.encode(SourceSample("k", "vqa", (Turn("a", "b"),), videos=("v",)), [], [b""])
+        encoder.encode(
+            SourceSample("k", "vqa", (Turn("a", "b"),), videos=("v",)), [], [make_video(2)]
+        )
     assert encoder.fingerprint["image_size"] == 336
 
 
