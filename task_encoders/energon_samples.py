@@ -17,8 +17,8 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.concatenate import PackedRow, merge_rows
 from task_encoders.packs.manifest import html_table
-from task_encoders.packs.pack import Pack, PackFormatError, is_medium, parse_json
-from task_encoders.packs.pack_format import JSON_PART
+from task_encoders.packs.pack import Pack, PackFormatError, parse_json
+from task_encoders.packs.pack_format import JSON_PART, MEDIA_EXTENSIONS, extension_of
 from task_encoders.packs.stored_media import with_stored_media
 from task_encoders.samples import IGNORE_INDEX
 from task_encoders.storage.energon_paths import renew_clients_after_fork
@@ -81,7 +81,7 @@ class TextDecoder(SampleDecoder):
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         decoded = dict(sample)
         for part, value in sample.items():
-            if isinstance(value, bytes) and part.rpartition(".")[2].lower() == JSON_PART:
+            if isinstance(value, bytes) and extension_of(part) == JSON_PART:
                 with suppress(orjson.JSONDecodeError):
                     decoded[part] = orjson.loads(value)
         return decoded
@@ -92,7 +92,7 @@ class TextDecoder(SampleDecoder):
 
 def part_filter(part: str) -> bool:
     """Select the members of a pack to read: its JSON and its media."""
-    return part == JSON_PART or is_medium(part)
+    return part == JSON_PART or extension_of(part) in MEDIA_EXTENSIONS
 
 
 def sample_loader(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,21 +159,20 @@ class PackedTaskEncoder(DefaultTaskEncoder[Sample, PackedRowSample, PackedBatch,
         if isinstance(sample, PackedSample):
             meta, flavors = sample.record.get("meta") or {}, sample.__subflavors__ or {}
             opened, found = flavors.get("generation"), meta.get("generation")
+            name = f"pack {sample.__key__!r}"
             if opened is not None and found != opened:
-                pack_name = f"pack {sample.__key__!r}"
-                raise FatalSampleError(WRITTEN_AGAIN.format(pack_name, found, opened))
+                raise FatalSampleError(WRITTEN_AGAIN.format(name, found, opened))
             declared = meta.get("task"), flavors.get("offline_packing")
             try:
                 task = self.settings.resolve_task(*declared, blend=self.is_blend)
             except PackingSettingsError as error:
                 raise FatalSampleError(str(error)) from error
             if task == "vqa" and (lost := count_lost_prompts(sample.record)):
-                pack_name = f"pack {sample.__key__!r}"
-                raise FatalSampleError(f"{pack_name}: {LOST_PROMPTS.format(lost, lost)}")
+                raise FatalSampleError(f"{name}: {LOST_PROMPTS.format(lost, lost)}")
             pack = Pack(sample.__key__, sample.record, sample.media)
             sub_samples = sub_samples_of_pack(pack, task)
             if not self.trees and any(one.tree is not None for one in sub_samples):
-                raise FatalSampleError(TREES.format(f"pack {sample.__key__!r}"))
+                raise FatalSampleError(TREES.format(name))
             return sub_samples
         if self.settings.packed and not self.is_blend:
             raise FatalSampleError(NO_PACKS.format(f"sample {sample.__key__!r}"))

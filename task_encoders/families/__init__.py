@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, SerializeAsAny
 
 from task_encoders.families.base.cost import ModelCost, cost_of_checkpoint
-from task_encoders.families.base.family import Family, ModelOptions
+from task_encoders.families.base.family import Family, ModelOptions, checkpoint_config
 from task_encoders.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from task_encoders.families.glm4v import GLM4V, GLM46V
 from task_encoders.families.internvl3 import INTERNVL3
@@ -28,7 +28,6 @@ from task_encoders.sample_encoder import SampleEncoder
 from task_encoders.samples import SampleError, SourceSample, Turn
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.text.tokenizer import require_hub
-from task_encoders.versions import require_supported
 
 #: A model family is one module, and its name here.
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -206,14 +205,5 @@ def _remedy(model_type: str | None) -> str:
 def _model_type(processor: str) -> str | None:
     """Return `model_type` of a checkpoint's config.json, without the suffix of mixtures of experts;
     None if there is none."""
-    if processor == BUILTIN:
-        return None
-    require_supported("transformers")
-    from transformers import PreTrainedConfig
-
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(processor)
-    except OSError:
-        return None
-    name = config.get("model_type")
+    name = checkpoint_config(processor).get("model_type")
     return name.removesuffix("_moe") if isinstance(name, str) else None

@@ -23,9 +23,8 @@ from task_encoders.families.base.family import (
     TINY_TOWER,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
 )
 from task_encoders.families.base.spans import BlankImage, Grid, Medium, Span, two_tokens
 from task_encoders.field_types import Count
@@ -55,7 +54,7 @@ _DIALECT: Final = Dialect(
 )
 
 
-class Gemma4Options(ModelOptions):
+class Gemma4Options(ResizedOptions):
     """The budgets of transformers' processors, by their names there."""
 
     #: most tokens of an image: 70, 140, 280, 560 or 1120; it is resized to fill them
@@ -64,8 +63,6 @@ class Gemma4Options(ModelOptions):
     video_max_soft_tokens: Literal[70, 140, 280, 560, 1120] = 70
     #: frames taken from a video, spread evenly; a shorter one is taken whole
     video_max_frames: Count = 32
-    #: how images and frames are resized, as in the other families
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class Gemma4Encoder(FamilyEncoder):

@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -23,9 +23,8 @@ from task_encoders.families.base.family import (
     TINY,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
     rope,
 )
 from task_encoders.families.base.spans import Medium, Span
@@ -122,7 +121,7 @@ _TOKEN: Final = (2 * _PATCH) ** 2
 DEPTH: Final = 2
 
 
-class GlmOptions(ModelOptions):
+class GlmOptions(ResizedOptions):
     """Defaults of transformers' processors; limits of pixels are `size` in a checkpoint's files."""
 
     #: limits of an image, counted twice (for its two frames), after resizing, as in training
@@ -135,8 +134,6 @@ class GlmOptions(ModelOptions):
     video_min_pixels: Count = 16 * _TOKEN
     #: see video_min_pixels
     video_max_pixels: Count = 60_000 * _TOKEN
-    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:

@@ -8,7 +8,7 @@ a video of 2 frames   Frame1: <img> [tile] </img>\\n Frame2: <img> [tile] </img>
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -20,9 +20,8 @@ from task_encoders.families.base.family import (
     TINY_TOWER,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span
 from task_encoders.field_types import Count
@@ -57,7 +56,7 @@ _DIALECT: Final = Dialect(
 )
 
 
-class InternVL3Options(ModelOptions):
+class InternVL3Options(ResizedOptions):
     """Tiles of published checkpoints."""
 
     #: side of an image, or of its tiles, in pixels
@@ -70,8 +69,6 @@ class InternVL3Options(ModelOptions):
     max_tiles: Count = 12
     #: frames taken from a video: the middle one of each of this number of equal parts
     video_num_frames: Count = 8
-    #: how images and frames are resized, as in the other families
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
     @model_validator(mode="after")
     def _check_tiles(self) -> Self:

@@ -6,7 +6,7 @@ keep their shape.
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from task_encoders.families.base.family import (
     TINY_TOWER,
     Family,
     FamilyEncoder,
-    ModelOptions,
     Preset,
-    beside_lengths,
+    ResizedOptions,
 )
 from task_encoders.families.base.spans import BlankImage, Medium, Span, two_tokens
 from task_encoders.field_types import Count
@@ -106,15 +105,13 @@ _SINCE: Final = "5.15"
 _MERGE: Final = 2  # patches of a token on each side
 
 
-class Mistral3Options(ModelOptions):
+class Mistral3Options(ResizedOptions):
     """Images of any shape, made smaller where a side is longer than `longest_edge`."""
 
     #: longest side of an image after resizing, in pixels
     longest_edge: Count = 1540
     #: side of a patch in pixels; a token is a square of four patches
     patch_size: Count = 14
-    #: how images are resized: pil, or torch, as transformers 5 does where torchvision is installed
-    resize: Literal["pil", "torch"] = beside_lengths("torch")
 
 
 class Mistral3Encoder(FamilyEncoder):

@@ -4,10 +4,9 @@ follow the time."""
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +18,7 @@ from task_encoders.families.base.family import (
     ModelOptions,
     Preset,
     beside_lengths,
+    checkpoint_config,
     rope,
 )
 from task_encoders.families.base.spans import Medium, Span
@@ -36,7 +36,6 @@ from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions
 from task_encoders.text.pieces import Control
 from task_encoders.text.qwen_templates import QWEN2_VL_TEMPLATE
 from task_encoders.text.qwen_vocabulary import (
-    BUILTIN,
     MEDIA_TOKEN_IDS,
     MEDIA_TOKENS,
     QWEN2_5_TEXT_TOKENS,
@@ -69,7 +68,7 @@ class QwenImageOptions(ModelOptions):
 
 
 class QwenVLOptions(QwenImageOptions):
-    """The same, and videos."""
+    """Images and videos of any shape, resized within limits."""
 
     #: frames taken per second of video
     video_fps: Annotated[Number, Field(gt=0)] = 2.0
@@ -229,11 +228,6 @@ class Qwen2VLEncoder(QwenVLEncoder):
     PATCH_SIZE = _PATCH
     TEMPLATE = QWEN2_VL_TEMPLATE
 
-    def __init__(self, options: QwenImageOptions, **patches: int) -> None:
-        super().__init__(options, **patches)
-        if isinstance(options, Qwen2VLOptions):
-            self.video_end = options.video_end
-
 
 class Qwen25VLEncoder(Qwen2VLEncoder):
     """Temporal positions count the seconds of a video, 2 for each, unless the checkpoint's
@@ -243,20 +237,8 @@ class Qwen25VLEncoder(Qwen2VLEncoder):
 
     def __init__(self, options: Qwen2VLOptions) -> None:
         super().__init__(options)
-        self.tokens_per_second = float(vision_config(options).get("tokens_per_second", 2.0))
-
-
-def vision_config(options: ModelOptions) -> Mapping[str, Any]:
-    """Return `vision_config` of a checkpoint's config.json; {} if there is none."""
-    if options.processor == BUILTIN:
-        return {}
-    from transformers import PreTrainedConfig
-
-    with suppress(OSError):  # a folder without that file
-        config, _ = PreTrainedConfig.get_config_dict(options.processor)
-        vision: Mapping[str, Any] = config.get("vision_config", {})
-        return vision
-    return {}
+        vision = checkpoint_config(options.processor).get("vision_config", {})
+        self.tokens_per_second = float(vision.get("tokens_per_second", 2.0))
 
 
 _TINY: Final = {

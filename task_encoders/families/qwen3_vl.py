@@ -9,7 +9,7 @@ Without the outer tags, the first time is tokenized with the text in front of it
 `it: <0.3 seconds>`. No token joins `<` and a digit: the rest waits until the video is known.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -111,12 +111,13 @@ class Qwen3VLEncoder(QwenVLEncoder):
             header.fps,
         )
 
-    def medium_spans(self, medium: Medium) -> Iterable[Span]:
-        return super().medium_spans(medium) if medium.video is None else self._steps(medium.video)
-
-    def _steps(self, video: SampledVideo) -> Iterator[Span]:
-        """Yield a video's tokens: each step follows the time in its middle in seconds, the mean of
-        the times of its first and last frame."""
+    def medium_spans(self, medium: Medium) -> Iterator[Span]:
+        """Yield the tokens of an image, or of a video: each step follows the time in its middle in
+        seconds, the mean of the times of its first and last frame."""
+        video = medium.video
+        if video is None:
+            yield from super().medium_spans(medium)
+            return
         depth, is_tagged = self.vision.temporal_patch_size, self.options.outer_video_tags
         frames = [*video.frames, *[video.frames[-1]] * (-len(video.frames) % depth)]
         times = [number / (video.fps or 1.0) for number in frames]

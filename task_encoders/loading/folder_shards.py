@@ -285,9 +285,8 @@ def order_of_steps(
 
 
 def order_of_reading(num_packs: int, num_ranks: int, num_workers: int) -> Numbers:
-    """Return packs in the order in which Energon's workers read them, step by step; steps at which
-    not every rank has a pack come last. With 2 ranks of 2 workers and 8 packs: 0 4 | 2 6 | 1 5 | 3
-    7.
+    """Return packs in the order in which Energon's workers read them, step by step. Steps at which
+    not every rank has a pack come last: 2 ranks of 2 workers, 8 packs: 0 4 | 2 6 | 1 5 | 3 7.
 
     Energon cuts the packs into num_ranks · num_workers blocks, rank after rank and worker after
     worker; a rank takes one pack from each of its workers in turn. What does not divide evenly

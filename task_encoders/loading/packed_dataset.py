@@ -142,9 +142,9 @@ class PackedLoader(SavableDataLoader[PackedBatch]):
             return super()._get_iterator()
 
     def save_state_rank(self) -> SavableDataLoaderState | None:
-        """Save as Energon does, but for two workers: one that has delivered nothing in this pass
-        yet is at its start, not at the previous one's end; one yet to begin is where it will
-        begin."""
+        """Save as Energon does, with two exceptions. A worker that has delivered nothing in this
+        pass yet is at its start, not at the end of the previous pass; a worker yet to begin is
+        where it will begin."""
         # Between iter() and the first batch no worker runs yet; Energon would wait for an answer.
         if _running(self) is None:
             self._has_workers = False

@@ -105,8 +105,13 @@ class PackedFolder:
         self._firsts = np.cumsum([0, *(len(index) - 1 for index in indices)])
         #: one more per shard than it has packs
         self._offsets = np.concatenate([np.empty(0, np.int64), *indices])
-        if task_encoder is not None:
-            _check(self.shards, task_encoder)
+        if task_encoder is not None:  # as it checks the datasets that Energon gives it
+            flavors_of = {shard.root: shard.subflavors for shard in self.shards}
+            task_encoder.is_blend |= len(flavors_of) > 1
+            for folder, flavors in flavors_of.items():
+                own = flavors.get("offline_packing")
+                task_encoder.settings.resolve_task(None, own, blend=task_encoder.is_blend)
+                task_encoder.check_manifest(folder)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -162,7 +167,7 @@ class PackedFolder:
         return self.collate([self[number] for number in numbers])
 
     def collate(self, packs: Sequence[RawPack]) -> "PackedBatch":
-        """Encode packs already read to such a row: a DataLoader's `collate_fn`. `dropped` names
+        """Encode packs that were read to one row: a DataLoader's `collate_fn`. `dropped` names
         packs without a usable sub-sample.
 
         Raises:
@@ -202,16 +207,6 @@ def _refuse_collation(packs: Sequence[RawPack], **_: object) -> None:
         f"pack {packs[0].key!r}: torch's default collation cannot join packs; give the DataLoader "
         "collate_fn=folder.collate, with a PackedFolder that has a task_encoder"
     )
-
-
-def _check(shards: Sequence[ShardRange], task_encoder: "PackedTaskEncoder") -> None:
-    """Check the folders as the task encoder checks the datasets that Energon gives it."""
-    flavors_of = {shard.root: shard.subflavors for shard in shards}
-    task_encoder.is_blend = task_encoder.is_blend or len(flavors_of) > 1
-    for folder, flavors in flavors_of.items():
-        task = flavors.get("offline_packing")
-        task_encoder.settings.resolve_task(None, task, blend=task_encoder.is_blend)
-        task_encoder.check_manifest(folder)
 
 
 def _generation(shard: ShardRange) -> str:

@@ -29,6 +29,7 @@ from task_encoders.samples.limits import (
     MAX_PIXEL_BYTES,
     MAX_SCANNED_PIXELS,
 )
+from task_encoders.storage.remote_requests import in_a_line
 
 #: Formats that are read. Pillow knows more, and some of them call external programs.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "MPO")
@@ -217,7 +218,7 @@ def _open(file: BinaryIO, max_image_pixels: int) -> tuple[Image.Image, bytes]:
             problem = f"{kinds[0]} is not read; convert it, for example to PNG"
         raise SampleError("bad_image", problem) from error
     except Exception as error:
-        raise SampleError("bad_image", one_line(error)) from error
+        raise SampleError("bad_image", in_a_line(error)[:200]) from error
     counted.reads_left = counted.bytes_left = math.inf  # pixels may take any number
     position = file.tell()
     decoder = "progressive" if image.info.get("progressive") else image.format or ""
@@ -256,7 +257,7 @@ def _load(image: Image.Image) -> None:
     try:
         image.load()
     except Exception as error:
-        raise SampleError("truncated_image", one_line(error)) from error
+        raise SampleError("truncated_image", in_a_line(error)[:200]) from error
 
 
 def _ends_properly(image_format: str, tail: bytes, file: BinaryIO, first_size: int = 0) -> bool:
@@ -299,11 +300,6 @@ def _orientation(image: Image.Image, tail: bytes) -> int:
     except Exception:  # noqa: BLE001 - broken EXIF is common, and no reason to lose an image
         return 1
     return orientation if orientation in range(1, 9) else 1
-
-
-def one_line(error: Exception) -> str:
-    """Write type and text of an error in a line, as a detail of a SampleError."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 #: Bytes at the start of a file that are read, and after a segment beyond them.

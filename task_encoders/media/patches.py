@@ -177,7 +177,8 @@ def rescale_then_normalise(mean: Sequence[float], std: Sequence[float]) -> Value
 
 
 def normalise_at_once(mean: Sequence[float], std: Sequence[float]) -> Values:
-    """Compute the same for its torch backend, which folds the rescaling into mean and std."""
+    """Compute the value of each byte in transformers' torch backend, which folds the rescaling into
+    mean and std."""
     factor = np.float32(1.0 / (1 / 255))
     values = np.arange(256, dtype=np.float32)
     return (values - _column(mean) * factor) / (_column(std) * factor)

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from task_encoders.media.image import one_line
 from task_encoders.samples import SampleError
 from task_encoders.samples.limits import DECODING_COST, MAX_IMAGE_PIXELS
+from task_encoders.storage.remote_requests import in_a_line
 
 #: Default limit on the frames in a file: nine hours at 30 per second.
 MAX_VIDEO_FRAMES: Final = 1_000_000
@@ -141,9 +141,8 @@ def decode_frames(
                 if following is None:
                     return
         except _av_errors() as error:
-            raise SampleError(
-                "truncated_video", f"frame {number + 1}: {one_line(error)}"
-            ) from error
+            why = f"frame {number + 1}: {in_a_line(error)[:200]}"
+            raise SampleError("truncated_video", why) from error
     if following is not None:
         raise SampleError(
             "truncated_video", f"only {number + 1} of {header.num_frames} frames can be decoded"
@@ -208,7 +207,7 @@ def _count_frames(container: Any, stream: Any, max_frames: int) -> int:
         else:
             return num_frames
     except _av_errors() as error:
-        raise SampleError("truncated_video", one_line(error)) from error
+        raise SampleError("truncated_video", in_a_line(error)[:200]) from error
     raise SampleError(
         "video_too_long", f"{num_packets:,} packets and more > max_video_frames {max_frames}"
     )
@@ -243,7 +242,7 @@ def _open(file: BinaryIO, head: bytes, max_frame_pixels: int) -> Any:
     try:
         return _pyav().open(file, format=name, options={"max_pixels": str(pixels)})
     except _av_errors() as error:
-        raise SampleError("bad_video", one_line(error)) from error
+        raise SampleError("bad_video", in_a_line(error)[:200]) from error
 
 
 def _video_stream(container: Any) -> Any:

@@ -18,6 +18,7 @@ from task_encoders.packs.pack_format import (
     MEDIA_EXTENSIONS,
     Tree,
     checksum,
+    extension_of,
     is_video_name,
 )
 from task_encoders.samples import (
@@ -61,13 +62,8 @@ class Pack(NamedTuple):
     @classmethod
     def of(cls, key: str, members: Mapping[str, Any]) -> "Pack":
         """Make the pack of these members; members other than its JSON and media are left out."""
-        media = {name: data for name, data in members.items() if is_medium(name)}
+        media = {n: data for n, data in members.items() if extension_of(n) in MEDIA_EXTENSIONS}
         return cls(key, members.get(JSON_PART), media)
-
-
-def is_medium(name: str) -> bool:
-    """Tell whether a member is an image or a video."""
-    return name.rpartition(".")[2].lower() in MEDIA_EXTENSIONS
 
 
 class SubSample(NamedTuple):
@@ -174,7 +170,7 @@ def restore_pack(
     if sub_task not in TASKS:
         raise PackFormatError(f"pack {key!r}: unknown task {sub_task!r}; valid: {', '.join(TASKS)}")
     columns = keys, images, videos, prompts, captions, systems, tools, details, asked, *codec
-    subs = tuple(_restore_sub_sample(*own, task=sub_task) for own in zip(*columns, strict=True))
+    subs = tuple(_restore_sub_sample(own, sub_task) for own in zip(*columns, strict=True))
     described = meta.get("task"), num_tokens, checksums
     return RestoredPack(subs, tuple(keys), *described, _trees(meta.get("trees", []), count, key))
 
@@ -298,23 +294,11 @@ def _strings(value: Any, what: str) -> list[str]:
     return values
 
 
-def _restore_sub_sample(
-    key: str,
-    images: Any,
-    videos: Any,
-    prompts: Any,
-    captions: Any,
-    system: str | None,
-    tools: str,
-    details: Any,
-    asked: Any,
-    positions: Any,
-    fps: Any,
-    *,
-    task: str,
-) -> SourceSample | SampleError:
+def _restore_sub_sample(entry: Sequence[Any], task: str) -> SourceSample | SampleError:
+    """Restore a sample from its entry in each column of a pack, or return why it is unusable."""
+    key, images, videos, prompts, captions, system, tools, details, asked, *codec = entry
     try:
-        refuse_codec_input(positions, fps)
+        refuse_codec_input(*codec)
         image_names = tuple(filter(None, _strings([] if images is None else images, "images")))
         video_names = tuple(filter(None, _strings([] if videos is None else videos, "videos")))
         answers = _strings(captions, "captions")

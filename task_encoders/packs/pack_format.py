@@ -87,10 +87,15 @@ def index_of_key(key: str) -> int:
     return int(key.rpartition("_")[2])
 
 
+def extension_of(name: str) -> str:
+    """Return the extension of a file name, which may be an extension alone."""
+    return name.rpartition(".")[2].lower()
+
+
 def image_extension(name: str, image_format: str) -> str:
     """Return the extension of a pack member: the source's own if it is a known image extension,
     else that of the format found in the header ('JPEG' -> 'jpg')."""
-    extension = name.rpartition(".")[2].lower()
+    extension = extension_of(name)
     if extension in IMAGE_EXTENSIONS:
         return extension
     return {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(image_format, image_format.lower())
@@ -98,17 +103,17 @@ def image_extension(name: str, image_format: str) -> str:
 
 def is_image_name(name: str) -> bool:
     """Tell whether a file name, or an extension alone, is an image's."""
-    return name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+    return extension_of(name) in IMAGE_EXTENSIONS
 
 
 def is_video_name(name: str) -> bool:
     """Tell whether a file name, or an extension alone, is a video's."""
-    return name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS
+    return extension_of(name) in VIDEO_EXTENSIONS
 
 
 def video_extension(name: str, container: str) -> str:
     """Return the extension of the container found in the header; see `image_extension`."""
-    return name.rpartition(".")[2].lower() if is_video_name(name) else container
+    return extension_of(name) if is_video_name(name) else container
 
 
 def media_part_names(extensions: Sequence[str]) -> list[str]:

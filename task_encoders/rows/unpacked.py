@@ -20,7 +20,7 @@ from megatron.energon.errors import FatalSampleError
 
 from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
-from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, is_video_name
+from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, extension_of, is_video_name
 from task_encoders.records.forms import MEDIA_FIELDS, best_answer, form_of, has_answer
 from task_encoders.records.record import (
     decode_inline,
@@ -113,8 +113,8 @@ def _of_type(sample: Sample) -> tuple[dict[str, Any], _Media]:
 
 def _of_parts(parts: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Media]:
     """Take record and media from the members of a crude sample."""
-    media = {part: data for part, data in parts.items() if _extension(part) in MEDIA_EXTENSIONS}
-    content = next((parts[part] for part in sorted(parts) if _extension(part) == "json"), None)
+    media = {part: data for part, data in parts.items() if extension_of(part) in MEDIA_EXTENSIONS}
+    content = next((parts[part] for part in sorted(parts) if extension_of(part) == "json"), None)
     record = load_json(content) if isinstance(content, bytes) else content
     text = next((parts[part] for part in _TEXT_PARTS if part in parts), None)
     if text is not None and (record is None or not has_answer(record)):
@@ -137,7 +137,3 @@ def _files(names: Sequence[str], media: _Media, stem: str) -> tuple[bytes, ...]:
     if missing is not None:
         raise SampleError("missing_image", f"no member {missing!r}")
     return tuple(by_name[name] for name in names)
-
-
-def _extension(part: str) -> str:
-    return part.rpartition(".")[2].lower()

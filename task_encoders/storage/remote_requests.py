@@ -75,7 +75,7 @@ def count_attempt(attempts: int, **event: Any) -> None:
 
 def in_a_line(error: BaseException) -> str:
     """Write type and text of an error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _lacks_bucket(error: Exception) -> bool:

@@ -8,6 +8,7 @@ import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final, Literal
@@ -81,6 +82,20 @@ from task_encoders.text.pieces import (
 from task_encoders.text.qwen_vocabulary import BUILTIN
 from task_encoders.text.template_proof import load_template
 from task_encoders.text.tokenizer import load_tokenizer
+from task_encoders.versions import require_supported
+
+
+def checkpoint_config(processor: str) -> Mapping[str, Any]:
+    """Read a checkpoint's config.json; {} if it has none, as the built-in vocabulary."""
+    if processor == BUILTIN:
+        return {}
+    require_supported("transformers")
+    from transformers import PreTrainedConfig
+
+    with suppress(OSError):  # a folder without that file
+        found: Mapping[str, Any] = PreTrainedConfig.get_config_dict(processor)[0]
+        return found
+    return {}
 
 
 def beside_lengths(default: Any) -> Any:
@@ -170,6 +185,13 @@ class ModelOptions(BaseModel):
         return 0 if value is None else value
 
 
+class ResizedOptions(ModelOptions):
+    """Options of families whose processors resize with torch, if they are not told otherwise."""
+
+    #: how images and frames are resized: pil, or torch, as transformers 5 does with torchvision
+    resize: Literal["pil", "torch"] = beside_lengths("torch")
+
+
 class FamilyEncoder(ABC):
     """A `SampleEncoder` on a chat template and media tokens.
 
@@ -199,8 +221,6 @@ class FamilyEncoder(ABC):
     POSITION_ROWS: ClassVar[int] = 3
     #: Control tokens before and after each picture.
     AROUND_PICTURE: ClassVar[tuple[str, ...]] = ()
-    #: Position of the text after a video, see `spans.position_ids`.
-    video_end: str = "longer_side"
     #: How transformers' model takes images: a name in model_inputs.IMAGE_LAYOUTS.
     IMAGE_LAYOUT: str = "patches"
     #: Whether a video's steps are pictures among the images of its row. Their patches are as wide
@@ -462,6 +482,7 @@ class FamilyEncoder(ABC):
         of_videos = [self.medium_spans(medium) for _, medium in video_rows]
         spans = self._layout(sample, of_images, of_videos)
         tokens, loss_weights = tokens_and_weights(spans)
+        video_end = getattr(self.options, "video_end", "longer_side")
         if self.VIDEOS_AS_IMAGES and videos:  # in the order of their tokens
             stills, clips = iter(image_rows), iter(video_rows)
             image_rows, video_rows = [], []
@@ -478,7 +499,7 @@ class FamilyEncoder(ABC):
             key=sample.key,
             tokens=tokens,
             loss_weights=loss_weights,
-            position_ids=position_ids(spans, self.POSITION_ROWS, self.video_end),
+            position_ids=position_ids(spans, self.POSITION_ROWS, video_end),
             image_pixels=image_pixels,
             image_grid_thw=image_grids,
             video_pixels=video_pixels,
