@@ -30,7 +30,7 @@ from task_encoders.families.base.family import (
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.field_types import Count, Number
 from task_encoders.media.image import VisionSettings
-from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
+from task_encoders.media.video import SampledVideo, volume_resize
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from task_encoders.text.chat_templates import THOUGHT, WRITE
@@ -172,13 +172,7 @@ class GlmEncoder(FamilyEncoder):
 
     def image_medium(self, height: int, width: int) -> Medium:
         limits = self.options.min_pixels, self.options.max_pixels
-        return Medium(self._grid(DEPTH, height, width, limits))
-
-    def _grid(
-        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
-    ) -> tuple[int, int, int]:
-        height, width = volume_resize(num_frames, height, width, self.vision, limits)
-        return num_frames // DEPTH, height // _PATCH, width // _PATCH
+        return Medium(self.grid_of(volume_resize(DEPTH, height, width, self.vision, limits)))
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         if header.fps is None:
@@ -188,12 +182,8 @@ class GlmEncoder(FamilyEncoder):
             raise SampleError("bad_video", f"{header.num_frames / header.fps:.2f} s: no frame")
         num_frames = len(frames) + len(frames) % DEPTH  # the last one is repeated
         limits = self.options.video_min_pixels, self.options.video_max_pixels
-        return SampledVideo(
-            self._grid(num_frames, header.height, header.width, limits),
-            frames,
-            seconds_per_grid(header, num_frames, DEPTH),
-            header.fps,
-        )
+        size = volume_resize(num_frames, header.height, header.width, self.vision, limits)
+        return self.sampled(header, frames, size)
 
     @abstractmethod
     def frame_numbers(self, total: int, fps: float) -> Sequence[int]:

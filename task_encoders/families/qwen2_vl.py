@@ -24,12 +24,7 @@ from task_encoders.families.base.family import (
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.field_types import Count, Number
 from task_encoders.media.image import CLIP_MEAN, CLIP_STD, VisionSettings, smart_resize
-from task_encoders.media.video import (
-    SampledVideo,
-    frame_range,
-    sampled_frames,
-    seconds_per_grid,
-)
+from task_encoders.media.video import SampledVideo, frame_range, sampled_frames
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError
 from task_encoders.samples.medium_options import AS_FAMILY, MediumOptions
@@ -142,9 +137,7 @@ class QwenVLEncoder(FamilyEncoder):
 
     def image_medium(self, height: int, width: int) -> Medium:
         limits = self._limits(self.options.min_pixels, self.options.max_pixels)
-        height, width = smart_resize(height, width, self.vision, limits)
-        patch = self.vision.patch_size
-        return Medium((1, height // patch, width // patch))
+        return Medium(self.grid_of(smart_resize(height, width, self.vision, limits)))
 
     def sample_video(self, header: VideoHeader) -> SampledVideo:
         first, last = frame_range(header, self.asked.video_start, self.asked.video_end)
@@ -167,7 +160,7 @@ class QwenVLEncoder(FamilyEncoder):
         of the frames in a patch, as transformers' `sample_frames` counts them; of a video with
         fewer frames, which transformers refuses, all are taken. `header` describes the frames from
         `first` on that are shown."""
-        options, depth, patch = self.options, self.vision.temporal_patch_size, self.PATCH_SIZE
+        options, depth = self.options, self.vision.temporal_patch_size
         assert isinstance(options, QwenVLOptions)
         num_sampled = total = header.num_frames
         if total >= depth:
@@ -181,13 +174,9 @@ class QwenVLEncoder(FamilyEncoder):
         if options.video_max_tokens is not None:
             budget = int(options.video_max_tokens * self.vision.factor**2 * 0.9)
             most = max(min(most, budget * depth // num_sampled), int(least * 1.05))
-        height, width = smart_resize(header.height, header.width, self.vision, (least, most))
-        return SampledVideo(
-            (-(-num_sampled // depth), height // patch, width // patch),
-            [first + number for number in sampled_frames(total, num_sampled)],
-            seconds_per_grid(header, num_sampled, depth),
-            header.fps,
-        )
+        size = smart_resize(header.height, header.width, self.vision, (least, most))
+        frames = [first + number for number in sampled_frames(total, num_sampled)]
+        return self.sampled(header, frames, size)
 
     def medium_spans(self, medium: Medium) -> Iterable[Span]:
         token_id, interval = self.image_token_id, 1.0

@@ -19,16 +19,12 @@ from task_encoders.families.base.family import TINY, Family, Preset, beside_leng
 from task_encoders.families.base.spans import Medium, Span
 from task_encoders.families.qwen2_vl import TINY_VISION, QwenVLEncoder, QwenVLOptions
 from task_encoders.field_types import Count
-from task_encoders.media.video import SampledVideo, seconds_per_grid, volume_resize
+from task_encoders.media.video import SampledVideo, volume_resize
 from task_encoders.media.video_file import VideoHeader
 from task_encoders.samples import SampleError, SourceSample
 from task_encoders.text.pieces import Answer, Fixed, Piece, Text, Video
 from task_encoders.text.qwen_templates import QWEN3_5_TEMPLATE, QWEN3_VL_TEMPLATE
-from task_encoders.text.qwen_vocabulary import (
-    MEDIA_TOKEN_IDS,
-    QWEN3_TEXT_TOKENS,
-    VOCAB_SIZE,
-)
+from task_encoders.text.qwen_vocabulary import MEDIA_TOKEN_IDS, QWEN3_TEXT_TOKENS, VOCAB_SIZE
 
 _PATCH: Final = 16
 #: Pixels of one token: a square of 2 by 2 patches.
@@ -103,13 +99,8 @@ class Qwen3VLEncoder(QwenVLEncoder):
             share = min(options.video_max_tokens * self.vision.factor**2, most // volume)
             most = max(share, int(least * 1.05)) * volume
         limits = least, most
-        height, width = volume_resize(volume, header.height, header.width, self.vision, limits)
-        return SampledVideo(
-            (-(-num_sampled // depth), height // _PATCH, width // _PATCH),
-            frames.tolist(),
-            seconds_per_grid(header, num_sampled, depth),
-            header.fps,
-        )
+        size = volume_resize(volume, header.height, header.width, self.vision, limits)
+        return self.sampled(header, frames.tolist(), size)
 
     def medium_spans(self, medium: Medium) -> Iterator[Span]:
         """Yield the tokens of an image, or of a video: each step follows the time in its middle in

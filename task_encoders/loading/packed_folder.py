@@ -31,11 +31,7 @@ from task_encoders.loading.folder_shards import (
     read_columns,
     read_index,
 )
-from task_encoders.packs.manifest import (
-    WRITTEN_AGAIN,
-    PackColumns,
-    written_again,
-)
+from task_encoders.packs.manifest import WRITTEN_AGAIN, PackColumns, written_again
 from task_encoders.packs.pack import Pack, PackFormatError
 from task_encoders.packs.pack_format import JSON_PART
 from task_encoders.packs.stored_media import with_stored_media

@@ -22,12 +22,7 @@ from task_encoders.media.video_file import MissingPyAVError
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import Tree
 from task_encoders.rows.trees import as_tree
-from task_encoders.sample_encoder import (
-    EncodedMedium,
-    EncodedSample,
-    SampleEncoder,
-    SampleLength,
-)
+from task_encoders.sample_encoder import EncodedMedium, EncodedSample, SampleEncoder, SampleLength
 from task_encoders.samples import SampleError
 from task_encoders.samples.medium_options import MediumOptions
 from task_encoders.threads import map_in, result_of, submit

@@ -22,13 +22,7 @@ from task_encoders.energon_samples import CrudeRecord
 from task_encoders.packs.pack import SubSample
 from task_encoders.packs.pack_format import MEDIA_EXTENSIONS, extension_of, is_video_name
 from task_encoders.records.forms import MEDIA_FIELDS, best_answer, form_of, has_answer
-from task_encoders.records.record import (
-    decode_inline,
-    decode_text,
-    is_inline,
-    load_json,
-    to_sample,
-)
+from task_encoders.records.record import decode_inline, decode_text, is_inline, load_json, to_sample
 from task_encoders.samples import SampleError
 
 _TEXT_PARTS: Final = ("txt", "caption", "text")

@@ -5,13 +5,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from task_encoders.storage.paths import (
-    BUCKET_PROFILE,
-    PROFILED,
-    StorageError,
-    is_url,
-    unreachable,
-)
+from task_encoders.storage.paths import BUCKET_PROFILE, PROFILED, StorageError, is_url, unreachable
 from task_encoders.storage.remote_requests import in_a_line
 
 if TYPE_CHECKING:

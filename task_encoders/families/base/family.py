@@ -16,13 +16,7 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from task_encoders.families.base.cost import ModelCost
 from task_encoders.families.base.spans import (
@@ -38,7 +32,7 @@ from task_encoders.families.base.spans import (
 from task_encoders.field_types import Count, LocalOrRemotePath, Values
 from task_encoders.media.image import VisionSettings, decode_image, read_image_header
 from task_encoders.media.patches import BACKENDS, Bytes, Normalisation, frame_patches
-from task_encoders.media.video import SampledVideo
+from task_encoders.media.video import SampledVideo, seconds_per_grid
 from task_encoders.media.video_file import (
     MAX_VIDEO_FRAMES,
     VideoHeader,
@@ -311,6 +305,18 @@ class FamilyEncoder(ABC):
         frames = decode_frames(data, header, sampled.frames, self.max_image_pixels)
         rows = self.cut(frames, sampled.grid, self.vision.temporal_patch_size)
         return rows, Medium(sampled.grid, sampled)
+
+    def grid_of(self, size: tuple[int, int], num_frames: int = 1) -> Grid:
+        """Return the grid of frames that are resized to this height and width."""
+        depth, patch = self.vision.temporal_patch_size, self.vision.patch_size
+        return -(-num_frames // depth), size[0] // patch, size[1] // patch
+
+    def sampled(
+        self, header: VideoHeader, frames: Sequence[int], size: tuple[int, int]
+    ) -> SampledVideo:
+        """Describe frames of a video that are resized to this height and width."""
+        seconds = seconds_per_grid(header, len(frames), self.vision.temporal_patch_size)
+        return SampledVideo(self.grid_of(size, len(frames)), frames, seconds, header.fps)
 
     def cut(self, frames: Iterable[PillowImage.Image], grid: Grid, depth: int) -> Bytes:
         """Cut frames into patches (t·h·w, C·depth·p·p); an image is one frame."""

@@ -30,11 +30,7 @@ from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.samples import IGNORE_INDEX, SourceSample, Turn
 from tests.helpers.datasets import image_bytes
 from tests.helpers.encoder_contract import opened, own_pairs, transformers_function, unequal
-from tests.helpers.texts_and_images import (
-    TypedTokens,
-    encoded_conversations,
-    messages_and_tools,
-)
+from tests.helpers.texts_and_images import TypedTokens, encoded_conversations, messages_and_tools
 from tests.helpers.tiny_checkpoints import packed_batch
 from tests.helpers.tiny_families import needs_family
 from tests.helpers.tiny_tokenizers import GEMMA_TEMPLATE, gemma_tokenizer, save_gemma_tokenizer

@@ -18,20 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.energon import (
-    WorkerConfig,
-    get_train_dataset,
-    get_val_dataset,
-    get_val_datasets,
-)
+from megatron.energon import WorkerConfig, get_train_dataset, get_val_dataset, get_val_datasets
 from megatron.energon.errors import FatalSampleError
 
 from offline_packing.runs.run import Run
 from task_encoders.energon_samples import PackedBatch
-from task_encoders.loading.packed_dataset import (
-    get_packed_train_dataset,
-    get_packed_val_dataset,
-)
+from task_encoders.loading.packed_dataset import get_packed_train_dataset, get_packed_val_dataset
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.loading.schedule import InTurn, ScheduledLoader
 from task_encoders.media.image import decode_image

@@ -19,10 +19,7 @@ from torch.utils.data import DataLoader
 from launch.data.packed_data import read_packed_data
 from offline_packing.errors import StageError
 from offline_packing.runs.run import Run
-from task_encoders.loading.packed_dataset import (
-    get_packed_train_dataset,
-    get_packed_val_dataset,
-)
+from task_encoders.loading.packed_dataset import get_packed_train_dataset, get_packed_val_dataset
 from task_encoders.loading.packed_folder import PackedFolder, PackedFolderError
 from task_encoders.packed_task_encoder import PackedTaskEncoder
 from task_encoders.settings import PackingSettings, PackingSettingsError
