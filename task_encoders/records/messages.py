@@ -276,8 +276,7 @@ def _text(role: str, content: Any, found: Draft) -> str:
 
 
 def _part(role: str, part: Any, found: Draft) -> str:
-    """Return the text of one part of a content list; for a medium its placeholder, and note its
-    name."""
+    """Return the text of a part of a content list; note a medium's name, return its placeholder."""
     if not isinstance(part, dict):
         raise SampleError("bad_record", f"a part of a message is {kind_of(part)}, not an object")
     fields = [name for name, value in part.items() if value is not None]

@@ -47,8 +47,7 @@ class Tokenizer(Protocol):
         """Return the ids of a text in which special tokens are data. Raises SampleError."""
 
     def encode_answer(self, header: str, answer: str) -> tuple[list[int], int]:
-        """Encode header + answer; return the ids, and the index of the first that overlaps the
-        answer."""
+        """Encode header + answer; return the ids, and the index of the first in the answer."""
 
     def special_id(self, token: str) -> int:
         """Return the id of an added token. Raises ValueError if the vocabulary lacks it."""
@@ -96,8 +95,7 @@ class TiktokenTokenizer(_AddedTokens):
         *,
         nfc: bool,
     ) -> None:
-        """Build the encoding: `special` are control tokens, text can spell the others
-        (`text_tokens`)."""
+        """Build the encoding of control tokens, `special`, and others that text can spell."""
         text_tokens = text_tokens or {}
         self._encoding = tiktoken.Encoding(
             "bpe",
