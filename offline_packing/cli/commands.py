@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from offline_packing.config.sections import EngineConfig
 
 
-def _check_path(context: click.Context, argument: click.Parameter, path: str) -> str:
-    if "://" in path:
+def _check_local(context: click.Context, argument: click.Parameter, path: Any) -> Any:
+    if is_url(path):
         raise click.BadParameter(
-            f"{path!r} is remote, and init looks at local data; copy some of them here for it, and "
-            "then set source.path to the remote ones"
+            f"{str(path)!r} is remote, and {context.command.name} needs local files; for init a "
+            "copy of some records is enough: then set source.path to the remote ones"
         )
-    if not Path(path).exists():
+    if argument.required and not Path(path).exists():
         raise click.BadParameter(f"{path!r} does not exist")
     return path
 
 
 @cli.command()
-@click.argument("path", callback=_check_path)
+@click.argument("path", callback=_check_local)
 @click.option("--to", type=FileOrUrl(), default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
 @click.option("--output", help="Its output.path; default: out/packed, or a folder beside PATH.")
@@ -153,12 +153,6 @@ def export(
     echo(f"{verb} {done.num_packs:,} packs in {done.num_files:,} files: {folder}")
 
 
-def _check_local(context: click.Context, argument: click.Parameter, folder: Path) -> Path:
-    if is_url(folder):
-        raise click.BadParameter(f"{context.command.name} needs a local folder")
-    return folder
-
-
 @cli.command()
 @click.argument(
     "folder",
@@ -183,11 +177,8 @@ def launch(script: str | None, arguments: tuple[str, ...], only_path: bool) -> N
     """Run a training SCRIPT of the installed package with bash; without one, list them."""
     folder = Path(str(importlib.resources.files("launch")))
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    scripts = {
-        path.stem: path
-        for name, path in files.items()
-        if name.endswith(".sh") and path.read_text().startswith("#!")
-    }
+    shell = (path for path in files.values() if path.suffix == ".sh")
+    scripts = {path.stem: path for path in shell if path.read_text().startswith("#!")}
     if script is None:
         for name, found in scripts.items():
             echo(f"{name:<20} {found.read_text().splitlines()[1].removeprefix('# ')}")
