@@ -152,8 +152,8 @@ class PackConfig(PlanOptions, Section):
             raise ValueError(f"split_turns changes nothing under on_overlong {self.on_overlong}")
         if self.share_prefixes and self.context_parallel > 1:
             raise ValueError(
-                "each rank of context_parallel would need the trunks of share_prefixes; leave out "
-                "one of them"
+                "share_prefixes cannot go with context_parallel, each of whose ranks would need all "
+                "trunks; leave out one of them"
             )
         if self.share_prefixes and self.strategy in ("hash_bucket", "sequential"):
             raise ValueError(
