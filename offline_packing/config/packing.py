@@ -130,9 +130,9 @@ class PackingConfig(Section):
             )
         if (limit := dynamic_from(processor)) is not None and self.pack.seq_length > limit:
             raise ValueError(
-                f"pack.share_prefixes: rotary angles of {processor} depend on the length of samples "
-                f"above {limit} tokens (rope_type dynamic); set pack.seq_length to at most {limit}, "
-                "or leave out pack.share_prefixes"
+                f"pack.share_prefixes: angles of {processor} depend on the length of samples above "
+                f"{limit} tokens (rope_type dynamic); set pack.seq_length to at most {limit}, or "
+                "leave out pack.share_prefixes"
             )
 
     @property

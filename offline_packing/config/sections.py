@@ -152,7 +152,7 @@ class PackConfig(PlanOptions, Section):
             raise ValueError(f"split_turns changes nothing under on_overlong {self.on_overlong}")
         if self.share_prefixes and self.context_parallel > 1:
             raise ValueError(
-                "share_prefixes cannot go with context_parallel, each of whose ranks would need all "
+                "share_prefixes cannot go with context_parallel, each rank of which would need all "
                 "trunks; leave out one of them"
             )
         if self.share_prefixes and self.strategy in ("hash_bucket", "sequential"):
