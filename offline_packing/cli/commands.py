@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offline_packing.cli import verbs  # noqa: F401 - they register themselves
-from offline_packing.cli.verb import OUTPUT_OPTIONS, FileOrUrl, cli, echo
+from offline_packing.cli.verb import FILE, FOLDER, OUTPUT_OPTIONS, cli, echo
 from task_encoders.samples import TASKS
 from task_encoders.storage.paths import is_url
 from task_encoders.text.qwen_vocabulary import BUILTIN
@@ -31,7 +31,7 @@ def _check_local(context: click.Context, argument: click.Parameter, path: Any) -
 
 @cli.command()
 @click.argument("path", callback=_check_local)
-@click.option("--to", type=FileOrUrl(), default="pack.yaml")
+@click.option("--to", type=FILE, default="pack.yaml")
 @click.option("--task", type=click.Choice(TASKS), help="Default: guessed from the records.")
 @click.option("--output", help="Its output.path; default: out/packed, or a folder beside PATH.")
 @click.option("--processor", default=BUILTIN, help="The checkpoint you train; sets model.family.")
@@ -91,7 +91,7 @@ def index(folder: Path, task: str | None) -> None:
 
 
 @cli.command()
-@click.argument("folders", nargs=-1, required=True, type=FileOrUrl(dir_okay=True, file_okay=False))
+@click.argument("folders", nargs=-1, required=True, type=FOLDER)
 @click.option(
     "--epochs",
     "each_once",
@@ -120,8 +120,8 @@ def _engine_options(
 
 
 @cli.command()
-@click.argument("output", metavar="OUT", type=FileOrUrl(dir_okay=True, file_okay=False))
-@click.argument("folder", metavar="OTHER", type=FileOrUrl(dir_okay=True, file_okay=False))
+@click.argument("output", metavar="OUT", type=FOLDER)
+@click.argument("folder", metavar="OTHER", type=FOLDER)
 @click.argument("engine", nargs=-1, metavar="[engine.KEY=VALUE]...", callback=_engine_options)
 @click.option(
     "--to",
@@ -154,12 +154,7 @@ def export(
 
 
 @cli.command()
-@click.argument(
-    "folder",
-    type=FileOrUrl(file_okay=False, dir_okay=True),
-    default="demo_output",
-    callback=_check_local,
-)
+@click.argument("folder", type=FOLDER, default="demo_output", callback=_check_local)
 @click.option("--num-samples", default=2000, help="How many samples to draw.")
 @click.option("--seed", default=0, help="Decides everything that is drawn.")
 def demo(folder: Path, num_samples: int, seed: int) -> None:

@@ -15,7 +15,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.helpers.datasets import WORDS, dialogue, image_bytes, make_run, pack_all, write_json
+from tests.helpers.datasets import WORDS, dialogue, image_bytes, packed_run, write_json
 
 os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder would print its settings
 
@@ -203,6 +203,5 @@ def video_packs(task: str, root: Path, **model: Any) -> Path:
         stem = f"sample{i}" if media else f"output_{i:08d}"
         write_json(root / f"source/{stem}.json", record)
     source = {"format": "pairs", "path": str(root / "source"), "task": task}
-    run = make_run(source, root / "packed", model=VIDEO_MODEL | model, pack={"seq_length": 512})
-    pack_all(run)
+    packed_run(source, root / "packed", model=VIDEO_MODEL | model, pack={"seq_length": 512})
     return root / "packed"
