@@ -26,14 +26,9 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class EndedBySignal(BaseException):
     """A signal asked the process to end. Not an Exception: only cleanup code may catch it."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
     def __str__(self) -> str:
-        if self.number == signal.SIGINT:
-            return "interrupted"
-        return f"ended by {signal.Signals(self.number).name}"
+        ended = signal.Signals(self.args[0])
+        return "interrupted" if ended == signal.SIGINT else f"ended by {ended.name}"
 
 
 @contextmanager
@@ -76,7 +71,7 @@ def _raise_later(dropped: "UnraisableHookArgs") -> None:
     if not isinstance(ended, EndedBySignal):
         sys.__unraisablehook__(dropped)
         return
-    signal.signal(signal.SIGALRM, lambda *_: _raise(ended.number, None))
+    signal.signal(signal.SIGALRM, lambda *_: _raise(ended.args[0], None))
     signal.setitimer(signal.ITIMER_REAL, 0.05)
 
 
@@ -87,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(sys.argv[1:] if arguments is None else arguments)
     except EndedBySignal as ended:
         print(f"{ended}; run the same command again to continue", file=sys.stderr)  # noqa: T201
-        sys.exit(128 + ended.number)
+        sys.exit(128 + ended.args[0])
 
 
 def _run(arguments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from offline_packing.config.packing import PackingConfig
 from offline_packing.measure.measure import measure_first
 from offline_packing.report.preview_text import first_words
 from offline_packing.sources import open_source
-from offline_packing.sources.recognise import MANY, Example, Recognised
+from offline_packing.sources.recognise import MANY, Recognised
 from task_encoders.families import FAMILIES, model_options, pixel_limits_of, require_family
 from task_encoders.text.qwen_vocabulary import BUILTIN
 
@@ -79,27 +79,24 @@ def render_examples(found: Recognised) -> str:
     lines = [f"{options['path']} is read with format {options['format']}, task {options['task']}"]
     if found.others:
         lines.append(f"it might also be of format {' or '.join(found.others)}")
-    lines += [line for example in found.examples for line in _render_example(example)]
+    for example in found.examples:
+        sample = example.sample
+        if sample is None:
+            lines.append(f"\n{example.key}: cannot be used: {example.problem}")
+            continue
+        lines.append(f"\n{example.key}: {sample.task}")
+        for turn in sample.turns:
+            shown = sample.task != "captioning"
+            lines += [f"  prompt  {first_words(turn.prompt, _TEXT_LENGTH)}"] if shown else []
+            lines.append(f"  answer  {first_words(turn.answer, _TEXT_LENGTH)}")
+        if example.unread:
+            unread = ", ".join(example.unread)
+            lines.append(f"  not read: {unread} (source.fields says what they are)")
+        lines += [f"  warning: {line}" for line in example.lost]
+        for name in sample.media:
+            state = example.missing.get(name, "found")
+            lines.append(f"  medium  {first_words(name, _TEXT_LENGTH)} ({state})")
     return "\n".join(lines) + "\n"
-
-
-def _render_example(example: Example) -> list[str]:
-    sample = example.sample
-    if sample is None:
-        return [f"\n{example.key}: cannot be used: {example.problem}"]
-    lines = [f"\n{example.key}: {sample.task}"]
-    for turn in sample.turns:
-        shown = sample.task != "captioning"
-        lines += [f"  prompt  {first_words(turn.prompt, _TEXT_LENGTH)}"] if shown else []
-        lines.append(f"  answer  {first_words(turn.answer, _TEXT_LENGTH)}")
-    if example.unread:
-        lines.append(f"  not read: {', '.join(example.unread)} (source.fields says what they are)")
-    lines += [f"  warning: {line}" for line in example.lost]
-    for name in sample.media:
-        lines.append(
-            f"  medium  {first_words(name, _TEXT_LENGTH)} ({example.missing.get(name, 'found')})"
-        )
-    return lines
 
 
 def _line(name: str, value: Any) -> str:

@@ -21,16 +21,17 @@ from task_encoders.storage.paths import is_url, path_of
 from task_encoders.versions import VERSION
 
 
-class FileOrUrl(click.Path):
-    """A local path, or a URL."""
-
-    def __init__(self, *, file_okay: bool = True, dir_okay: bool = False) -> None:
-        super().__init__(file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
-
+class _PathOrUrl(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and is_url(value):
             return path_of(value)
         return super().convert(value, param, ctx)
+
+
+#: A local file, or a URL.
+FILE: Final = _PathOrUrl(dir_okay=False, path_type=Path)
+#: A local folder, or a URL.
+FOLDER: Final = _PathOrUrl(file_okay=False, path_type=Path)
 
 
 class Verb(click.Command):
@@ -148,9 +149,6 @@ _WORK_OPTIONS: Final = (
 
 class _InOrder(click.Group):
     """Group whose help lists the verbs in the order of work, each with its whole sentence."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         whole = [(name, command.get_short_help_str(500)) for name, command in self.commands.items()]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from offline_packing.cli.verb import FileOrUrl, Verb, echo, verb
+from offline_packing.cli.verb import FILE, Verb, echo, verb
 from offline_packing.errors import ConfigError, StageError
 from task_encoders.samples import REASONS
 from task_encoders.storage.remote_requests import RemoteError
@@ -75,7 +75,7 @@ class _PlanVerb(Verb):
 @verb("plan", cls=_PlanVerb)
 @click.option(
     "--output",
-    type=FileOrUrl(),
+    type=FILE,
     help="Write the packs' samples in order to this Parquet file, and how often the runs of "
     "source.skip trained each so far.",
 )
@@ -216,7 +216,7 @@ def report_verb(run: Run, dry_run: bool, again: bool = True) -> None:
 @click.option("--full", is_flag=True, help="Show long texts in full.")
 @click.option(
     "--html",
-    type=FileOrUrl(),
+    type=FILE,
     help="Write one page, with images and first frames of videos, instead of text.",
 )
 def preview_verb(run: Run, full: bool, html: Path | None, **which: Any) -> None:

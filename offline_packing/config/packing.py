@@ -52,10 +52,7 @@ class PackingConfig(Section):
             raise ValueError("no source; name at least one")
         tasks = sorted({source.task for source in sources})
         if len(tasks) > 1:
-            raise ValueError(
-                f"tasks {' and '.join(tasks)} in one output; pack each alone and blend the "
-                "datasets in training"
-            )
+            raise ValueError(f"tasks {' and '.join(tasks)} in one output; pack each and blend them")
         if any(source.weight for source in sources):
             if not all(source.weight for source in sources):
                 raise ValueError("some sources have a weight and others none; give each a weight")
@@ -133,9 +130,9 @@ class PackingConfig(Section):
             )
         if (limit := dynamic_from(processor)) is not None and self.pack.seq_length > limit:
             raise ValueError(
-                f"pack.share_prefixes: the rotary angles of {processor} (rope_type dynamic) depend "
-                f"on the length of samples above max_position_embeddings {limit}; set "
-                f"pack.seq_length to at most {limit}, or leave out pack.share_prefixes"
+                f"pack.share_prefixes: angles of {processor} depend on the length of samples above "
+                f"{limit} tokens (rope_type dynamic); set pack.seq_length to at most {limit}, or "
+                "leave out pack.share_prefixes"
             )
 
     @property
@@ -145,33 +142,29 @@ class PackingConfig(Section):
 
     @model_validator(mode="after")
     def _check_splitting(self) -> "PackingConfig":
-        loss_on = getattr(self.model, "loss_on", "all")
+        loss_on, earlier = (
+            getattr(self.model, "loss_on", "all"),
+            self.pack.split_turns.context_turns,
+        )
+        trains_all, is_captioning = self.output.layout != "energon", self.task == "captioning"
+        layout = f"output.layout={self.output.layout!r}"
+        context = f"pack.split_turns.context_turns={earlier} shows turns without loss, and"
         if self.splits and loss_on != "all":
             raise ValueError(
-                f"model.loss_on={loss_on} trains a part of each conversation or document, and "
-                "split_turns makes several samples of one; leave out one of the two"
+                f"model.loss_on={loss_on} and split_turns both train a part of a record; leave out "
+                "one of them"
             )
-        trains_all = self.output.layout != "energon"
         for name, default in (("loss_on", "all"), ("empty_thoughts", "train")):
             value = getattr(self.model, name, default)
-            if value != default and trains_all and self.task != "captioning":
+            if value != default and trains_all and not is_captioning:
                 raise ValueError(
-                    f"model.{name}={value} trains a part of each conversation, and readers of "
-                    f"output.layout={self.output.layout!r} train all answers; leave it out, or "
-                    "choose another layout"
+                    f"model.{name}={value} trains a part of the answers, and {layout} trains all; "
+                    "leave out one of them"
                 )
-        earlier = self.pack.split_turns.context_turns
-        if earlier and self.task == "captioning":
-            raise ValueError(
-                f"pack.split_turns.context_turns={earlier} shows turns of conversations without "
-                "loss, and all text of a document is trained; set it to 0"
-            )
+        if earlier and is_captioning:
+            raise ValueError(f"{context} all text of a document is trained; set it to 0")
         if earlier and trains_all:
-            raise ValueError(
-                f"pack.split_turns.context_turns={earlier} shows turns without loss, and "
-                f"output.layout={self.output.layout!r} would train them; set it to 0, or choose "
-                "another layout"
-            )
+            raise ValueError(f"{context} {layout} would train them; set it to 0")
         return self
 
     @property

@@ -149,19 +149,16 @@ class PackConfig(PlanOptions, Section):
     @model_validator(mode="after")
     def _check_added(self) -> "PackConfig":
         if self.on_overlong != "split_turns" and self.split_turns != SplitTurnsConfig():
-            raise ValueError(
-                f"split_turns changes nothing under on_overlong {self.on_overlong}; set it to "
-                "split_turns, or leave out the options"
-            )
+            raise ValueError(f"split_turns changes nothing under on_overlong {self.on_overlong}")
         if self.share_prefixes and self.context_parallel > 1:
             raise ValueError(
-                "share_prefixes cannot go with context_parallel, whose ranks would each need the "
-                "trunk of a tree; leave out one of them"
+                "share_prefixes cannot go with context_parallel, each rank of which would need all "
+                "trunks; leave out one of them"
             )
         if self.share_prefixes and self.strategy in ("hash_bucket", "sequential"):
             raise ValueError(
-                f"strategy {self.strategy} counts samples as the packer that it is taken from, and "
-                "share_prefixes joins some; choose strategy auto, or leave out one of them"
+                f"strategy {self.strategy} counts samples, and share_prefixes joins some; choose "
+                "strategy auto, or leave out share_prefixes"
             )
         asked_passes(PlanRequest(self, self.budgets, self.layout, mixture=self.mixture))
         if self.padding > self.seq_length:
@@ -215,9 +212,7 @@ class OutputConfig(Section):
     @model_validator(mode="after")
     def _check_media(self) -> "OutputConfig":
         if self.media == "refer" and self.layout != "energon":
-            raise ValueError(
-                f"readers of layout {self.layout} need media in the packs; remove media"
-            )
+            raise ValueError(f"layout {self.layout} needs media in the packs; remove media=refer")
         return self
 
 

@@ -49,7 +49,10 @@ def samples_of_shards(
     system's temporary folder is used."""
     none = INDEX_SCHEMA.empty_table().select(list(columns))
     groups = _group(ids_of_shards, samples_in_memory)
-    sorted_ids = [_sorted(group) for group in groups]
+    sorted_ids = []
+    for ids in map(np.concatenate, groups):
+        is_small = ids.max(initial=0) < np.iinfo(np.int32).max  # four bytes each are enough
+        sorted_ids.append(np.sort(ids.astype(np.int32, copy=False) if is_small else ids))
     picked = _pick(samples, none, sorted_ids, samples_in_memory)
     if len(groups) == 1:
         tables = iter([pa.concat_tables([none, *(table for _, table in picked)])])
@@ -197,15 +200,6 @@ def _group(ids_of_shards: Sequence[SampleIds], samples_in_memory: int) -> list[l
             held = len(ids)
         groups[-1].append(ids)
     return groups
-
-
-def _sorted(group: Sequence[SampleIds]) -> SampleIds:
-    """Sort all ids of a group, in four bytes each where that is enough."""
-    ids = np.concatenate(group)
-    if ids.max(initial=0) < np.iinfo(np.int32).max:
-        ids = ids.astype(np.int32, copy=False)
-    ids.sort()
-    return ids
 
 
 def _pick(

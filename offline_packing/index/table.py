@@ -159,10 +159,8 @@ class IndexInfo:
         """Parse a receipt that was read from `path`. Raises StageError as `load`."""
         content = {**receipt.facts, "fingerprint": receipt.inputs, "files": receipt.files}
         if (version := content.get("version")) != INDEX_VERSION:
-            raise StageError(
-                f"{path} has format version {version}, this version reads {INDEX_VERSION}; measure "
-                "again with another output.path"
-            )
+            why = f"has format version {version}, this version reads {INDEX_VERSION}"
+            raise StageError(f"{path} {why}; measure again with another output.path")
         try:
             found: IndexInfo = adapter(IndexInfo).validate_python(content)
         except ValidationError as error:
@@ -315,9 +313,7 @@ class Index:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DamagedError(f"index part {path} cannot be read: {error}; {REMEDY}") from error
         if len(table) != rows:
-            raise DamagedError(
-                f"index part {path} has {len(table)} rows, {rows} were written; {REMEDY}"
-            )
+            raise DamagedError(f"{path} has {len(table)} rows, {rows} were written; {REMEDY}")
         return table.select(list(columns))
 
     def _hash_of(self, path: Path) -> str | None:

@@ -157,17 +157,17 @@ def run_figures(
         yield Row("samples", "model", text, resize)
     for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item)):
         yield Row("set aside", reason, f"{count:,}", count, REASONS[reason])
-    if warnings := run_warnings(config, samples, plan):
-        yield Table("warnings", {"warning": ""}, [[line] for line in warnings])
+    if warnings := [[line] for line in run_warnings(config, samples, plan)]:
+        yield Table("warnings", {"warning": ""}, warnings)
     sums = sums_by_source(samples, uses, len(config.source), [f"num_{name}" for name in _SUMS])
     total = {name: sum(sums[f"num_{name}"]) for name in _SUMS}
     if plan is None:
         yield from _contents(samples, uses, total)
     else:
         packed, held = np.repeat(lengths, uses), total
-        if plan.branches is not None:  # what rows hold, a shared prefix once
-            columns = {name: methodcaller("array", f"num_{name}") for name in _SHARED}
-            held = {n: int(of_uses(samples, plan, of).sum()) for n, of in columns.items()}
+        if plan.branches is not None:  # what packs hold, a shared prefix once
+            of_name = {name: methodcaller("array", f"num_{name}") for name in _SHARED}
+            held = {n: int(of_uses(samples, plan, of).sum()) for n, of in of_name.items()}
         yield from plan_figures(config.report, packed, plan, total["tokens"] - held["tokens"])
         if config.pack.context_parallel > 1:
             ranks, multiple = config.pack.context_parallel, config.pack.padding
@@ -180,8 +180,12 @@ def run_figures(
             yield from _sharing(config, plan, packed, total, held)
         if config.pack.mixture is not None:
             yield from _mixture(config, samples, plan)
-        if len(config.output.split) > 1:
-            yield _splits(config, plan)
+        if len(shares := config.output.split) > 1:
+            splits = list(samples_of_splits(plan, shares))
+            number = sum(some for _, _, some in splits) or 1
+            rows = [[name, shares[name], n / number, n, len(own)] for name, own, n in splits]
+            columns = {"split": "", "asked": ".1%", "share": ".1%", "samples": ",", "packs": ","}
+            yield Table("splits", columns, rows)
         if table is None and plan.order is not None:
             table = pack_table(samples, plan, model_cost(config.model))
         if table is not None:
@@ -348,16 +352,6 @@ def _held_tokens(
         np.bincount(sources[start:end], tokens[start:end], num_sources).tolist()
         for start, end in itertools.pairwise(ends)
     ]
-
-
-def _splits(config: PackingConfig, plan: PackPlan) -> Table:
-    """Return packs and distinct samples of each split."""
-    shares = config.output.split
-    found = list(samples_of_splits(plan, shares))
-    total = sum(samples for _, _, samples in found) or 1
-    rows = [[name, shares[name], some / total, some, len(own)] for name, own, some in found]
-    columns = {"split": "", "asked": ".1%", "share": ".1%", "samples": ",", "packs": ","}
-    return Table("splits", columns, rows)
 
 
 def _ranks(config: PackingConfig, plan: PackPlan, table: PackColumns) -> Iterator[Row]:

@@ -82,24 +82,20 @@ class _UnpackedStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if not self._block:
-            self._block = self._next_block()
+            try:
+                self._block = memoryview(self._stream.read(_BLOCK))
+            except OSError as error:
+                raise DamagedStreamError(" ".join(str(error).split())[:200]) from error
+            self._unpacked += len(self._block)
+            limit = _FREE_BYTES + MAX_EXPANSION * self._packed_size
+            if self._unpacked > limit:
+                raise DamagedStreamError(
+                    f"its {self._packed_size} bytes unpack to more than {limit}; "
+                    "if that is meant, unpack it yourself"
+                )
         data, self._block = self._block[: len(buffer)], self._block[len(buffer) :]
         buffer[: len(data)] = data
         return len(data)
-
-    def _next_block(self) -> memoryview:
-        try:
-            block = self._stream.read(_BLOCK)
-        except OSError as error:
-            raise DamagedStreamError(" ".join(str(error).split())[:200]) from error
-        self._unpacked += len(block)
-        limit = _FREE_BYTES + MAX_EXPANSION * self._packed_size
-        if self._unpacked > limit:
-            raise DamagedStreamError(
-                f"its {self._packed_size} bytes unpack to more than {limit}; "
-                "if that is meant, unpack it yourself"
-            )
-        return memoryview(block)
 
     def close(self) -> None:
         if not self.closed:

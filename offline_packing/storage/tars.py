@@ -84,9 +84,8 @@ class TarReader:
             while (kind := header[156:157]) in _EXTENSIONS:
                 length = self._checked_size(header)
                 if length > _MAX_EXTENSION_BYTES:
-                    raise DamagedStreamError(
-                        f"the header at byte {self._position} claims a name of {length} bytes"
-                    )
+                    where = f"the header at byte {self._position}"
+                    raise DamagedStreamError(f"{where} claims a name of {length} bytes")
                 data = self._take(length + -length % _BLOCK, "a long name")[:length]
                 if kind == b"L":
                     fields[b"path"] = data.rstrip(b"\0")

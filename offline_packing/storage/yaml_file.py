@@ -91,10 +91,7 @@ def _key(target: dict[str, Any] | list[Any], part: str, override: str) -> Any:
     if isinstance(target, dict):
         return part
     if not part.isdecimal() or int(part) >= len(target):
-        raise ConfigError(
-            f"override {override!r}: {part!r} is not an item of a list of {len(target)}; "
-            "number the items from 0"
-        )
+        raise ConfigError(f"override {override!r}: {part!r} is not in 0 to {len(target) - 1}")
     return int(part)
 
 

@@ -53,11 +53,22 @@ def blend(folders: Sequence[Path], *, each_once: bool = False) -> str:
     outputs = {root: require_manifest(root) for root in roots}
     layout = outputs[roots[0]].layout
     if layout != "energon":
-        raise StageError(
-            f"{roots[0]} has output.layout={layout}, which Energon does not "
-            "blend; pack it with output.layout=energon"
-        )
-    _check(outputs)
+        raise StageError(f"{roots[0]} has output.layout={layout}, and Energon blends energon only")
+    settings = {}
+    for root, manifest in outputs.items():
+        fields = manifest.fingerprint.items()
+        model = {name: value for name, value in fields if name.startswith("model.")}
+        settings[root] = {name: getattr(manifest, name) for name in _COMMON} | model
+    root, first = next(iter(settings.items()))
+    for other, own in settings.items():
+        for name in sorted({*first, *own}):
+            if first.get(name) != own.get(name):
+                models = (outputs[one].config.get("model", {}) for one in (root, other))
+                was, has = describe_change(name, (first.get(name), own.get(name)), *models)
+                raise StageError(
+                    f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of "
+                    "them again with the settings of the other"
+                )
     _warn_of_shared_samples(outputs)
     splits = {}
     for split in dict.fromkeys(split for one in outputs.values() for split in one.counts.packs):
@@ -126,21 +137,3 @@ def _packed_samples(root: Path, manifest: Manifest) -> dict[str, _Hashes]:
         chosen[plan.sample_ids[slice(*bounds)]] = True
         found[split] = partial(hashes_of, samples, chosen=chosen)
     return found
-
-
-def _check(outputs: Mapping[Path, Manifest]) -> None:
-    settings = {}
-    for root, manifest in outputs.items():
-        fields = manifest.fingerprint.items()
-        model = {name: value for name, value in fields if name.startswith("model.")}
-        settings[root] = {name: getattr(manifest, name) for name in _COMMON} | model
-    root, first = next(iter(settings.items()))
-    for other, own in settings.items():
-        for name in sorted({*first, *own}):
-            if first.get(name) != own.get(name):
-                models = (outputs[one].config.get("model", {}) for one in (root, other))
-                was, has = describe_change(name, (first.get(name), own.get(name)), *models)
-                raise StageError(
-                    f"{root} has {was}, {other} {has}; a batch holds packs of both: pack one of "
-                    "them again with the settings of the other"
-                )

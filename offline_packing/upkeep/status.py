@@ -20,13 +20,9 @@ from task_encoders.storage.paths import REMEDY
 def status(run: Run) -> str:
     """Describe the progress of an output. Nothing is written, and a run may be active on it."""
     root = run.workspace
-    info, planned, manifest = (
-        IndexInfo.load(root.packing),
-        root.read_plan(),
-        read_manifest(root.root),
-    )
+    info, planned = IndexInfo.load(root.packing), root.read_plan()
     lines = [f"measure   {_measure_status(root, info)}", *_plan_status(root, planned)]
-    if manifest is not None:
+    if (manifest := read_manifest(root.root)) is not None:
         counts = manifest.counts
         packs = sum(counts.packs.values())
         lines.append(

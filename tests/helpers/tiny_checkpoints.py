@@ -222,14 +222,14 @@ def unpacked_inputs(sample: EncodedSample) -> dict[str, Any]:
     """A sample alone, as anyone would give it to transformers, which finds its positions."""
     tokens = torch.from_numpy(sample.tokens)[None]
     inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-    if len(sample.image_grid_thw):
-        inputs["pixel_values"] = torch.from_numpy(sample.pixel_values)
-        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw).long()
-    if len(sample.video_grid_thw):
-        inputs["pixel_values_videos"] = torch.from_numpy(sample.pixel_values_videos)
-        inputs["video_grid_thw"] = torch.from_numpy(sample.video_grid_thw).long()
-    if len(sample.image_grid_thw) or len(sample.video_grid_thw):
-        inputs["mm_token_type_ids"] = token_types(tokens)
+    for pixels, grids in (
+        ("pixel_values", "image_grid_thw"),
+        ("pixel_values_videos", "video_grid_thw"),
+    ):
+        if len(getattr(sample, grids)):
+            inputs[pixels] = torch.from_numpy(getattr(sample, pixels))
+            inputs[grids] = torch.from_numpy(getattr(sample, grids)).long()
+            inputs["mm_token_type_ids"] = token_types(tokens)
     return inputs
 
 
