@@ -79,9 +79,7 @@ class _PlanVerb(Verb):
     help="Write the packs' samples in order to this Parquet file, and how often the runs of "
     "source.skip trained each so far.",
 )
-def plan_verb(
-    run: Run, dry_run: bool, output: Path | None = None, shows_known: bool = True
-) -> None:
+def plan_verb(run: Run, dry_run: bool, output: Path | None = None, again: bool = True) -> None:
     """Decide which samples form which pack, and print the figures."""
     from offline_packing.index.set_aside import group_set_aside
     from offline_packing.plan.assignment import write_assignment
@@ -93,7 +91,7 @@ def plan_verb(
     if dry_run:
         echo(preview_plan(run, samples), nl=False)
         return
-    known = None if shows_known else run.workspace.read_plan()
+    known = None if again else run.workspace.read_plan()
     made = plan(run, samples)
     if made.receipt == known:
         return
@@ -158,13 +156,13 @@ def verify_verb(
     hash_only: bool = False,
     samples: float | None = None,
     seed: int = 0,
-    reads_again: bool = True,
+    again: bool = True,
 ) -> None:
     """Re-read everything that was written, and check it."""
     from offline_packing.verify import verify as verifying
     from offline_packing.verify.verdict import check, known_verdict
 
-    if not reads_again and (known := known_verdict(run, deep=deep)):
+    if not again and (known := known_verdict(run, deep=deep)):
         echo(known)
         return
     if discard:
@@ -262,9 +260,9 @@ def run_verb(run: Run, dry_run: bool, deep: bool = False) -> None:
     manifest = run.workspace.manifest
     steps: tuple[tuple[Verb, Path | None, dict[str, bool]], ...] = (
         (measure_verb, None, {"warns": False}),  # the plan's summary has them
-        (plan_verb, receipt_path(run.workspace.packing, "measure"), {"shows_known": False}),
+        (plan_verb, receipt_path(run.workspace.packing, "measure"), {"again": False}),
         (write_verb, receipt_path(run.workspace.packing, "plan"), {}),
-        (verify_verb, manifest, {"deep": deep, "reads_again": False}),
+        (verify_verb, manifest, {"deep": deep, "again": False}),
         (report_verb, manifest, {"again": False}),
     )
     for step, needed, options in steps:
