@@ -47,7 +47,7 @@ DEBUG: Final = click.option("--debug", is_flag=True, help="Show the traceback of
 def cli(
     config: str, overrides: tuple[str, ...], accept_mismatch: tuple[str, ...], debug: bool
 ) -> None:
-    """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    """Train as CONFIG says; fields can be set on the command line, as data.path=out/packed."""
     train(load_config, config, overrides, accept_mismatch, debug=debug)
 
 

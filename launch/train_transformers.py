@@ -48,7 +48,7 @@ def main(
     lora: bool,
     debug: bool,
 ) -> None:
-    """Train as CONFIG says; its fields can be set on the command line: data.path=out/packed"""
+    """Train as CONFIG says; fields can be set on the command line, as data.path=out/packed."""
     given = (*(["model.lora={}"] if lora else []), *overrides)
     train(load_config, config, given, accept_mismatch, debug=debug)
 

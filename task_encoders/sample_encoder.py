@@ -61,7 +61,7 @@ class TokenizedSample(NamedTuple):
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
-        """(S,)"""
+        """Labels of the tokens, (S,)."""
         return labels_of(self.tokens, self.loss_weights)
 
 
@@ -106,17 +106,17 @@ class EncodedSample:
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
-        """(S,)"""
+        """Labels of the tokens, (S,)."""
         return labels_of(self.tokens, self.loss_weights)
 
     @property
     def pixel_values(self) -> npt.NDArray[np.float32]:
-        """(P, D)"""
+        """Values of the patches of all images, (P, D)."""
         return self.normalisation.values(self.image_pixels, self.normalisation.repeats)
 
     @property
     def pixel_values_videos(self) -> npt.NDArray[np.float32]:
-        """(Q, D)"""
+        """Values of the patches of all videos, (Q, D)."""
         return self.normalisation.values(self.video_pixels)
 
 

@@ -174,7 +174,7 @@ class Eta:
 def format_line(
     iteration: int, iterations: int, metrics: Mapping[str, float], eta: float | None
 ) -> str:
-    """Format a step's figures: `step 20/500: loss 1.2345, lr 1.00e-05, grad norm 0.98, ...`"""
+    """Format a step's figures: `step 20/500: loss 1.2345, lr 1.00e-05, grad norm 0.98, ...`."""
     seconds = metrics["step_seconds"]
     parts = [
         f"loss {metrics['loss']:.4f}",

@@ -1,4 +1,4 @@
-"""Packs in ms-swift and Megatron-SWIFT, in place of their own packing. This file is a plugin:
+"""Packs in ms-swift and Megatron-SWIFT, in place of their own packing. This file is a plugin.
 
     OFFLINE_PACKED_DATA=1 swift sft --external_plugins launch/trainers/ms_swift.py \\
         --model FOLDER --dataset out/packed --packing true --attn_impl flash_attn \\

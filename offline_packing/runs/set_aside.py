@@ -55,12 +55,13 @@ def explain(config: PackingConfig, group: AsideGroup) -> str:
 
 
 def check_set_aside(run: Run) -> None:
-    """Stop a run that is about to write less than its user expects. Raises StageError if
+    """Stop a run that is about to write less than its user expects.
 
-    - a source has no sample, or more are set aside than pack.max_set_aside allows; or
-    - samples lack the media that they are trained with: a source under captioning or vqa has none,
-      unless it is plain text or source.text_only is set; or no source under bmr has any, and media
-      were not used.
+    Raises:
+        StageError: a source has no sample, or more are set aside than pack.max_set_aside allows; or
+            samples lack the media that they are trained with: a source under captioning or vqa has
+            none, unless it is plain text or source.text_only is set; or no source under bmr has
+            any, and media were not used.
     """
     workspace, config, sources = run.workspace, run.config, run.config.source
     info, limit = IndexInfo.load(workspace.packing), config.pack.max_set_aside

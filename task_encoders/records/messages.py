@@ -1,4 +1,4 @@
-"""A list of messages to turns, in the forms that datasets have it:
+"""A list of messages to turns, in the forms that datasets have it.
 
     {"role": "user", "content": str}, {"role": "assistant", "content": str}, ...
     {"from": "human", "value": str}, {"from": "gpt", "value": str}, ...   ShareGPT, LLaVA

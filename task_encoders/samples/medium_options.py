@@ -1,4 +1,4 @@
-"""Options of one image or one video, as Qwen's messages have them:
+"""Options of one image or one video, as Qwen's messages have them.
 
     {"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 7.5, "fps": 1}
     {"type": "image", "image": "a.jpg", "max_pixels": 50176}
