@@ -1,5 +1,5 @@
 """Folders that a folder may import, places and imports of tests, and first words of docstrings.
-Imports are read from the syntax tree: imports in functions and under TYPE_CHECKING count as well."""
+Imports are read from the syntax tree, those in functions and under TYPE_CHECKING as well."""
 
 import ast
 import functools
