@@ -143,9 +143,8 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
         assert later == keys[-len(later) :]
         assert len(later) == 2 * len(keys) // STEPS
         assert all(map(torch.equal, weights, same))
-    counted = ("packs", "tokens", "sub_samples")
     for one, other in zip(step_lines(output_alone), step_lines(outputs["whole"]), strict=True):
-        assert [one[name] for name in counted] == [other[name] for name in counted]
+        assert all(one[name] == other[name] for name in ("packs", "tokens", "sub_samples"))
     if layout.tensor == 1:
         keys = train_here(folder, outputs["moved"])
         assert keys == keys_alone[-len(keys) :]
@@ -182,13 +181,12 @@ class Leg(NamedTuple):
 
 
 def train_leg(folder: Path, output: Path, last_step: int) -> Leg:
-    config = make_config(
-        folder,
-        output,
-        batch={"global_batch_packs": PACKS_PER_STEP},
-        train={"iterations": last_step},
-        parallel={"tensor": 2},
-    )
+    sections: dict[str, Any] = {
+        "batch": {"global_batch_packs": PACKS_PER_STEP},
+        "train": {"iterations": last_step},
+        "parallel": {"tensor": 2},
+    }
+    config = make_config(folder, output, **sections)
     trainer, seen, _ = make_trainer(config, accept=["train.iterations"])
 
     def parts() -> dict[str, torch.Tensor]:
