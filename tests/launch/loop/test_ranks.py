@@ -15,7 +15,7 @@ from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.packed_data import check_room, read_packed_data
 from launch.loop.metrics import read_metrics
-from launch.loop.parallel import ParallelError, initialize_parallel, shutdown_parallel
+from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from offline_packing.errors import StageError
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.packed_runs import (
@@ -219,7 +219,7 @@ def test_tensor_parallel_ranks_go_on_with_their_own_parts(folder: Path, tmp_path
 
 
 def test_what_cannot_be_divided_is_refused(folder: Path) -> None:
-    with pytest.raises(ParallelError, match="tensor_parallel 1 × context_parallel 2 does not div"):
+    with pytest.raises(ValueError, match="tensor_parallel 1 × context_parallel 2 does not div"):
         initialize_parallel(1, 2)
 
 
