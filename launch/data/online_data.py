@@ -1,6 +1,7 @@
 """Size of data that are packed while training, estimated from some samples: no manifest tells."""
 
 import logging
+from contextlib import suppress
 
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
@@ -44,10 +45,8 @@ def read_data(config: DataConfig) -> PackedData:
     whole = WindowOptions(online.seq_length, window=len(measured) + 1, **windows)
     pool = PackingPool[int](whole)
     for taken in measured:
-        try:
+        with suppress(SampleError):
             pool.add(taken["tokens"], taken["tokens"], taken)
-        except SampleError:
-            continue
     packs = pool.finish()
     if not packs:
         raise StageError(f"{path}: none of {num_samples} samples can be used, see above")

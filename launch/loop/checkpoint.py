@@ -117,8 +117,8 @@ class CheckpointFolder:
         hashes = on_all_ranks({path.name: hash_file(path) for path in written})
         if self._rank == 0:
             files = {name: found for of_rank in hashes for name, found in of_rank.items()}
-            content = {"version": VERSION, "run": self._record, **progress._asdict()}
-            content |= {"files": files}
+            content = {"version": VERSION, "run": self._record, "files": files}
+            content |= progress._asdict()
             content |= zip(("data_parallel", "context_parallel"), self._deal, strict=True)
             state = TrainingState.model_validate(content).model_dump(mode="json", by_alias=True)
             write_atomically(temporary / STATE, to_json(seal(state)))

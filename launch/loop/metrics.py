@@ -85,10 +85,8 @@ class StepCounts:
         tokens, samples, packs = map(round, counted)
         # Where nothing is labelled at all, the gradient should be zero, not NaN.
         denominator = denominator or 1.0
-        mean = loss / denominator
-        return StepTotals(
-            mean, denominator, flops, tokens, samples, packs, data_seconds, int(stopped)
-        )
+        added = loss / denominator, denominator, flops, tokens, samples, packs
+        return StepTotals(*added, data_seconds, int(stopped))
 
 
 class StepTotals(NamedTuple):

@@ -77,18 +77,13 @@ class ShardedAdamW:
         _shard(model, layers, dtype, mesh, stays_gathered=stays_gathered)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         #: replaced in the model while they are gathered
-        self._parameters: dict[str, Any] = {
-            name: parameter for name, parameter in model.named_parameters() if name in hooks
-        }
+        self._parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if n in hooks}
         self.publish()
         for name, parameter in model.named_parameters():
             for hook in (hooks.get(name) or {}).values():
                 parameter.register_hook(hook)
         #: the rows of each weight that this rank owns
-        self.shards = {
-            name: nn.Parameter(parameter.to_local().detach())
-            for name, parameter in self._parameters.items()
-        }
+        self.shards = {n: nn.Parameter(p.to_local().detach()) for n, p in self._parameters.items()}
         groups = [
             {"params": [shard], "weight_decay": config.weight_decay if shard.ndim > 1 else 0.0}
             for shard in self.shards.values()

@@ -21,14 +21,11 @@ from megatron.core import parallel_state
 _TIMEOUT: Final = timedelta(minutes=30)
 
 
-class ParallelError(RuntimeError):
-    """Processes that cannot be laid out as asked for."""
-
-
 def initialize_parallel(
     tensor_parallel: int = 1, context_parallel: int = 1, *, seed: int = 0
 ) -> torch.device:
-    """Join the process group, lay out megatron-core's groups, and seed torch.
+    """Join the process group, lay out megatron-core's groups, and seed torch. Returns the device of
+    this rank. Raises ValueError if the world size cannot be divided this way.
 
     Under torchrun, rank and world size come from the environment; otherwise the world is this
     process.
@@ -38,12 +35,6 @@ def initialize_parallel(
         context_parallel: ranks that share a row; times tensor_parallel it must divide the world
             size.
         seed: the seed of torch's generators, the same on all ranks.
-
-    Returns:
-        The device of this rank.
-
-    Raises:
-        ParallelError: the world size cannot be divided this way.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -58,7 +49,7 @@ def initialize_parallel(
     world_size = dist.get_world_size()
     if world_size % (tensor_parallel * context_parallel):
         context = f" × context_parallel {context_parallel}" if context_parallel > 1 else ""
-        raise ParallelError(
+        raise ValueError(
             f"tensor_parallel {tensor_parallel}{context} does not divide the {world_size} "
             "processes; set NNODES × NPROC_PER_NODE to a multiple of it"
         )

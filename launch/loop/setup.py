@@ -210,19 +210,15 @@ def check_ends(config: LaunchConfig) -> None:
             rate,
             lora.alpha / lora.rank,
         )
-    if not model.checkpoint:
-        logger.warning(
-            "random weights, in the sizes of model.preset=%s; set model.checkpoint to train a "
-            "model that exists",
-            model.preset,
-        )
+    if model.checkpoint:
+        return
+    logger.warning(
+        "random weights, in the sizes of model.preset=%s; set model.checkpoint to train a model "
+        "that exists",
+        model.preset,
+    )
     is_built_here = not isinstance(model, TransformersModelConfig)  # others copy the packs'
-    if (
-        config.checkpoint.export
-        and is_built_here
-        and not model.checkpoint
-        and not has_builtin_processor(model.family)
-    ):
+    if config.checkpoint.export and is_built_here and not has_builtin_processor(model.family):
         logger.warning(
             "hf/ will have no tokenizer and no image processor: there is no built-in processor of "
             "%s; copy them from a checkpoint, or train one with model.checkpoint",

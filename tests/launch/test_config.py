@@ -80,6 +80,8 @@ def test_overrides_are_yaml(file: Path) -> None:
         (f"{STAGES}; data.repeat=false; train.epochs=2", "more than one pass set data.repeat=true"),
         (f"{STAGES}; data.online.seq_length=64", "online packs while training, without stages"),
         (f"{STAGES}; output.path=out/b", "output.path 'out/b' is data.path"),
+        ("data.online.seq_length=64; data.order=balanced", "data.online has packs while training"),
+        ("data.online.seq_length=64; validation.every=2", "validation.every=0"),
         ("data.path=[out/a, 5]", "['out/a', 5] is not a path or a list of paths"),
         ("data.path=[]", "[] is not a path or"),
         ("data.path=['s3:/out/a', out/b]", "'s3:/out/a' lacks a slash; write s3://"),

@@ -4,8 +4,7 @@ and resumed, on several ranks; where it can go wrong, and what it refuses."""
 import json
 import runpy
 import shutil
-import signal
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,8 +136,7 @@ def test_ranks_change_no_loss(
     arguments = command(case(family), tmp_path / "several", *options, family=family)
     assert run_ranks(ranks, tmp_path / "ranks", run_here, arguments) == [0] * ranks
     assert losses(tmp_path / "several") == pytest.approx(losses(one), abs=1e-5)
-    ours, theirs = weights(one), weights(tmp_path / "several")
-    assert max(float((ours[n] - theirs[n]).abs().max()) for n in ours) < 1e-4
+    assert largest_difference(weights(one), weights(tmp_path / "several")) < 1e-4
 
 
 @pytest.mark.exhaustive
@@ -160,6 +158,12 @@ def test_a_sharded_run_is_resumed(case: Case, tmp_path: Path) -> None:
 
 def _run_accepting(arguments: list[str]) -> int:
     return run(load_config(arguments[0], arguments[1:]), ["train.iterations"])
+
+
+def largest_difference(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> float:
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
 def run_example(folder: Path, output: Path, *options: str) -> None:
@@ -251,8 +255,10 @@ def test_frozen_parts_stay_with_recomputation(family: str, case: Case, tmp_path:
     folder, output = case(family), tmp_path / "run"
     options = ["model.freeze=[vision,language]", "model.recompute=full", "train.iterations=2"]
     train(command(folder, output, *options, family=family))
-    before = AutoModelForImageTextToText.from_pretrained(folder / "model").state_dict()
-    after = AutoModelForImageTextToText.from_pretrained(output / "hf").state_dict()
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path).state_dict()
+        for path in (folder / "model", output / "hf")
+    )
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
     assert all("merger" in name or "projector" in name for name in changed)
@@ -265,8 +271,7 @@ def test_tied_embeddings_are_one_matrix(case: Case, tmp_path: Path) -> None:
     arguments = command(case("qwen2_5_vl"), tmp_path / "run", *options, family="qwen2_5_vl")
     train([*arguments, "model.fsdp=false", f"output.path={tmp_path / 'one'}"])
     assert run_ranks(2, tmp_path / "ranks", run_here, arguments) == [0, 0]
-    ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "one")
-    assert max(float((ours[n] - theirs[n]).abs().max()) for n in theirs) < 1e-4
+    assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "one")) < 1e-4
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "hf")
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert "lm_head.weight" not in weights(tmp_path / "run")
@@ -276,13 +281,12 @@ def test_tied_embeddings_are_one_matrix(case: Case, tmp_path: Path) -> None:
 def test_ctrl_c_before_the_first_step(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # others may ignore it
-    monkeypatch.setattr(setup, "build_trainer", lambda *_: signal.raise_signal(signal.SIGINT))
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(setup, "build_trainer", interrupt)
     arguments = command(case("qwen2_vl"), tmp_path / "run")
-    try:
-        assert "stopped by SIGINT; run again to continue" in train(arguments, 130)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert "stopped by SIGINT; run again to continue" in train(arguments, 130)
 
 
 def adapters(output: Path) -> dict[str, torch.Tensor]:
@@ -299,10 +303,10 @@ def test_adapters_learn_as_on_the_samples_alone(case: Case, tmp_path: Path) -> N
     expected, merged = _adapters_of_samples(folder, num_steps=3, packs_per_step=2)
     assert trained.keys() == expected.keys()
     assert len(trained) == 2 * 7 * 2  # of two layers
-    assert max(float((trained[n] - expected[n]).abs().max()) for n in trained) < 1e-5
+    assert largest_difference(trained, expected) < 1e-5
     assert sum(float(expected[name].abs().sum()) for name in expected if "lora_B" in name) > 0.1
     exported = AutoModelForImageTextToText.from_pretrained(output / "hf").state_dict()
-    assert max(float((exported[n] - merged[n]).abs().max()) for n in merged) < 1e-5
+    assert largest_difference(exported, merged) < 1e-5
 
 
 def _adapters_of_samples(
@@ -326,9 +330,7 @@ def _adapters_of_samples(
     return get_peft_model_state_dict(model), model.merge_and_unload().state_dict()
 
 
-def test_a_stopped_run_of_adapters_goes_on(
-    case: Case, undisturbed: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_stopped_run_of_adapters_goes_on(case: Case, undisturbed: Any, tmp_path: Path) -> None:
     """With the dropout of an undisturbed run; other adapters are refused."""
     make = partial(command, case("qwen2_vl"))
     options = ["--lora", "model.lora.dropout=0.2"]
@@ -357,9 +359,8 @@ def test_sharded_adapters(case: Case, tmp_path: Path) -> None:
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     ours, theirs = adapters(tmp_path / "one"), adapters(tmp_path / "two")
     assert ours.keys() == theirs.keys()
-    assert max(float((ours[n] - theirs[n]).abs().max()) for n in ours) < 1e-5
-    merged, expected = weights(tmp_path / "two"), weights(tmp_path / "one")
-    assert max(float((merged[n] - expected[n]).abs().max()) for n in expected) < 1e-5
+    assert largest_difference(ours, theirs) < 1e-5
+    assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-5
     stopped = make(tmp_path / "stopped", *options, "model.fsdp=true")
     assert run_ranks(2, tmp_path / "a", stop_here, stopped) == [143, 143]
     assert run_ranks(2, tmp_path / "b", run_here, stopped) == [0, 0]

@@ -235,9 +235,8 @@ class PackedMegatronModel(MegatronModule):
         self.checkpoint: Path | None = None
         self.language_model = language_model
         self.visual = visual
-        self.cost = cost_of_sizes(
-            "", hf_config.text_config.to_dict(), hf_config.vision_config.to_dict()
-        )
+        sizes = hf_config.text_config.to_dict(), hf_config.vision_config.to_dict()
+        self.cost = cost_of_sizes("", *sizes)
         #: (S, 1, H) of the current row, for each of the first layers not yet run
         self._deep_features: list[torch.Tensor] = []
         deep = getattr(hf_config.vision_config, "deepstack_visual_indexes", None) or ()

@@ -3,6 +3,7 @@ samples that are packed while it trains."""
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,11 @@ def crude(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_steps_of_an_epoch_are_estimated(crude: Path, tmp_path: Path) -> None:
-    config = make_config(
-        crude, tmp_path, data={"online": ONLINE, "repeat": False}, train={"iterations": None}
-    )
+    sections: dict[str, Any] = {"data": {"online": ONLINE, "repeat": False}}
+    config = make_config(crude, tmp_path, train={"iterations": None}, **sections)
     data = read_data(config.data)
-    batches = MicroBatches(
-        config.data, build_task_encoder(config.data, data), initialize_parallel()
-    )
+    encoder = build_task_encoder(config.data, data)
+    batches = MicroBatches(config.data, encoder, initialize_parallel())
     rows = list(iter(batches.next, None))
     batches.close()
     keys = sorted(itertools.chain(*(row.sub_sample_keys for row in rows)))
@@ -166,29 +165,21 @@ def test_the_seed_of_a_run_decides_the_packs(crude: Path, tmp_path: Path) -> Non
     assert list(itertools.chain(*packs[0])) != list(itertools.chain(*packs[2]))
 
 
-def test_what_online_data_have_not_is_refused(crude: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.online has packs while training only: set"):
-        make_config(crude, tmp_path, data={"online": ONLINE, "order": "balanced"})
-    with pytest.raises(ValueError, match=r"validation\.every=0"):
-        make_config(crude, tmp_path, data={"online": ONLINE}, validation={"every": 2})
-    own = {"online": ONLINE, "task_encoder": "task_encoders:PackedTaskEncoder"}
-    config = make_config(crude, tmp_path, data=own).data
+def test_data_that_cannot_be_packed_are_refused(crude: Path, tmp_path: Path) -> None:
+    def config_of(path: Path, **own: Any) -> DataConfig:
+        return make_config(path, tmp_path, data={"online": ONLINE, **own}).data
+
+    def refused(message: str) -> None:
+        with pytest.raises(StageError, match=message):
+            read_data(config_of(tmp_path / "tars"))
+
+    config = config_of(crude, task_encoder="task_encoders:PackedTaskEncoder")
     with pytest.raises(ValueError, match="PackedTaskEncoder' is not a subclass of Online"):
         build_task_encoder(config, read_data(config))
-
-
-def test_data_without_a_usable_sample_are_one_error(tmp_path: Path) -> None:
-    bad = folder_of(tmp_path / "bad", {f"{i}": {"json": b"{"} for i in range(3)}, CRUDE_YAML)
-    config = make_config(bad, tmp_path, data={"online": ONLINE})
-    with pytest.raises(StageError, match="none of 3 samples can be used"):
-        read_data(config.data)
-
-
-def test_data_that_energon_has_not_prepared_name_the_command(tmp_path: Path) -> None:
-    config = make_config(tmp_path / "tars", tmp_path, data={"online": ONLINE})
-    with pytest.raises(StageError, match=r"energon prepare \S+/tars --non-interactive"):
-        read_data(config.data)
-    split = crude_folder(tmp_path / "tars", 2, shards=1) / ".nv-meta/split.yaml"
-    split.write_text("split_parts: {train: []}\nexclude: []\n")
-    with pytest.raises(StageError, match="'train'; prepare it with another --split-ratio"):
-        read_data(config.data)
+    refused(r"energon prepare \S+/tars --non-interactive")
+    folder = crude_folder(tmp_path / "tars", 2, shards=1)
+    (folder / ".nv-meta/split.yaml").write_text("split_parts: {train: []}\nexclude: []\n")
+    refused("'train'; prepare it with another --split-ratio")
+    shutil.rmtree(folder)
+    folder_of(folder, {f"{i}": {"json": b"{"} for i in range(3)}, CRUDE_YAML)
+    refused("none of 3 samples can be used")

@@ -120,9 +120,8 @@ def test_ranks_have_rows_of_as_many_packs_and_similar_cost(folder: Path) -> None
         path=str(folder), order="balanced", micro_batch_size=2, num_workers=0, repeat=False
     )
     encoder = build_task_encoder(config, read_packed_data(folder))
-    by_key = dict(
-        zip((p.key for p in PackedFolder(folder)), pack_costs(PackedFolder(folder))[1], strict=True)
-    )
+    packs = PackedFolder(folder)
+    by_key = dict(zip((pack.key for pack in packs), pack_costs(packs)[1], strict=True))
     rows = [list(build_loader(config, encoder, rank=rank, num_ranks=3)) for rank in range(3)]
     assert len(rows[0]) == len(rows[1]) == len(rows[2]) == -(-len(by_key) // 6)
     given = collections.Counter(key for own in rows for row in own for key in row.__key__)

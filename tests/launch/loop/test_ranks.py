@@ -15,7 +15,7 @@ from launch.config import LaunchConfig
 from launch.data.micro_batches import MicroBatches, build_task_encoder
 from launch.data.packed_data import check_room, read_packed_data
 from launch.loop.metrics import read_metrics
-from launch.loop.parallel import ParallelError, initialize_parallel, shutdown_parallel
+from launch.loop.parallel import initialize_parallel, shutdown_parallel
 from offline_packing.errors import StageError
 from task_encoders.loading.packed_folder import PackedFolder
 from tests.helpers.packed_runs import (
@@ -143,9 +143,8 @@ def test_killed_and_resumed_it_trains_as_one_rank_to_the_last_bit(
         assert later == keys[-len(later) :]
         assert len(later) == 2 * len(keys) // STEPS
         assert all(map(torch.equal, weights, same))
-    counted = ("packs", "tokens", "sub_samples")
     for one, other in zip(step_lines(output_alone), step_lines(outputs["whole"]), strict=True):
-        assert [one[name] for name in counted] == [other[name] for name in counted]
+        assert all(one[name] == other[name] for name in ("packs", "tokens", "sub_samples"))
     if layout.tensor == 1:
         keys = train_here(folder, outputs["moved"])
         assert keys == keys_alone[-len(keys) :]
@@ -182,13 +181,12 @@ class Leg(NamedTuple):
 
 
 def train_leg(folder: Path, output: Path, last_step: int) -> Leg:
-    config = make_config(
-        folder,
-        output,
-        batch={"global_batch_packs": PACKS_PER_STEP},
-        train={"iterations": last_step},
-        parallel={"tensor": 2},
-    )
+    sections: dict[str, Any] = {
+        "batch": {"global_batch_packs": PACKS_PER_STEP},
+        "train": {"iterations": last_step},
+        "parallel": {"tensor": 2},
+    }
+    config = make_config(folder, output, **sections)
     trainer, seen, _ = make_trainer(config, accept=["train.iterations"])
 
     def parts() -> dict[str, torch.Tensor]:
@@ -221,7 +219,7 @@ def test_tensor_parallel_ranks_go_on_with_their_own_parts(folder: Path, tmp_path
 
 
 def test_what_cannot_be_divided_is_refused(folder: Path) -> None:
-    with pytest.raises(ParallelError, match="tensor_parallel 1 × context_parallel 2 does not div"):
+    with pytest.raises(ValueError, match="tensor_parallel 1 × context_parallel 2 does not div"):
         initialize_parallel(1, 2)
 
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch import distributed
-from torch import distributed as dist
 
 from launch.loop.loss import shift_labels
 from launch.loop.parallel import initialize_parallel
@@ -152,13 +151,14 @@ def gathered(model: PackedMegatronModel) -> dict[str, torch.Tensor]:
 
 
 def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
-    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(copies, tensor.contiguous())
+    copies = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(copies, tensor.contiguous())
     return all(torch.equal(copy, tensor) for copy in copies)
 
 
-def examine_rank(source: Path, target: Path) -> dict[str, Any]:
-    """A model and its gradients as one of two ranks sees them. Also copies a checkpoint."""
+def examine_rank(source: Path, target: Path) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """A model's weights as one of two ranks sees them, and whether gradients of replicated
+    parameters are the same on both, without any reduction. Also copies a checkpoint."""
     device = initialize_parallel(2)
     build_model(ModelConfig(checkpoint=source), device=device).save_hf_checkpoint(target)
     model = build_model(CONFIG, device=device, seed=5)
@@ -167,39 +167,30 @@ def examine_rank(source: Path, target: Path) -> dict[str, Any]:
     batch = packed_batch(row_samples(reference, "mixed"))
     batch.tokens[batch.tokens == reference.config.image_token_id] = model.hf_config.image_token_id
     forward(model, batch, shift_labels(batch.labels)).sum().backward()
-
-    parameters = dict(model.named_parameters())
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    replicated = [
-        name
-        for name, parameter in parameters.items()
+    same = [
+        parameter.grad is not None and equal_on_all_ranks(parameter.grad)
+        for parameter in model.parameters()
         if not getattr(parameter, "tensor_model_parallel", False)
     ]
-    same = [equal_on_all_ranks(gradients[name]) for name in replicated]
-    return {"weights": weights, "same": same}
+    return weights, same
 
 
 def test_two_ranks_hold_one_model(tmp_path: Path) -> None:
+    """Weights do not depend on tensor parallelism, but on the seed."""
     source = write_checkpoint(tmp_path / "source", "qwen2_vl", tied=False)
     target = tmp_path / "target"
-    ranks = run_ranks(2, tmp_path / "ranks", examine_rank, source, target)
-    assert len(ranks) == 2
+    (weights, same), (none, other) = run_ranks(2, tmp_path / "r", examine_rank, source, target)
     assert_same_tensors(target, source)
-    _check_weights_do_not_depend_on_tensor_parallelism(ranks)
-    for rank in ranks:
-        assert len(rank["same"]) > 20
-        assert all(rank["same"])  # gradients of replicated parameters, without any reduction
-
-
-def _check_weights_do_not_depend_on_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
-    expected = gathered(build_model(CONFIG, device=initialize_parallel(1), seed=5))
-    assert set(ranks[0]["weights"]) == set(expected)
-    assert ranks[1]["weights"] == {}
-    for name, tensor in expected.items():
-        assert torch.equal(ranks[0]["weights"][name], tensor), name
-    other = gathered(build_model(CONFIG, device=initialize_parallel(1), seed=6))
+    assert len(same) > 20
+    assert all(same + other)
+    assert none == {}
+    expected, unlike = (
+        gathered(build_model(CONFIG, device=initialize_parallel(1), seed=seed)) for seed in (5, 6)
+    )
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     name = "visual.merger.mlp.0.weight"
-    assert not torch.equal(other[name], expected[name])
+    assert not torch.equal(unlike[name], expected[name])
 
 
 def test_sizes_that_cannot_be_divided_are_refused() -> None:
@@ -209,16 +200,15 @@ def test_sizes_that_cannot_be_divided_are_refused() -> None:
         check_supported(text_config, 4)
 
 
+PARTIAL = {"rope_type": "default", "mrope_section": [1], "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("rope_parameters", {"rope_type": "yarn"}, "'yarn'} are not supported"),
         ("rope_parameters", {"rope_type": "default"}, "'default'} are not supported"),
-        (
-            "rope_parameters",
-            {"rope_type": "default", "mrope_section": [1], "partial_rotary_factor": 0.5},
-            "'partial_rotary_factor': 0.5} are not supported",
-        ),
+        ("rope_parameters", PARTIAL, "'partial_rotary_factor': 0.5} are not supported"),
         ("hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
         ("layer_types", ["full_attention", "sliding_attention"], "use_sliding_window"),
     ],

@@ -18,11 +18,9 @@ from tests.helpers.tiny_checkpoints import all_tensors, assert_same_tensors, tra
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
-def round_trip(source: Path, family: str, target: Path, dtype: str) -> None:
-    device = initialize_parallel()
-    values = {"family": family, "checkpoint": source, "dtype": dtype}
-    config = ModelConfig.model_validate(values)
-    build_model(config, device=device).save_hf_checkpoint(target)
+def round_trip(source: Path, family: str, target: Path, dtype: Any = "float32") -> None:
+    config = ModelConfig(family=family, checkpoint=source, dtype=dtype)
+    build_model(config, device=initialize_parallel()).save_hf_checkpoint(target)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from task_encoders.model_inputs import to_transformers_kwargs
 from task_encoders.sample_encoder import EncodedSample
 from task_encoders.samples import IGNORE_INDEX
 from tests.helpers.encoder_contract import VERSION
-from tests.helpers.tiny_checkpoints import packed_batch, randomise
+from tests.helpers.tiny_checkpoints import gradients_of, packed_batch, randomise
 from tests.helpers.tiny_families import (
     CLIP,
     QWEN,
@@ -95,11 +95,7 @@ class Case:
             loss = self.model(**row).loss * (count / sum(counts))
             loss.backward()
             total += float(loss)
-        return total, {
-            name: parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+        return total, gradients_of(self.model)
 
 
 def build_case(family: str, variant: str, folder: Path) -> Case:
@@ -194,17 +190,12 @@ def segments_alone(model: Any) -> torch.Tensor:
     return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
 
 
-def gradients(model: Any, logits: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    logits.square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 def test_short_segments_also_where_activations_are_computed_again() -> None:
     model = recurrent_model()
     names = list(model.state_dict())
     expected = segments_alone(model)
-    expected_gradients = gradients(model, expected)
+    expected.square().mean().backward()
+    expected_gradients = gradients_of(model)
     assert isolate_segments(model) == isolate_segments(model) == 3
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model(**short_row()).logits, expected, atol=1e-5, rtol=0)
@@ -212,7 +203,9 @@ def test_short_segments_also_where_activations_are_computed_again() -> None:
     model.gradient_checkpointing_enable()
     found = model(**short_row()).logits
     model(**{**short_row(), "position_ids": None})  # another row before the first one's backward
-    for gradient, other in zip(gradients(model, found), expected_gradients, strict=True):
+    found.square().mean().backward()
+    for name, gradient in gradients_of(model).items():
+        other = expected_gradients[name]
         assert (gradient - other).norm() <= 1e-4 * other.norm()
 
 
@@ -260,21 +253,14 @@ def test_what_would_leak_is_refused() -> None:
     two = {name: value.expand(2, -1) for name, value in short_row().items() if name != "use_cache"}
     with pytest.raises(ValueError, match="2 packed rows in a batch; give one"):
         model(**two, use_cache=False)
-    config = Lfm2Config(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-    )
+    few = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    small = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = Lfm2Config(**small, **few, layer_types=["conv", "full_attention"])
     with pytest.raises(ValueError, match="Lfm2ForCausalLM has layers of type 'conv', which would"):
         isolate_segments(Lfm2ForCausalLM(config))
-    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
     recurrent = [
-        MambaForCausalLM(MambaConfig(**sizes)),
-        RwkvForCausalLM(RwkvConfig(**sizes, attention_hidden_size=32, intermediate_size=32)),
+        MambaForCausalLM(MambaConfig(**small)),
+        RwkvForCausalLM(RwkvConfig(**small, attention_hidden_size=32)),
     ]
     for other in recurrent:
         kind = "'(linear_attention|mamba)'"  # transformers 5.12 has the second
